@@ -1,0 +1,273 @@
+"""Facts about the supported architectures, as one table, and the model's dimensions read from ``config.json``.
+
+A new architecture of the same family (RMSNorm, rotary embeddings, gated SiLU MLP) is one more row of ``ARCHITECTURES``.
+Names are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import UnsupportedModelError
+
+__all__ = ["ARCHITECTURES", "Architecture", "ModelConfig", "Projection", "RopeConfig"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How one ``model_type`` is put together.
+
+    Attributes:
+        qkv: projections that read the attention's input, in the order their outputs are laid out as q, k, v.
+        gate_up: projections that read the MLP's input, in the order gate, up.
+        qkv_bias, o_bias, mlp_bias: True or False where the architecture fixes it, else the config key that says so.
+        qk_norm: q and k are RMS-normalised per head before the rotary embedding.
+        sliding: which config key switches the sliding window on; None if its mere presence does.
+    """
+
+    class_name: str
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    qkv_bias: bool | str = False
+    o_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+    sliding: str | None = None
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(
+        "LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
+    ),
+    "mistral": Architecture("MistralForCausalLM"),
+    "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, sliding="use_sliding_window"),
+    "qwen3": Architecture(
+        "Qwen3ForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        qk_norm=True,
+        sliding="use_sliding_window",
+    ),
+    "phi3": Architecture("Phi3ForCausalLM", qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+}
+
+_ROPE_TYPES = ("default", "linear", "llama3", "longrope")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding settings; ``parameters`` holds what a scaled ``rope_type`` needs, under Hugging Face's keys."""
+
+    theta: float
+    rope_type: str
+    rotary_dim: int
+    parameters: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear layer inside a block. ``name`` is its full Hugging Face module name; its weight is (N, K)."""
+
+    name: str
+    block: int
+    role: str
+    in_features: int
+    out_features: int
+    bias: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the projection, without its bias: the unit in which sparsities are averaged."""
+        return self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A causal LM's dimensions, from its ``config.json`` (transformers 4 or 5 spelling)."""
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_blocks: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    dtype: str
+    sliding_windows: tuple[int | None, ...]
+
+    @property
+    def architecture(self) -> Architecture:
+        """The row of ``ARCHITECTURES`` this model belongs to."""
+        return ARCHITECTURES[self.model_type]
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries, ``num_heads * head_dim``; also K of ``o_proj``."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys and of the values, ``num_kv_heads * head_dim``."""
+        return self.num_kv_heads * self.head_dim
+
+    def projections(self, block: int | None = None) -> Iterator[Projection]:
+        """The projections in scope, in the order of execution: all of them, or one block's.
+
+        In scope are all linear layers inside the blocks, never ``lm_head`` nor the embeddings.
+        """
+        arch = self.architecture
+        qkv_sizes = {
+            "q_proj": self.q_size,
+            "k_proj": self.kv_size,
+            "v_proj": self.kv_size,
+            "qkv_proj": self.q_size + 2 * self.kv_size,
+        }
+        mlp_sizes = {
+            "gate_proj": self.intermediate_size,
+            "up_proj": self.intermediate_size,
+            "gate_up_proj": 2 * self.intermediate_size,
+        }
+        for index in range(self.num_blocks) if block is None else (block,):
+            attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+            for role in arch.qkv:
+                yield Projection(
+                    attention + role, index, role, self.hidden_size, qkv_sizes[role], self.qkv_bias
+                )
+            yield Projection(attention + "o_proj", index, "o_proj", self.q_size, self.hidden_size, self.o_bias)
+            for role in arch.gate_up:
+                yield Projection(
+                    mlp + role, index, role, self.hidden_size, mlp_sizes[role], self.mlp_bias
+                )
+            yield Projection(
+                mlp + "down_proj", index, "down_proj", self.intermediate_size, self.hidden_size, self.mlp_bias
+            )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read the dimensions from a parsed ``config.json``.
+
+        Raises:
+            UnsupportedModelError: unknown ``model_type``, quantised weights, an activation or rotary scaling this
+                project does not implement, or a missing or nonsensical dimension.
+        """
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+            known = ", ".join(ARCHITECTURES)
+            close = difflib.get_close_matches(str(model_type), ARCHITECTURES, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            raise UnsupportedModelError(
+                f"unsupported architecture: model_type {model_type!r}{hint}; known ones: {known}"
+            )
+        if config.get("quantization_config"):
+            raise UnsupportedModelError(
+                "the model is quantised (config.json has quantization_config); "
+                "expected bf16, fp16 or fp32 weights: use the unquantised checkpoint"
+            )
+        activation = config.get("hidden_act", "silu")
+        if activation != "silu":
+            raise UnsupportedModelError(f"hidden_act: expected 'silu', found {activation!r}")
+        arch = ARCHITECTURES[model_type]
+
+        def switch(value: bool | str) -> bool:
+            return bool(config.get(value, False)) if isinstance(value, str) else value
+
+        hidden_size = _dimension(config, "hidden_size")
+        num_heads = _dimension(config, "num_attention_heads")
+        num_kv_heads = _dimension(config, "num_key_value_heads", default=num_heads)
+        num_blocks = _dimension(config, "num_hidden_layers")
+        head_dim = _dimension(config, "head_dim", default=hidden_size // num_heads)
+        if num_heads % num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
+            )
+        if head_dim % 2:
+            raise UnsupportedModelError(f"head_dim: expected an even number, found {head_dim}")
+        eps = config.get("rms_norm_eps", 1e-6)
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
+            raise UnsupportedModelError(f"config.json: rms_norm_eps: expected a small number, found {eps!r}")
+        return cls(
+            model_type=model_type,
+            hidden_size=hidden_size,
+            intermediate_size=_dimension(config, "intermediate_size"),
+            num_blocks=num_blocks,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=_dimension(config, "vocab_size"),
+            rms_norm_eps=float(eps),
+            max_position_embeddings=_dimension(config, "max_position_embeddings"),
+            rope=_rope(config, head_dim),
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=switch(arch.qkv_bias),
+            o_bias=switch(arch.o_bias),
+            mlp_bias=switch(arch.mlp_bias),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            sliding_windows=_sliding_windows(config, arch, num_blocks),
+        )
+
+
+# Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
+_LARGEST_DIMENSION = 2**27
+
+
+def _dimension(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_DIMENSION:
+        raise UnsupportedModelError(f"config.json: {key}: expected a positive integer, found {value!r}")
+    return value
+
+
+def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
+    # transformers 5 keeps everything in rope_parameters; 4 kept rope_theta beside rope_scaling.
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise UnsupportedModelError(f"config.json: rope_parameters: expected an object, found {parameters!r}")
+    parameters = dict(parameters)
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type == "su":  # Phi-3's first name for it
+        rope_type = "longrope"
+    if rope_type not in _ROPE_TYPES:
+        raise UnsupportedModelError(
+            f"rotary scaling: expected one of {', '.join(_ROPE_TYPES)}, found {rope_type!r}"
+        )
+    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+    for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
+            raise UnsupportedModelError(f"config.json: {key}: expected a positive number, found {value!r}")
+    # longrope and llama3 fall back to the config's own length; keep it with the rest so that one mapping tells all.
+    parameters.setdefault(
+        "original_max_position_embeddings",
+        config.get("original_max_position_embeddings") or config.get("max_position_embeddings"),
+    )
+    parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
+    return RopeConfig(float(theta), rope_type, int(head_dim * partial), parameters)
+
+
+def _sliding_windows(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> tuple[int | None, ...]:
+    window = config.get("sliding_window")
+    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
+        raise UnsupportedModelError(f"config.json: sliding_window: expected a positive integer, found {window!r}")
+    if window is None or (arch.sliding is not None and not config.get(arch.sliding, False)):
+        return (None,) * num_blocks
+    kinds = config.get("layer_types")
+    if kinds is None:
+        # Qwen's rule before layer_types existed: the first max_window_layers blocks attend to everything.
+        first = config.get("max_window_layers", 0) if arch.sliding is not None else 0
+        return tuple(window if index >= first else None for index in range(num_blocks))
+    if not isinstance(kinds, list) or len(kinds) != num_blocks:
+        raise UnsupportedModelError(f"config.json: layer_types: expected {num_blocks} entries, found {kinds!r:.80}")
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,78 @@
+"""Every error this project raises on purpose, as one tree.
+
+    WisparseError                 1   anything below; catch this one to catch them all
+    ├── UsageError                2   arguments that contradict each other or are out of range
+    │   ├── CalibrationError      2   a calibration source that cannot be used
+    │   └── ContextLengthError    2   a prompt that does not fit the model's context
+    ├── UnsupportedModelError     3   a model this project does not know how to convert or run
+    ├── AccessError               4   no such model, no permission, no network
+    ├── ResourceError             5   not enough memory or disk
+    ├── BundleError               6   a bundle that is damaged, hostile or too new
+    └── UploadError               7   an upload that failed; the bundle on disk is kept
+
+The number is the exit code of the command line. A message says what was expected, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "AccessError",
+    "BundleError",
+    "CalibrationError",
+    "ContextLengthError",
+    "ResourceError",
+    "UnsupportedModelError",
+    "UploadError",
+    "UsageError",
+    "WisparseError",
+]
+
+
+class WisparseError(Exception):
+    """Root of the tree; ``exit_code`` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class UsageError(WisparseError):
+    """Arguments that contradict each other or are out of range."""
+
+    exit_code = 2
+
+
+class CalibrationError(UsageError):
+    """A calibration source that is missing, empty, binary or too short."""
+
+
+class ContextLengthError(UsageError):
+    """A prompt that does not fit the model's context."""
+
+
+class UnsupportedModelError(WisparseError):
+    """A model whose architecture, quantisation or settings this project does not know."""
+
+    exit_code = 3
+
+
+class AccessError(WisparseError):
+    """A model or repository that does not exist, is gated, or cannot be reached."""
+
+    exit_code = 4
+
+
+class ResourceError(WisparseError):
+    """Not enough memory or disk for what was asked."""
+
+    exit_code = 5
+
+
+class BundleError(WisparseError):
+    """A bundle that is damaged, inconsistent, hostile, or of a newer format."""
+
+    exit_code = 6
+
+
+class UploadError(WisparseError):
+    """An upload that failed after the bundle was written; the bundle is kept."""
+
+    exit_code = 7

@@ -1,0 +1,75 @@
+"""The recipe: what a conversion decided, for people and for provenance (``wisparse.json``).
+
+A recipe says which channels are dropped and why; the numbers the runtime needs are in the sidecar tensors. It is
+plain data: frozen dataclasses that can be written as JSON and read back equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["FORMAT_VERSION", "CalibrationRecord", "ProjectionRecipe", "Recipe"]
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ProjectionRecipe:
+    """What was decided for one projection.
+
+    Attributes:
+        name: full Hugging Face module name, e.g. ``model.layers.0.mlp.down_proj``.
+        sparsity: fraction of channels to drop, in [0, 0.95]; 0 means dense, no mask.
+        alpha: exponent of the weight norm in the score, >= 0.
+        threshold: keep a channel if its score is at least this.
+        realised_sparsity: fraction of channels dropped on the calibration tokens.
+    """
+
+    name: str
+    sparsity: float
+    alpha: float
+    threshold: float
+    realised_sparsity: float
+
+
+@dataclass(frozen=True)
+class CalibrationRecord:
+    """Which text the thresholds rest on. ``digest`` is the sha256 of the token ids."""
+
+    source: str
+    num_samples: int
+    seq_len: int
+    num_tokens: int
+    seed: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything a conversion decided, and from what.
+
+    Attributes:
+        base_model: Hub id or folder name of the source; never a path of the machine that converted it.
+        base_revision: commit of the source, where it came from the Hub.
+        method: ``wisparse``, ``teal``, …
+        sparsity: the target, a fraction of the parameters of all projections in scope.
+        block_sparsities: parameter-weighted sparsity of every block.
+        search: settings and outcome of the search, JSON values only.
+        versions: of the libraries that took part.
+    """
+
+    base_model: str
+    base_revision: str | None
+    method: str
+    sparsity: float
+    projections: tuple[ProjectionRecipe, ...]
+    block_sparsities: tuple[float, ...]
+    calibration: CalibrationRecord
+    search: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready, with ``format_version`` first."""
+        return {"format_version": FORMAT_VERSION, **asdict(self)}

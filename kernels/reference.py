@@ -1,0 +1,68 @@
+"""The mask's one definition, and the slow twin of every sparse kernel.
+
+    score_i = |x_i| * channel_scale_i          channel_scale = (g / gmean(g)) ** alpha, g_i = ||W[:, i]||_2
+    keep_i  = score_i >= threshold
+    y       = (x ∘ keep) @ W.T + bias
+
+Scores are computed in float32 from x as it is stored, so the same bits of x give the same mask on every back end.
+A NaN score is kept: dropping it would hide a broken activation behind a plausible output.
+Source: the paper's section 4.1 (importance score, mask).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["keep_mask", "scores", "sparse_linear"]
+
+
+def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
+    """Importance of every channel.
+
+    Args:
+        x: (..., K), any floating dtype.
+        channel_scale: (K,) float32.
+
+    Returns:
+        (..., K) float32, ``|x| * channel_scale``.
+    """
+    return x.float().abs() * channel_scale
+
+
+def keep_mask(x: Tensor, channel_scale: Tensor, threshold: Tensor | float) -> Tensor:
+    """Which channels are kept: ``score >= threshold``, and any channel whose score is NaN.
+
+    Args:
+        x: (..., K), any floating dtype.
+        channel_scale: (K,) float32.
+        threshold: () float32; 0 keeps every channel.
+
+    Returns:
+        (..., K) bool.
+    """
+    return ~(scores(x, channel_scale) < threshold)
+
+
+def sparse_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    channel_scale: Tensor,
+    threshold: Tensor | float,
+) -> Tensor:
+    """A projection over its kept channels only.
+
+    Args:
+        x: (..., K), the weight's dtype.
+        weight: (N, K).
+        bias: (N,) or None.
+        channel_scale: (K,) float32.
+        threshold: () float32.
+
+    Returns:
+        (..., N), x's dtype.
+    """
+    # where, not a product: a dropped Inf must become 0, and Inf * 0 is NaN.
+    masked = torch.where(keep_mask(x, channel_scale, threshold), x, x.new_zeros(()))
+    return torch.nn.functional.linear(masked, weight, bias)
