@@ -1,8 +1,8 @@
 """Faster LLM decoding without training: weight-aware activation sparsity for Hugging Face causal LMs.
 
-    import wisparse
-    model = wisparse.load("path/to/bundle")
-    print(model.generate("Why is the sky blue?", max_new_tokens=200).text)
+import wisparse
+model = wisparse.load("path/to/bundle")
+print(model.generate("Why is the sky blue?", max_new_tokens=200).text)
 """
 
 from __future__ import annotations

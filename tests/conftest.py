@@ -1,0 +1,46 @@
+"""Fixtures shared by all tests: the real models, and text that no model here was trained on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# A deadline per example measures the machine, not the code. CI repeats the same examples, so that a red run is red
+# again; elsewhere every run explores.
+hypothesis.settings.register_profile("project", deadline=None, derandomize=bool(os.environ.get("CI")))
+hypothesis.settings.load_profile("project")
+
+ROOT = Path(__file__).resolve().parent.parent
+# Beside a developer's checkout; a user's clone has none, and tests that want it skip.
+SHARED_MODELS = ROOT.parent / "shared" / "models"
+
+
+@pytest.fixture(scope="session")
+def example_model() -> Path:
+    """The 6.5M-parameter Llama that ships with the project."""
+    return ROOT / "examples" / "pycode-llama-6m"
+
+
+@pytest.fixture(scope="session")
+def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A 36.6M-parameter Qwen2 (q/k/v bias, untied embeddings), too large to ship."""
+    packed = SHARED_MODELS / "pycode-qwen2-37m"
+    if not packed.is_dir():
+        pytest.skip("the 37M example model is not beside this checkout (../shared/models)")
+    folder = tmp_path_factory.mktemp("models") / packed.name
+    subprocess.run([sys.executable, SHARED_MODELS / "pack.py", "unpack", packed, folder], check=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def stdlib_files() -> dict[str, list[Path]]:
+    """Standard-library sources, which the example models never saw: ``calibration`` and ``evaluation``, disjoint."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    files = [file for file in files if file.stat().st_size > 8192]
+    return {"calibration": files[0::2], "evaluation": files[1::2]}

@@ -1,0 +1,49 @@
+"""The mask's definition: what is kept, what is dropped, and what happens at the edges."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wisparse.kernels.reference import keep_mask, scores, sparse_linear
+
+_sizes = st.integers(1, 40)
+
+
+@given(k=_sizes, n=_sizes, quantile=st.floats(0, 1), seed=st.integers(0, 2**31))
+def test_equals_a_product_over_the_kept_channels(k: int, n: int, quantile: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((k,), (n, k)))
+    bias = torch.randn(n, generator=generator, dtype=torch.float64)
+    scale = torch.rand(k, generator=generator) + 0.1
+    threshold = torch.quantile(scores(x, scale), quantile)
+    kept = [i for i in range(k) if abs(x[i].float()) * scale[i] >= threshold]
+    expected = bias + sum((x[i] * weight[:, i] for i in kept), torch.zeros(n, dtype=torch.float64))
+    torch.testing.assert_close(sparse_linear(x, weight, bias, scale, threshold), expected)
+
+
+def test_equality_keeps() -> None:
+    assert keep_mask(torch.tensor([2.0, -2.0, 1.9]), torch.ones(3), 2.0).tolist() == [True, True, False]
+
+
+def test_zero_threshold_keeps_zeros() -> None:
+    assert keep_mask(torch.zeros(4), torch.ones(4), 0.0).all()
+
+
+def test_unscorable_infinity_shows() -> None:
+    x = torch.tensor([float("inf"), 1.0])
+    y = sparse_linear(x, torch.ones(2, 2), None, torch.tensor([0.0, 1.0]), 0.5)
+    # inf * 0 is NaN, and a NaN score is kept: the output must say so rather than look plausible.
+    assert not torch.isfinite(y).all()
+
+
+def test_nan_is_kept() -> None:
+    assert keep_mask(torch.tensor([float("nan"), 0.1]), torch.ones(2), 1.0).tolist() == [True, False]
+
+
+def test_scores_are_float32_from_the_stored_bits() -> None:
+    x = torch.randn(64).bfloat16()
+    scale = torch.rand(64)
+    assert scores(x, scale).dtype == torch.float32
+    assert torch.equal(scores(x, scale), x.float().abs() * scale)

@@ -1,0 +1,131 @@
+"""The packaging facts: the wheel holds every module, and both kinds of install work from the root and from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+SITE = sysconfig.get_paths()["purelib"]
+ROOMS = ("converter", "formats", "kernels", "runtime", "wisparse")
+
+
+def _modules() -> list[str]:
+    """Every module of the project under its import name."""
+    names = []
+    for room in ROOMS:
+        for file in (ROOT / room).rglob("*.py"):
+            parts = (() if room == "wisparse" else ("wisparse",)) + file.relative_to(ROOT).with_suffix("").parts
+            names.append(".".join(part for part in parts if part != "__init__"))
+    return sorted(set(names) - {"wisparse.__main__"})
+
+
+def _python(python: Path | str, code: str, cwd: Path) -> str:
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run([python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the sources, so that builds leave nothing behind in the checkout."""
+    copy = tmp_path_factory.mktemp("checkout") / "project"
+    copy.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, copy)
+    for room in (*ROOMS, "tests"):
+        shutil.copytree(ROOT / room, copy / room, ignore=shutil.ignore_patterns("__pycache__"))
+    return copy
+
+
+def _environment(folder: Path, checkout: Path, *options: str) -> Path:
+    """A virtual environment with the project installed; its dependencies are borrowed from the running one.
+
+    The borrowed folder is one line in a .pth file: its own .pth files are then not read, so that an editable install
+    of this project in the running environment stays out of the picture.
+    """
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    site = Path(_python(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])", folder))
+    (site / "borrowed.pth").write_text(SITE + "\n")
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
+    command += ["--no-build-isolation", "--ignore-installed", "--disable-pip-version-check", *options, str(checkout)]
+    subprocess.run(command, check=True, cwd=folder)
+    return python
+
+
+@pytest.fixture(scope="module")
+def installs(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("environments")
+    return {
+        "plain": _environment(folder / "plain", checkout),
+        "editable": _environment(folder / "editable", checkout, "-e"),
+    }
+
+
+def test_every_package_is_listed() -> None:
+    found = {".".join((("wisparse",) if r != "wisparse" else ()) + (ROOT / r).relative_to(ROOT).parts) for r in ROOMS}
+    for room in ROOMS:
+        for folder in (ROOT / room).rglob("*/"):
+            if folder.is_dir() and any(folder.glob("*.py")):
+                parts = folder.relative_to(ROOT).parts
+                found.add(".".join(parts if room == "wisparse" else ("wisparse", *parts)))
+    assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_wheel_holds_every_module(checkout: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    subprocess.run([*command, "-w", str(tmp_path), str(checkout)], check=True, cwd=tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    files = zipfile.ZipFile(wheel).namelist()
+    held = {name[:-3].replace("/", ".").removesuffix(".__init__") for name in files if name.endswith(".py")}
+    assert set(_modules()) <= held
+    assert "wisparse/py.typed" in files
+    # Nothing of ours may land at the top level of site-packages.
+    assert {name.split("/")[0] for name in files} <= {"wisparse", f"wisparse-{PROJECT['project']['version']}.dist-info"}
+
+
+@pytest.mark.parametrize("kind", ["plain", "editable"])
+@pytest.mark.parametrize("place", ["root", "elsewhere"])
+def test_every_module_imports(kind: str, place: str, installs: dict[str, Path], checkout: Path, tmp_path: Path) -> None:
+    optional = {"wisparse.runtime.lm_eval_adapter"}  # needs the `eval` extra
+    names = [name for name in _modules() if name not in optional]
+    code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\nprint('all')"
+    assert _python(installs[kind], code, checkout if place == "root" else tmp_path) == "all"
+
+
+@pytest.mark.parametrize("kind", ["plain", "editable"])
+def test_pytest_runs_from_the_root(kind: str, installs: dict[str, Path], checkout: Path) -> None:
+    command = [installs[kind], "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels_reference.py"]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_transformers_imports_beside_a_distribution_named_kernels(
+    installs: dict[str, Path], checkout: Path, tmp_path: Path
+) -> None:
+    # The real one, from the test extra: transformers imports names from it as soon as it is installed.
+    code = (
+        "import importlib.metadata as m; m.version('kernels')\n"
+        "import kernels, transformers\n"
+        "from transformers.integrations import hub_kernels\n"
+        "print(kernels.__file__)"
+    )
+    assert str(checkout) not in _python(installs["plain"], code, checkout)
+
+
+def test_version_is_told_once() -> None:
+    import wisparse
+
+    assert wisparse.__version__ == PROJECT["project"]["version"]

@@ -1,0 +1,89 @@
+"""The rooms and their doors: who may import whom, and what a light import must not pull in."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = {
+    "formats": set(),
+    "kernels": set(),
+    "converter": {"formats", "kernels"},
+    "runtime": {"formats", "kernels"},
+    "wisparse": {"formats", "kernels", "converter", "runtime", "commands", "cli"},
+}
+HEAVY = ("transformers", "datasets", "matplotlib")
+
+
+def _imports(file: Path, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Dotted names a file imports, relative ones resolved against its package."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (tuple(alias.name.split(".")) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = base + tuple((node.module or "").split(".") if node.module else ())
+            # `from wisparse import runtime` names a room in the alias, not in the module.
+            yield from (module + (alias.name,) for alias in node.names)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_room_imports_only_what_it_may(room: str) -> None:
+    package = ("wisparse",) if room == "wisparse" else ("wisparse", room)
+    files = sorted((ROOT / room).rglob("*.py"))
+    assert files
+    wrong = []
+    for file in files:
+        inner = package + file.relative_to(ROOT / room).parts[:-1]
+        for name in _imports(file, inner):
+            if name[0] != "wisparse" or len(name) < 2:
+                continue
+            target = name[1]
+            if target in ROOMS and target not in ROOMS[room] | {room}:
+                wrong.append(f"{file.relative_to(ROOT)} imports {'.'.join(name)}")
+            if room != "wisparse" and target not in ROOMS:
+                wrong.append(f"{file.relative_to(ROOT)} imports {'.'.join(name)} from the public face")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_import_check_can_fail(tmp_path: Path) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text("from wisparse.runtime import x\nfrom ..converter import y\nimport wisparse.runtime.z\n")
+    names = list(_imports(file, ("wisparse", "formats")))
+    assert ("wisparse", "runtime", "x") in names
+    assert ("wisparse", "converter", "y") in names
+    assert ("wisparse", "runtime", "z") in names
+
+
+def test_kernels_is_a_namespace() -> None:
+    # A distribution named `kernels` exists and transformers imports it; with an __init__.py ours would win.
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_light_imports_stay_light() -> None:
+    modules = ["wisparse", "wisparse.cli"]
+    modules += [f"wisparse.runtime.{file.stem}" for file in (ROOT / "runtime").glob("*.py") if file.stem != "__init__"]
+    # The harness adapter exists to be imported by lm-evaluation-harness, which brings all of these itself.
+    modules = [module for module in modules if not module.endswith(".lm_eval_adapter")]
+    script = (
+        "import importlib, sys\n"
+        f"for name in {modules!r}: importlib.import_module(name)\n"
+        f"print([name for name in {HEAVY!r} if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_public_names_exist() -> None:
+    import wisparse
+
+    for name in wisparse.__all__:
+        assert getattr(wisparse, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = wisparse.nonsense

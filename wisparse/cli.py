@@ -1,0 +1,119 @@
+"""The command line: finds the verb, and turns every expected failure into one sentence and an exit code.
+
+    0 done   2 usage   3 unsupported model   4 no access or no network   5 not enough memory or disk
+    6 invalid bundle   7 upload failed   130 interrupted
+
+A traceback means a bug of ours; ``WISPARSE_DEBUG=1`` asks for one on expected failures too.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from . import __version__
+from .formats.errors import WisparseError
+
+__all__ = ["cli", "convert_main", "main"]
+
+# Verb -> module that defines it. A verb is imported when it is used: `wisparse --help` must not cost a second.
+_VERBS = {
+    "convert": "Convert a Hugging Face model into a sparse bundle.",
+    "inspect": "Show what a bundle holds.",
+    "verify": "Check a bundle's every tensor, number and digest.",
+    "generate": "Generate text from a prompt.",
+    "chat": "Talk with a model.",
+    "bench": "Measure decoding speed, dense and sparse side by side.",
+    "eval": "Measure quality, dense and sparse side by side.",
+    "export-onnx": "Write the bundle as an ONNX decoder.",
+    "push": "Upload a bundle to the Hugging Face Hub.",
+}
+
+
+class _Verbs(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_VERBS)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in _VERBS:
+            return None
+        module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(_VERBS.items()))
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _VERBS and not args[0].startswith("-"):
+            close = difflib.get_close_matches(args[0], _VERBS, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="wisparse")
+def cli() -> None:
+    """Faster LLM decoding without training, by weight-aware activation sparsity.
+
+    \b
+    wisparse convert meta-llama/Llama-3.1-8B-Instruct -o out
+    wisparse generate out --prompt "Why is the sky blue?"
+    """
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Entry point of ``wisparse``."""
+    _run(cli, args, "wisparse")
+
+
+def convert_main(args: Sequence[str] | None = None) -> None:
+    """Entry point of ``wisparse-convert``, the same as ``wisparse convert``."""
+    if args is None:
+        args = sys.argv[1:]
+    _run(cli, ["convert", *args], "wisparse")
+
+
+def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
+    try:
+        # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
+        sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort) as interruption:
+        hint = str(interruption)
+        _fail(f"interrupted; {hint}" if hint else "interrupted", 130)
+    except WisparseError as error:
+        if os.environ.get("WISPARSE_DEBUG"):
+            raise
+        _fail(str(error), error.exit_code)
+    except BrokenPipeError:
+        # The reader went away (`wisparse inspect DIR | head`): not an error. Keep the interpreter's own flush quiet.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(f"the disk is full ({error.filename or 'while writing'}); free some space and run again", 5)
+        if isinstance(error, PermissionError):
+            _fail(f"no permission: {error.filename}", 4)
+        raise
+
+
+def _fail(message: str, code: int) -> None:
+    click.echo(f"wisparse: {message}", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()
