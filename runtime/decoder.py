@@ -1,0 +1,283 @@
+"""What a decoder is, and which one runs a bundle.
+
+A decoder takes token ids and gives logits or the next ids; it knows nothing of text. Its state is ``max_batch`` slots,
+one sequence each, in a cache allocated once. ``torch_decoder`` is the readable reference that the faster ones must agree
+with.
+
+    prefill(slot, prompt)  ->  logits of the prompt's last position
+    step(last ids)         ->  next ids                      (decode, then sample; on the device where that is faster)
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from wisparse.formats import ContextLengthError, ModelConfig, UsageError
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["Decoder", "SamplingSettings", "check_prompt", "make_decoder"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the next token is chosen from the logits; the order is that of the fields.
+
+    Attributes:
+        temperature: the logits are divided by it; 0 takes the most probable token and ignores everything below.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: of those, keep the smallest set whose probabilities sum to at least this; 1 keeps all.
+        min_p: of those, keep what is at least this share of the most probable token's probability; 0 keeps all.
+        seed: the random number of every position is a function of the seed and the position alone, so a sequence does
+            not depend on its neighbours in a batch. It must be resolved (not None) by the time a decoder sees it.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        def number(name: str, low: float, high: float, words: str, low_open: bool = False) -> None:
+            value = getattr(self, name)
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not low <= value <= high
+                or (low_open and value == low)
+            ):
+                raise UsageError(f"{name}: expected {words}, found {value!r}")
+
+        number("temperature", 0.0, 1e4, "a number from 0 (greedy) to 10000")
+        number("top_p", 0.0, 1.0, "a number above 0, at most 1", low_open=True)
+        number("min_p", 0.0, 1.0, "a number from 0 to 1")
+        for name, least in (("top_k", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if name == "seed" and value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
+                raise UsageError(f"{name}: expected an integer from {least} to 2**63 - 1, found {value!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0.0
+
+
+class Decoder(Protocol):
+    """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions.
+
+    Implementations subclass it. They are constructed as ``Implementation(bundle, device=..., dtype=..., weights=...,
+    max_seq_len=..., max_batch=...)`` by :func:`make_decoder`, which has asked ``refusal`` before.
+
+    Not safe to call from several threads at once; ``Model`` holds a lock around it. After any exception, also a
+    KeyboardInterrupt, inside ``prefill``, ``decode`` or ``step`` the slots are undefined until their next ``prefill``,
+    and ``prefill`` must then work.
+
+    Attributes:
+        name: ``torch``, ``numba`` or ``triton``.
+        config: the model's dimensions.
+        device, dtype: where the weights are, and their floating type; activations between projections have this type.
+        max_batch: number of slots.
+        max_seq_len: positions of one slot, at most ``config.max_position_embeddings``.
+    """
+
+    name: ClassVar[str]
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_batch: int
+    max_seq_len: int
+
+    @classmethod
+    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
+        """Why this implementation cannot run such a model there, as a clause without a full stop; None if it can.
+
+        Must be cheap: called before any weight is read.
+        """
+        return None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Positions filled in each of the ``max_batch`` slots, counted on the host (no device synchronisation)."""
+        ...
+
+    def prefill(self, slot: int, token_ids: Tensor, sparse_from: int) -> Tensor:
+        """Forget what the slot held, and read a prompt into it.
+
+        Positions before ``sparse_from`` run dense, the others with the bundle's masks (policy ``dense``: T, ``half``:
+        T - T // 2, ``all``: 0). Memory must not grow with T**2.
+
+        Rotary scaling ``longrope`` takes its long factors for the whole prompt if T is above
+        ``original_max_position_embeddings``, else the short ones, as transformers does.
+
+        Args:
+            slot: 0 to ``max_batch`` - 1.
+            token_ids: (T,) int64, on any device, 1 <= T <= ``max_seq_len``, every id in [0, vocab_size).
+            sparse_from: 0 to T.
+
+        Returns:
+            (V,) float32 on ``device``: logits of the last position. Valid until the decoder's next call.
+
+        Raises:
+            ContextLengthError: T is 0 or above ``max_seq_len`` (see :func:`check_prompt`).
+        """
+        ...
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        """Append one token to each of the slots 0..B-1, with the bundle's masks.
+
+        A negative id marks an idle row: nothing is appended to its slot, whose contents are undefined until its next
+        ``prefill``; its row of the result is undefined too (it must cost no error, even if the slot is full or was
+        never filled).
+
+        ``longrope``: the position's own factors (long beyond ``original_max_position_embeddings``). Keys cached with
+        the short factors would not fit them, so the caller prefills the sequence anew at that point, as transformers
+        does; ``generation.Scheduler`` takes care of it.
+
+        Args:
+            token_ids: (B,) int64, on any device, 1 <= B <= ``max_batch``.
+
+        Returns:
+            (B, V) float32 on ``device``. Valid until the decoder's next call.
+
+        Raises:
+            ContextLengthError: a slot that is not idle holds ``max_seq_len`` positions already.
+        """
+        ...
+
+    def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+        """``decode``, then choose the next token of every row: what the generation loop calls.
+
+        An implementation that samples on its device (in its graph, say) overrides this. It has to give what
+        ``sampling.sample`` gives: for greedy rows the lowest id among the most probable; for sampled rows the same
+        filters and the same random numbers, ``sampling.uniforms(seed, position)`` with position = the slot's length after
+        the append, that is, the position the chosen token will have.
+
+        Args:
+            token_ids: (B,) int64, as for ``decode``.
+            settings: B of them, one for each row, seeds resolved.
+
+        Returns:
+            (B,) int64, on ``device`` or on the CPU; idle rows hold anything.
+        """
+        from .sampling import sample
+
+        logits = self.decode(token_ids)
+        return sample(logits, settings, self.lengths[: len(settings)])
+
+    def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
+        """Logits of every position of one sequence, for evaluation; no slot is changed.
+
+        Args:
+            token_ids: (T,) int64, as for ``prefill``.
+            sparse_from: as for ``prefill``.
+
+        Returns:
+            (T, V) float32 on ``device``.
+        """
+        ...
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        """Start counting dropped channels from zero, or stop counting. Counting may cost a little time."""
+        ...
+
+    def realised_sparsity(self) -> float | None:
+        """Share of the projections' weights that needed no reading at the sparse positions since counting began.
+
+        Dropped channels over all channels, each weighted by the projection's number of parameters, dense projections
+        included; None if nothing was counted or this implementation cannot count.
+        """
+        return None
+
+    def close(self) -> None:
+        """Give the memory back; the decoder cannot be used any more. Closing twice is fine."""
+        ...
+
+
+def check_prompt(length: int, max_seq_len: int) -> None:
+    """Raise ContextLengthError unless ``1 <= length <= max_seq_len``."""
+    if length < 1:
+        raise ContextLengthError("the prompt has no tokens: give at least one")
+    if length > max_seq_len:
+        raise ContextLengthError(
+            f"the prompt has {length} tokens and the context holds {max_seq_len}: "
+            "shorten it, or load with a larger max_seq_len if the model allows one"
+        )
+
+
+# Back end -> its decoder. Imported when chosen: numba and triton cost seconds.
+_IMPLEMENTATIONS = {
+    "torch": ("wisparse.runtime.torch_decoder", "TorchDecoder"),
+    "numba": ("wisparse.runtime.cpu_decoder", "CpuDecoder"),
+    "triton": ("wisparse.runtime.cuda_decoder", "CudaDecoder"),
+}
+
+
+def make_decoder(
+    bundle: Bundle,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_seq_len: int,
+    backend: str = "auto",
+    weights: str = "native",
+    max_batch: int = 1,
+) -> Decoder:
+    """Build the decoder that ``backend`` names, or the fastest one that can run this bundle there.
+
+    The choice and its reason are logged. ``auto`` falls back to plain PyTorch if the faster one refuses the model; a back
+    end asked for by name is never replaced.
+
+    Args:
+        bundle: an opened bundle; its weights are read here, once.
+        device, dtype: where, and in which floating type.
+        max_seq_len: positions of one slot, 1 to the model's context.
+        backend: ``auto``, ``torch``, ``numba`` or ``triton``.
+        weights: ``native`` (as ``dtype`` says) or ``int8`` (rounded at load; not every back end has it).
+        max_batch: slots, that is, sequences decoded side by side.
+
+    Raises:
+        UsageError: a back end that does not fit the device, dtype, weights or model.
+    """
+    from wisparse.kernels.backend import choose_backend
+
+    if not 1 <= max_seq_len <= bundle.config.max_position_embeddings:
+        raise UsageError(
+            f"max_seq_len: expected 1 to the model's context of {bundle.config.max_position_embeddings}, "
+            f"found {max_seq_len}"
+        )
+    if max_batch < 1:
+        raise UsageError(f"max_batch: expected at least 1, found {max_batch}")
+    if weights not in ("native", "int8"):
+        raise UsageError(f"weights: expected native or int8, found {weights!r}")
+    choice = choose_backend(device, dtype, backend)
+    implementation = _implementation(choice.name)
+    reason = choice.reason
+    refused = implementation.refusal(bundle.config, device, dtype, weights)
+    if refused is not None and backend == "auto" and choice.name != "torch":
+        reason = f"{choice.name} cannot: {refused}"
+        implementation = _implementation("torch")
+        refused = implementation.refusal(bundle.config, device, dtype, weights)
+    if refused is not None:
+        raise UsageError(f"back end {implementation.name} cannot run this model: {refused}")
+    log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
+    return implementation(
+        bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
+    )
+
+
+def _implementation(name: str) -> type:
+    module, class_name = _IMPLEMENTATIONS[name]
+    return getattr(importlib.import_module(module), class_name)
