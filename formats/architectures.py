@@ -39,9 +39,7 @@ class Architecture:
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(
-        "LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"
-    ),
+    "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM"),
     "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, sliding="use_sliding_window"),
     "qwen3": Architecture(
@@ -141,14 +139,10 @@ class ModelConfig:
         for index in range(self.num_blocks) if block is None else (block,):
             attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
             for role in arch.qkv:
-                yield Projection(
-                    attention + role, index, role, self.hidden_size, qkv_sizes[role], self.qkv_bias
-                )
+                yield Projection(attention + role, index, role, self.hidden_size, qkv_sizes[role], self.qkv_bias)
             yield Projection(attention + "o_proj", index, "o_proj", self.q_size, self.hidden_size, self.o_bias)
             for role in arch.gate_up:
-                yield Projection(
-                    mlp + role, index, role, self.hidden_size, mlp_sizes[role], self.mlp_bias
-                )
+                yield Projection(mlp + role, index, role, self.hidden_size, mlp_sizes[role], self.mlp_bias)
             yield Projection(
                 mlp + "down_proj", index, "down_proj", self.intermediate_size, self.hidden_size, self.mlp_bias
             )
@@ -240,9 +234,7 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     if rope_type == "su":  # Phi-3's first name for it
         rope_type = "longrope"
     if rope_type not in _ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"rotary scaling: expected one of {', '.join(_ROPE_TYPES)}, found {rope_type!r}"
-        )
+        raise UnsupportedModelError(f"rotary scaling: expected one of {', '.join(_ROPE_TYPES)}, found {rope_type!r}")
     theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):

@@ -1,4 +1,4 @@
-"""The packaging facts: the wheel holds every module, and both kinds of install work from the root and from elsewhere."""
+"""The packaging facts: the wheel holds every module, and both kinds of install work, from the root and elsewhere."""
 
 from __future__ import annotations
 

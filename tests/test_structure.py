@@ -30,7 +30,7 @@ def _imports(file: Path, package: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
             base = package[: len(package) - node.level + 1] if node.level else ()
             module = base + tuple((node.module or "").split(".") if node.module else ())
             # `from wisparse import runtime` names a room in the alias, not in the module.
-            yield from (module + (alias.name,) for alias in node.names)
+            yield from ((*module, alias.name) for alias in node.names)
 
 
 @pytest.mark.parametrize("room", ROOMS)

@@ -92,16 +92,13 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
         error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as interruption:
-        hint = str(interruption)
+        # click turns an interrupt into its own Abort; what the verb had to say about resuming is in the cause.
+        hint = str(interruption.__cause__ or interruption)
         _fail(f"interrupted; {hint}" if hint else "interrupted", 130)
     except WisparseError as error:
         if os.environ.get("WISPARSE_DEBUG"):
             raise
         _fail(str(error), error.exit_code)
-    except BrokenPipeError:
-        # The reader went away (`wisparse inspect DIR | head`): not an error. Keep the interpreter's own flush quiet.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _fail(f"the disk is full ({error.filename or 'while writing'}); free some space and run again", 5)

@@ -1,0 +1,111 @@
+"""The frame of the command line: verbs, hints, exit codes, and no traceback on an expected failure."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+
+import click
+import pytest
+
+from wisparse import cli
+from wisparse.formats import errors
+
+
+def _verb(monkeypatch: pytest.MonkeyPatch, body: Callable[[], None]) -> None:
+    """Put a command in the place of `inspect`."""
+    module = types.ModuleType("wisparse.commands.inspect")
+    module.command = click.command("inspect")(body)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wisparse.commands.inspect", module)
+
+
+def _run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_info:
+        cli.main(args)
+    captured = capsys.readouterr()
+    return exit_info.value.code or 0, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", errors.__all__)
+def test_every_error_has_its_exit_code(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = getattr(errors, name)
+
+    def body() -> None:
+        raise error("what was wrong")
+
+    _verb(monkeypatch, body)
+    code, out, err = _run(["inspect"], capsys)
+    assert (code, out, err) == (error.exit_code, "", "wisparse: what was wrong\n")
+
+
+def test_interrupt_tells_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        raise KeyboardInterrupt("run the same command again to resume")
+
+    _verb(monkeypatch, body)
+    code, _, err = _run(["inspect"], capsys)
+    assert code == 130
+    assert "interrupted; run the same command again to resume" in err
+
+
+def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def body() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "out/model.safetensors")
+
+    _verb(monkeypatch, body)
+    code, _, err = _run(["inspect"], capsys)
+    assert code == 5
+    assert "the disk is full (out/model.safetensors)" in err
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def body() -> None:
+        raise ZeroDivisionError
+
+    _verb(monkeypatch, body)
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["inspect"])
+
+
+def test_mistyped_verb_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _run(["generte"], capsys)
+    assert code == 2
+    assert "Did you mean 'generate'?" in err
+
+
+def test_mistyped_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _run(["convert", "model", "--sparsty", "0.5"], capsys)
+    assert code == 2
+    assert "--sparsity" in err
+
+
+@pytest.mark.parametrize("verb", cli._VERBS)
+def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = _run([verb, "--help"], capsys)
+    assert code == 0
+    assert f"wisparse {verb}" in out or f"wisparse-{verb}" in out
+
+
+def test_help_is_quick_and_light() -> None:
+    script = (
+        "import sys\nfrom wisparse.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip().endswith("False")
+
+
+def test_closed_pipe_shows_no_traceback() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m wisparse --help | true",
+        shell=True,
+        executable="/bin/bash",
+        capture_output=True,
+        text=True,
+    )
+    assert done.stderr == ""

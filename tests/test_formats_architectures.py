@@ -1,0 +1,124 @@
+"""The table of facts: dimensions read from both spellings of a config, and configs that must be refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wisparse.formats.architectures import ARCHITECTURES, ModelConfig
+from wisparse.formats.errors import UnsupportedModelError
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+}
+
+
+def test_example_model(example_model: Path) -> None:
+    config = ModelConfig.from_dict(json.loads((example_model / "config.json").read_text()))
+    assert (config.num_blocks, config.head_dim, config.kv_size, config.dtype) == (6, 32, 128, "bfloat16")
+    names = [projection.name for projection in config.projections()]
+    assert len(names) == len(set(names)) == 6 * 7
+    assert names[0] == "model.layers.0.self_attn.q_proj"
+    assert names[-1] == "model.layers.5.mlp.down_proj"
+
+
+def test_projections_of_transformers_models_are_found() -> None:
+    """Names, shapes and biases are what transformers builds from the same config, for every row of the table."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for model_type in ARCHITECTURES:
+        settings = {**LLAMA, "head_dim": 24, "pad_token_id": 0}
+        hf_config = AutoConfig.for_model(**{**settings, "model_type": model_type})
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(hf_config)
+        assert type(model).__name__ == ARCHITECTURES[model_type].class_name
+        config = ModelConfig.from_dict(hf_config.to_dict())
+        linears = {
+            name: module
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and name != "lm_head"
+        }
+        ours = {projection.name: projection for projection in config.projections()}
+        assert set(ours) == set(linears)
+        for name, linear in linears.items():
+            found = (ours[name].out_features, ours[name].in_features, ours[name].bias)
+            assert found == (*linear.weight.shape, linear.bias is not None), name
+
+
+def test_rope_of_both_spellings_is_the_same() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    new = {**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
+    first, second = ModelConfig.from_dict(old).rope, ModelConfig.from_dict(new).rope
+    assert (first.theta, first.rope_type, first.rotary_dim) == (second.theta, second.rope_type, second.rotary_dim)
+    assert all(first.parameters[key] == second.parameters[key] == value for key, value in scaling.items())
+
+
+def test_sliding_windows() -> None:
+    def windows(**change: Any) -> tuple[int | None, ...]:
+        return ModelConfig.from_dict({**LLAMA, **change}).sliding_windows
+
+    assert windows(model_type="mistral", sliding_window=32) == (32,) * 4
+    assert windows(model_type="mistral", sliding_window=None) == (None,) * 4
+    assert windows(model_type="qwen2", sliding_window=32, use_sliding_window=False) == (None,) * 4
+    qwen = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}
+    assert windows(**qwen, max_window_layers=3) == (None, None, None, 32)
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert windows(**qwen, layer_types=kinds) == (32, None, 32, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "llamma"}, "did you mean 'llama'"),
+        ({"model_type": "gpt2"}, "known ones: llama, mistral"),
+        ({"model_type": None}, "unsupported architecture"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+        ({"hidden_size": -1}, "hidden_size: expected a positive integer, found -1"),
+        ({"hidden_size": 2**60}, "hidden_size"),
+        ({"vocab_size": True}, "vocab_size"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"head_dim": 3}, "even"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rotary scaling"),
+        ({"rope_scaling": [1]}, "rope_parameters"),
+        ({"rope_theta": -1}, "rope_theta"),
+        ({"model_type": "mistral", "sliding_window": -4}, "sliding_window"),
+        ({"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"]}, "layer_types"),
+    ],
+)
+def test_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        ModelConfig.from_dict({**LLAMA, **change})
+
+
+_junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_keys = [*LLAMA, "head_dim", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "dtype"]
+
+
+@given(change=st.dictionaries(st.sampled_from(_keys), _junk, max_size=3), model_type=st.sampled_from([*ARCHITECTURES]))
+def test_any_config_is_read_or_refused(change: dict[str, Any], model_type: str) -> None:
+    try:
+        config = ModelConfig.from_dict({**LLAMA, "model_type": model_type, **change})
+    except UnsupportedModelError:
+        return
+    assert all(projection.num_parameters > 0 for projection in config.projections(0))
