@@ -1,0 +1,83 @@
+"""The README is true: its commands run as written, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("[A-Z]*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+
+# Needs the Hub, a GPU, an upload or the whole suite: shown to people, not run here.
+_NOT_RUN = ("pip install", "python -m pytest", "meta-llama/", "huggingface-cli", "hf auth", "USER/", "USER/NAME")
+
+
+def _blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+
+
+def _commands() -> list[str]:
+    """Commands of the README in order: the lines after ``$ ``, continued by a trailing backslash."""
+    commands = []
+    for block in _blocks(ROOT / "README.md", "console"):
+        joined = block.replace("\\\n", " ")
+        commands += [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")]
+    return commands
+
+
+def test_there_are_commands_to_run() -> None:
+    assert any("wisparse-convert examples/pycode-llama-6m" in command for command in _commands())
+    assert any(command.startswith("wisparse generate") for command in _commands())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_commands_run_in_order(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
+    scripts = Path(sys.executable).parent
+    env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
+    for command in _commands():
+        for part in command.split(" && "):
+            if any(word in part for word in _NOT_RUN):
+                continue
+            done = subprocess.run(part, shell=True, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=400)
+            assert done.returncode == 0, f"{part}\n{done.stdout}\n{done.stderr}"
+            assert "Traceback" not in done.stderr
+            if shlex.split(part)[:2] == ["wisparse", "generate"]:
+                assert done.stdout.strip()
+    for block in _blocks(ROOT / "README.md", "python"):
+        if any(word in block for word in _NOT_RUN):
+            continue
+        done = subprocess.run([sys.executable, "-c", block], cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{block}\n{done.stderr}"
+
+
+def test_options_named_in_the_pages_exist() -> None:
+    known: set[str] = set()
+    from wisparse.cli import _VERBS, cli
+
+    for verb in _VERBS:
+        command = cli.get_command(None, verb)  # type: ignore[arg-type]
+        known |= {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    known |= {"--help", "--version", "--nproc-per-node"}
+    for page in PAGES:
+        for block in _blocks(page, "console"):
+            for line in block.replace("\\\n", " ").splitlines():
+                if line.startswith("$ wisparse"):
+                    named = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", line))
+                    assert named <= known, f"{page.name}: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (page.parent / target).exists(), f"{page.name}: {target}"
