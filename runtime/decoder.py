@@ -1,8 +1,8 @@
 """What a decoder is, and which one runs a bundle.
 
 A decoder takes token ids and gives logits or the next ids; it knows nothing of text. Its state is ``max_batch`` slots,
-one sequence each, in a cache allocated once. ``torch_decoder`` is the readable reference that the faster ones must agree
-with.
+one sequence each, in a cache allocated once. ``torch_decoder`` is the readable reference that the faster ones must
+agree with.
 
     prefill(slot, prompt)  ->  logits of the prompt's last position
     step(last ids)         ->  next ids                      (decode, then sample; on the device where that is faster)
@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from wisparse.formats import ContextLengthError, ModelConfig, UsageError
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.errors import ContextLengthError, UsageError
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
@@ -162,8 +163,8 @@ class Decoder(Protocol):
 
         An implementation that samples on its device (in its graph, say) overrides this. It has to give what
         ``sampling.sample`` gives: for greedy rows the lowest id among the most probable; for sampled rows the same
-        filters and the same random numbers, ``sampling.uniforms(seed, position)`` with position = the slot's length after
-        the append, that is, the position the chosen token will have.
+        filters and the same random numbers, ``sampling.uniform(seed, position)`` with position = the slot's length
+        after the append, that is, the position the chosen token will have; -1 for a row whose logits are not finite.
 
         Args:
             token_ids: (B,) int64, as for ``decode``.
@@ -237,8 +238,8 @@ def make_decoder(
 ) -> Decoder:
     """Build the decoder that ``backend`` names, or the fastest one that can run this bundle there.
 
-    The choice and its reason are logged. ``auto`` falls back to plain PyTorch if the faster one refuses the model; a back
-    end asked for by name is never replaced.
+    The choice and its reason are logged. ``auto`` falls back to plain PyTorch if the faster one refuses the model;
+    a back end asked for by name is never replaced.
 
     Args:
         bundle: an opened bundle; its weights are read here, once.
@@ -262,7 +263,10 @@ def make_decoder(
         raise UsageError(f"max_batch: expected at least 1, found {max_batch}")
     if weights not in ("native", "int8"):
         raise UsageError(f"weights: expected native or int8, found {weights!r}")
-    choice = choose_backend(device, dtype, backend)
+    try:
+        choice = choose_backend(device, dtype, backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     implementation = _implementation(choice.name)
     reason = choice.reason
     refused = implementation.refusal(bundle.config, device, dtype, weights)

@@ -1,0 +1,73 @@
+"""The one place where a back end, that is, the implementation of the sparse projections, is chosen.
+
+torch    plain PyTorch, any device: the readable reference; masks the input and multiplies densely, so not faster
+numba    CPU: reads the kept channels only
+triton   NVIDIA GPUs: reads the kept channels only
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+
+__all__ = ["BACKENDS", "Choice", "choose_backend"]
+
+BACKENDS = ("torch", "numba", "triton")
+
+# Triton's tensor-core paths and bf16 need Ampere.
+_LEAST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A back end's name and, as a clause for the log, why it was taken."""
+
+    name: str
+    reason: str
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> Choice:
+    """Which back end runs projections of ``dtype`` on ``device``.
+
+    Args:
+        device: where the weights will be.
+        dtype: their floating type.
+        requested: ``auto``, or a name of ``BACKENDS``, which is taken as it is or refused, never replaced.
+
+    Raises:
+        ValueError: an unknown name, or a named back end that cannot run there; the message says why.
+    """
+    if requested == "auto":
+        fast = "triton" if device.type == "cuda" else "numba"
+        refused = _refusal(fast, device, dtype)
+        if refused is None:
+            return Choice(fast, f"the fastest for {device.type}")
+        return Choice("torch", f"{fast} cannot: {refused}")
+    if requested not in BACKENDS:
+        raise ValueError(f"unknown back end {requested!r}; known ones: auto, {', '.join(BACKENDS)}")
+    refused = _refusal(requested, device, dtype)
+    if refused is not None:
+        raise ValueError(f"back end {requested} cannot run on {device} in {dtype}: {refused}")
+    return Choice(requested, "asked for")
+
+
+def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why a back end cannot run there, or None."""
+    if name == "torch":
+        return None
+    kind = {"numba": "cpu", "triton": "cuda"}[name]
+    if device.type != kind:
+        return f"it runs on {kind}, the device is {device.type}"
+    if importlib.util.find_spec(name) is None:
+        return f"the package {name} is not installed"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"it knows float32, bfloat16 and float16, not {dtype}"
+    if name == "triton":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _LEAST_CAPABILITY:
+            return f"it needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
+        if dtype == torch.float32:
+            return "it knows bfloat16 and float16 weights, not float32"
+    return None

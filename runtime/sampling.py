@@ -1,0 +1,94 @@
+"""The next token from the logits.
+
+The filters apply in the order of ``SamplingSettings``: temperature, top-k, top-p, min-p (the order of transformers);
+tokens as probable as the last one kept are kept too. The token is then the first id, in ascending order, at which the
+kept probabilities, renormalised and summed in float64, exceed a uniform random number. That number is a function of
+the seed and of the token's position alone: a sequence can be repeated, resumed, or decoded beside others, and stays
+the same.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .decoder import SamplingSettings
+
+__all__ = ["resolve_seed", "sample", "uniform"]
+
+_MASK = 2**64 - 1
+
+
+def resolve_seed(settings: SamplingSettings) -> SamplingSettings:
+    """The settings with a seed: theirs, or a fresh one."""
+    return settings if settings.seed is not None else replace(settings, seed=secrets.randbits(62))
+
+
+def _mix(state: int) -> int:
+    """The output function of SplitMix64 (Steele, Lea, Flood 2014)."""
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+def uniform(seed: int, position: int) -> float:
+    """The random number for the token at ``position``: a multiple of 2**-24 in [0, 1), exact in float32."""
+    start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
+    return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 40) * 2.0**-24
+
+
+def sample(logits: Tensor, settings: Sequence[SamplingSettings], positions: Sequence[int]) -> Tensor:
+    """Choose one token per row.
+
+    Args:
+        logits: (B, V) float32.
+        settings: B of them, seeds resolved.
+        positions: B of them: the position that the chosen token will have in its sequence.
+
+    Returns:
+        (B,) int64 on the logits' device; -1 for a row that holds a NaN or whose largest logit is infinite.
+    """
+    best = logits.max(dim=-1)  # a NaN wins over every number
+    chosen = torch.where(best.values.isfinite(), best.indices, -1)
+    for row, (setting, position) in enumerate(zip(settings, positions, strict=True)):
+        if not setting.greedy:
+            chosen[row] = torch.where(chosen[row] < 0, chosen[row], _draw(logits[row], setting, position))
+    return chosen
+
+
+def _draw(logits: Tensor, settings: SamplingSettings, position: int) -> Tensor:
+    """One random token from finite logits (V,), as () int64."""
+    if settings.seed is None:
+        raise ValueError("the seed must be resolved before sampling: see resolve_seed")
+    # Less the maximum first: a tiny temperature must not overflow.
+    scaled = (logits.double() - logits.max()) / settings.temperature
+    if 0 < settings.top_k < scaled.shape[0]:
+        scaled = _cut(scaled, scaled.topk(settings.top_k).values[-1])
+    if settings.top_p < 1.0:
+        scaled = _cut(scaled, _nucleus(scaled, settings.top_p))
+    weights = scaled.exp()  # the largest is 1, so min_p compares with it directly
+    weights = torch.where(weights >= settings.min_p, weights, 0.0)
+    sums = weights.cumsum(0)
+    drawn = torch.searchsorted(sums, uniform(settings.seed, position) * sums[-1], right=True)
+    return drawn.clamp(max=scaled.shape[0] - 1)
+
+
+def _cut(scaled: Tensor, least: Tensor) -> Tensor:
+    """Drop what is below ``least``; what equals it stays, so the outcome does not hang on the order of equals."""
+    return torch.where(scaled >= least, scaled, -torch.inf)
+
+
+def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
+    """The smallest value within the smallest set of most probable tokens whose probabilities sum to ``top_p``."""
+    total = scaled.exp().sum()
+    for count in (1024, scaled.shape[0]):  # the first is nearly always enough, and far cheaper than a full sort
+        ordered = scaled.topk(min(count, scaled.shape[0])).values
+        sums = ordered.exp().cumsum(0) / total
+        if bool(sums[-1] >= top_p):
+            break
+    inside = (sums - ordered.exp() / total) < top_p  # the first is always inside: nothing comes before it
+    return ordered[int(inside.sum()) - 1]
