@@ -97,7 +97,7 @@ def fetch_source(model: str | Path, revision: str | None = None, *, weights: boo
         AccessError: no such folder or repository, no permission, no network and nothing in the cache.
     """
     folder = Path(model).expanduser()
-    if folder.is_dir():
+    if _is_folder(model):
         if revision is not None:
             raise UsageError(f"--revision names a commit on the Hub, but {str(model)!r} is a folder on disk")
         return Source(folder, None, folder.resolve().name)
@@ -125,7 +125,7 @@ def fetch_bundle(bundle: str | Path, revision: str | None = None, *, weights: bo
 
 def download_bytes(model: str | Path, revision: str | None = None) -> int:
     """How many bytes ``fetch_source`` would still have to download; 0 for a folder or a model in the cache."""
-    if Path(model).expanduser().is_dir():
+    if _is_folder(model):
         return 0
     repo_id = _repo_id(model)
 
@@ -145,7 +145,7 @@ def download_bytes(model: str | Path, revision: str | None = None) -> int:
 
 def check_read_access(model: str | Path) -> None:
     """Raise AccessError unless ``model`` is a folder or a repository whose files this user may read."""
-    if Path(model).expanduser().is_dir():
+    if _is_folder(model):
         return
     repo_id = _repo_id(model)
     _reach(lambda: _api().auth_check(repo_id), repo_id)
@@ -218,6 +218,11 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
         raise UploadError(
             f"the upload to {repo_id!r} failed: {reason}. The bundle is kept in {folder}; repeat with: {retry}"
         ) from error
+
+
+def _is_folder(model: str | Path) -> bool:
+    # An empty string, as an unset shell variable leaves one, would be the current folder to pathlib.
+    return str(model) != "" and Path(model).expanduser().is_dir()
 
 
 def _api() -> HfApi:
@@ -295,7 +300,7 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> str | 
     if isinstance(error, HfHubHTTPError):
         status = error.response.status_code
         reasons = {
-            401: f"the access token was refused (401); {login} again",
+            401: "the access token was refused (401): log in again with 'hf auth login' or set another HF_TOKEN",
             403: f"this account or token is not permitted to do that (403); use one that is: {login}",
             404: "not found (404)",
             429: "too many requests (429); wait some minutes and run this again",

@@ -1,0 +1,370 @@
+"""A stand-in for the Hugging Face Hub: real HTTP on loopback, enough of its API for the real client to push and pull.
+
+It keeps repositories, their commits and large-file objects in memory, writes down every request, and fails on demand.
+No published package offers this; the endpoints and their answers follow huggingface_hub's own client code.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_test_token_of_alice"
+READ_TOKEN = "hf_test_token_that_reads"
+
+
+@dataclass
+class Repo:
+    private: bool = False
+    gated: bool = False
+    commits: list[tuple[str, dict[str, bytes], str]] = field(default_factory=list)
+    large: set[str] = field(default_factory=set)  # paths kept as large files
+
+    def commit(self, files: dict[str, bytes], message: str) -> str:
+        oid = hashlib.sha1(repr((len(self.commits), sorted(files), message)).encode()).hexdigest()
+        self.commits.append((oid, files, message))
+        return oid
+
+    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+        if revision == "main":
+            return self.commits[-1][:2]
+        return next(((oid, files) for oid, files, _ in self.commits if oid == revision), None)
+
+
+@dataclass
+class Fault:
+    """The next ``times`` requests whose "METHOD /path" matches ``pattern`` fail: with a status, or cut off."""
+
+    pattern: str
+    status: int | None = None  # None: the connection is dropped
+    times: int = 1
+    after_bytes: int = 0  # of the request's body, before the connection is dropped
+    lose_answer: bool = False  # the request is carried out, and the connection dropped before the answer
+
+
+@dataclass
+class Request:
+    method: str
+    path: str
+    body_bytes: int
+    authorization: str | None
+
+
+class HubStandIn:
+    def __init__(self) -> None:
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.faults: list[Fault] = []
+        self.requests: list[Request] = []
+        self.lock = threading.Lock()
+        hub = self
+
+        class Handler(_Handler):
+            pass
+
+        Handler.hub = hub
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    @contextmanager
+    def running(self) -> Iterator[HubStandIn]:
+        thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._server.shutdown()
+            self._server.server_close()
+            thread.join()
+
+    def add(self, repo_id: str, files: dict[str, bytes], **kwargs: Any) -> Repo:
+        repo = self.repos[repo_id] = Repo(**kwargs)
+        repo.large = {path for path in files if path.endswith((".safetensors", ".png"))}
+        repo.commit(dict(files), "initial commit")
+        return repo
+
+    def seen(self, pattern: str) -> list[Request]:
+        return [request for request in self.requests if re.search(pattern, f"{request.method} {request.path}")]
+
+
+class _Dropped(Exception):
+    """The connection is cut: no answer at all."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: HubStandIn
+    mute = False
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else every answer waits 40 ms for an acknowledgement
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._handle()
+
+    do_HEAD = do_POST = do_PUT = do_GET
+
+    def _handle(self) -> None:
+        path = unquote(urlsplit(self.path).path)
+        fault = self._fault(f"{self.command} {path}")
+        try:
+            if fault is not None and fault.status is None and not fault.lose_answer:
+                self._read_body(limit=fault.after_bytes)
+                raise _Dropped
+            body = self._read_body()
+            with self.hub.lock:
+                self.hub.requests.append(Request(self.command, path, len(body), self.headers.get("authorization")))
+            self.mute = fault is not None and fault.lose_answer
+            if fault is not None and not self.mute:
+                self._answer(fault.status or 500, {"error": "on demand"})
+                return
+            with self.hub.lock:
+                self._route(path, body)
+        except _Dropped:
+            self.close_connection = True
+            self.connection.close()
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+
+    def _fault(self, line: str) -> Fault | None:
+        with self.hub.lock:
+            for fault in self.hub.faults:
+                if fault.times > 0 and re.search(fault.pattern, line):
+                    fault.times -= 1
+                    return fault
+        return None
+
+    def _read_body(self, limit: int | None = None) -> bytes:
+        if self.headers.get("transfer-encoding", "").lower() == "chunked":
+            body = b""
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                body += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+            return body
+        length = int(self.headers.get("content-length") or 0)
+        return self.rfile.read(length if limit is None else min(length, limit))
+
+    def _answer(self, status: int, content: Any = None, headers: dict[str, str] | None = None) -> None:
+        if self.mute:
+            raise _Dropped
+        body = content if isinstance(content, bytes) else json.dumps(content or {}).encode()
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _refuse(self, status: int, code: str, message: str = "") -> None:
+        self._answer(status, {"error": message or code}, {"X-Error-Code": code, "X-Error-Message": message or code})
+
+    @property
+    def _user(self) -> str | None:
+        return {f"Bearer {TOKEN}": "alice", f"Bearer {READ_TOKEN}": "alice"}.get(
+            self.headers.get("authorization") or ""
+        )
+
+    def _route(self, path: str, body: bytes) -> None:
+        if self.headers.get("authorization") and self._user is None:
+            return self._refuse(401, "", "Invalid credentials in Authorization header")
+        for pattern, method in _ROUTES:
+            match = re.fullmatch(pattern, f"{self.command} {path}")
+            if match:
+                return getattr(self, method)(body, **match.groupdict())
+        return self._refuse(404, "EntryNotFound", f"no such endpoint: {self.command} {path}")
+
+    def _repo(self, repo: str, contents: bool = False) -> Repo | None:
+        found = self.hub.repos.get(repo)
+        if found is None or (found.private and self._user is None):
+            self._refuse(404 if self._user else 401, "RepoNotFound", "Repository not found")
+            return None
+        # As on the Hub: everybody sees a gated repository's page and listing, its files need access.
+        if contents and found.gated:
+            self._refuse(403 if self._user else 401, "GatedRepo", "Access to this model is restricted")
+            return None
+        return found
+
+    # One method per endpoint.
+
+    def whoami(self, body: bytes) -> None:
+        if self._user is None:
+            return self._refuse(401, "", "Invalid username or password.")
+        role = "read" if self.headers["authorization"].endswith(READ_TOKEN) else "write"
+        return self._answer(
+            200,
+            {
+                "name": self._user,
+                "orgs": [{"name": "team", "roleInOrg": "write"}, {"name": "readers", "roleInOrg": "read"}],
+                "auth": {"type": "access_token", "accessToken": {"displayName": "test", "role": role}},
+            },
+        )
+
+    def create(self, body: bytes) -> None:
+        wanted = json.loads(body)
+        repo_id = f"{wanted.get('organization') or self._user}/{wanted['name']}"
+        if self._user is None:
+            return self._refuse(401, "", "Invalid username or password.")
+        if repo_id.split("/")[0] not in (self._user, "team"):
+            return self._refuse(403, "", f"no rights under {repo_id.split('/')[0]}")
+        url = {"url": f"{self.hub.url}/{repo_id}", "name": repo_id}
+        if repo_id in self.hub.repos:
+            return self._answer(409, {"error": "You already created this model repo", **url})
+        private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
+        self.hub.repos[repo_id] = Repo(private=private)
+        self.hub.repos[repo_id].commit({".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
+        return self._answer(200, url)
+
+    def auth_check(self, body: bytes, repo: str) -> None:
+        if self._repo(repo, contents=True) is not None:
+            self._answer(200)
+
+    def auth_check_write(self, body: bytes, repo: str) -> None:
+        if self._repo(repo) is None:
+            return
+        if self._user is None or repo.split("/")[0] not in (self._user, "team"):
+            return self._refuse(403, "", "You don't have write access")
+        self._answer(200)
+
+    def info(self, body: bytes, repo: str, revision: str = "main") -> None:
+        found = self._repo(repo)
+        if found is None:
+            return
+        state = found.at(revision)
+        if state is None:
+            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        oid, files = state
+        siblings = [{"rfilename": path} for path in sorted(files)]
+        content = {"id": repo, "modelId": repo, "sha": oid, "private": found.private, "gated": found.gated}
+        self._answer(200, {**content, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
+
+    def tree(self, body: bytes, repo: str, revision: str) -> None:
+        found = self._repo(repo)
+        if found is None:
+            return
+        state = found.at(revision)
+        if state is None:
+            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        entries = []
+        for path, content in sorted(state[1].items()):
+            entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _git_oid(content)}
+            if path in found.large:
+                entry["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 130}
+            entries.append(entry)
+        self._answer(200, entries)
+
+    def validate_yaml(self, body: bytes) -> None:
+        content = json.loads(body)["content"]
+        if not content.startswith("---\n"):
+            return self._answer(400, {"errors": [{"message": "no metadata"}], "warnings": []})
+        return self._answer(200, {"errors": [], "warnings": []})
+
+    def preupload(self, body: bytes, repo: str, revision: str) -> None:
+        found = self._repo(repo)
+        if found is None:
+            return
+        present = found.commits[-1][1]
+        answer = []
+        for file in json.loads(body)["files"]:
+            path = file["path"]
+            large = path.endswith((".safetensors", ".png")) or file["size"] > 1_000_000
+            oid = None
+            if path in present:
+                oid = _sha256(present[path]) if large else _git_oid(present[path])
+            mode = "lfs" if large else "regular"
+            answer.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self._answer(200, {"files": answer})
+
+    def lfs_batch(self, body: bytes, repo: str) -> None:
+        if self._repo(repo) is None:
+            return
+        objects = []
+        for wanted in json.loads(body)["objects"]:
+            entry = dict(wanted)
+            if wanted["oid"] not in self.hub.objects:
+                entry["actions"] = {"upload": {"href": f"{self.hub.url}/storage/{wanted['oid']}"}}
+            objects.append(entry)
+        self._answer(200, {"transfer": "basic", "objects": objects})
+
+    def store(self, body: bytes, oid: str) -> None:
+        if _sha256(body) != oid:
+            return self._answer(400, {"error": "content does not match its digest"})
+        self.hub.objects[oid] = body
+        return self._answer(200)
+
+    def commit(self, body: bytes, repo: str, revision: str) -> None:
+        found = self._repo(repo)
+        if found is None:
+            return
+        if self._user is None:
+            return self._refuse(403, "", "You don't have write access")
+        files = dict(found.commits[-1][1])
+        message = ""
+        for line in body.splitlines():
+            item = json.loads(line)
+            value = item["value"]
+            if item["key"] == "header":
+                message = value["summary"]
+            elif item["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif item["key"] == "lfsFile":
+                if value["oid"] not in self.hub.objects:
+                    return self._answer(400, {"error": f"no object {value['oid']}"})
+                files[value["path"]] = self.hub.objects[value["oid"]]
+                found.large.add(value["path"])
+            elif item["key"] == "deletedFile":
+                files.pop(value["path"], None)
+        oid = found.commit(files, message)
+        return self._answer(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/{oid}", "commitOid": oid})
+
+    def resolve(self, body: bytes, repo: str, revision: str, path: str) -> None:
+        found = self._repo(repo, contents=True)
+        if found is None:
+            return
+        state = found.at(revision)
+        if state is None:
+            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+        oid, files = state
+        if path not in files:
+            return self._refuse(404, "EntryNotFound", f"{path} does not exist")
+        content = files[path]
+        etag = _sha256(content) if path in found.large else _git_oid(content)
+        self._answer(200, content, {"X-Repo-Commit": oid, "ETag": f'"{etag}"', "Accept-Ranges": "none"})
+
+
+_REPO = r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)"
+_REVISION = r"(?P<revision>[\w.-]+)"
+_ROUTES = [
+    (r"GET /api/whoami-v2", "whoami"),
+    (r"POST /api/repos/create", "create"),
+    (r"POST /api/validate-yaml", "validate_yaml"),
+    (rf"GET /api/models/{_REPO}/auth-check", "auth_check"),
+    (rf"GET /api/models/{_REPO}/auth-check/write", "auth_check_write"),
+    (rf"GET /api/models/{_REPO}/revision/{_REVISION}", "info"),
+    (rf"GET /api/models/{_REPO}/tree/{_REVISION}", "tree"),
+    (rf"GET /api/models/{_REPO}", "info"),
+    (rf"POST /api/models/{_REPO}/preupload/{_REVISION}", "preupload"),
+    (rf"POST /api/models/{_REPO}/commit/{_REVISION}", "commit"),
+    (rf"POST /{_REPO}\.git/info/lfs/objects/batch", "lfs_batch"),
+    (r"PUT /storage/(?P<oid>\w+)", "store"),
+    (rf"(?:GET|HEAD) /{_REPO}/resolve/{_REVISION}/(?P<path>.+)", "resolve"),
+]
+
+
+def _sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def _git_oid(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()

@@ -1,0 +1,376 @@
+"""Push and pull through the real huggingface_hub client, over real HTTP, against a stand-in that fails on demand."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn
+from huggingface_hub import constants
+
+from wisparse.formats import hub as hub_room
+from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
+from wisparse.formats.hub import (
+    check_read_access,
+    check_write_access,
+    download_bytes,
+    fetch_bundle,
+    fetch_source,
+    push_bundle,
+)
+
+# The client's own way of sending bytes, on the plain path.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+MODEL = {
+    "config.json": b'{"model_type": "llama"}',
+    "model-00001-of-00002.safetensors": b"first" * 1000,
+    "model-00002-of-00002.safetensors": b"second" * 1000,
+    "model.safetensors.index.json": b"{}",
+    "consolidated.safetensors": b"the same again" * 1000,
+    "tokenizer.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "LICENSE": b"a licence",
+    "USE_POLICY.md": b"a policy",
+    "README.md": b"---\nlicense: other\n---\n",
+    "onnx/model.onnx": b"not wanted",
+    "pytorch_model.bin": b"never",
+}
+WANTED = set(MODEL) - {"consolidated.safetensors", "onnx/model.onnx", "pytorch_model.bin"}
+BUNDLE = {
+    "config.json": b'{"model_type": "llama", "wisparse": {"format_version": 1}}',
+    "model-00001-of-00001.safetensors": b"weights" * 5000,
+    "model.safetensors.index.json": b"{}",
+    "wisparse.safetensors": b"sidecar",
+    "wisparse.json": b"{}",
+    "README.md": b"---\nlicense: mit\n---\n# card\n",
+    "figures/sparsity.png": b"a picture",
+}
+
+
+@pytest.fixture
+def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
+    with HubStandIn().running() as server:
+        monkeypatch.setattr(constants, "ENDPOINT", server.url)
+        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        use_cache(monkeypatch, tmp_path / "cache")
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        # The waits between attempts are not what is tested; the client's own retries wait in its module.
+        monkeypatch.setattr(hub_room.time, "sleep", lambda seconds: None)
+        yield server
+
+
+def use_cache(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder))
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    folder = tmp_path / "out bundle"
+    for name, content in BUNDLE.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+# Pull
+
+
+def test_a_folder_wins_over_a_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("user/name").mkdir(parents=True)
+    source = fetch_source("user/name")
+    assert (source.folder, source.commit, source.name) == (Path("user/name"), None, "name")
+    check_read_access("user/name")
+    assert download_bytes("user/name") == 0
+    with pytest.raises(UsageError, match="folder on disk"):
+        fetch_source("user/name", "main")
+
+
+def test_only_what_a_conversion_reads_is_fetched_at_one_commit(standin: HubStandIn) -> None:
+    repo = standin.add("org/model", MODEL)
+    assert download_bytes("org/model") == sum(len(MODEL[name]) for name in WANTED)
+    source = fetch_source("org/model")
+    assert files_of(source.folder) == {name: MODEL[name] for name in WANTED}
+    assert source.commit == repo.commits[0][0]
+    assert source.name == "org/model"
+    assert len(standin.seen(r"GET /api/models/org/model/revision/main$")) <= 2  # the plan, and the fetch: once each
+    assert all(source.commit in request.path for request in standin.seen("/resolve/"))
+
+
+def test_small_files_come_without_the_weights(standin: HubStandIn) -> None:
+    standin.add("org/model", MODEL)
+    source = fetch_source("org/model", weights=False)
+    assert set(files_of(source.folder)) == {name for name in WANTED if not name.startswith("model-")}
+    assert not standin.seen(r"GET .*resolve.*model-0000")
+
+
+def test_a_revision_pins_the_commit(standin: HubStandIn) -> None:
+    repo = standin.add("org/model", MODEL)
+    old = repo.commits[0][0]
+    repo.commit({**MODEL, "config.json": b'{"newer": true}'}, "newer")
+    assert (fetch_source("org/model", old).folder / "config.json").read_bytes() == MODEL["config.json"]
+    assert (fetch_source("org/model").folder / "config.json").read_bytes() == b'{"newer": true}'
+    with pytest.raises(AccessError, match="'org/model' has no revision 'v9'"):
+        fetch_source("org/model", "v9")
+
+
+def test_the_cache_serves_without_a_network(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.add("org/model", MODEL)
+    online = fetch_source("org/model")
+    before = len(standin.requests)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    huggingface_hub.close_session()  # the client reads the switch when it makes its session
+    try:
+        assert fetch_source("org/model") == online
+        assert len(standin.requests) == before
+        with pytest.raises(AccessError, match="HF_HUB_OFFLINE"):
+            fetch_source("org/other")
+    finally:
+        monkeypatch.undo()
+        huggingface_hub.close_session()
+
+
+def test_the_cache_serves_when_the_hub_is_down(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.add("org/model", MODEL)
+    online = fetch_source("org/model")
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{unused.getsockname()[1]}")
+        assert fetch_source("org/model") == online
+        with pytest.raises(AccessError, match="cannot reach the Hub for 'org/other'"):
+            fetch_source("org/other")
+
+
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (401, "token was refused"),
+        (403, "not permitted"),
+        (429, "too many requests"),
+        (500, "error of its own .500."),
+        (503, "error of its own .503."),
+    ],
+)
+def test_every_refusal_is_one_sentence(standin: HubStandIn, status: int, message: str) -> None:
+    standin.add("org/model", MODEL)
+    standin.faults.append(Fault(r"GET /api/models/org/model", status, times=99))
+    with pytest.raises(AccessError, match=message) as caught:
+        fetch_source("org/model")
+    assert "\n" not in str(caught.value)
+    assert TOKEN not in str(caught.value)
+    with pytest.raises(AccessError, match=message):
+        check_read_access("org/model")
+
+
+def test_a_missing_repository(standin: HubStandIn) -> None:
+    for action in (fetch_source, check_read_access, download_bytes):
+        with pytest.raises(AccessError, match="no folder 'org/nothing' here and no repository of that name"):
+            action("org/nothing")
+
+
+def test_a_gated_repository_says_how_to_get_in(standin: HubStandIn) -> None:
+    standin.add("org/gated", MODEL, gated=True)
+    for action in (fetch_source, check_read_access):
+        with pytest.raises(AccessError, match=r"is gated: ask for access at http.*/org/gated, then log in"):
+            action("org/gated")
+
+
+@pytest.mark.parametrize("text", ["./nowhere", "/nowhere/at/all", "a/b/c", "spaces in it", Path("nowhere"), ""])
+def test_what_is_neither_folder_nor_hub_id(text: str | Path) -> None:
+    with pytest.raises(AccessError, match="no such folder"):
+        fetch_source(text)
+
+
+def test_a_file_is_not_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(AccessError, match="it is a file"):
+        fetch_source(tmp_path / "file")
+
+
+@pytest.mark.parametrize("status", [429, 502, None])
+def test_a_passing_failure_of_the_listing_is_retried(standin: HubStandIn, status: int | None) -> None:
+    standin.add("org/model", MODEL)
+    standin.faults.append(Fault(r"GET /api/models/org/model", status, times=2))
+    assert fetch_source("org/model").commit is not None
+
+
+def test_a_download_cut_off_half_way_is_resumed(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.add("org/model", MODEL)
+    standin.faults.append(Fault(r"GET /org/model/resolve/.*model-00002", None, times=1))
+    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
+    source = fetch_source("org/model")
+    assert (source.folder / "model-00002-of-00002.safetensors").read_bytes() == MODEL[
+        "model-00002-of-00002.safetensors"
+    ]
+
+
+# Push
+
+
+def test_a_push_is_there_on_another_cache(
+    standin: HubStandIn, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert push_bundle(bundle, "alice/model-50", private=True) == f"{standin.url}/alice/model-50"
+    repo = standin.repos["alice/model-50"]
+    assert repo.private
+    assert len(repo.commits) == 2  # the Hub's own first one, and ours
+    assert repo.commits[-1][1] == {".gitattributes": repo.commits[0][1][".gitattributes"], **BUNDLE}
+    use_cache(monkeypatch, tmp_path / "another cache")
+    fetched = files_of(fetch_bundle("alice/model-50"))
+    assert fetched == {name: content for name, content in BUNDLE.items() if "/" not in name}
+
+
+def test_pushing_an_unchanged_bundle_transfers_nothing(standin: HubStandIn, bundle: Path) -> None:
+    push_bundle(bundle, "alice/model-50")
+    first = len(standin.requests)
+    push_bundle(bundle, "alice/model-50")
+    assert len(standin.repos["alice/model-50"].commits) == 2
+    again = standin.requests[first:]
+    assert not [request for request in again if request.method == "PUT" or "/commit/" in request.path]
+
+
+def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(standin: HubStandIn, bundle: Path) -> None:
+    push_bundle(bundle, "alice/model-50")
+    repo = standin.repos["alice/model-50"]
+    repo.commit({**repo.commits[-1][1], "notes.md": b"by hand"}, "a note")
+    (bundle / "model-00001-of-00001.safetensors").rename(bundle / "model-00001-of-00002.safetensors")
+    (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more")
+    (bundle / "figures" / "sparsity.png").unlink()
+    push_bundle(bundle, "alice/model-50")
+    names = set(repo.commits[-1][1])
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "notes.md"} <= names
+    assert not {"model-00001-of-00001.safetensors", "figures/sparsity.png"} & names
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(r"PUT /storage/", None, after_bytes=10_000),
+        Fault(r"PUT /storage/", 503),
+        Fault(r"POST .*/preupload/", 429),
+        Fault(r"POST .*/commit/", 502),
+        Fault(r"POST .*/commit/", None),
+        Fault(r"POST .*/commit/", lose_answer=True),
+        Fault(r"POST /api/repos/create", 500),
+        Fault(r"POST .*/lfs/objects/batch", None),
+    ],
+    ids=lambda fault: f"{fault.pattern} {'answer lost' if fault.lose_answer else fault.status}",
+)
+def test_a_push_survives_a_passing_failure(
+    standin: HubStandIn, bundle: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    standin.faults.append(replace(fault))
+    push_bundle(bundle, "alice/model-50")
+    assert len(standin.repos["alice/model-50"].commits) == 2
+    assert standin.faults[0].times == 0
+
+
+def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more" * 10_000)
+    standin.faults.append(Fault(r"POST .*/commit/", 500, times=99))
+    with pytest.raises(UploadError):
+        push_bundle(bundle, "alice/model-50")
+    stored = dict(standin.objects)
+    assert len(stored) == 4  # two shards, the sidecar, the figure: everything large had arrived
+    assert len(standin.repos["alice/model-50"].commits) == 1
+    standin.faults.clear()
+    before = len(standin.requests)
+    push_bundle(bundle, "alice/model-50")
+    assert not [request for request in standin.requests[before:] if request.method == "PUT"]
+    assert standin.objects == stored
+    assert len(standin.repos["alice/model-50"].commits) == 2
+
+
+def test_a_failed_push_keeps_the_bundle_and_says_how_to_repeat(
+    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    standin.faults.append(Fault(r"PUT /storage/", None, times=999))
+    with pytest.raises(UploadError) as caught:
+        push_bundle(bundle, "alice/model-50", private=True)
+    message = str(caught.value)
+    assert message.endswith(f"repeat with: wisparse push '{bundle}' alice/model-50 --private")
+    assert "\n" not in message
+    assert TOKEN not in message
+    assert caught.value.exit_code == 7
+    assert files_of(bundle) == BUNDLE
+
+
+def test_private_never_goes_to_a_public_repository(standin: HubStandIn, bundle: Path) -> None:
+    standin.add("alice/public", {"README.md": b"x"})
+    with pytest.raises(UploadError, match="is public, but --private was given; nothing was uploaded"):
+        push_bundle(bundle, "alice/public", private=True)
+    assert len(standin.repos["alice/public"].commits) == 1
+
+
+def test_only_a_bundle_is_pushed(standin: HubStandIn, bundle: Path) -> None:
+    (bundle / "wisparse.json").unlink()
+    with pytest.raises(BundleError, match=r"found no wisparse\.json"):
+        push_bundle(bundle, "alice/model-50")
+    assert standin.requests == []
+
+
+def test_write_access(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.add("alice/mine", {})
+    standin.add("bob/his", {})
+    for allowed in ("alice/mine", "alice/new", "team/new"):
+        check_write_access(allowed)
+    assert "alice/new" not in standin.repos
+    with pytest.raises(AccessError, match="not permitted"):
+        check_write_access("bob/his")
+    for forbidden in ("bob/new", "readers/new"):
+        with pytest.raises(AccessError, match="logged in as 'alice'"):
+            check_write_access(forbidden)
+    with pytest.raises(UsageError, match="USER/NAME"):
+        check_write_access("no-owner")
+    monkeypatch.setenv("HF_TOKEN", READ_TOKEN)
+    with pytest.raises(AccessError, match="only reads"):
+        check_write_access("alice/mine")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    with pytest.raises(AccessError, match="token was refused") as caught:
+        check_write_access("alice/mine")
+    assert "hf_wrong" not in str(caught.value)
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", os.devnull)
+    with pytest.raises(AccessError, match="needs an account"):
+        check_write_access("alice/mine")
+
+
+def test_the_environment_alone_is_enough(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
+    """As a user has it: HF_ENDPOINT and HF_TOKEN in the environment, a fresh process, an empty cache."""
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": standin.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_TOKEN": TOKEN,
+    }
+    script = (
+        "import json, sys; from pathlib import Path; from wisparse.formats.hub import fetch_bundle, push_bundle\n"
+        "push_bundle(Path(sys.argv[1]), 'alice/model-50')\n"
+        "print(json.dumps(sorted(path.name for path in fetch_bundle('alice/model-50').iterdir())))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", script, bundle], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout) == sorted(name for name in BUNDLE if "/" not in name)
+    assert TOKEN not in result.stdout + result.stderr
