@@ -1,0 +1,280 @@
+"""A Hugging Face checkpoint on disk, read without trusting it.
+
+Headers are checked against the table of what the architecture holds before anything is allocated; a tensor is read
+with plain reads into memory of its known size. Nothing is memory-mapped: a file truncated meanwhile is then an error
+and not a crash. Pickle is never loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .architectures import ModelConfig
+from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
+from .expected import LM_HEAD, expected_tensors, is_derived
+from .files import FileIdentity, open_regular, require_folder
+from .safe_json import read_json
+from .safetensors_header import DTYPES, Header, read_header
+
+__all__ = ["INDEX", "Checkpoint", "TensorInfo"]
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_INDEX_BYTES = 16 << 20
+# Small enough that the bytes are still in the cache when their checksum is taken.
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint: bytes ``start`` to ``start + nbytes`` of ``file``, a name inside the folder."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked checkpoint; make one with ``Checkpoint.open``.
+
+    Attributes:
+        folder: where it lies.
+        config_dict: ``config.json`` as it stands.
+        config: the dimensions read from it.
+        tensors: name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight``
+            where a tied checkpoint stores it nevertheless.
+        error: class of the error raised for a file that turns out damaged.
+        checksums: name -> crc32 the bytes of a tensor must have; empty where nothing is known.
+    """
+
+    folder: Path
+    config_dict: Mapping[str, Any]
+    config: ModelConfig
+    tensors: Mapping[str, TensorInfo]
+    error: type[WisparseError]
+    checksums: Mapping[str, int]
+    _identities: Mapping[str, FileIdentity]
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        error: type[WisparseError] = UnsupportedModelError,
+        checksums: Mapping[str, int] | None = None,
+    ) -> Checkpoint:
+        """Read and check ``config.json``, the index and the headers; no weight is read.
+
+        Args:
+            folder: a checkpoint in one file or several with an index.
+            error: what to raise for a checkpoint that cannot be used: UnsupportedModelError for a source model,
+                BundleError for a bundle (which always has an index and never a second copy of tied embeddings).
+            checksums: crc32 per tensor, checked whenever one is read.
+
+        Raises:
+            error: damaged, quantised, pickled, already sparse, or tensors that do not fit the config.
+            AccessError: no such folder, or no permission.
+        """
+        folder = Path(folder)
+        require_folder(folder)
+        is_bundle = issubclass(error, BundleError)
+        config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
+        if not is_bundle and "wisparse" in config_dict:
+            raise error(
+                f"{folder.name}: already a sparse bundle; expected a dense model: convert its base model instead"
+            )
+        try:
+            config = ModelConfig.from_dict(config_dict)
+        except UnsupportedModelError as reason:
+            raise error(str(reason)) from None
+        weight_map = _weight_map(folder, is_bundle, error)
+        headers = {name: read_header(folder, name, error) for name in dict.fromkeys(weight_map.values())}
+        tensors = _tensors(config, weight_map, headers, is_bundle, error)
+        return cls(
+            folder=folder,
+            config_dict=config_dict,
+            config=config,
+            tensors=tensors,
+            error=error,
+            checksums=checksums or {},
+            _identities={name: header.identity for name, header in headers.items()},
+        )
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding; a stored ``lm_head.weight`` then only repeats it."""
+        return self.config.tie_word_embeddings
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are on disk."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the weights."""
+        return tuple(self.folder / name for name in self._identities)
+
+    def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
+        """The tensor's elements in order, flat, at most ``chunk_bytes`` at a time; each chunk is valid until the next.
+
+        Raises:
+            error: truncated, changed, or not the bytes its checksum stands for (after the last chunk).
+        """
+        info = self.tensors[name]
+        buffer = torch.empty(min(chunk_bytes, info.nbytes), dtype=torch.uint8)
+        checksum = 0
+        for offset in range(0, info.nbytes, chunk_bytes):
+            chunk = buffer[: info.nbytes - offset]
+            checksum = self._fill(memoryview(chunk.numpy()), info, offset, checksum)
+            yield chunk.view(info.dtype)
+        self._require(name, checksum)
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        """Read one tensor into fresh memory.
+
+        Raises:
+            error: no such tensor, truncated, changed, or not the bytes its checksum stands for.
+            ResourceError: not enough memory.
+        """
+        info = self.tensors.get(name)
+        if info is None:
+            raise self.error(f"{name}: not among the tensors of {self.folder.name}")
+        try:
+            buffer = torch.empty(info.nbytes, dtype=torch.uint8)
+        except (RuntimeError, MemoryError):
+            raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
+        checksum = self._fill(memoryview(buffer.numpy()), info, 0, 0)
+        self._require(name, checksum)
+        return buffer.view(info.dtype).reshape(info.shape).to(device)
+
+    def read_ahead(self, names: Iterable[str] | None = None, threads: int = 2) -> Iterator[tuple[str, Tensor]]:
+        """``(name, tensor)`` in the order asked for, while ``threads`` further ones are being read.
+
+        Args:
+            names: which tensors; all by default.
+            threads: readers; at most ``threads + 1`` tensors are in memory on behalf of this iterator.
+        """
+        pending: deque[tuple[str, Future[Tensor]]] = deque()
+        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="read-ahead") as pool:
+            try:
+                for name in self.tensors if names is None else names:
+                    pending.append((name, pool.submit(self.tensor, name)))
+                    if len(pending) > threads:
+                        first, future = pending.popleft()
+                        yield first, future.result()
+                while pending:
+                    first, future = pending.popleft()
+                    yield first, future.result()
+            finally:
+                for _, future in pending:
+                    future.cancel()
+
+    def _fill(self, view: memoryview, info: TensorInfo, offset: int, checksum: int) -> int:
+        """Fill ``view`` with the tensor's bytes from ``offset`` on; the crc32 continued over them."""
+        with open_regular(self.folder, info.file, self.error, self._identities[info.file]) as file:
+            file.seek(info.start + offset)
+            filled = 0
+            while filled < len(view):
+                piece = view[filled : filled + _READ_BYTES]
+                count = file.readinto(piece)
+                if not count:
+                    raise self.error(f"{info.file}: truncated while {info.name} was read")
+                checksum = zlib.crc32(piece[:count], checksum)
+                filled += count
+        return checksum
+
+    def _require(self, name: str, checksum: int) -> None:
+        expected = self.checksums.get(name, checksum)
+        if checksum != expected:
+            raise self.error(
+                f"{name}: expected crc32 {expected:08x}, found {checksum:08x}; the file is damaged: fetch it again"
+            )
+
+
+def _weight_map(folder: Path, is_bundle: bool, error: type[WisparseError]) -> dict[str, str]:
+    """Tensor name -> file name, from the index or from the only file's header."""
+    # Both at once: transformers takes the single file, and a bundle must not mean two things.
+    if os.path.lexists(folder / _SINGLE) and not is_bundle:
+        return dict.fromkeys(read_header(folder, _SINGLE, error).entries, _SINGLE)
+    if not os.path.lexists(folder / INDEX):
+        pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
+        if pickles:
+            raise error(
+                f"{folder.name}: expected safetensors weights, found {pickles[0]}; pickle files can run code and are "
+                "never loaded: save the model again with save_pretrained()"
+            )
+        raise error(f"{folder.name}: no weights: expected {INDEX}" + ("" if is_bundle else f" or {_SINGLE}"))
+    weight_map = read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise error(f"{INDEX}: expected an object weight_map, found {type(weight_map).__name__}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise error(
+                f"{INDEX}: {name!r:.200}: expected the name of a .safetensors file in the folder, found {file!r:.200}"
+            )
+    return weight_map
+
+
+def _tensors(
+    config: ModelConfig,
+    weight_map: Mapping[str, str],
+    headers: Mapping[str, Header],
+    is_bundle: bool,
+    error: type[WisparseError],
+) -> dict[str, TensorInfo]:
+    """Everything the architecture expects, found where the index says, in the order expected."""
+    for file, header in headers.items():
+        for name in header.entries:
+            if weight_map.get(name) != file:
+                raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
+    if config.num_blocks > len(weight_map):
+        raise error(
+            f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(weight_map)} tensors"
+        )
+    expected = expected_tensors(config)
+    if config.tie_word_embeddings and LM_HEAD in weight_map and not is_bundle:
+        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    missing = [name for name in expected if name not in weight_map]
+    extra = [name for name in weight_map if name not in expected and not (is_derived(name) and not is_bundle)]
+    if missing or extra:
+        parts = [
+            f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
+            for what, names in (("missing", missing), ("unexpected", extra))
+            if names
+        ]
+        raise error(f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(parts)}")
+    found: dict[str, TensorInfo] = {}
+    for name, shape in expected.items():
+        entry = headers[weight_map[name]].entries.get(name)
+        if entry is None:
+            raise error(f"{weight_map[name]}: {name} is missing, the index places it there")
+        if entry.code not in DTYPES:
+            raise error(
+                f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights cannot be used: "
+                "take the unquantised checkpoint"
+            )
+        if entry.shape != shape:
+            raise error(f"{name}: expected shape {shape}, found {entry.shape}; config.json and weights do not fit")
+        found[name] = TensorInfo(
+            name, weight_map[name], shape, DTYPES[entry.code], entry.start, entry.end - entry.start
+        )
+    return found

@@ -1,0 +1,171 @@
+"""``wisparse.json``: the recipe, the sha256 of every file and the crc32 of every weight tensor.
+
+The sha256 are what ``verify`` checks and what anyone can check with ``sha256sum``. The crc32 are checked on the very
+bytes a tensor is loaded from: several times faster, and enough against damage. Neither is a signature: who can
+rewrite a bundle can rewrite them too, so nothing is believed because a digest fits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .errors import BundleError
+from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe
+from .safe_json import dump_json
+
+__all__ = ["MANIFEST", "MAX_SPARSITY", "Manifest", "recipe_digest"]
+
+MANIFEST = "wisparse.json"
+MAX_SPARSITY = 0.95
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``wisparse.json``.
+
+    Attributes:
+        recipe: what the conversion decided.
+        sha256: file name -> hex digest, for every file of the bundle but ``wisparse.json`` itself.
+        crc32: weight tensor -> crc32 of its bytes.
+    """
+
+    recipe: Recipe
+    sha256: Mapping[str, str]
+    crc32: Mapping[str, int]
+
+    def to_bytes(self) -> bytes:
+        """The file; equal manifests give equal bytes."""
+        return dump_json(
+            {
+                **self.recipe.to_dict(),
+                "tensors": {name: {"crc32": f"{value:08x}"} for name, value in self.crc32.items()},
+                "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)},
+            }
+        )
+
+    @classmethod
+    def from_dict(cls, document: Mapping[str, Any]) -> Manifest:
+        """Read a parsed ``wisparse.json``; keys it does not know are left for later versions of the format.
+
+        Raises:
+            BundleError: a newer format version, or a missing or ill-typed value.
+        """
+        require_version(document.get("format_version"), MANIFEST)
+        recipe = _recipe(document)
+        sha256 = {
+            name: _text(_item(entry, "sha256", f"files.{name}"), f"files.{name}", length=64)
+            for name, entry in _object(document, "files").items()
+        }
+        crc32 = {}
+        for name, entry in _object(document, "tensors").items():
+            text = _text(_item(entry, "crc32", f"tensors.{name}"), f"tensors.{name}", length=8)
+            try:
+                crc32[name] = int(text, 16)
+            except ValueError:
+                raise _wrong(f"tensors.{name}", "eight hex digits", text) from None
+        return cls(recipe, sha256, crc32)
+
+
+def recipe_digest(recipe: Recipe) -> str:
+    """sha256 of the recipe as compact JSON with sorted keys; it ties the sidecar to its recipe."""
+    text = json.dumps(recipe.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return hashlib.sha256(text.encode("utf-8")).hexdigest()
+
+
+def require_version(value: Any, where: str) -> None:
+    """Raise BundleError unless ``value`` is the format version this code reads."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BundleError(f"{where}: format_version: expected {FORMAT_VERSION}, found {value!r:.60}")
+    if value > FORMAT_VERSION:
+        raise BundleError(
+            f"{where}: the bundle has format version {value!r:.60}, this wisparse reads version {FORMAT_VERSION}; "
+            "install a newer wisparse"
+        )
+
+
+def _recipe(document: Mapping[str, Any]) -> Recipe:
+    projections = document.get("projections")
+    if not isinstance(projections, list):
+        raise _wrong("projections", "a list", projections)
+    revision = document.get("base_revision")
+    calibration = _object(document, "calibration")
+    return Recipe(
+        base_model=_text(document.get("base_model"), "base_model"),
+        base_revision=None if revision is None else _text(revision, "base_revision"),
+        method=_text(document.get("method"), "method"),
+        sparsity=_number(document, "sparsity", "", high=MAX_SPARSITY),
+        projections=tuple(_projection(entry, index) for index, entry in enumerate(projections)),
+        block_sparsities=_fractions(document.get("block_sparsities")),
+        calibration=CalibrationRecord(
+            source=_text(calibration.get("source"), "calibration.source"),
+            num_samples=_count(calibration, "num_samples"),
+            seq_len=_count(calibration, "seq_len"),
+            num_tokens=_count(calibration, "num_tokens"),
+            seed=_count(calibration, "seed"),
+            digest=_text(calibration.get("digest"), "calibration.digest"),
+        ),
+        search=_object(document, "search"),
+        versions={key: _text(value, f"versions.{key}") for key, value in _object(document, "versions").items()},
+    )
+
+
+def _projection(entry: Any, index: int) -> ProjectionRecipe:
+    where = f"projections[{index}]"
+    if not isinstance(entry, dict):
+        raise _wrong(where, "an object", entry)
+    return ProjectionRecipe(
+        name=_text(entry.get("name"), f"{where}.name"),
+        sparsity=_number(entry, "sparsity", where, high=MAX_SPARSITY),
+        alpha=_number(entry, "alpha", where),
+        threshold=_number(entry, "threshold", where),
+        realised_sparsity=_number(entry, "realised_sparsity", where, high=1.0),
+    )
+
+
+def _fractions(values: Any) -> tuple[float, ...]:
+    if not isinstance(values, list):
+        raise _wrong("block_sparsities", "a list", values)
+    return tuple(_number({"block": value}, "block", "block_sparsities", high=1.0) for value in values)
+
+
+def _object(document: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = document.get(key)
+    if not isinstance(value, dict):
+        raise _wrong(key, "an object", value)
+    return value
+
+
+def _item(entry: Any, key: str, where: str) -> Any:
+    if not isinstance(entry, dict):
+        raise _wrong(where, "an object", entry)
+    return entry.get(key)
+
+
+def _text(value: Any, where: str, length: int | None = None) -> str:
+    if not isinstance(value, str) or (length is not None and len(value) != length):
+        raise _wrong(where, "a string" if length is None else f"{length} characters", value)
+    return value
+
+
+def _number(entry: Mapping[str, Any], key: str, where: str, high: float = math.inf) -> float:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
+        wanted = f"a number in [0, {high}]" if high < math.inf else "a number, 0 or more"
+        raise _wrong(f"{where}.{key}" if where else key, wanted, value)
+    return value
+
+
+def _count(entry: Mapping[str, Any], key: str) -> int:
+    value = entry.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise _wrong(f"calibration.{key}", "a whole number, 0 or more", value)
+    return value
+
+
+def _wrong(where: str, wanted: str, found: Any) -> BundleError:
+    return BundleError(f"{MANIFEST}: {where:.200}: expected {wanted}, found {found!r:.80}")

@@ -1,0 +1,113 @@
+"""Verifying a bundle: everything ``Bundle.open`` checks, and every byte of every file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .bundle import Bundle, _open, is_document
+from .errors import BundleError
+from .files import identity, list_files, open_regular
+from .manifest import MANIFEST
+
+__all__ = ["VerifyReport", "verify_bundle", "verify_files"]
+
+_READ_BYTES = 1 << 20
+_MAX_FILES = 10_000
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was looked at. ``notes`` are remarks about files that decide nothing: edited documents, unknown files."""
+
+    folder: str
+    num_files: int
+    num_bytes: int
+    num_tensors: int
+    num_projections: int
+    notes: tuple[str, ...]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+def verify_bundle(folder: str | os.PathLike[str]) -> VerifyReport:
+    """Check a bundle completely: structure, sha256 of every file, every weight finite.
+
+    Raises:
+        BundleError: the first thing found wrong.
+        AccessError: no such folder, or no permission.
+    """
+    started = time.monotonic()
+    bundle = Bundle.open(folder)
+    return _verify(bundle, started)
+
+
+def verify_files(folder: Path) -> VerifyReport:
+    """``verify_bundle`` for a folder that still has its unfinished name."""
+    return _verify(_open(folder), time.monotonic())
+
+
+def _verify(bundle: Bundle, started: float) -> VerifyReport:
+    notes: list[str] = []
+    checkpoint = bundle.checkpoint
+    names = list(bundle.manifest.sha256)
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        sizes = list(pool.map(lambda name: _check_file(bundle, name, notes), names))
+        list(pool.map(lambda name: _check_tensor(bundle, name), checkpoint.tensors))
+    known = {*names, MANIFEST}
+    notes += [
+        f"{name}: not part of the bundle"
+        for name in list_files(bundle.folder, _MAX_FILES, BundleError)
+        if name not in known and not name.startswith(".")
+    ]
+    return VerifyReport(
+        folder=str(bundle.folder),
+        num_files=len(names) + 1,
+        num_bytes=sum(sizes),
+        num_tensors=len(checkpoint.tensors),
+        num_projections=len(bundle.masks),
+        notes=tuple(sorted(notes)),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _check_file(bundle: Bundle, name: str, notes: list[str]) -> int:
+    """sha256 of one file; its size."""
+    lenient = is_document(name)
+    try:
+        with open_regular(bundle.folder, name, BundleError) as file:
+            size = identity(file).size
+            digest = hashlib.sha256()
+            while piece := file.read(_READ_BYTES):
+                digest.update(piece)
+    except BundleError as reason:
+        if not lenient:
+            raise
+        notes.append(str(reason))
+        return 0
+    expected = bundle.manifest.sha256[name]
+    if digest.hexdigest() != expected:
+        if not lenient:
+            raise BundleError(
+                f"{name}: expected sha256 {expected:.16}…, found {digest.hexdigest():.16}…; the file is damaged or was "
+                "edited: fetch it again"
+            )
+        notes.append(f"{name}: was edited after the conversion")
+    return size
+
+
+def _check_tensor(bundle: Bundle, name: str) -> None:
+    for chunk in bundle.checkpoint.chunks(name):
+        low, high = torch.aminmax(chunk)
+        if not bool(torch.isfinite(low) & torch.isfinite(high)):
+            raise BundleError(f"{name}: the weights hold NaN or infinity; convert again")

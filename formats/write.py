@@ -1,0 +1,441 @@
+"""Writing a bundle: weights streamed chunk by chunk into ``OUT.partial``, verified there, then renamed to ``OUT``.
+
+Nothing that looks like a bundle stands on disk before it is one: ``wisparse.json`` is written last, readers refuse a
+folder named ``*.partial``, and a failed or interrupted run removes it. One that was killed leaves it to the next run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .bundle import PARTIAL, SIDECAR, SMALL_FILES, ProjectionMask, check_mask
+from .checkpoint import INDEX, Checkpoint, TensorInfo
+from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
+from .expected import LM_HEAD
+from .files import list_files, read_bounded
+from .manifest import MANIFEST, MAX_SPARSITY, Manifest, recipe_digest
+from .recipe import FORMAT_VERSION, Recipe
+from .safe_json import dump_json
+from .safetensors_header import build_header
+from .verify import verify_files
+
+__all__ = ["check_finite", "check_output", "estimate_bytes", "parse_size", "write_bundle"]
+
+PREVIOUS = ".previous"
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_COPIED = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*|additional_chat_templates/[^/]+\.jinja")
+_MAX_COPIED_BYTES = 16 << 20
+_EXTRA_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]*/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
+_CHUNK_BYTES = 32 << 20
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def write_bundle(
+    source: Checkpoint,
+    recipe: Recipe,
+    masks: Mapping[str, ProjectionMask],
+    out: str | os.PathLike[str],
+    *,
+    dtype: str = "auto",
+    max_shard_size: str | int = "5GB",
+    extra_files: Mapping[str, bytes] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a bundle; equal arguments give equal bytes.
+
+    Args:
+        source: the dense model; its weights are copied byte for byte where ``dtype`` keeps theirs.
+        recipe: what was decided; one entry per projection of the model, in their order.
+        masks: projection name -> mask, agreeing with the recipe.
+        out: the folder to make.
+        dtype: ``auto`` (each tensor as it is), ``bfloat16``, ``float16`` or ``float32``.
+        max_shard_size: bytes of tensors per weight file, a number or a text such as ``5GB``.
+        extra_files: name -> content of further files: ``README.md``, ``conversion_report.json``, ``figures/*.png``.
+        overwrite: replace an existing bundle, once the new one is complete.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        UsageError: ``out`` exists, or recipe and masks do not fit the model.
+        UnsupportedModelError: NaN or infinity in the weights, or values that ``dtype`` cannot hold.
+        ResourceError: the disk is full.
+    """
+    out = Path(os.path.abspath(out))
+    extra_files = dict(extra_files or {})
+    _check_arguments(source, recipe, masks, dtype, extra_files)
+    shards = _plan(source, dtype, parse_size(max_shard_size))
+    check_output(out, overwrite, source=source.folder)
+    with _disk_errors(out), _partial_folder(out) as partial:
+        _require_space(out, estimate_bytes(source, dtype))
+        writer = _Writer(partial)
+        crc32: dict[str, int] = {}
+        for index, names in enumerate(shards):
+            file = _shard_name(index, len(shards))
+            writer.write_stream(file, lambda sink, names=names: _stream(source, names, dtype, sink, crc32))
+        if source.tied and LM_HEAD in source.tensors:
+            _check_tied(source)
+        writer.write(INDEX, _index(source, shards, dtype))
+        writer.write(SIDECAR, _sidecar(source, recipe, masks))
+        for name, data in _copied_files(source):
+            writer.write(name, data)
+        for name, data in extra_files.items():
+            writer.write(name, data)
+        writer.write("config.json", _config(source, recipe, dtype))
+        ordered = {name: crc32[name] for names in shards for name in names}
+        writer.write(MANIFEST, Manifest(recipe, writer.sha256, ordered).to_bytes())
+        writer.sync_folders()
+        verify_files(partial)
+        _swap(partial, out, overwrite)
+    return out
+
+
+def check_output(out: str | os.PathLike[str], overwrite: bool, *, source: str | os.PathLike[str] | None = None) -> None:
+    """Whether ``write_bundle`` may write to ``out``; meant for the preflight, before any work.
+
+    Raises:
+        UsageError: ``out`` exists (with ``overwrite``: and is not a bundle), is the source, or has no writable parent.
+    """
+    out = Path(os.path.abspath(out))
+    if out.name.endswith((PARTIAL, PREVIOUS)):
+        raise UsageError(f"{out}: names ending in {PARTIAL} or {PREVIOUS} are kept for unfinished work; choose another")
+    if source is not None and os.path.realpath(source).startswith((os.path.realpath(out) + os.sep,)):
+        raise UsageError(f"{out}: the source model lies inside the output folder; choose another")
+    if source is not None and os.path.realpath(source) == os.path.realpath(out):
+        raise UsageError(f"{out}: the output folder is the source model; choose another")
+    if os.path.lexists(out):
+        if not overwrite:
+            raise UsageError(f"{out}: already exists; choose another output folder or pass --overwrite")
+        if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
+            raise UsageError(f"{out}: not a bundle, so --overwrite will not replace it; choose another output folder")
+    previous = out.with_name(out.name + PREVIOUS)
+    if os.path.lexists(previous) and not (previous / MANIFEST).is_file():
+        raise UsageError(f"{previous}: in the way and not a bundle; move it or choose another output folder")
+    parent = out.parent
+    while not os.path.lexists(parent):
+        parent = parent.parent
+    if not parent.is_dir():
+        raise UsageError(f"{out}: {parent} is not a folder; choose another output folder")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise UsageError(f"{out}: no permission to write to {parent}; choose another output folder")
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Raise UnsupportedModelError if ``values``, a part of the weight ``name``, holds NaN or infinity."""
+    # NaN goes through aminmax, and it is twenty times faster than isfinite.
+    low, high = torch.aminmax(values)
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise UnsupportedModelError(f"{name}: the weights hold NaN or infinity; the source model is damaged")
+
+
+def estimate_bytes(source: Checkpoint, dtype: str = "auto") -> int:
+    """Bytes a bundle of ``source`` takes on disk, within about a percent."""
+    weights = sum(_nbytes(source.tensors[name], dtype) for name in _written(source))
+    sidecar = sum(4 * projection.in_features + 512 for projection in source.config.projections())
+    small = sum(os.stat(source.folder / name).st_size for name in SMALL_FILES if (source.folder / name).is_file())
+    return weights + sidecar + small + (1 << 20)
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes, from a number or from a text such as ``5GB`` (powers of 1000) or ``500MiB`` (powers of 1024).
+
+    Raises:
+        UsageError: neither, or nothing.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", str(size).strip().upper())
+    if match is None or match[2] not in _UNITS or not (value := int(float(match[1]) * _UNITS[match[2]])):
+        raise UsageError(f"max_shard_size: expected a size such as 5GB, found {size!r:.40}")
+    return value
+
+
+class _Writer:
+    """Writes files into a folder, to disk and not only to its cache, and remembers their sha256."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.sha256: dict[str, str] = {}
+
+    def write(self, name: str, data: bytes) -> None:
+        self.write_stream(name, lambda sink: sink(data))
+
+    def write_stream(self, name: str, produce: Any) -> None:
+        """``produce(sink)`` calls ``sink(bytes-like)`` for one piece after the other."""
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        digest = hashlib.sha256()
+        with open(path, "xb", buffering=0) as file, ThreadPoolExecutor(1) as hasher:
+
+            def sink(piece: Any) -> None:
+                # The digest takes as long as the write: do both at once.
+                hashed = hasher.submit(digest.update, piece)
+                try:
+                    _write_all(file, piece)
+                finally:
+                    hashed.result()
+
+            produce(sink)
+            os.fsync(file.fileno())
+        if name != MANIFEST:
+            self.sha256[name] = digest.hexdigest()
+
+    def sync_folders(self) -> None:
+        for folder in {(self.folder / name).parent for name in self.sha256} | {self.folder}:
+            _sync_folder(folder)
+
+
+def _write_all(file: Any, piece: Any) -> None:
+    view = memoryview(piece).cast("B")
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def _written(source: Checkpoint) -> list[str]:
+    """The tensors a bundle holds: all but the second copy of tied embeddings."""
+    return [name for name in source.tensors if not (source.tied and name == LM_HEAD)]
+
+
+def _target(info: TensorInfo, dtype: str) -> torch.dtype:
+    return info.dtype if dtype == "auto" else _DTYPES[dtype]
+
+
+def _nbytes(info: TensorInfo, dtype: str) -> int:
+    return info.nbytes // info.dtype.itemsize * _target(info, dtype).itemsize
+
+
+def _plan(source: Checkpoint, dtype: str, max_shard_bytes: int) -> list[list[str]]:
+    """Which tensors go into which file: in the model's order, whatever the source's files are, each at most full."""
+    shards: list[list[str]] = []
+    room = 0
+    for name in _written(source):
+        size = _nbytes(source.tensors[name], dtype)
+        if not shards or size > room:
+            shards.append([])
+            room = max_shard_bytes
+        shards[-1].append(name)
+        room -= size
+    return shards
+
+
+def _shard_name(index: int, count: int) -> str:
+    return f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _stream(source: Checkpoint, names: list[str], dtype: str, sink: Any, crc32: dict[str, int]) -> None:
+    infos = {name: source.tensors[name] for name in names}
+    header, _ = build_header(
+        {name: (_target(info, dtype), info.shape) for name, info in infos.items()}, {"format": "pt"}
+    )
+    sink(header)
+    for name, info in infos.items():
+        target = _target(info, dtype)
+        checksum = 0
+        for chunk in source.chunks(name, _CHUNK_BYTES):
+            check_finite(name, chunk)
+            if target != info.dtype:
+                chunk = chunk.to(target)
+                low, high = torch.aminmax(chunk)
+                if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                    raise UnsupportedModelError(f"{name}: holds values beyond {dtype}'s range; use bfloat16")
+            piece = chunk.view(torch.uint8).numpy()
+            checksum = zlib.crc32(piece, checksum)
+            sink(piece)
+        crc32[name] = checksum
+
+
+def _check_tied(source: Checkpoint) -> None:
+    embedding = "model.embed_tokens.weight"
+    if source.tensors[embedding].dtype == source.tensors[LM_HEAD].dtype and all(
+        torch.equal(a, b) for a, b in zip(source.chunks(embedding), source.chunks(LM_HEAD), strict=True)
+    ):
+        return
+    raise UnsupportedModelError(
+        f"config.json says that the embeddings are tied, but {LM_HEAD} differs from {embedding}; "
+        "set tie_word_embeddings to false or remove the tensor"
+    )
+
+
+def _index(source: Checkpoint, shards: list[list[str]], dtype: str) -> bytes:
+    weight_map = {name: _shard_name(index, len(shards)) for index, names in enumerate(shards) for name in names}
+    total = sum(_nbytes(source.tensors[name], dtype) for name in weight_map)
+    return dump_json({"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def _sidecar(source: Checkpoint, recipe: Recipe, masks: Mapping[str, ProjectionMask]) -> bytes:
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    for projection in source.config.projections():
+        mask = masks[projection.name]
+        arrays[f"{projection.name}.channel_scale"] = mask.channel_scale.detach().cpu().contiguous().numpy()
+        arrays[f"{projection.name}.threshold"] = np.array(mask.threshold)
+        arrays[f"{projection.name}.sparsity"] = np.array(mask.sparsity)
+    header, _ = build_header(
+        {name: (torch.float32, array.shape) for name, array in arrays.items()},
+        {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": recipe_digest(recipe)},
+    )
+    return header + b"".join(array.astype("<f4").tobytes() for array in arrays.values())
+
+
+def _config(source: Checkpoint, recipe: Recipe, dtype: str) -> bytes:
+    config = dict(source.config_dict)
+    # It names Python files of the source's repository, which are not part of a bundle.
+    config.pop("auto_map", None)
+    if dtype != "auto":
+        spelled = [key for key in ("dtype", "torch_dtype") if key in config]
+        config |= dict.fromkeys(spelled or ["dtype"], dtype)
+    config["wisparse"] = {"format_version": FORMAT_VERSION, "sparsity": recipe.sparsity, "sidecar": SIDECAR}
+    return dump_json(config)
+
+
+def _copied_files(source: Checkpoint) -> Iterator[tuple[str, bytes]]:
+    for name in list_files(source.folder, 100_000, source.error):
+        limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if _COPIED.fullmatch(name) else 0)
+        if limit and name != "config.json":
+            yield name, read_bounded(source.folder, name, limit, source.error)
+
+
+def _check_arguments(
+    source: Checkpoint,
+    recipe: Recipe,
+    masks: Mapping[str, ProjectionMask],
+    dtype: str,
+    extra_files: Mapping[str, bytes],
+) -> None:
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise UsageError(f"dtype: expected auto, {', '.join(_DTYPES)}, found {dtype!r}")
+    projections = list(source.config.projections())
+    names = [projection.name for projection in projections]
+    if [entry.name for entry in recipe.projections] != names or set(masks) != set(names):
+        raise UsageError(
+            f"expected a recipe and a mask for each of the model's {len(names)} projections, in their order; "
+            f"found {len(recipe.projections)} and {len(masks)}"
+        )
+    if len(recipe.block_sparsities) != source.config.num_blocks:
+        raise UsageError(
+            f"block_sparsities: expected {source.config.num_blocks} values, found {len(recipe.block_sparsities)}"
+        )
+    if not 0 <= recipe.sparsity <= MAX_SPARSITY:
+        raise UsageError(f"sparsity: expected a number in [0, {MAX_SPARSITY}], found {recipe.sparsity}")
+    for projection, entry in zip(projections, recipe.projections, strict=True):
+        mask = masks[projection.name]
+        if tuple(mask.channel_scale.shape) != (projection.in_features,):
+            raise UsageError(
+                f"{projection.name}: expected channel_scale ({projection.in_features},), "
+                f"found {tuple(mask.channel_scale.shape)}"
+            )
+        check_mask(projection.name, mask, UsageError)
+        for key in ("threshold", "sparsity"):
+            if np.float32(getattr(entry, key)) != np.float32(getattr(mask, key)):
+                raise UsageError(
+                    f"{projection.name}: {key}: the recipe says {getattr(entry, key)}, the mask {getattr(mask, key)}"
+                )
+    try:
+        json.dumps(recipe.to_dict(), allow_nan=False)
+    except (TypeError, ValueError) as reason:
+        raise UsageError(f"recipe: expected JSON values only: {reason}") from None
+    for name in extra_files:
+        if not _EXTRA_NAME.fullmatch(name) or name in SMALL_FILES or name in (MANIFEST, INDEX, SIDECAR):
+            raise UsageError(f"extra_files: {name!r:.100} cannot be added to a bundle")
+
+
+@contextlib.contextmanager
+def _partial_folder(out: Path) -> Iterator[Path]:
+    """A fresh, locked ``OUT.partial``; removed if anything goes wrong inside."""
+    partial = out.with_name(out.name + PARTIAL)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if os.path.lexists(partial):
+        stale = _lock(partial)
+        try:
+            _remove(partial)
+        finally:
+            os.close(stale)
+    partial.mkdir()
+    lock = _lock(partial)
+    try:
+        yield partial
+    except BaseException:
+        _remove(partial)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _lock(partial: Path) -> int:
+    """Hold the folder for this process; another one at work on it is an error, one that was killed holds nothing."""
+    descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UsageError(
+            f"{partial}: another conversion is writing there; wait for it or choose another output folder"
+        ) from None
+    return descriptor
+
+
+def _swap(partial: Path, out: Path, overwrite: bool) -> None:
+    """Rename the finished folder; an old bundle leaves only once the new one is in its place."""
+    previous = out.with_name(out.name + PREVIOUS)
+    if overwrite and os.path.lexists(out):
+        _remove(previous)
+        os.rename(out, previous)
+        try:
+            os.rename(partial, out)
+        except BaseException:
+            os.rename(previous, out)
+            raise
+    else:
+        os.rename(partial, out)
+    _remove(previous)
+    _sync_folder(out.parent)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _require_space(out: Path, needed: int) -> None:
+    free = shutil.disk_usage(out.parent).free
+    if free < needed:
+        raise ResourceError(f"{out.parent}: expected {needed:,} bytes of free disk, found {free:,}; free some space")
+
+
+@contextlib.contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except WisparseError:
+        raise
+    except OSError as reason:
+        if reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ResourceError(
+                f"{out}: the disk is full ({reason.strerror}); nothing was kept, free some space"
+            ) from None
+        raise ResourceError(f"{out}: cannot be written: {reason.strerror or reason}") from None
