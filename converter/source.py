@@ -1,0 +1,246 @@
+"""The model to convert, as transformers runs it: weights, tokenizer, and its projections under their names.
+
+What is computed here is statistics and losses, never the weights of the bundle: those are copied from the source's
+files. So the dtype of the computation is free: the source's own on a GPU, float32 on a CPU, where bfloat16 is slow and
+its rounding would add noise to every comparison of two candidates.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.errors import ResourceError, UnsupportedModelError, UsageError
+
+__all__ = ["SourceModel", "choose_device", "choose_dtype", "load_source", "load_tokenizer"]
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A dense causal LM in evaluation mode, without gradients and without a cache.
+
+    Attributes:
+        model: transformers' model.
+        config: its dimensions.
+        tokenizer: transformers' tokenizer (``encode``, ``decode``, special ids, chat template).
+        projections: full name -> ``nn.Linear``, in the order of `ModelConfig.projections`.
+        blocks: the decoder blocks.
+        device: where token ids go in.
+        dtype: of the computation, not of the bundle.
+    """
+
+    model: Any
+    config: ModelConfig
+    tokenizer: Any
+    projections: Mapping[str, nn.Linear]
+    blocks: nn.ModuleList
+    device: torch.device
+    dtype: torch.dtype
+
+
+def choose_device(requested: str = "auto") -> torch.device:
+    """The device to compute on: ``auto`` is the first GPU, or the CPU where there is none.
+
+    Raises:
+        UsageError: not a device, or one that this machine lacks.
+    """
+    if requested == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        device = torch.device(requested)
+    except RuntimeError:
+        raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N, found {requested!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N, found {requested!r}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        if (device.index or 0) >= count:
+            raise UsageError(f"--device {requested}: this machine has {count} CUDA device(s)")
+        return torch.device("cuda", device.index or 0)
+    return device
+
+
+def choose_dtype(source_dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: the source's on a GPU, float32 on a CPU (see the module's text)."""
+    if device.type == "cpu":
+        return torch.float32
+    dtype = getattr(torch, source_dtype, None)
+    return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
+
+
+def load_source(
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "auto",
+    *,
+    max_memory: Mapping[int | str, int | str] | None = None,
+) -> SourceModel:
+    """Load a Hugging Face checkpoint from a local folder.
+
+    Nothing from the folder is executed: ``trust_remote_code`` is off and only safetensors are read, never pickle.
+
+    Args:
+        folder: holds config.json, *.safetensors and the tokenizer's files.
+        dtype: of the computation; None chooses with `choose_dtype`.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
+        max_memory: accelerate's limits by device, for a model larger than one GPU; spreads it over all of them.
+
+    Raises:
+        UnsupportedModelError: unknown architecture, missing or misshaped weights, NaN or Inf among them.
+        ResourceError: the model does not fit into memory.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = Path(folder)
+    device = choose_device(device) if isinstance(device, str) else device
+    with _quiet_transformers():
+        try:
+            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UnsupportedModelError(f"{folder.name}: config.json cannot be read: {_first_line(error)}") from error
+        config = ModelConfig.from_dict(_config_dict(folder))
+        dtype = dtype or choose_dtype(config.dtype, device)
+        tokenizer = load_tokenizer(folder)
+        placement: dict[str, Any] = {}
+        if max_memory is not None:
+            placement = {"device_map": "auto", "max_memory": dict(max_memory)}
+        elif device.type == "cuda" and importlib.util.find_spec("accelerate"):
+            # Shard by shard onto the GPU: host memory never holds the model.
+            placement = {"device_map": {"": device}}
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=hf_config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=False,
+                local_files_only=True,
+                use_safetensors=True,
+                output_loading_info=True,
+                **placement,
+            )
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            raise ResourceError(
+                f"{folder.name} does not fit into the memory of {device}; choose a larger device, or --device cpu"
+            ) from error
+        except Exception as error:
+            # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
+            raise UnsupportedModelError(f"{folder.name}: the weights cannot be loaded: {_first_line(error)}") from error
+    _refuse_incomplete(folder, info)
+    if not placement:
+        model.to(device)
+    model.eval()
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    source = SourceModel(
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        projections=_projections(model, config),
+        blocks=_blocks(model, config),
+        device=next(model.parameters()).device,
+        dtype=dtype,
+    )
+    _refuse_non_finite(folder, model)
+    return source
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a checkpoint, as transformers builds it.
+
+    Raises:
+        UnsupportedModelError: there is none, or it needs code from the repository.
+    """
+    from transformers import AutoTokenizer
+
+    folder = Path(folder)
+    try:
+        with _quiet_transformers():
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{folder.name}: no usable tokenizer (expected tokenizer.json beside config.json): {_first_line(error)}"
+        ) from error
+
+
+def _config_dict(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "config.json").read_text("utf-8"))
+
+
+def _projections(model: Any, config: ModelConfig) -> dict[str, nn.Linear]:
+    found: dict[str, nn.Linear] = {}
+    for projection in config.projections():
+        try:
+            module = model.get_submodule(projection.name)
+        except AttributeError:
+            raise UnsupportedModelError(f"{projection.name}: the model has no such projection") from None
+        shape = (projection.out_features, projection.in_features)
+        if not isinstance(module, nn.Linear) or tuple(module.weight.shape) != shape:
+            raise UnsupportedModelError(
+                f"{projection.name}: expected a linear layer {shape}, found {type(module).__name__} "
+                f"{tuple(getattr(getattr(module, 'weight', None), 'shape', ()))}"
+            )
+        found[projection.name] = module
+    return found
+
+
+def _blocks(model: Any, config: ModelConfig) -> nn.ModuleList:
+    blocks = model.get_decoder().layers
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != config.num_blocks:
+        raise UnsupportedModelError(f"expected {config.num_blocks} blocks, found {type(blocks).__name__}")
+    return blocks
+
+
+def _refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
+    # transformers fills what is missing with random numbers and only warns.
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        raise UnsupportedModelError(
+            f"{folder.name}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
+            "download the checkpoint again"
+        )
+    misshaped = sorted(info.get("mismatched_keys") or ())
+    if misshaped:
+        raise UnsupportedModelError(f"{folder.name}: weights of the wrong shape: {misshaped[0]}")
+
+
+def _refuse_non_finite(folder: Path, model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
+        # A sum is not finite if any element is not; in float64 it cannot overflow on its own, and needs no copy.
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
+            raise UnsupportedModelError(
+                f"{folder.name}: {name} holds NaN or Inf, so no statistic of this model means anything; "
+                "use an intact checkpoint"
+            )
+
+
+@contextmanager
+def _quiet_transformers() -> Any:
+    # Its progress bars and advice would run through ours; what matters is checked here and raised.
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
