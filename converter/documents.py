@@ -123,7 +123,7 @@ def document_of(record: Any, source: str) -> Document:
                 return ("" if asked == "prompt" else "\n\n").join(part for part in parts if part)
     found = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
     raise CalibrationError(
-        f"{source}: expected a record with text, content, messages, or prompt and completion; found {found or 'nothing'}"
+        f"{source}: expected text, content, messages, or prompt and completion in a record; found {found or 'nothing'}"
     )
 
 
@@ -165,7 +165,8 @@ def _files(path: str) -> list[Path]:
     root = Path(path)
     if not root.exists():
         raise CalibrationError(
-            f"calibration source {path}: no such file or folder; expected self, paper, a Hub data set (owner/name) or a path"
+            f"calibration source {path}: no such file or folder; "
+            "expected self, paper, a Hub data set (owner/name) or a path"
         )
     if _is_dataset(root):
         return [root]
@@ -228,7 +229,9 @@ def _saved_dataset(path: Path, seed: int) -> Iterator[Document]:
             loaded = datasets.load_dataset(_TABLES[path.suffix], data_files=str(path), streaming=True, **options)
         if isinstance(loaded, Mapping):
             loaded = loaded["train"] if "train" in loaded else next(iter(loaded.values()))
-        records = iter(loaded.shuffle(seed=seed))
+        # Shuffled in memory: datasets would write its order beside the user's files.
+        in_memory = {} if isinstance(loaded, datasets.IterableDataset) else {"keep_in_memory": True}
+        records = iter(loaded.shuffle(seed=seed, **in_memory))
         first = next(records, None)
     except Exception as error:
         raise CalibrationError(f"calibration data set {path} cannot be read: {_first_line(error)}") from error

@@ -176,12 +176,12 @@ def _refuse_foreign(folder: Path) -> None:
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
     if names and "lock" not in names:
         raise UsageError(
-            f"--work-dir {folder}: expected an empty folder or an earlier conversion's state, found {sorted(names)[0]!r}"
+            f"--work-dir {folder}: expected an empty folder or an earlier state, found {sorted(names)[0]!r}"
         )
 
 
 def _lock(folder: Path) -> IO[str]:
-    lock = open(folder / "lock", "a")  # noqa: SIM115: held until the store is closed
+    lock = open(folder / "lock", "a")  # noqa: SIM115 - held until the store is closed
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
