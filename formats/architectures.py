@@ -174,12 +174,12 @@ class ModelConfig:
         arch = ARCHITECTURES[model_type]
 
         def switch(value: bool | str) -> bool:
-            return bool(config.get(value, False)) if isinstance(value, str) else value
+            return _switch(config, value) if isinstance(value, str) else value
 
         hidden_size = _dimension(config, "hidden_size")
         num_heads = _dimension(config, "num_attention_heads")
         num_kv_heads = _dimension(config, "num_key_value_heads", default=num_heads)
-        num_blocks = _dimension(config, "num_hidden_layers")
+        num_blocks = _dimension(config, "num_hidden_layers", largest=_LARGEST_NUM_BLOCKS)
         head_dim = _dimension(config, "head_dim", default=hidden_size // num_heads)
         if num_heads % num_kv_heads:
             raise UnsupportedModelError(
@@ -202,7 +202,7 @@ class ModelConfig:
             rms_norm_eps=float(eps),
             max_position_embeddings=_dimension(config, "max_position_embeddings"),
             rope=_rope(config, head_dim),
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            tie_word_embeddings=_switch(config, "tie_word_embeddings"),
             qkv_bias=switch(arch.qkv_bias),
             o_bias=switch(arch.o_bias),
             mlp_bias=switch(arch.mlp_bias),
@@ -213,52 +213,106 @@ class ModelConfig:
 
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
 _LARGEST_DIMENSION = 2**27
+_LARGEST_NUM_BLOCKS = 10_000
 
 
-def _dimension(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _dimension(
+    config: Mapping[str, Any], key: str, default: int | None = None, largest: int = _LARGEST_DIMENSION
+) -> int:
     value = config.get(key)
     if value is None:
         value = default
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _LARGEST_DIMENSION:
-        raise UnsupportedModelError(f"config.json: {key}: expected a positive integer, found {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UnsupportedModelError(f"config.json: {key}: expected a positive integer, found {value!r:.80}")
+    if value > largest:
+        raise UnsupportedModelError(f"config.json: {key}: expected at most {largest:,}, found {value!r:.40}")
     return value
+
+
+def _switch(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise UnsupportedModelError(f"config.json: {key}: expected true or false, found {value!r:.80}")
+    return bool(value)
+
+
+def _positive(value: Any, key: str) -> None:
+    # The bound keeps sums and powers of it finite; NaN fails every comparison.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+        raise UnsupportedModelError(f"config.json: {key}: expected a positive number, found {value!r:.80}")
 
 
 def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     # transformers 5 keeps everything in rope_parameters; 4 kept rope_theta beside rope_scaling.
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(parameters, Mapping):
-        raise UnsupportedModelError(f"config.json: rope_parameters: expected an object, found {parameters!r}")
+        raise UnsupportedModelError(f"config.json: rope_parameters: expected an object, found {parameters!r:.80}")
     parameters = dict(parameters)
     rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
     if rope_type == "su":  # Phi-3's first name for it
         rope_type = "longrope"
     if rope_type not in _ROPE_TYPES:
-        raise UnsupportedModelError(f"rotary scaling: expected one of {', '.join(_ROPE_TYPES)}, found {rope_type!r}")
+        raise UnsupportedModelError(
+            f"rotary scaling: expected one of {', '.join(_ROPE_TYPES)}, found {rope_type!r:.80}"
+        )
     theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    for key, value in (("rope_theta", theta), ("partial_rotary_factor", partial)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise UnsupportedModelError(f"config.json: {key}: expected a positive number, found {value!r}")
+    _positive(theta, "rope_theta")
+    _positive(partial, "partial_rotary_factor")
+    rotary_dim = int(head_dim * min(partial, 1.0))
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise UnsupportedModelError(f"rotary embedding: expected an even number of dimensions, found {rotary_dim}")
     # longrope and llama3 fall back to the config's own length; keep it with the rest so that one mapping tells all.
     parameters.setdefault(
         "original_max_position_embeddings",
         config.get("original_max_position_embeddings") or config.get("max_position_embeddings"),
     )
     parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
-    return RopeConfig(float(theta), rope_type, int(head_dim * partial), parameters)
+    _check_scaling(rope_type, parameters, rotary_dim)
+    return RopeConfig(float(theta), rope_type, rotary_dim, parameters)
+
+
+def _check_scaling(rope_type: str, parameters: Mapping[str, Any], rotary_dim: int) -> None:
+    """Raise unless every number that the ``rope_type`` computes with is there and positive."""
+    needed = {
+        "default": (),
+        "linear": ("factor",),
+        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+        "longrope": ("original_max_position_embeddings", "max_position_embeddings"),
+    }
+    for key in needed[rope_type]:
+        _positive(parameters.get(key), f"rope_parameters.{key}")
+    if rope_type == "llama3" and parameters["low_freq_factor"] == parameters["high_freq_factor"]:
+        raise UnsupportedModelError("config.json: rope_parameters: low_freq_factor equals high_freq_factor")
+    if rope_type != "longrope":
+        return
+    if parameters["original_max_position_embeddings"] < 2:
+        raise UnsupportedModelError("config.json: original_max_position_embeddings: expected more than 1")
+    for key in ("factor", "attention_factor"):
+        if parameters.get(key) is not None:
+            _positive(parameters[key], f"rope_parameters.{key}")
+    for key in ("short_factor", "long_factor"):
+        values = parameters.get(key)
+        if not isinstance(values, list) or len(values) != rotary_dim // 2:
+            raise UnsupportedModelError(
+                f"config.json: rope_parameters.{key}: expected {rotary_dim // 2} numbers, found {values!r:.80}"
+            )
+        for value in values:
+            _positive(value, f"rope_parameters.{key}")
 
 
 def _sliding_windows(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> tuple[int | None, ...]:
     window = config.get("sliding_window")
-    if window is not None and (isinstance(window, bool) or not isinstance(window, int) or window < 1):
-        raise UnsupportedModelError(f"config.json: sliding_window: expected a positive integer, found {window!r}")
-    if window is None or (arch.sliding is not None and not config.get(arch.sliding, False)):
+    if window is not None:
+        _dimension(config, "sliding_window")
+    if window is None or (arch.sliding is not None and not _switch(config, arch.sliding)):
         return (None,) * num_blocks
     kinds = config.get("layer_types")
     if kinds is None:
         # Qwen's rule before layer_types existed: the first max_window_layers blocks attend to everything.
         first = config.get("max_window_layers", 0) if arch.sliding is not None else 0
+        if not isinstance(first, int):
+            raise UnsupportedModelError(f"config.json: max_window_layers: expected a number, found {first!r:.80}")
         return tuple(window if index >= first else None for index in range(num_blocks))
     if not isinstance(kinds, list) or len(kinds) != num_blocks:
         raise UnsupportedModelError(f"config.json: layer_types: expected {num_blocks} entries, found {kinds!r:.80}")

@@ -144,7 +144,7 @@ class Checkpoint:
         checksum = 0
         for offset in range(0, info.nbytes, chunk_bytes):
             chunk = buffer[: info.nbytes - offset]
-            checksum = self._fill(memoryview(chunk.numpy()), info, offset, checksum)
+            checksum = self._fill(chunk.numpy().data, info, offset, checksum)
             yield chunk.view(info.dtype)
         self._require(name, checksum)
 
@@ -162,7 +162,7 @@ class Checkpoint:
             buffer = torch.empty(info.nbytes, dtype=torch.uint8)
         except (RuntimeError, MemoryError):
             raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
-        checksum = self._fill(memoryview(buffer.numpy()), info, 0, 0)
+        checksum = self._fill(buffer.numpy().data, info, 0, 0)
         self._require(name, checksum)
         return buffer.view(info.dtype).reshape(info.shape).to(device)
 

@@ -40,7 +40,7 @@ __all__ = ["check_finite", "check_output", "estimate_bytes", "parse_size", "writ
 PREVIOUS = ".previous"
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_COPIED = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*|additional_chat_templates/[^/]+\.jinja")
+_COPIED = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 _MAX_COPIED_BYTES = 16 << 20
 _EXTRA_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]*/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _CHUNK_BYTES = 32 << 20
@@ -254,7 +254,7 @@ def _stream(source: Checkpoint, names: list[str], dtype: str, sink: Any, crc32: 
                 low, high = torch.aminmax(chunk)
                 if not bool(torch.isfinite(low) & torch.isfinite(high)):
                     raise UnsupportedModelError(f"{name}: holds values beyond {dtype}'s range; use bfloat16")
-            piece = chunk.view(torch.uint8).numpy()
+            piece = chunk.view(torch.uint8).numpy().data
             checksum = zlib.crc32(piece, checksum)
             sink(piece)
         crc32[name] = checksum

@@ -1,0 +1,99 @@
+"""``wisparse inspect``: what a bundle drops, and where it comes from."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.recipe import ProjectionRecipe
+
+__all__ = ["command"]
+
+# A recipe is a stranger's text: no control character of it reaches the terminal.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+@click.command("inspect")
+@click.argument("bundle")
+@click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+@click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")
+def command(bundle: str, revision: str | None, show: str, as_json: bool) -> None:
+    """Show the recipe of BUNDLE, a folder or a Hub id: one line per block, one column per projection.
+
+    The weights are not read; `wisparse verify` does that.
+    """
+    opened = Bundle.open(fetch_bundle(bundle, revision))
+    if as_json:
+        click.echo(json.dumps({"model": _model(opened), **opened.recipe.to_dict()}, indent=2))
+        return
+    # Wide enough for every column where the output is no terminal and so has no width.
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    for name, value in _summary(opened):
+        console.print(Text(f"{name:<12} {_plain(value)}"))
+    console.print(_table(opened, show))
+
+
+def _model(bundle: Bundle) -> dict[str, Any]:
+    config = bundle.config
+    return {
+        "model_type": config.model_type,
+        "num_blocks": config.num_blocks,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_bytes": bundle.checkpoint.nbytes,
+        "dtypes": sorted({str(info.dtype).removeprefix("torch.") for info in bundle.checkpoint.tensors.values()}),
+    }
+
+
+def _summary(bundle: Bundle) -> list[tuple[str, str]]:
+    recipe, model, calibration = bundle.recipe, _model(bundle), bundle.recipe.calibration
+    revision = f" at {recipe.base_revision}" if recipe.base_revision else ""
+    return [
+        ("base model", f"{recipe.base_model}{revision}"),
+        (
+            "model",
+            f"{model['model_type']}, {model['num_blocks']} blocks, hidden {model['hidden_size']}, "
+            f"MLP {model['intermediate_size']}, {model['num_bytes'] / 1e6:,.1f} MB {'/'.join(model['dtypes'])}",
+        ),
+        ("method", f"{recipe.method}, target sparsity {recipe.sparsity:.1%}"),
+        (
+            "calibration",
+            f"{calibration.source}: {calibration.num_samples} x {calibration.seq_len} = "
+            f"{calibration.num_tokens:,} tokens, seed {calibration.seed}",
+        ),
+    ]
+
+
+def _table(bundle: Bundle, show: str) -> Table:
+    roles = [projection.role for projection in bundle.config.projections(0)]
+    table = Table(title=f"{show} per projection", title_justify="left", box=None, pad_edge=False)
+    table.add_column("block", justify="right")
+    for role in roles:
+        table.add_column(role, justify="right")
+    table.add_column("block sparsity", justify="right")
+    entries = {entry.name: entry for entry in bundle.recipe.projections}
+    for block, sparsity in enumerate(bundle.recipe.block_sparsities):
+        cells = [_cell(entries[projection.name], show) for projection in bundle.config.projections(block)]
+        table.add_row(str(block), *cells, f"{sparsity:.1%}")
+    return table
+
+
+def _cell(entry: ProjectionRecipe, show: str) -> str:
+    if show == "alpha":
+        return f"{entry.alpha:.2f}"
+    if show == "threshold":
+        return f"{entry.threshold:.4g}"
+    return f"{entry.sparsity if show == 'sparsity' else entry.realised_sparsity:.1%}"
+
+
+def _plain(text: str) -> str:
+    return _CONTROL.sub("?", text)[:500]

@@ -1,0 +1,30 @@
+"""``wisparse verify``: is this bundle whole?"""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.verify import verify_bundle
+
+__all__ = ["command"]
+
+
+@click.command("verify")
+@click.argument("bundle")
+@click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def command(bundle: str, revision: str | None, as_json: bool) -> None:
+    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id."""
+    report = verify_bundle(fetch_bundle(bundle, revision))
+    if as_json:
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        return
+    for note in report.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(
+        f"{bundle}: valid. {report.num_files} files, {report.num_bytes / 1e6:,.1f} MB, {report.num_tensors} weight "
+        f"tensors, {report.num_projections} masks, in {report.seconds:.1f} s"
+    )
