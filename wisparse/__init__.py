@@ -11,7 +11,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-__all__ = ["__version__", "convert", "load"]
+__all__ = ["WisparseConfig", "__version__", "convert", "load", "sparsify"]
 
 __version__ = "0.1.0"
 
@@ -22,7 +22,12 @@ if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir() and s
     __path__.append(str(_ROOT))
 
 # Public name -> the room that defines it. Resolved on first use: `import wisparse` must stay light.
-_PUBLIC = {"convert": "wisparse.converter.pipeline", "load": "wisparse.runtime.loader"}
+_PUBLIC = {
+    "WisparseConfig": "wisparse.converter.integration",
+    "convert": "wisparse.converter.pipeline",
+    "load": "wisparse.runtime.loader",
+    "sparsify": "wisparse.converter.sparsify",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,251 @@
+"""Masks inside transformers: our runtime's tokens, and nothing broken in what transformers does with a model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bundle_maker import VARIANTS, make_bundle, make_checkpoint
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+import wisparse
+from wisparse.converter.sparsify import desparsify, sparsify
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
+from wisparse.kernels.reference import keep_mask
+from wisparse.runtime.torch_decoder import TorchDecoder
+
+PROMPT = "def fibonacci(n):\n"
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("sparsify") / "bundle")
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_bundle(make_checkpoint(request.param, folder / "source"), folder / "bundle")
+
+
+def load(folder: Path, **kwargs: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
+
+
+def runtime_tokens(folder: Path, prompt: list[int], count: int, sparse_from: int) -> list[int]:
+    """Greedy tokens of our own decoder."""
+    bundle = Bundle.open(folder)
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
+    logits = decoder.prefill(0, torch.tensor(prompt), sparse_from)
+    tokens = [int(logits.argmax())]
+    while len(tokens) < count:
+        tokens.append(int(decoder.decode(torch.tensor(tokens[-1:]))[0].argmax()))
+    return tokens
+
+
+def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) -> list[list[int]]:
+    """Greedy tokens of transformers, prompts padded on the left."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        **kwargs,
+    )
+    return out[:, longest:].tolist()
+
+
+def sparse_from(policy: str, length: int) -> int:
+    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
+
+
+@pytest.mark.parametrize("policy", ["dense", "half", "all"])
+def test_tokens_of_our_runtime_on_every_architecture(tiny: Path, policy: str) -> None:
+    model = sparsify(load(tiny), tiny, prefill=policy)
+    prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]
+    expected = [runtime_tokens(tiny, prompt, 16, sparse_from(policy, len(prompt))) for prompt in prompts]
+    assert [generate(model, [prompt], 16)[0] for prompt in prompts] == expected
+    assert generate(model, prompts, 16) == expected  # left-padded, in one batch
+
+
+def test_masks_change_something(tiny: Path) -> None:
+    dense, sparse = load(tiny), sparsify(load(tiny), tiny, prefill="all")
+    tokens = torch.arange(3, 20)[None]
+    assert (dense(tokens).logits - sparse(tokens).logits).abs().max() > 0.1
+
+
+# flex_attention works too; compiling it here takes a minute.
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_any_attention_implementation(bundle: Path, attention: str) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    prompt = tokenizer(PROMPT).input_ids
+    model = sparsify(load(bundle, attn_implementation=attention), bundle)
+    assert generate(model, [prompt], 12)[0] == runtime_tokens(bundle, prompt, 12, len(prompt))
+
+
+def test_static_cache(bundle: Path) -> None:
+    prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
+    model = sparsify(load(bundle), bundle)
+    tokens = generate(model, [prompt], 12, cache_implementation="static", disable_compile=True)[0]
+    assert tokens == runtime_tokens(bundle, prompt, 12, len(prompt))
+
+
+def test_pipeline(bundle: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    prompt = tokenizer(PROMPT).input_ids
+    generator = pipeline("text-generation", model=sparsify(load(bundle), bundle), tokenizer=tokenizer)
+    text = generator(PROMPT, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0]["generated_text"]
+    expected = tokenizer.decode(runtime_tokens(bundle, prompt, 12, len(prompt)))
+    assert text.startswith(PROMPT)
+    assert text.removeprefix(PROMPT).strip() == expected.strip()
+
+
+def test_device_map_with_offloading(bundle: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="device maps need accelerate")
+    config = Bundle.open(bundle).config
+    places: dict[str, Any] = {f"model.layers.{i}": "cpu" for i in range(config.num_blocks)}
+    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places["model.layers.1"] = "disk"
+    model = load(bundle, device_map=places, offload_folder=tmp_path)
+    sparsify(model, bundle)
+    prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
+    assert generate(model, [prompt], 6)[0] == runtime_tokens(bundle, prompt, 6, len(prompt))
+
+
+def test_moving_to_bf16_keeps_the_scales(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    model = sparsify(load(bundle), bundle, prefill="all").to(torch.bfloat16)
+    name, mask = next((n, m) for n, m in opened.masks.items() if m.sparsity > 0)
+    seen = []
+    module = model.get_submodule(name)
+    # One hook before ours, one after.
+    before = module.register_forward_pre_hook(lambda m, args: seen.append(args[0].clone()), prepend=True)
+    after = module.register_forward_pre_hook(lambda m, args: seen.append(args[0].clone()))
+    model(torch.arange(3, 40)[None])
+    before.remove()
+    after.remove()
+    x, masked = seen
+    assert x.dtype is torch.bfloat16
+    kept = keep_mask(x, mask.channel_scale, mask.threshold)
+    rounded = keep_mask(x, mask.channel_scale.bfloat16().float(), mask.threshold)
+    assert not torch.equal(kept, rounded)  # so the next line would notice a cast scale
+    assert torch.equal(masked, torch.where(kept, x, torch.zeros_like(x)))
+
+
+def test_a_saved_model_is_a_plain_dense_checkpoint(bundle: Path, tmp_path: Path) -> None:
+    model = sparsify(load(bundle), bundle)
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "wisparse" not in config
+    assert "quantization_config" not in config
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    original = load(bundle).state_dict()
+    assert set(saved) <= set(original)
+    assert all(torch.equal(saved[name], original[name]) for name in saved)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(again(torch.arange(9)[None]).logits, load(bundle)(torch.arange(9)[None]).logits)
+
+
+def test_masks_are_replaced_and_taken_off(bundle: Path) -> None:
+    model, tokens = load(bundle), torch.arange(3, 30)[None]
+    dense = model(tokens).logits
+    once = sparsify(model, bundle, prefill="all")(tokens).logits
+    twice = sparsify(model, bundle, prefill="all")(tokens).logits
+    assert torch.equal(once, twice)
+    assert not torch.equal(once, dense)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(tokens).logits, once)
+    assert torch.equal(desparsify(model)(tokens).logits, dense)
+    assert torch.equal(desparsify(model)(tokens).logits, dense)
+
+
+def test_wrong_models_are_refused(bundle: Path, tmp_path: Path) -> None:
+    other = make_bundle(make_checkpoint("qwen2", tmp_path / "q"), tmp_path / "qb")
+    with pytest.raises(UnsupportedModelError, match="for a llama model, found 'qwen2'"):
+        sparsify(load(other), bundle)
+    tiny = make_checkpoint("llama", tmp_path / "l")
+    with pytest.raises(UnsupportedModelError, match="expected a projection of that name"):
+        sparsify(load(tiny), bundle)  # fewer blocks
+    with pytest.raises(UnsupportedModelError, match="channels"):
+        sparsify(load(bundle), make_bundle(tiny, tmp_path / "lb"))  # other width
+    with pytest.raises(UsageError, match="expected a transformers causal LM"):
+        sparsify(torch.nn.Linear(2, 2), bundle)
+    with pytest.raises(UsageError, match="prefill: expected one of dense, half, all"):
+        sparsify(load(bundle), bundle, prefill="some")
+    model = load(bundle)
+    model.model.layers[2].mlp.up_proj = torch.nn.Identity()
+    with pytest.raises(UnsupportedModelError, match=r"layers\.2\.mlp\.up_proj"):
+        sparsify(model, bundle)
+
+
+def test_a_missing_entry_is_an_error(bundle: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(bundle, tmp_path / "broken")
+    (broken / "wisparse.safetensors").unlink()
+    with pytest.raises(BundleError):
+        sparsify(load(broken), broken)
+    with pytest.raises(BundleError):
+        load(broken, quantization_config=wisparse.WisparseConfig())
+
+
+# transformers' own door
+
+
+def test_from_pretrained_with_our_config_is_sparse(bundle: Path) -> None:
+    model = load(bundle, quantization_config=wisparse.WisparseConfig(prefill="half"))
+    tokens = torch.arange(3, 30)[None]
+    assert torch.equal(model(tokens).logits, sparsify(load(bundle), bundle, prefill="half")(tokens).logits)
+    assert not torch.equal(model(tokens).logits, load(bundle)(tokens).logits)
+    with pytest.raises(UsageError, match="prefill"):
+        wisparse.WisparseConfig(prefill="some")
+
+
+def test_what_our_config_loads_can_be_moved_and_saved(bundle: Path, tmp_path: Path) -> None:
+    model = load(bundle, quantization_config=wisparse.WisparseConfig())
+    model.half().float()
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert "wisparse" not in config
+    assert torch.isfinite(load(tmp_path / "saved")(torch.arange(9)[None]).logits).all()
+
+
+def test_plain_from_pretrained_is_dense_and_silent(
+    bundle: Path, example_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("transformers").propagate = True
+    with caplog.at_level(logging.WARNING):
+        model, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    source = AutoModelForCausalLM.from_pretrained(example_model)
+    assert model.dtype is source.dtype
+    ours, theirs = model.state_dict(), source.state_dict()
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_import_wisparse_does_not_import_transformers() -> None:
+    script = (
+        "import sys, wisparse; assert 'transformers' not in sys.modules; wisparse.sparsify; "
+        "assert 'transformers' not in sys.modules; from wisparse import WisparseConfig; "
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING; print('wisparse' in AUTO_QUANTIZER_MAPPING)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
