@@ -156,17 +156,22 @@ def load_source(
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a checkpoint, as transformers builds it.
+    """The tokenizer of a checkpoint, as its ``tokenizer.json`` has it.
+
+    Where that file exists it is taken literally, as the runtime does: transformers 5 picks a class by ``model_type``
+    and some of these (Qwen2's) replace the file's pre-tokenizer by their own, which splits a fine-tune's text into
+    tokens it was never trained on.
 
     Raises:
         UnsupportedModelError: there is none, or it needs code from the repository.
     """
-    from transformers import AutoTokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = Path(folder)
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
     try:
         with _quiet_transformers():
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise UnsupportedModelError(
             f"{folder.name}: no usable tokenizer (expected tokenizer.json beside config.json): {_first_line(error)}"
