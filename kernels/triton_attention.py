@@ -1,0 +1,225 @@
+"""One decode step of attention: rotary embedding, cache write, and attention split over the context.
+
+    q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p = positions[row]
+    cache[row, head, p] = k, v
+    out   = softmax(q . K[: p + 1] / sqrt(D)) V[: p + 1]
+
+Each program reads one stretch of one KV head's cache and leaves its running maximum, denominator and weighted sum; the
+projection that reads the attention's output (``o_proj``) combines the stretches as it selects its channels. The new token's
+key and value are taken from registers by split 0, so no program waits for the cache write.
+Rotary products are rounded to the model's dtype one by one, as transformers does, so that both agree.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_common import wait_for_previous_kernel
+
+__all__ = ["launch_attention"]
+
+
+@triton.jit
+def _head_vectors(
+    base_ptr,
+    head,
+    live_head,
+    norm_ptr,
+    cos,
+    sin,
+    eps,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """(heads, D_PAD) rotated query or key vectors, rounded to dtype; zeros in the padding."""
+    d = tl.arange(0, D_PAD)
+    half: tl.constexpr = ROTARY // 2
+    # The partner of d in the rotation, and its sign: (-x2, x1).
+    partner = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
+    sign = tl.where(d < half, -1.0, 1.0)
+    live = live_head[:, None] & (d < D)[None, :]
+    x = tl.load(base_ptr + head[:, None] * D + d[None, :], mask=live, other=0.0).to(tl.float32)
+    live_partner = live_head[:, None] & (partner < D)[None, :]
+    y = tl.load(base_ptr + head[:, None] * D + partner[None, :], mask=live_partner, other=0.0).to(tl.float32)
+    if QK_NORM:
+        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(tl.float32)
+        x = ((x * rstd).to(dtype).to(tl.float32) * norm_x[None, :]).to(dtype).to(tl.float32)
+        y = ((y * rstd).to(dtype).to(tl.float32) * norm_y[None, :]).to(dtype).to(tl.float32)
+    straight = (x * cos[None, :]).to(dtype).to(tl.float32)
+    crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
+    rotated = tl.where((d < ROTARY)[None, :], (straight + crossed).to(dtype).to(tl.float32), x)
+    return rotated.to(dtype)
+
+
+@triton.jit
+def _attention_kernel(
+    qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype
+    q_norm_ptr,  # (D,) dtype, QK_NORM only
+    k_norm_ptr,
+    cos_ptr,  # (max_seq_len, ROTARY / 2) dtype
+    sin_ptr,
+    k_cache_ptr,  # (slots, kv_heads, max_seq_len, D) dtype
+    v_cache_ptr,
+    position_ptr,  # (slots,) int32: where the new token goes; negative: idle row
+    out_ptr,  # (B, heads, SPLITS, D) float32
+    m_ptr,  # (B, heads, SPLITS) float32, log2 domain
+    l_ptr,
+    max_seq_len,
+    scale_log2,  # log2(e) / sqrt(D)
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    ROTARY: tl.constexpr,
+    GROUP_PAD: tl.constexpr,
+    QK_NORM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    row = tl.program_id(2)
+    wait_for_previous_kernel(PDL)
+
+    g = tl.arange(0, GROUP_PAD)
+    head = kv_head * GROUP + g
+    live_head = g < GROUP
+    d = tl.arange(0, D_PAD)
+    place = tl.load(position_ptr + row)
+    p = tl.maximum(place, 0)
+    # cos and sin repeat for the second half of the rotated dimensions.
+    half: tl.constexpr = ROTARY // 2
+    rotary_at = p * half + tl.where(d < half, d, d - half)
+    cos = tl.load(cos_ptr + rotary_at, mask=d < ROTARY, other=1.0).to(tl.float32)
+    sin = tl.load(sin_ptr + rotary_at, mask=d < ROTARY, other=0.0).to(tl.float32)
+    base_ptr = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
+    q = _head_vectors(
+        base_ptr, head, live_head, q_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype
+    )
+
+    slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * max_seq_len * D
+    m = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
+    l = tl.zeros((GROUP_PAD,), tl.float32)
+    acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
+    if split == 0:
+        one = tl.arange(0, 1)
+        k_new = _head_vectors(
+            base_ptr, HEADS + kv_head + one, one == 0, k_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype
+        )
+        k_new = tl.reshape(k_new, (D_PAD,))
+        v_new = tl.load(base_ptr + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
+        written = tl.where(place >= 0, d, D) < D
+        tl.store(k_cache_ptr + slot_base + p * D + d, k_new, mask=written)
+        tl.store(v_cache_ptr + slot_base + p * D + d, v_new, mask=written)
+        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1) * scale_log2
+        l = tl.full((GROUP_PAD,), 1.0, tl.float32)
+        acc += v_new.to(tl.float32)[None, :]
+
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(p + 1 - WINDOW, 0)
+    stretch = tl.cdiv(tl.cdiv(p - low, SPLITS), BLOCK_T) * BLOCK_T
+    begin = low + split * stretch
+    end = tl.minimum(begin + stretch, p)
+    lane = tl.arange(0, BLOCK_T)
+    for start in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
+        t = start + lane
+        live_t = t < end
+        both = live_t[:, None] & (d < D)[None, :]
+        at = slot_base + t[:, None] * D + d[None, :]
+        k = tl.load(k_cache_ptr + at, mask=both, other=0.0)
+        v = tl.load(v_cache_ptr + at, mask=both, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        s = tl.where(live_t[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1))
+        factor = tl.exp2(m - m_new)
+        weight = tl.exp2(s - m_new[:, None])
+        l = l * factor + tl.sum(weight, axis=1)
+        acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
+        m = m_new
+
+    at = (row * HEADS + head) * SPLITS + split
+    tl.store(m_ptr + at, m, mask=live_head)
+    tl.store(l_ptr + at, l, mask=live_head)
+    tl.store(out_ptr + at[:, None] * D + d[None, :], acc, mask=live_head[:, None] & (d < D)[None, :])
+
+
+def launch_attention(
+    qkv: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    out: Tensor,
+    softmax: tuple[Tensor, Tensor],
+    *,
+    heads: int,
+    scale: float,
+    window: int | None = None,
+    qk_norm: tuple[Tensor, Tensor] | None = None,
+    eps: float = 0.0,
+    block_t: int = 64,
+    stages: int = 3,
+    warps: int = 4,
+    pdl: bool = False,
+) -> None:
+    """Launch one block's attention for B rows on the current stream. Nothing is checked or allocated here.
+
+    Args:
+        qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding.
+        k_cache, v_cache: (slots, kv_heads, max_seq_len, D) of the same dtype, slot = row; written at ``positions``.
+        positions: (slots,) int32; a negative one marks an idle row, which writes nothing.
+        cos, sin: (max_seq_len, rotary_dim / 2) of the same dtype.
+        out: (B, heads, kv_splits, D) float32.
+        softmax: maxima (log2 domain) and denominators, each (B, heads, kv_splits) float32.
+        scale: of the scores, 1 / sqrt(D) for the models here.
+        window: sliding window in positions, the new one included.
+        qk_norm: RMSNorm weights (D,) of queries and keys (Qwen3), with ``eps``.
+    """
+    batch, _, splits, head_dim = out.shape
+    kv_heads = k_cache.shape[1]
+    options = {"launch_pdl": True} if pdl else {}
+    _attention_kernel[(splits, kv_heads, batch)](
+        qkv,
+        qkv if qk_norm is None else qk_norm[0],
+        qkv if qk_norm is None else qk_norm[1],
+        cos,
+        sin,
+        k_cache,
+        v_cache,
+        positions,
+        out,
+        softmax[0],
+        softmax[1],
+        k_cache.shape[2],
+        scale * 1.4426950408889634,
+        eps,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        D_PAD=max(16, triton.next_power_of_2(head_dim)),
+        ROTARY=cos.shape[1] * 2,
+        GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
+        QK_NORM=qk_norm is not None,
+        WINDOW=window or 0,
+        SPLITS=splits,
+        BLOCK_T=block_t,
+        STAGES=stages,
+        PDL=pdl,
+        num_warps=warps,
+        **options,
+    )

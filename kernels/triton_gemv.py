@@ -1,0 +1,502 @@
+"""One projection, or several that read the same input, over the kept channels: selection, product and what follows it.
+
+    x     = input (plain | RMSNorm of the residual stream | the attention's splits, combined)
+    keep  = not (|x| * channel_scale < threshold)                    as in reference.py, bit for bit
+    y     = sum over kept k of x[k] * weight_t[k, :]                 float32, then + bias, rounded to x's dtype
+    out   = y | residual + y | silu(y_gate) * y_up
+
+A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
+global list, and reads one contiguous stretch of each kept row. Programs of one tile add up through float32 partial sums in
+scratch memory; the one that arrives last adds them in a fixed order and writes the result. There are no float atomics and
+no buffer has to be cleared: the same input gives the same bits on every run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_common import (
+    COMPACT,
+    DENSE,
+    FROM_ATTENTION,
+    FROM_HIDDEN,
+    FROM_PLAIN,
+    MASKED,
+    TO_PLAIN,
+    TO_RESIDUAL,
+    TO_SILU,
+    normalise,
+    segment_channel,
+    wait_for_previous_kernel,
+)
+
+__all__ = ["GemvTile", "Group", "Scratch", "launch_gemv", "sparse_gemv"]
+
+
+@triton.jit
+def _load_input(
+    x_ptr,
+    m_ptr,
+    l_ptr,
+    norm_weight,
+    rstd,
+    row,
+    k,
+    live,
+    K: tl.constexpr,
+    INPUT: tl.constexpr,
+    KV_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """x[row, k] in ``dtype``, 0 where not live."""
+    if INPUT == FROM_ATTENTION:
+        # x_ptr: (B, heads, splits, D) float32, each split's softmax-weighted sum; m its maximum, l its denominator.
+        split = tl.arange(0, KV_SPLITS)
+        head = row * (K // HEAD_DIM) + k // HEAD_DIM
+        at = head[:, None] * KV_SPLITS + split[None, :]
+        both = live[:, None] & (split[None, :] < KV_SPLITS)
+        m = tl.load(m_ptr + at, mask=both, other=0.0)
+        l = tl.load(l_ptr + at, mask=both, other=1.0)
+        part = tl.load(x_ptr + at * HEAD_DIM + (k % HEAD_DIM)[:, None], mask=both, other=0.0)
+        factor = tl.exp2(m - tl.max(m, axis=1)[:, None])
+        return (tl.sum(part * factor, axis=1) / tl.sum(l * factor, axis=1)).to(dtype)
+    x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
+    if INPUT == FROM_HIDDEN:
+        x = normalise(x.to(tl.float32), norm_weight, rstd, dtype)
+    return x
+
+
+@triton.jit
+def _rstd(ssq_ptr, row, eps, K: tl.constexpr, SSQ: tl.constexpr, SSQ_PAD: tl.constexpr):
+    """1 / rms of a row of the residual stream, from the partial sums of squares its writers left."""
+    i = tl.arange(0, SSQ_PAD)
+    return tl.rsqrt(tl.sum(tl.load(ssq_ptr + row * SSQ + i, mask=i < SSQ, other=0.0), axis=0) / K + eps)
+
+
+@triton.jit
+def _gemv_kernel(
+    x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) float32
+    m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) float32, log2 domain
+    l_ptr,  # the same shape
+    ssq_in_ptr,  # FROM_HIDDEN: (B, SSQ) float32
+    norm_ptr,  # FROM_HIDDEN: (K,) dtype
+    weight_ptr,  # (K, stride) dtype, channel-major; the projections' columns side by side
+    bias_ptr,  # (N0 + N1 + N2,) dtype
+    scale_ptr,  # (projections, K) float32
+    threshold_ptr,  # (projections,) float32
+    out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
+    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles) float32
+    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) float32
+    index_ptr,  # scratch: (programs, SEGMENT) int32
+    value_ptr,  # scratch: (programs, B, SEGMENT) dtype
+    counter_ptr,  # (tiles,) int32, 0 before and after
+    eps,
+    K: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    STRIDE: tl.constexpr,
+    BATCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    SSQ: tl.constexpr,
+    SSQ_PAD: tl.constexpr,
+    KV_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    MODE: tl.constexpr,
+    INPUT: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    N: tl.constexpr = N0 + N1 + N2
+    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = T0 + T1 + T2
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    program = tl.program_id(0)
+    tile = program % TILES
+    split = program // TILES
+
+    # The projection this tile belongs to, and its columns in the weights.
+    second = (tile >= T0).to(tl.int32)
+    third = (tile >= T0 + T1).to(tl.int32)
+    projection = second + third if N2 > 0 else second
+    local = tile - second * T0
+    first = tl.where(second > 0, N0, 0)
+    width = tl.where(second > 0, N1, N0)
+    if N2 > 0:
+        local = local - third * T1
+        first = tl.where(third > 0, N0 + N1, first)
+        width = tl.where(third > 0, N2, width)
+    n = local * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_width = n < width
+    columns = first + n
+    weight_column_ptr = weight_ptr + columns
+
+    position = tl.arange(0, SEGMENT)
+    rstd = 1.0
+    threshold = tl.load(threshold_ptr + projection)
+    count = segment_length(split, K, SPLITS, CHUNK)
+    if MODE == COMPACT or BATCH > 1:
+        k = segment_channel(position, split, SPLITS, CHUNK)
+        live = k < K
+        scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
+        norm_weight = scale
+        if INPUT == FROM_HIDDEN:
+            norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+        wait_for_previous_kernel(PDL)
+        keep = position < 0
+        for row in tl.static_range(BATCH):
+            if INPUT == FROM_HIDDEN:
+                rstd = _rstd(ssq_in_ptr, row, eps, K, SSQ, SSQ_PAD)
+            x = _load_input(
+                x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, K, INPUT, KV_SPLITS, HEAD_DIM, dtype
+            )
+            score = tl.abs(x.to(tl.float32)) * scale
+            keep_row = live
+            if MODE != DENSE:
+                keep_row = live & ((score >= threshold) | (score != score))
+            keep = keep | keep_row
+            if BATCH > 1:
+                # Not compacted: the union of the rows is known only afterwards.
+                masked = tl.where(keep_row, x, 0.0).to(dtype)
+                tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
+            else:
+                rank = tl.cumsum(keep_row.to(tl.int32), axis=0) - 1
+                tl.store(value_ptr + program * SEGMENT + rank, x, mask=keep_row)
+                tl.store(index_ptr + program * SEGMENT + rank, k, mask=keep_row)
+        if BATCH > 1 and MODE != DENSE:
+            rank = tl.cumsum(keep.to(tl.int32), axis=0) - 1
+            tl.store(index_ptr + program * SEGMENT + rank, position, mask=keep)
+        if MODE != DENSE:
+            count = tl.sum(keep.to(tl.int32), axis=0)
+        tl.debug_barrier()
+    else:
+        wait_for_previous_kernel(PDL)
+
+    if BATCH == 1:
+        if MODE != COMPACT and INPUT == FROM_HIDDEN:
+            rstd = _rstd(ssq_in_ptr, 0, eps, K, SSQ, SSQ_PAD)
+        lane = tl.arange(0, BLOCK_K)
+        acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+        for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
+            at = start + lane
+            live_k = at < count
+            if MODE == COMPACT:
+                k_now = tl.load(index_ptr + program * SEGMENT + at, mask=live_k, other=0)
+                x_now = tl.load(value_ptr + program * SEGMENT + at, mask=live_k, other=0.0)
+            else:
+                k_now = segment_channel(at, split, SPLITS, CHUNK)
+                live_k = live_k & (k_now < K)
+                norm_now = 0.0
+                if INPUT == FROM_HIDDEN:
+                    norm_now = tl.load(norm_ptr + k_now, mask=live_k, other=0.0).to(tl.float32)
+                x_now = _load_input(
+                    x_ptr, m_ptr, l_ptr, norm_now, rstd, 0, k_now, live_k, K, INPUT, KV_SPLITS, HEAD_DIM, dtype
+                )
+                if MODE == MASKED:
+                    scale_now = tl.load(scale_ptr + projection * K + k_now, mask=live_k, other=0.0)
+                    score_now = tl.abs(x_now.to(tl.float32)) * scale_now
+                    live_k = live_k & ((score_now >= threshold) | (score_now != score_now))
+                    x_now = tl.where(live_k, x_now, 0.0).to(dtype)
+            w = tl.load(
+                weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
+                mask=live_k[:, None] & in_width[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            acc += x_now.to(tl.float32)[:, None] * w.to(tl.float32)
+        y = tl.sum(acc, axis=0)
+        if SPLITS > 1:
+            tl.store(partial_ptr + split * N + columns, y, mask=in_width)
+    else:
+        # Rows padded to the tensor cores' 16; the values of all rows at the union's channels.
+        rows = tl.arange(0, ROWS)
+        lane = tl.arange(0, BLOCK_K)
+        acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+        base = value_ptr + (program * BATCH + rows) * SEGMENT
+        for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
+            at = start + lane
+            live_k = at < count
+            if MODE != DENSE:
+                place = tl.load(index_ptr + program * SEGMENT + at, mask=live_k, other=0)
+            else:
+                place = at
+            k_now = segment_channel(place, split, SPLITS, CHUNK)
+            live_k = live_k & (k_now < K)
+            both = (rows < BATCH)[:, None] & live_k[None, :]
+            x_now = tl.load(base[:, None] + place[None, :], mask=both, other=0.0)
+            w = tl.load(
+                weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
+                mask=live_k[:, None] & in_width[None, :],
+                other=0.0,
+            )
+            acc = tl.dot(x_now, w, acc, input_precision="ieee")
+        tl.store(
+            partial_ptr + (split * BATCH + rows)[:, None] * N + columns[None, :],
+            acc,
+            mask=(rows < BATCH)[:, None] & in_width[None, :],
+        )
+
+    # --- the last program of the tile to arrive adds the partial sums, in the order of the splits
+    ARRIVALS: tl.constexpr = SPLITS * 2 if OUTPUT == TO_SILU else SPLITS
+    last = True
+    if ARRIVALS > 1 or BATCH > 1:
+        if SPLITS == 1 and BATCH == 1:
+            tl.store(partial_ptr + columns, y, mask=in_width)
+        tl.debug_barrier()
+        ticket = tl.atomic_add(counter_ptr + local if OUTPUT == TO_SILU else counter_ptr + tile, 1, sem="acq_rel")
+        last = ticket == ARRIVALS - 1
+    if last:
+        if ARRIVALS > 1 or BATCH > 1:
+            tl.store(counter_ptr + local if OUTPUT == TO_SILU else counter_ptr + tile, 0)
+        for row in tl.static_range(BATCH):
+            if OUTPUT == TO_SILU:
+                gate = _add_partials(partial_ptr, bias_ptr, n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
+                up = _add_partials(
+                    partial_ptr, bias_ptr, N0 + n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS
+                )
+                gate = gate.to(dtype).to(tl.float32)
+                silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+                result = silu * up.to(dtype).to(tl.float32)
+                tl.store(out_ptr + row * N0 + n, result.to(dtype), mask=in_width)
+            else:
+                if ARRIVALS > 1 or BATCH > 1:
+                    y = _add_partials(
+                        partial_ptr, bias_ptr, columns, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS
+                    )
+                elif HAS_BIAS:
+                    y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
+                y_rounded = y.to(dtype)
+                if OUTPUT == TO_RESIDUAL:
+                    hidden = tl.load(out_ptr + row * N + columns, mask=in_width, other=0.0).to(tl.float32)
+                    y_rounded = (hidden + y_rounded.to(tl.float32)).to(dtype)
+                    squares = y_rounded.to(tl.float32)
+                    squares = tl.where(in_width, squares * squares, 0.0)
+                    tl.store(ssq_out_ptr + row * TILES + tile, tl.sum(squares, axis=0))
+                tl.store(out_ptr + row * N + columns, y_rounded, mask=in_width)
+
+
+@triton.jit
+def segment_length(split, K: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """Positions in a split's segment; the last chunk may run past K and is masked where it is read."""
+    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    return ((CHUNKS - split + SPLITS - 1) // SPLITS) * CHUNK
+
+
+@triton.jit
+def _add_partials(
+    partial_ptr,
+    bias_ptr,
+    columns,
+    in_width,
+    row,
+    N: tl.constexpr,
+    BATCH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+):
+    """Sum over the splits, in a fixed order, plus bias. Read past L1: other multiprocessors wrote them."""
+    s = tl.arange(0, SPLITS_PAD)
+    parts = tl.load(
+        partial_ptr + (s * BATCH + row)[:, None] * N + columns[None, :],
+        mask=(s < SPLITS)[:, None] & in_width[None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    y = tl.sum(parts, axis=0)
+    if HAS_BIAS:
+        y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
+    return y
+
+
+_MODES = {"compact": COMPACT.value, "masked": MASKED.value}
+_INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
+_OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
+_CHUNK = 8
+
+
+@dataclass(frozen=True)
+class GemvTile:
+    """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns."""
+
+    block_n: int = 256
+    block_k: int = 16
+    splits: int = 8
+    warps: int = 4
+    stages: int = 1
+    mode: str = "compact"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Projections that read one input, their columns side by side.
+
+    Attributes:
+        weight_t: (K, stride) fp32, fp16 or bf16; the first ``sum(widths)`` columns are used.
+        widths: columns of each projection, one to three.
+        bias: (sum(widths),) of the weights' dtype, or None.
+        scales: (projections, K) float32.
+        thresholds: (projections,) float32.
+        dense: all thresholds are 0: no channel is ever dropped.
+    """
+
+    weight_t: Tensor
+    widths: tuple[int, ...]
+    bias: Tensor | None
+    scales: Tensor
+    thresholds: Tensor
+    dense: bool
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.weight_t.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """Sum of the projections' widths."""
+        return sum(self.widths)
+
+
+class Scratch:
+    """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.partial = torch.empty(1, dtype=torch.float32, device=device)
+        self.index = torch.empty(1, dtype=torch.int32, device=device)
+        self.value = torch.empty(1, dtype=dtype, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+
+    def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
+        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
+        tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
+        segment = _segment(group.in_features, tile.splits)
+        for name, size in (
+            ("partial", tile.splits * batch * group.out_features),
+            ("index", tiles * tile.splits * segment),
+            ("value", tiles * tile.splits * segment * batch),
+            ("counter", tiles),
+        ):
+            held = getattr(self, name)
+            if held.numel() < size:
+                # Zeros for the counters, which each launch leaves as it found them; the rest may hold anything.
+                setattr(self, name, torch.zeros(size, dtype=held.dtype, device=held.device))
+
+
+def _segment(in_features: int, splits: int) -> int:
+    chunks = triton.cdiv(in_features, _CHUNK)
+    return triton.next_power_of_2(max(triton.cdiv(chunks, splits) * _CHUNK, 16))
+
+
+def launch_gemv(
+    group: Group,
+    x: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    tile: GemvTile,
+    *,
+    batch: int = 1,
+    source: str = "plain",
+    target: str = "plain",
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    ssq_in: Tensor | None = None,
+    ssq_out: Tensor | None = None,
+    softmax: tuple[Tensor, Tensor] | None = None,
+    head_dim: int = 1,
+    pdl: bool = False,
+) -> None:
+    """Launch one group of projections on the current stream. Nothing is checked or allocated here.
+
+    Args:
+        group: weights, scales and thresholds.
+        x: (batch, K) of the weights' dtype; for source ``attention`` (batch, heads, kv_splits, head_dim) float32.
+        out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` (batch, N / 2); the weights' dtype.
+        scratch: :meth:`Scratch.reserve` was called for this group, tile and batch.
+        batch: rows, 1 to 16; more than one read the union of their kept channels.
+        source: ``plain``, ``hidden`` (RMS-normalise x with ``norm``, ``eps`` and ``ssq_in``) or ``attention``.
+        target: ``plain``, ``residual`` (fills ``ssq_out``) or ``silu``.
+        norm: (K,) RMSNorm weight.
+        ssq_in: (batch, parts) float32, partial sums of the squares of x's rows.
+        ssq_out: (batch, tiles) float32.
+        softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) float32.
+        head_dim: for source ``attention``.
+        pdl: programmatic dependent launch (compute capability 9.0 or later).
+    """
+    widths = (*group.widths, 0, 0)[:3]
+    tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
+    # A second row needs the kept channels' union, which only the compact form builds.
+    mode = DENSE.value if group.dense else COMPACT.value if batch > 1 else _MODES[tile.mode]
+    parts = 1 if ssq_in is None else ssq_in.shape[1]
+    unused = group.thresholds
+    options = {"launch_pdl": True} if pdl else {}
+    _gemv_kernel[(tiles * tile.splits,)](
+        x,
+        unused if softmax is None else softmax[0],
+        unused if softmax is None else softmax[1],
+        unused if ssq_in is None else ssq_in,
+        group.weight_t if norm is None else norm,
+        group.weight_t,
+        group.weight_t if group.bias is None else group.bias,
+        group.scales,
+        group.thresholds,
+        out,
+        unused if ssq_out is None else ssq_out,
+        scratch.partial,
+        scratch.index,
+        scratch.value,
+        scratch.counter,
+        eps,
+        K=group.in_features,
+        N0=widths[0],
+        N1=widths[1],
+        N2=widths[2],
+        STRIDE=group.weight_t.stride(0),
+        BATCH=batch,
+        ROWS=16,
+        SSQ=parts,
+        SSQ_PAD=triton.next_power_of_2(parts),
+        KV_SPLITS=1 if softmax is None else softmax[0].shape[2],
+        HEAD_DIM=head_dim,
+        HAS_BIAS=group.bias is not None,
+        MODE=mode,
+        INPUT=_INPUTS[source],
+        OUTPUT=_OUTPUTS[target],
+        BLOCK_N=tile.block_n,
+        # tl.dot's smallest K is 16.
+        BLOCK_K=tile.block_k if batch == 1 else max(16, tile.block_k),
+        SPLITS=tile.splits,
+        SPLITS_PAD=triton.next_power_of_2(tile.splits),
+        SEGMENT=_segment(group.in_features, tile.splits),
+        CHUNK=_CHUNK,
+        STAGES=tile.stages,
+        PDL=pdl,
+        num_warps=tile.warps,
+        **options,
+    )
+
+
+def sparse_gemv(x: Tensor, group: Group, tile: GemvTile | None = None, **keywords) -> Tensor:
+    """y (B, N) = the group's projections of x (B, K) over the kept channels: the plain form, for tests and benchmarks."""
+    tile = tile or GemvTile()
+    scratch = Scratch(x.device, x.dtype)
+    scratch.reserve(group, tile, x.shape[0])
+    out = torch.empty(x.shape[0], group.out_features, dtype=x.dtype, device=x.device)
+    launch_gemv(group, x, out, scratch, tile, batch=x.shape[0], **keywords)
+    return out

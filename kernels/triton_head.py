@@ -1,0 +1,230 @@
+"""The two ends of a decode step: the embedding row that starts the residual stream, and the vocabulary's logits.
+
+    embed:    hidden = embedding[token], with the partial sums of squares the first norm needs
+    logits:   dtype(weight @ RMSNorm(hidden)), float32 storage; the largest of each tile, lowest id first
+    next id:  the largest of the tiles' largest, lowest id first; the positions move on by one
+
+``lm_head`` is read densely, in Hugging Face's (V, K) layout: tied embeddings are then stored once.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .triton_common import normalise, wait_for_previous_kernel
+from .triton_gemv import _rstd
+
+__all__ = ["HEAD_ROWS", "launch_embed", "launch_logits", "launch_next"]
+
+HEAD_ROWS = 32  # vocabulary rows of one program
+
+
+@triton.jit
+def _embed_kernel(
+    token_ptr,  # (B,) int64; negative: idle row
+    embedding_ptr,  # (V, K) dtype
+    hidden_ptr,  # (B, K) dtype
+    ssq_ptr,  # (B, tiles) float32
+    K: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    k = tile * BLOCK + tl.arange(0, BLOCK)
+    wait_for_previous_kernel(PDL)
+    token = tl.load(token_ptr + row)
+    x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
+    tl.store(hidden_ptr + row * K + k, x, mask=k < K)
+    wide = x.to(tl.float32)
+    tl.store(ssq_ptr + row * TILES + tile, tl.sum(wide * wide, axis=0))
+
+
+@triton.jit
+def _logits_kernel(
+    hidden_ptr,  # (B, K) dtype
+    ssq_ptr,  # (B, SSQ) float32
+    norm_ptr,  # (K,) dtype
+    weight_ptr,  # (V, K) dtype
+    logits_ptr,  # (B, V) float32
+    best_ptr,  # (B, tiles) float32
+    best_id_ptr,  # (B, tiles) int32
+    eps,
+    V,
+    K: tl.constexpr,
+    BATCH: tl.constexpr,
+    SSQ: tl.constexpr,
+    SSQ_PAD: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    tile = tl.program_id(0)
+    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_vocabulary = v < V
+    lane = tl.arange(0, BLOCK_K)
+    weight_row_ptr = weight_ptr + v.to(tl.int64) * K
+    wait_for_previous_kernel(PDL)
+    if BATCH == 1:
+        rstd = _rstd(ssq_ptr, 0, eps, K, SSQ, SSQ_PAD)
+        acc = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            k = start + lane
+            live = k < K
+            w = tl.load(
+                weight_row_ptr[:, None] + k[None, :],
+                mask=in_vocabulary[:, None] & live[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
+            x = tl.load(hidden_ptr + k, mask=live, other=0.0).to(tl.float32)
+            norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+            acc += normalise(x, norm, rstd, dtype).to(tl.float32)[None, :] * w.to(tl.float32)
+        y = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
+        _store_logits(logits_ptr, best_ptr, best_id_ptr, y, v, in_vocabulary, 0, tile, V)
+    else:
+        rows = tl.arange(0, 16)
+        live_rows = rows < BATCH
+        i = tl.arange(0, SSQ_PAD)
+        squares = tl.load(
+            ssq_ptr + rows[:, None] * SSQ + i[None, :], mask=live_rows[:, None] & (i < SSQ)[None, :], other=0.0
+        )
+        rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+        acc = tl.zeros((16, BLOCK_V), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+            k = start + lane
+            live = k < K
+            w = tl.load(
+                weight_row_ptr[:, None] + k[None, :], mask=in_vocabulary[:, None] & live[None, :], other=0.0
+            )
+            x = tl.load(
+                hidden_ptr + rows[:, None] * K + k[None, :], mask=live_rows[:, None] & live[None, :], other=0.0
+            ).to(tl.float32)
+            norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+            acc = tl.dot(
+                normalise(x, norm[None, :], rstd_rows[:, None], dtype), tl.trans(w), acc, input_precision="ieee"
+            )
+        for row in tl.static_range(BATCH):
+            y = tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0).to(dtype).to(tl.float32)
+            _store_logits(logits_ptr, best_ptr, best_id_ptr, y, v, in_vocabulary, row, tile, V)
+
+
+@triton.jit
+def _store_logits(logits_ptr, best_ptr, best_id_ptr, y, v, in_vocabulary, row, tile, V):
+    tl.store(logits_ptr + row * V + v, y, mask=in_vocabulary)
+    shown = tl.where(in_vocabulary, y, float("-inf"))
+    best = tl.max(shown, axis=0)
+    # A maximum may pass over NaN; a row that holds one has no largest logit.
+    broken = tl.max((shown != shown).to(tl.int32), axis=0)
+    best = tl.where(broken > 0, float("nan"), best)
+    at = row * tl.num_programs(0) + tile
+    tl.store(best_ptr + at, best)
+    tl.store(best_id_ptr + at, tl.min(tl.where(shown == best, v, 2147483647), axis=0))
+
+
+@triton.jit
+def _next_kernel(
+    best_ptr,  # (B, tiles) float32
+    best_id_ptr,  # (B, tiles) int32
+    token_ptr,  # (B,) int64: the ids just read, idle ones negative
+    next_ptr,  # (B,) int64
+    position_ptr,  # (B,) int32
+    tiles,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    wait_for_previous_kernel(PDL)
+    i = tl.arange(0, BLOCK)
+    value = tl.load(best_ptr + row * tiles + i, mask=i < tiles, other=float("-inf"))
+    token = tl.load(best_id_ptr + row * tiles + i, mask=i < tiles, other=2147483647)
+    best = tl.max(value, axis=0)
+    chosen = tl.min(tl.where(value == best, token, 2147483647), axis=0)
+    # As sampling.sample has it: -1 for a row that holds a NaN or whose largest logit is infinite.
+    broken = tl.max((value != value).to(tl.int32), axis=0)
+    chosen = tl.where((broken > 0) | (tl.abs(best) == float("inf")), -1, chosen)
+    idle = tl.load(token_ptr + row) < 0
+    tl.store(next_ptr + row, tl.where(idle, -1, chosen).to(tl.int64))
+    position = tl.load(position_ptr + row)
+    tl.store(position_ptr + row, tl.where(idle, position, position + 1))
+
+
+def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, pdl: bool = False) -> None:
+    """hidden (B, K) = rows of ``embedding`` (V, K) at ``tokens`` (B,) int64; idle rows (negative) become zeros.
+
+    ``ssq`` (B, parts) float32 receives the partial sums of squares, whatever number of parts it has.
+    """
+    width = hidden.shape[1]
+    parts = ssq.shape[1]
+    options = {"launch_pdl": True} if pdl else {}
+    _embed_kernel[(parts, hidden.shape[0])](
+        tokens, embedding, hidden, ssq, width, parts, triton.next_power_of_2(triton.cdiv(width, parts)), pdl, **options
+    )
+
+
+def launch_logits(
+    hidden: Tensor,
+    ssq: Tensor,
+    norm: Tensor,
+    weight: Tensor,
+    logits: Tensor,
+    best: Tensor,
+    best_id: Tensor,
+    *,
+    eps: float,
+    block_k: int = 512,
+    warps: int = 4,
+    stages: int = 1,
+    block_v: int = HEAD_ROWS,
+    pdl: bool = False,
+) -> None:
+    """Final norm and ``lm_head``, without selection.
+
+    Args:
+        hidden: (B, K), with ``ssq`` (B, parts) float32, the partial sums of its squares.
+        norm: (K,).
+        weight: (V, K), Hugging Face's layout.
+        logits: (B, V) float32, values rounded to the weights' dtype.
+        best, best_id: (B, ceil(V / block_v)) float32 and int32, each tile's largest logit and its lowest id.
+    """
+    batch, width = hidden.shape
+    vocabulary = weight.shape[0]
+    parts = ssq.shape[1]
+    options = {"launch_pdl": True} if pdl else {}
+    _logits_kernel[(triton.cdiv(vocabulary, block_v),)](
+        hidden,
+        ssq,
+        norm,
+        weight,
+        logits,
+        best,
+        best_id,
+        eps,
+        vocabulary,
+        K=width,
+        BATCH=batch,
+        SSQ=parts,
+        SSQ_PAD=triton.next_power_of_2(parts),
+        BLOCK_V=block_v,
+        BLOCK_K=min(block_k, max(16, triton.next_power_of_2(width))),
+        STAGES=stages,
+        PDL=pdl,
+        num_warps=warps,
+        **options,
+    )
+
+
+def launch_next(
+    best: Tensor, best_id: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, *, pdl: bool = False
+) -> None:
+    """The greedy choice of every row, and its position moved on; idle rows give -1 and stay where they are."""
+    tiles = best.shape[1]
+    options = {"launch_pdl": True} if pdl else {}
+    _next_kernel[(best.shape[0],)](
+        best, best_id, tokens, next_tokens, positions, tiles, triton.next_power_of_2(tiles), pdl, num_warps=8, **options
+    )

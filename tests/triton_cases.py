@@ -1,0 +1,283 @@
+"""Every Triton kernel against its slow twin. Run by test_kernels_triton.py in a process of its own: Triton reads
+``TRITON_INTERPRET`` when a kernel is decorated. On a machine with a GPU the same cases run compiled.
+
+    TRITON_INTERPRET=1 python -m pytest tests/triton_cases.py
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+
+from wisparse.kernels.reference import keep_mask, sparse_linear
+from wisparse.kernels.triton_attention import launch_attention
+from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, sparse_gemv
+from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+# bf16 casts truncate under the interpreter, so rounding is tested in fp16 there and in bf16 too on a GPU.
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
+ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+
+
+def make_group(
+    widths: tuple[int, ...], k: int, dtype: torch.dtype, sparsity: float, *, bias: bool = False, seed: int = 0
+) -> Group:
+    generator = torch.Generator().manual_seed(seed)
+    n = sum(widths)
+    stride = -(-n // 16) * 16
+    weight_t = torch.randn(k, stride, generator=generator) / math.sqrt(k)
+    scales = torch.rand(len(widths), k, generator=generator) + 0.5
+    # |normal| * uniform(0.5, 1.5): one quantile for every projection, nudged so that they differ.
+    sample = torch.randn(20000, generator=generator).abs() * (torch.rand(20000, generator=generator) + 0.5)
+    levels = [min(1.0, sparsity * (1 + 0.1 * i)) for i in range(len(widths))]
+    thresholds = torch.tensor([float(sample.quantile(level)) if 0 < level < 1 else 0.0 for level in levels])
+    if sparsity >= 1:
+        thresholds.fill_(1e30)
+    return Group(
+        weight_t.to(DEVICE, dtype),
+        widths,
+        torch.randn(n, generator=generator).to(DEVICE, dtype) if bias else None,
+        scales.to(DEVICE),
+        thresholds.to(DEVICE),
+        dense=sparsity == 0,
+    )
+
+
+def twin(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """(B, N) float64, each projection by reference.sparse_linear on the same mask."""
+    parts = []
+    start = 0
+    for i, width in enumerate(group.widths):
+        weight = group.weight_t[:, start : start + width].double().T
+        mask = keep_mask(x, group.scales[i], group.thresholds[i])
+        masked = torch.where(mask, x, x.new_zeros(())).double()
+        bias = None if group.bias is None else group.bias[start : start + width].double()
+        parts.append(torch.nn.functional.linear(masked, weight, bias))
+        start += width
+    return torch.cat(parts, dim=1)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert torch.equal(found.isnan(), expected.isnan())
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    torch.testing.assert_close(found, expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
+
+
+def rows(batch: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    return torch.randn(batch, k, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+TILES = [
+    GemvTile(block_n=128, block_k=16, splits=1, mode="compact"),
+    GemvTile(block_n=64, block_k=32, splits=3, mode="compact"),
+    GemvTile(block_n=128, block_k=16, splits=5, mode="masked"),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    ("widths", "k", "sparsity", "bias"),
+    [
+        ((200,), 77, 0.5, False),  # multiples of nothing
+        ((128, 37, 37), 130, 0.6, True),  # q, k, v
+        ((128,), 96, 0.0, True),
+        ((100,), 64, 1.0, True),  # every channel dropped: the bias alone is left
+    ],
+)
+def test_gemv_is_the_twins(dtype, tile, batch, widths, k, sparsity, bias):
+    group = make_group(widths, k, dtype, sparsity, bias=bias)
+    x = rows(batch, k, dtype)
+    assert_close(sparse_gemv(x, group, tile), twin(x, group), dtype)
+
+
+def test_twin_here_is_the_reference():
+    group = make_group((24, 8), 32, torch.float32, 0.5, bias=True)
+    x = rows(2, 32, torch.float32)
+    weight = group.weight_t[:, :24].T
+    whole = sparse_linear(x, weight, group.bias[:24], group.scales[0], group.thresholds[0])
+    torch.testing.assert_close(twin(x, group)[:, :24].float(), whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_poisoned_buffers_do_not_show(tile, batch):
+    group = make_group((72,), 50, torch.float32, 0.5)
+    x = rows(batch, 50, torch.float32)
+    scratch = Scratch(DEVICE, torch.float32)
+    scratch.reserve(group, tile, batch)
+    scratch.partial.fill_(float("nan"))
+    scratch.value.fill_(float("nan"))
+    scratch.index.fill_(2**30)
+    out = torch.full((batch, 72), float("nan"), device=DEVICE)
+    for _ in range(2):  # the counters have to be as before
+        launch_gemv(group, x, out, scratch, tile, batch=batch)
+        assert_close(out, twin(x, group), torch.float32)
+    assert not scratch.counter.any()
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_nan_and_inf_go_where_the_twins_go(tile):
+    group = make_group((64,), 48, torch.float32, 0.5)
+    for value in (float("nan"), float("inf")):
+        x = rows(1, 48, torch.float32)
+        x[0, 7] = value
+        found, expected = sparse_gemv(x, group, tile), twin(x, group)
+        assert_close(found, expected, torch.float32)
+        assert not found.isfinite().any()
+    # A dropped channel's weight is never read: an Inf there does not leak.
+    x = rows(1, 48, torch.float32)
+    x[0, 7] = 0.0
+    group.weight_t[7] = float("inf")
+    assert sparse_gemv(x, group, tile).isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_fused_norm_and_residual(dtype, batch, splits):
+    k, n, eps, parts = 80, 144, 1e-5, 3
+    group = make_group((n,), k, dtype, 0.5)
+    tile = GemvTile(block_n=64, splits=splits)
+    hidden, norm = rows(batch, k, dtype), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
+    ssq = torch.zeros(batch, parts, device=DEVICE)
+    ssq[:, 1] = hidden.float().square().sum(1)
+    out, before = torch.empty(batch, n, dtype=dtype, device=DEVICE), rows(batch, n, dtype, seed=3)
+    out.copy_(before)
+    ssq_out = torch.full((batch, 3), float("nan"), device=DEVICE)
+    scratch = Scratch(DEVICE, dtype)
+    scratch.reserve(group, tile, batch)
+    launch_gemv(
+        group, hidden, out, scratch, tile, batch=batch, source="hidden", target="residual",
+        norm=norm, eps=eps, ssq_in=ssq, ssq_out=ssq_out,
+    )  # fmt: skip
+    rstd = torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)
+    x = norm * (hidden.float() * rstd).to(dtype)
+    expected = before.double() + twin(x, group).to(dtype).double()
+    assert_close(out, expected, dtype)
+    torch.testing.assert_close(ssq_out.sum(1), out.float().square().sum(1))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_gate_and_up_in_one_launch(dtype, batch, splits):
+    group = make_group((90, 90), 64, dtype, 0.5, bias=True)
+    tile = GemvTile(block_n=64, splits=splits)
+    x = rows(batch, 64, dtype)
+    out = torch.full((batch, 90), float("nan"), dtype=dtype, device=DEVICE)
+    scratch = Scratch(DEVICE, dtype)
+    scratch.reserve(group, tile, batch)
+    launch_gemv(group, x, out, scratch, tile, batch=batch, target="silu")
+    both = twin(x, group)
+    assert_close(out, torch.nn.functional.silu(both[:, :90]) * both[:, 90:], dtype)
+
+
+def attention_twin(qkv, k_cache, v_cache, positions, cos, sin, heads, window, qk_norm, eps):
+    """(B, heads, D) float32, row by row; writes the cache as the kernel does."""
+    kv_heads, d = k_cache.shape[1], k_cache.shape[3]
+    out = torch.zeros(len(positions), heads, d, device=DEVICE)
+    for b, p in enumerate(positions.tolist()):
+        if p < 0:
+            continue
+        q, k, v = qkv[b].view(-1, d).split([heads, kv_heads, kv_heads])
+        if qk_norm is not None:
+            q, k = (
+                weight * (t.float() * torch.rsqrt(t.float().square().mean(-1, keepdim=True) + eps)).to(t.dtype)
+                for t, weight in ((q, qk_norm[0]), (k, qk_norm[1]))
+            )
+        half = cos.shape[1]
+
+        def rotate(t, p=p, half=half):
+            x1, x2, rest = t[:, :half], t[:, half : 2 * half], t[:, 2 * half :]
+            return torch.cat([x1 * cos[p] - x2 * sin[p], x2 * cos[p] + x1 * sin[p], rest], 1)
+
+        q, k = rotate(q), rotate(k)
+        k_cache[b, :, p], v_cache[b, :, p] = k, v
+        low = max(0, p + 1 - window) if window else 0
+        keys, values = k_cache[b, :, low : p + 1].float(), v_cache[b, :, low : p + 1].float()
+        q = q.float().view(kv_heads, heads // kv_heads, d)
+        weights = torch.softmax(q @ keys.transpose(1, 2) / math.sqrt(d), -1)
+        out[b] = (weights @ values).view(heads, d)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "d", "rotary", "positions", "window", "qk_norm"),
+    [
+        (4, 2, 16, 16, [37], None, False),
+        (6, 2, 24, 16, [0, 29, -1], None, True),  # padded head, partial rotary, an idle row
+        (4, 4, 32, 32, [50], 10, False),  # sliding window
+    ],
+)
+def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions, window, qk_norm):
+    batch, length, splits = len(positions), 64, 4
+    qkv = rows(batch, (heads + 2 * kv_heads) * d, dtype)
+    caches = [rows(batch * kv_heads, length * d, dtype, seed=s).view(batch, kv_heads, length, d) for s in (4, 5)]
+    angle = torch.rand(length, rotary // 2, generator=torch.Generator().manual_seed(6)) * 6
+    cos, sin = angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype)
+    norms = tuple((1 + 0.1 * rows(1, d, dtype, seed=s)[0]).to(dtype) for s in (7, 8)) if qk_norm else None
+    place = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
+    expected_caches = [cache.clone() for cache in caches]
+    expected = attention_twin(qkv, *expected_caches, place, cos, sin, heads, window, norms, 1e-6)
+
+    out = torch.full((batch, heads, splits, d), float("nan"), device=DEVICE)
+    softmax = (torch.full((batch, heads, splits), float("nan"), device=DEVICE),) * 2
+    softmax = (softmax[0], softmax[0].clone())
+    launch_attention(
+        qkv, *caches, place, cos, sin, out, softmax, heads=heads, scale=d**-0.5, window=window, qk_norm=norms,
+        eps=1e-6, block_t=16,
+    )  # fmt: skip
+    for found, wanted in zip(caches, expected_caches, strict=True):
+        assert_close(found, wanted, dtype)
+    factor = torch.exp2(softmax[0] - softmax[0].amax(2, keepdim=True))
+    combined = (out * factor[..., None]).sum(2) / (softmax[1] * factor).sum(2)[..., None]
+    active = place >= 0
+    assert_close(combined[active], expected[active], dtype)
+
+    # o_proj reads the splits itself.
+    group = make_group((40,), heads * d, dtype, 0.4)
+    tile = GemvTile(block_n=64, splits=2)
+    y = torch.full((batch, 40), float("nan"), dtype=dtype, device=DEVICE)
+    scratch = Scratch(DEVICE, dtype)
+    scratch.reserve(group, tile, batch)
+    launch_gemv(group, out, y, scratch, tile, batch=batch, source="attention", softmax=softmax, head_dim=d)
+    assert_close(y[active], twin(combined.to(dtype).view(batch, -1), group)[active], dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_embedding_logits_and_next(dtype, batch):
+    vocabulary, k, eps, parts, block_v = 101, 48, 1e-5, 2, 32
+    embedding = rows(vocabulary, k, dtype)
+    tokens = torch.tensor([5, -1, 100][:batch], device=DEVICE)
+    hidden = torch.full((batch, k), float("nan"), dtype=dtype, device=DEVICE)
+    ssq = torch.full((batch, parts), float("nan"), device=DEVICE)
+    launch_embed(tokens, embedding, hidden, ssq)
+    expected = torch.where(tokens[:, None] < 0, embedding.new_zeros(()), embedding[tokens.clamp(min=0)])
+    assert torch.equal(hidden, expected)
+    torch.testing.assert_close(ssq.sum(1), hidden.float().square().sum(1))
+
+    norm = (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
+    weight = rows(vocabulary, k, dtype, seed=3) / math.sqrt(k)
+    weight[70] = weight[40]  # a tie, to be won by the lower id
+    tiles = -(-vocabulary // block_v)
+    logits = torch.full((batch, vocabulary), float("nan"), device=DEVICE)
+    best, best_id = torch.empty(batch, tiles, device=DEVICE), torch.empty(batch, tiles, dtype=torch.int32, device=DEVICE)
+    launch_logits(hidden, ssq, norm, weight, logits, best, best_id, eps=eps, block_k=32, block_v=block_v)
+    x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
+    assert_close(logits, x.double() @ weight.double().T, dtype)
+
+    positions = torch.tensor([3, 4, 5][:batch], dtype=torch.int32, device=DEVICE)
+    following = torch.empty(batch, dtype=torch.int64, device=DEVICE)
+    launch_next(best, best_id, tokens, following, positions)
+    lowest = [(row == row.max()).nonzero()[0].item() for row in logits]
+    assert following.tolist() == [-1 if t < 0 else v for t, v in zip(tokens.tolist(), lowest, strict=True)]
+    assert positions.tolist() == [4, 4, 6][:batch]
