@@ -11,10 +11,11 @@ agree with.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -267,8 +268,10 @@ def make_decoder(
         choice = choose_backend(device, dtype, backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    implementation = _implementation(choice.name)
     reason = choice.reason
+    if backend == "auto" and importlib.util.find_spec(_IMPLEMENTATIONS[choice.name][0]) is None:
+        choice, reason = choose_backend(device, dtype, "torch"), f"{choice.name} has no decoder yet"
+    implementation = _implementation(choice.name)
     refused = implementation.refusal(bundle.config, device, dtype, weights)
     if refused is not None and backend == "auto" and choice.name != "torch":
         reason = f"{choice.name} cannot: {refused}"
@@ -282,6 +285,6 @@ def make_decoder(
     )
 
 
-def _implementation(name: str) -> type:
+def _implementation(name: str) -> type[Any]:
     module, class_name = _IMPLEMENTATIONS[name]
     return getattr(importlib.import_module(module), class_name)

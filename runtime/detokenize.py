@@ -1,0 +1,88 @@
+"""Token ids to text, one id at a time: never half a character, never a piece of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+__all__ = ["Detokenizer", "StopStrings"]
+
+# What a decoder prints for bytes that are no UTF-8, among them a character whose last bytes have not come yet.
+_REPLACEMENT = "\ufffd"
+# A UTF-8 character has at most 4 bytes, so of one that is still incomplete at most 3 are there.
+_MOST_INCOMPLETE = 3
+
+
+class Detokenizer:
+    """Decodes a growing sequence in pieces that join to the text of the whole.
+
+    A piece is the difference between decoding a window of ids with and without the newest ones; the window begins some
+    ids back, because many tokenizers decode an id differently at the beginning (they drop a leading space there).
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        """``decode`` maps ids to text, special tokens left out."""
+        self._decode = decode
+        self._ids: list[int] = []  # the window: context, then ids whose text is not out yet
+        self._context = 0  # how many of them are context
+        self._out = 0  # characters after the context's that are out already
+
+    def add(self, token_id: int) -> str:
+        """The text that this id completes; often all of its own, empty while a character is incomplete."""
+        self._ids.append(token_id)
+        return self._emit(final=False)
+
+    def finish(self) -> str:
+        """What is still held back: bytes that never became a character, as replacement characters."""
+        return self._emit(final=True)
+
+    def _emit(self, final: bool) -> str:
+        fresh = self._decode(self._ids)[len(self._decode(self._ids[: self._context])) :]
+        held = 0
+        if not final:
+            while held < min(_MOST_INCOMPLETE, len(fresh)) and fresh[-1 - held] == _REPLACEMENT:
+                held += 1
+        piece = fresh[self._out : len(fresh) - held]
+        self._out += len(piece)
+        if not held and fresh:
+            # Everything is out: what was fresh becomes the context of what follows.
+            self._ids = self._ids[self._context :]
+            self._context, self._out = len(self._ids), 0
+        return piece
+
+
+class StopStrings:
+    """Cuts a text off before the first stop string, wherever the pieces' borders fall.
+
+    Of several stop strings the one that begins first wins.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._held = ""
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """The text that is certain not to belong to a stop string; nothing any more once one was found."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
+        if starts:
+            self.found, self._held = True, ""
+            return text[: min(starts)]
+        keep = self._open(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back, at the end of the text: it did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _open(self, text: str) -> int:
+        """Length of the longest end of the text that begins a stop string."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[len(text) - length :]) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,189 @@
+"""The generation loop, on token ids: prompts in, one more token per sequence and step out.
+
+A scheduler keeps the decoder's slots busy. A step is either one waiting prompt's prefill or one token for every
+sequence under way; a sequence that ends frees its slot for the next prompt. Sequences may be added, and taken back, at
+any time. Nothing here depends on what else is in the batch, so a sequence is the same alone and among others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from wisparse.formats.errors import UsageError, WisparseError
+
+from .decoder import Decoder, SamplingSettings, check_prompt
+from .rotary import switch_length
+from .sampling import resolve_seed, sample
+
+__all__ = ["PREFILL_POLICIES", "Job", "Request", "Scheduler", "sparse_from"]
+
+PREFILL_POLICIES = ("dense", "half", "all")
+
+
+def sparse_from(policy: str, length: int) -> int:
+    """The first sparse position of a prompt of ``length`` tokens.
+
+    ``dense``: none of them is sparse. ``half``: the last ``length // 2``, the paper's protocol for measuring accuracy.
+    ``all``: every one.
+
+    Raises:
+        UsageError: no such policy.
+    """
+    if policy not in PREFILL_POLICIES:
+        raise UsageError(f"prefill: expected one of {', '.join(PREFILL_POLICIES)}, found {policy!r}")
+    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt and how to continue it.
+
+    Attributes:
+        token_ids: the prompt.
+        max_new_tokens: at most so many; None until the context is full.
+        sampling: how tokens are chosen.
+        stop_ids: a token of these ends the sequence, and is its last.
+        prefill: one of ``PREFILL_POLICIES``.
+    """
+
+    token_ids: Sequence[int]
+    max_new_tokens: int | None = None
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    stop_ids: frozenset[int] = frozenset()
+    prefill: str = "dense"
+
+
+@dataclass(eq=False)
+class Job:
+    """A request under way.
+
+    Attributes:
+        sampling: the request's, with a seed.
+        token_ids: generated so far, a stop token included.
+        finish_reason: None while under way; ``stop`` (a stop token), ``length`` (``max_new_tokens`` reached or the
+            context filled to its last position) or ``cancelled``.
+        prompt_seconds: the prefill's time, with the choice of the first token.
+        generation_seconds: time of the steps that gave the further tokens.
+    """
+
+    request: Request
+    sampling: SamplingSettings
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_seconds: float = 0.0
+    generation_seconds: float = 0.0
+
+
+class Scheduler:
+    """Runs jobs on one decoder. Not thread-safe; the decoder must serve nobody else meanwhile."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        self._decoder = decoder
+        self._waiting: deque[Job] = deque()
+        self._slots: list[Job | None] = [None] * decoder.max_batch
+        self._switch = switch_length(decoder.config)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self._waiting) or any(self._slots)
+
+    def submit(self, request: Request) -> Job:
+        """Queue a request.
+
+        Raises:
+            ContextLengthError: the prompt is empty or longer than the decoder's context.
+            UsageError: another value out of range.
+        """
+        check_prompt(len(request.token_ids), self._decoder.max_seq_len)
+        vocab_size = self._decoder.config.vocab_size
+        if not all(0 <= token < vocab_size for token in request.token_ids):
+            raise UsageError(f"token ids: expected 0 to {vocab_size - 1}, found others")
+        limit = request.max_new_tokens
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise UsageError(f"max_new_tokens: expected a positive integer, found {limit!r}")
+        sparse_from(request.prefill, len(request.token_ids))
+        job = Job(request, resolve_seed(request.sampling))
+        self._waiting.append(job)
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Take a job back, wherever it is; one that has ended stays as it is."""
+        if job.finish_reason is None:
+            self._finish(job, "cancelled")
+
+    def step(self) -> list[Job]:
+        """Do one prefill if a prompt waits and a slot is free, else decode.
+
+        Returns:
+            The jobs that got a token: the last of their ``token_ids``.
+        """
+        if self._waiting and None in self._slots:
+            job = self._waiting.popleft()
+            self._slots[self._slots.index(None)] = job
+            job.prompt_seconds = self._prefill(job)
+            return [job]
+        return self._decode()
+
+    def _prefill(self, job: Job) -> float:
+        """Read a job's prompt, and what it has generated so far, into its slot; append one token."""
+        start = time.perf_counter()
+        tokens = torch.tensor([*job.request.token_ids, *job.token_ids], dtype=torch.int64)
+        dense = sparse_from(job.request.prefill, len(job.request.token_ids))
+        logits = self._decoder.prefill(self._slots.index(job), tokens, dense)
+        token = int(sample(logits[None], [job.sampling], [len(tokens)])[0])
+        seconds = time.perf_counter() - start
+        self._append(job, token)
+        return seconds
+
+    def _decode(self) -> list[Job]:
+        # LongRoPE's cached keys do not fit once a sequence outgrows the short factors: read it anew, which gives its
+        # next token too. The others wait for the next step.
+        outgrown = [job for job in self._slots if job is not None and self._filled(job) == self._switch]
+        for job in outgrown:
+            job.generation_seconds += self._prefill(job)
+        if outgrown:
+            return outgrown
+        rows = list(self._slots)
+        while rows and rows[-1] is None:
+            rows.pop()
+        if not rows:
+            return []
+        start = time.perf_counter()
+        tokens = torch.tensor([job.token_ids[-1] if job else -1 for job in rows], dtype=torch.int64)
+        chosen = self._decoder.step(tokens, [job.sampling if job else SamplingSettings() for job in rows]).tolist()
+        seconds = time.perf_counter() - start
+        advanced = [job for job in rows if job is not None]
+        for job, token in zip(rows, chosen, strict=True):
+            if job is not None:
+                job.generation_seconds += seconds
+                self._append(job, token)
+        return advanced
+
+    def _filled(self, job: Job) -> int:
+        """Positions of the job's slot that are filled: all but its newest token's."""
+        return len(job.request.token_ids) + len(job.token_ids) - 1
+
+    def _append(self, job: Job, token: int) -> None:
+        if token < 0:
+            raise WisparseError(
+                "the model's output is not a number: its activations overflow in this dtype; load with dtype float32 "
+                "or bfloat16"
+            )
+        job.token_ids.append(token)
+        if token in job.request.stop_ids:
+            self._finish(job, "stop")
+        elif len(job.token_ids) == job.request.max_new_tokens or self._filled(job) == self._decoder.max_seq_len:
+            self._finish(job, "length")
+
+    def _finish(self, job: Job, reason: str) -> None:
+        job.finish_reason = reason
+        if job in self._slots:
+            self._slots[self._slots.index(job)] = None
+        else:
+            self._waiting = deque(other for other in self._waiting if other is not job)

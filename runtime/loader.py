@@ -1,0 +1,120 @@
+"""Loading: from a folder or a Hub id to a model that answers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+
+import torch
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
+from wisparse.formats.hub import fetch_bundle
+
+from .decoder import make_decoder
+from .generation import sparse_from
+from .memory import default_max_seq_len
+from .model import Model
+from .text import Text
+
+__all__ = ["load", "pick_device", "pick_dtype"]
+
+log = logging.getLogger(__name__)
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def load(
+    bundle: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    backend: str = "auto",
+    weights: str = "native",
+    prefill: str = "dense",
+    max_seq_len: int | None = None,
+    max_batch: int = 1,
+    revision: str | None = None,
+) -> Model:
+    """Load a bundle.
+
+    Args:
+        bundle: a folder, or a Hub id ``USER/NAME``; a folder that exists wins.
+        device: ``auto`` (the first NVIDIA GPU, else the CPU), ``cpu``, ``cuda``, ``cuda:1``, …
+        dtype: ``auto`` (the weights' own), ``bfloat16``, ``float16`` or ``float32``.
+        backend: ``auto`` (the fastest that can run it; the choice and its reason are logged), ``torch``, ``numba`` or
+            ``triton``.
+        weights: ``native``, or ``int8`` where the back end has it.
+        prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
+        max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
+            of the memory that the weights leave free can hold.
+        max_batch: prompts decoded side by side; more of them wait their turn. Sparsity pays most at 1.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        AccessError: no such folder or repository, no permission, no network.
+        BundleError: damaged, inconsistent or too new.
+        UsageError: arguments that contradict each other.
+        ResourceError: not enough memory.
+    """
+    sparse_from(prefill, 1)
+    target = pick_device(device)
+    if dtype != "auto" and dtype not in _DTYPES:
+        raise UsageError(f"dtype: expected auto, {', '.join(_DTYPES)}, found {dtype!r}")
+    start = time.perf_counter()
+    folder = fetch_bundle(os.fspath(bundle), revision)
+    opened = Bundle.open(folder)
+    chosen = pick_dtype(opened, dtype)
+    text = Text.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
+    if max_seq_len is None:
+        weight_bytes = sum(info.nbytes for info in opened.checkpoint.tensors.values())
+        max_seq_len = default_max_seq_len(opened.config, chosen, target, max_batch, weight_bytes)
+        if max_seq_len < opened.config.max_position_embeddings:
+            log.info(
+                "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory",
+                max_seq_len,
+                opened.config.max_position_embeddings,
+            )
+    decoder = make_decoder(
+        opened,
+        device=target,
+        dtype=chosen,
+        max_seq_len=max_seq_len,
+        backend=backend,
+        weights=weights,
+        max_batch=max_batch,
+    )
+    log.info("loaded %s in %.1f s", folder.name, time.perf_counter() - start)
+    return Model(opened, decoder, text, prefill)
+
+
+def pick_device(device: str) -> torch.device:
+    """The device that a name stands for.
+
+    Raises:
+        UsageError: no such device on this machine.
+    """
+    if device == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise UsageError(f"device: expected auto, cpu or cuda[:N], found {device!r}") from error
+    if found.type not in ("cpu", "cuda"):
+        raise UsageError(f"device: expected auto, cpu or cuda[:N], found {device!r}")
+    if found.type == "cuda":
+        count = torch.cuda.device_count()
+        index = found.index if found.index is not None else 0
+        if index >= count:
+            raise UsageError(f"device {device!r}: torch sees {count} NVIDIA GPUs here; use cpu, or a torch with CUDA")
+        return torch.device("cuda", index)
+    return torch.device("cpu")
+
+
+def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:
+    """The floating type that a name stands for; ``auto`` is that of the bundle's weights."""
+    if dtype != "auto":
+        return _DTYPES[dtype]
+    first = next(bundle.config.projections()).name
+    return bundle.checkpoint.tensors[f"{first}.weight"].dtype

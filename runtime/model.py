@@ -1,0 +1,357 @@
+"""A loaded bundle that takes text and gives text."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.errors import UsageError
+
+from .decoder import Decoder, SamplingSettings
+from .detokenize import Detokenizer, StopStrings
+from .generation import Job, Request, Scheduler, sparse_from
+from .memory import peak_bytes
+from .text import Text, stop_ids
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["Generation", "Model", "Piece"]
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: the answer, special tokens and the stop string left out.
+        token_ids: all generated ids, those of a stop token or stop string included.
+        finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens``, or the context is full).
+        seed: repeats a sampled answer.
+        prompt_tokens: length of the prompt.
+        prompt_seconds: from the prompt to the first token.
+        generation_seconds: from the first token to the last; 0 if there was only one.
+        peak_memory_bytes: the most memory used so far: on a GPU the device's, else this process's.
+        realised_sparsity: share of the projections' weights that were not needed at the sparse positions; None unless
+            asked for. In a batch it is that of all answers together.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    seed: int
+    prompt_tokens: int
+    prompt_seconds: float
+    generation_seconds: float
+    peak_memory_bytes: int
+    realised_sparsity: float | None = None
+
+    @property
+    def prompt_tok_per_s(self) -> float:
+        """Prompt tokens read per second."""
+        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def generation_tok_per_s(self) -> float:
+        """Tokens decoded per second, the first not counted: the prefill gave it. 0 if it is the only one."""
+        return (len(self.token_ids) - 1) / self.generation_seconds if self.generation_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one token added to a streamed answer.
+
+    Attributes:
+        text: whole characters, maybe none: an incomplete character or the beginning of a stop string is held back.
+        token_id: the token.
+        finish_reason: set on the last piece, as in ``Generation``.
+        generation: the whole answer, on the last piece.
+    """
+
+    text: str
+    token_id: int
+    finish_reason: str | None = None
+    generation: Generation | None = None
+
+
+class _Writer:
+    """Turns one job's tokens into text, and ends the job at a stop string."""
+
+    def __init__(self, job: Job, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
+        self.job = job
+        self._detokenizer = detokenizer
+        self._stops = StopStrings(stops)
+        self._parts: list[str] = []
+        self.finish_reason: str | None = None
+
+    def take(self) -> str:
+        """The text that the job's newest token completes."""
+        self.finish_reason = self.job.finish_reason
+        piece = ""
+        if self._detokenizer is not None:
+            if self.finish_reason != "stop":  # a stop token has no text of its own
+                piece = self._stops.add(self._detokenizer.add(self.job.token_ids[-1]))
+            if self.finish_reason is not None:
+                piece += self._stops.add(self._detokenizer.finish()) + self._stops.finish()
+            if self._stops.found:
+                self.finish_reason = "stop"
+        self._parts.append(piece)
+        return piece
+
+    @property
+    def text(self) -> str:
+        return "".join(self._parts)
+
+
+class Model:
+    """A bundle on a device; make one with ``wisparse.load``.
+
+    One answer, or one batch, is generated at a time: calls from several threads wait for each other. A stream that is
+    left unfinished holds the model until it is closed (``stream.close()``, or its last reference goes); a call from the
+    thread that holds it could only wait for itself and is refused.
+
+    Attributes:
+        config: the model's dimensions.
+        decoder: what runs it, on token ids.
+        text: tokenizer and chat template; None if the bundle has no tokenizer.
+        stop_ids: the tokens that end an answer.
+    """
+
+    def __init__(self, bundle: Bundle, decoder: Decoder, text: Text | None, prefill: str = "dense") -> None:
+        sparse_from(prefill, 1)
+        self.bundle = bundle
+        self.decoder = decoder
+        self.text = text
+        self.prefill = prefill
+        self.stop_ids = stop_ids(bundle, text)
+        self._chat = text is not None and text.template_ends_turns(self.stop_ids)
+        self._lock = threading.Lock()
+        self._closed = False
+        self._holder: int | None = None
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.decoder.config
+
+    @property
+    def max_seq_len(self) -> int:
+        """Tokens that prompt and answer may have together (the answer's last one needs no place)."""
+        return self.decoder.max_seq_len
+
+    def generate(
+        self,
+        prompt: Prompt | Sequence[str] | Sequence[Sequence[Message]],
+        *,
+        max_new_tokens: int | None = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        system_prompt: str | None = None,
+        chat_template: bool | None = None,
+        prefill: str | None = None,
+        measure_sparsity: bool = False,
+    ) -> Any:
+        """Continue a prompt, answer a conversation, or do so for several at once.
+
+        Args:
+            prompt: a text, a conversation (messages with ``role`` and ``content``), token ids, or a list of texts or
+                of conversations.
+            max_new_tokens: at most so many; None until the context is full.
+            temperature, top_k, top_p, min_p, seed: see :class:`SamplingSettings`; temperature 0 is greedy. Each prompt
+                of a list gets the same seed, and so the answer it gets alone.
+            stop: the answer ends before any of these strings; a special token's name works too.
+            system_prompt: put before a text as the system's message; needs a chat template.
+            chat_template: whether a text is put through the model's chat template as a user's message. None: if the
+                template ends an assistant's turn with a token that ends generation, as those of instruction-tuned
+                models do; a base model continues the text as it stands. Conversations always are.
+            prefill: ``dense``, ``half`` or ``all``; the loader's choice if None.
+            measure_sparsity: count the dropped channels, at a little cost.
+
+        Returns:
+            A :class:`Generation`, or a list of them if a list of prompts was given.
+
+        Raises:
+            ContextLengthError: a prompt longer than the context.
+            UsageError: another argument out of range, or a stream of this thread is unfinished.
+        """
+        prompts, single = _as_list(prompt)
+        plan = self._plan(
+            prompts,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            stop=stop,
+            system_prompt=system_prompt,
+            chat_template=chat_template,
+            prefill=prefill,
+            measure_sparsity=measure_sparsity,
+        )
+        for _ in self._run(plan):
+            pass
+        answers = [self._answer(writer, plan) for writer in plan.writers.values()]
+        return answers[0] if single else answers
+
+    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Piece]:
+        """Answer piece by piece as tokens come; arguments as for :meth:`generate`, one prompt only.
+
+        Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
+        """
+        prompts, single = _as_list(prompt)
+        if not single:
+            raise UsageError("stream takes one prompt; use generate for a list of them")
+        return self._pieces(self._plan(prompts, **settings))
+
+    def close(self) -> None:
+        """Give the memory back; the model cannot be used any more."""
+        with self._held():
+            self._closed = True
+            self.decoder.close()
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _plan(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        max_new_tokens: int | None = 256,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        system_prompt: str | None = None,
+        chat_template: bool | None = None,
+        prefill: str | None = None,
+        measure_sparsity: bool = False,
+    ) -> _Plan:
+        """Check every argument and tokenise; the model is not touched."""
+        sampling = SamplingSettings(temperature, top_k, top_p, min_p, seed)
+        stops = [stop] if isinstance(stop, str) else list(stop)
+        if not all(isinstance(one, str) and one for one in stops):
+            raise UsageError(f"stop: expected texts of at least one character, found {stop!r:.80}")
+        special = [one for one in stops if self.text is not None and self.text.is_special(one)]
+        stop_tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
+        scheduler = Scheduler(self.decoder)
+        writers = {}
+        for prompt in prompts:
+            job = scheduler.submit(
+                Request(
+                    self._encode(prompt, system_prompt, chat_template),
+                    max_new_tokens,
+                    sampling,
+                    self.stop_ids | {token for token in stop_tokens if token is not None},
+                    prefill or self.prefill,
+                )
+            )
+            detokenizer = None if self.text is None else self.text.detokenizer()
+            writers[job] = _Writer(job, detokenizer, [one for one in stops if one not in special])
+        return _Plan(scheduler, writers, measure_sparsity)
+
+    def _run(self, plan: _Plan) -> Iterator[tuple[_Writer, str]]:
+        """Run a plan to its end; yields every token's writer and text."""
+        with self._held():
+            self.decoder.measure_sparsity(plan.measure_sparsity)
+            while plan.scheduler.busy:
+                for job in plan.scheduler.step():
+                    writer = plan.writers[job]
+                    piece = writer.take()
+                    if writer.finish_reason is not None:
+                        plan.scheduler.cancel(job)
+                    if not plan.scheduler.busy and plan.measure_sparsity:
+                        plan.realised_sparsity = self.decoder.realised_sparsity()
+                    yield writer, piece
+
+    def _pieces(self, plan: _Plan) -> Iterator[Piece]:
+        for writer, text in self._run(plan):
+            done = writer.finish_reason is not None
+            answer = self._answer(writer, plan) if done else None
+            yield Piece(text, writer.job.token_ids[-1], writer.finish_reason, answer)
+
+    def _answer(self, writer: _Writer, plan: _Plan) -> Generation:
+        job = writer.job
+        return Generation(
+            text=writer.text,
+            token_ids=tuple(job.token_ids),
+            finish_reason=str(writer.finish_reason),
+            seed=job.sampling.seed or 0,
+            prompt_tokens=len(job.request.token_ids),
+            prompt_seconds=job.prompt_seconds,
+            generation_seconds=job.generation_seconds,
+            peak_memory_bytes=peak_bytes(self.decoder.device),
+            realised_sparsity=plan.realised_sparsity,
+        )
+
+    @contextmanager
+    def _held(self) -> Iterator[None]:
+        """The model for this thread alone."""
+        if self._holder == threading.get_ident():
+            raise UsageError("a stream of this model is unfinished in this thread: exhaust it or close() it first")
+        with self._lock:
+            if self._closed:
+                raise UsageError("the model was closed: load it again")
+            self._holder = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._holder = None
+
+    def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
+        """A prompt's token ids."""
+        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+            return list(prompt)  # type: ignore[arg-type]
+        if self.text is None:
+            raise UsageError("this bundle has no tokenizer: give token ids")
+        system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+        if isinstance(prompt, str):
+            if chat_template is False and system:
+                raise UsageError("a system prompt needs the chat template: drop one of the two")
+            if not (self._chat or system if chat_template is None else chat_template):
+                return self.text.encode(prompt)
+            messages: list[Message] = [*system, {"role": "user", "content": prompt}]
+        else:
+            messages = [*system, *prompt]  # type: ignore[list-item]
+            if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
+                raise UsageError(f"prompt: expected a text, messages with a role, or token ids; found {prompt!r:.80}")
+        return self.text.encode(self.text.render(messages), add_special_tokens=False)
+
+
+@dataclass
+class _Plan:
+    """Requests under way, checked and tokenised."""
+
+    scheduler: Scheduler
+    writers: dict[Job, _Writer]
+    measure_sparsity: bool
+    realised_sparsity: float | None = None
+
+
+def _as_list(prompt: Any) -> tuple[list[Prompt], bool]:
+    """Prompts as a list, and whether it was a single one."""
+    if isinstance(prompt, str):
+        return [prompt], True
+    if not isinstance(prompt, Sequence) or not prompt:
+        raise UsageError(f"prompt: expected a text, messages, token ids, or a list of prompts; found {prompt!r:.80}")
+    if isinstance(prompt[0], (Mapping, int)):
+        return [prompt], True
+    return list(prompt), False

@@ -1,0 +1,188 @@
+"""The edge where text becomes token ids and back: tokenizer, chat template, the ids that end a text.
+
+Uses the ``tokenizers`` library only. Whether a beginning-of-text token is put before a prompt is for ``tokenizer.json``
+to say (its post-processor), as in transformers' own TokenizersBackend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+from wisparse.formats.errors import BundleError, UsageError
+from wisparse.formats.safe_json import parse_json
+
+from .detokenize import Detokenizer
+from .template import ChatTemplate
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["Text", "stop_ids"]
+
+
+class Text:
+    """A bundle's tokenizer and chat template."""
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        tokenizer_config: Mapping[str, Any],
+        template: str | None,
+        vocab_size: int,
+    ) -> None:
+        try:
+            self._tokenizer = Tokenizer.from_buffer(tokenizer_json)
+            # Left over from training, either would change a prompt silently.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+        except BaseException as error:
+            # The library reports damage as bare Exception, and a Rust panic as a BaseException of its own.
+            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
+                raise
+            raise BundleError(f"tokenizer.json: not a tokenizer of the tokenizers library: {error!s:.200}") from error
+        self._vocab_size = vocab_size
+        self.special_tokens = _special_tokens(tokenizer_config)
+        source = template if template is not None else _template_of(tokenizer_config)
+        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Text:
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+
+        Raises:
+            BundleError: missing or damaged.
+        """
+        tokenizer_json = bundle.read_bytes("tokenizer.json")
+        if tokenizer_json is None:
+            raise BundleError(
+                f"{bundle.folder.name}: no tokenizer.json; save the source's fast tokenizer into it and convert again, "
+                "or give token ids instead of text"
+            )
+        template = bundle.read_bytes("chat_template.jinja")
+        legacy = _read_json(bundle, "chat_template.json").get("chat_template")
+        try:
+            source = template.decode() if template is not None else legacy
+        except UnicodeDecodeError as error:
+            raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
+        if source is not None and not isinstance(source, str):
+            raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
+        return cls(tokenizer_json, _read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text; special tokens written out in it are recognised.
+
+        Args:
+            text: any text.
+            add_special_tokens: let the post-processor add its own (beginning of text, say); not for a rendered chat
+                template, which has them.
+
+        Raises:
+            BundleError: the tokenizer gives an id that the model has no embedding for.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError as error:
+            raise UsageError("the prompt is not valid text: it holds half of a surrogate pair") from error
+        if ids and max(ids) >= self._vocab_size:
+            raise BundleError(f"tokenizer.json gives id {max(ids)}, but the model's vocabulary has {self._vocab_size}")
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that the tokenizer does not know give nothing."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh decoder for one growing sequence."""
+        return Detokenizer(self.decode)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token that is a whole vocabulary entry; None if there is no such."""
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    def is_special(self, token: str) -> bool:
+        """Whether ``decode`` leaves this token out."""
+        found = self.token_id(token)
+        return found is not None and self.decode([found]) == "" != self.decode([found], skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """The conversation through the chat template; see :meth:`ChatTemplate.render`.
+
+        Raises:
+            UsageError: there is no template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise UsageError("this model has no chat template: give it plain text to continue")
+        return self.template.render(messages, **more)
+
+    def template_ends_turns(self, stops: frozenset[int]) -> bool:
+        """Whether the template closes an assistant's turn with a token that ends generation.
+
+        An instruction-tuned model has to, or its answers would not end. A base model that ships a template none the
+        less (Qwen's do) does not: it ends texts with another token, and a prompt is best continued as it stands.
+        """
+        if self.template is None:
+            return False
+        marker = "wisparse"
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
+        try:
+            _, _, closing = self.template.render(turns, add_generation_prompt=False).rpartition(marker)
+        except (BundleError, UsageError):
+            return True  # it wants something else; the prompt's own rendering will say so
+        return not stops.isdisjoint(self.encode(closing, add_special_tokens=False))
+
+
+def stop_ids(bundle: Bundle, text: Text | None) -> frozenset[int]:
+    """The ids that end a text: the union of what config, generation config and tokenizer call end-of-text.
+
+    Raises:
+        BundleError: something that is no token id.
+    """
+    found: set[int] = set()
+    for name, config in (
+        ("config.json", bundle.config_dict),
+        ("generation_config.json", _read_json(bundle, "generation_config.json")),
+    ):
+        value = config.get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
+            found.add(item)
+    if text is not None and "eos_token" in text.special_tokens:
+        token = text.token_id(text.special_tokens["eos_token"])
+        if token is not None:
+            found.add(token)
+    return frozenset(found)
+
+
+def _read_json(bundle: Bundle, name: str) -> dict[str, Any]:
+    data = bundle.read_bytes(name)
+    return {} if data is None else parse_json(data, name, BundleError)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like; older files hold an object with the text under ``content``."""
+    tokens = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            tokens[key] = value
+    return tokens
+
+
+def _template_of(config: Mapping[str, Any]) -> str | None:
+    """The template inside ``tokenizer_config.json``: a text, or the one called ``default`` of a list."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
+    return template

@@ -1,0 +1,88 @@
+"""Tiny random checkpoints in which every feature of every listed architecture appears once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+# name -> (model_type, settings)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-head-dim": ("llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}}),
+    "llama-3.1": ("llama", {"rope_parameters": LLAMA3, "num_key_value_heads": 4}),
+    "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
+    "mistral-window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    "qwen3-window": (
+        "qwen3",
+        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    ),
+    "phi3": ("phi3", {}),
+    "phi3-window": ("phi3", {"sliding_window": 9}),
+    "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}}),
+    "phi3-long": (
+        "phi3",
+        {
+            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 32,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+
+
+def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB") -> Path:
+    """A model of 3 blocks with random weights, saved as transformers saves it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, settings = VARIANTS[variant]
+    settings = {"num_key_value_heads": 2, **settings}
+    config = AutoConfig.for_model(
+        model_type,
+        vocab_size=101,
+        hidden_size=64,
+        intermediate_size=112,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        **settings,
+    )
+    torch.manual_seed(len(variant))
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # The usual initialisation is so small that every token gives nearly the same logits, and its zero biases
+            # would hide a forgotten one.
+            if parameter.dim() == 2:
+                parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5 if "embed" not in name else 0.5)
+            elif name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(out, max_shard_size=max_shard_size)
+    return out
