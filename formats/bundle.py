@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .architectures import ModelConfig, Projection
-from .checkpoint import INDEX, MAX_CONFIG_BYTES, Checkpoint
+from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError
 from .files import list_files, read_bounded, require_folder
 from .manifest import MANIFEST, MAX_SPARSITY, Manifest, recipe_digest, require_version
@@ -47,14 +47,15 @@ SMALL_FILES: Mapping[str, int] = {
     "chat_template.jinja": MAX_CONFIG_BYTES,
     "chat_template.json": MAX_CONFIG_BYTES,
 }
+_MAX_SIDECAR_BYTES = 256 << 20
+_LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: _MAX_SIDECAR_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _MAX_MANIFEST_BYTES = 32 << 20
-_MAX_SIDECAR_BYTES = 256 << 20
 _MAX_FILES = 10_000
 
 # Files for people: they decide nothing, and editing a model card must not break a bundle.
 _DOCUMENT = re.compile(r"(README|LICEN[SC]E|USE_POLICY|NOTICE)[^/]*|conversion_report\.json|figures/.*|\..*")
-_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|pickle|ckpt|gguf|h5|msgpack)", re.IGNORECASE)
+_WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 
@@ -129,11 +130,12 @@ def _open(folder: Path) -> Bundle:
     _check_config_entry(config_dict, manifest.recipe)
     checkpoint = Checkpoint.open(folder, error=BundleError, checksums=manifest.crc32)
     _check_names(folder, checkpoint, manifest)
-    for name in SMALL_FILES:
+    for name in (INDEX, *SMALL_FILES):
         if name in manifest.sha256:
             data = _read_checked(folder, name, manifest)
-            if name in _JSON:
-                parse_json(data, name, BundleError)
+            document = parse_json(data, name, BundleError) if name in _JSON else None
+            if name == "config.json" and not document == checkpoint.config_dict == config_dict:
+                raise BundleError(f"{name}: changed while the bundle was opened; open it again")
     projections = {projection.name: projection for projection in checkpoint.config.projections()}
     _check_recipe(projections, checkpoint.config, manifest.recipe)
     masks = _read_masks(folder, projections, manifest)
@@ -141,7 +143,7 @@ def _open(folder: Path) -> Bundle:
 
 
 def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
-    data = read_bounded(folder, name, SMALL_FILES.get(name, _MAX_SIDECAR_BYTES), BundleError)
+    data = read_bounded(folder, name, _LIMITS.get(name, MAX_CONFIG_BYTES), BundleError)
     found = hashlib.sha256(data).hexdigest()
     if found != manifest.sha256[name]:
         raise BundleError(

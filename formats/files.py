@@ -21,17 +21,16 @@ __all__ = ["FileIdentity", "identity", "list_files", "open_regular", "read_bound
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Which file it was, and when it last changed: two equal ones mean that the bytes in between stayed the same."""
+    """Which file it was and when it was last written; another one under the same name means that it was replaced."""
 
     device: int
     inode: int
     size: int
     modified_ns: int
-    changed_ns: int
 
 
 def _identity_of(status: os.stat_result) -> FileIdentity:
-    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def resolve_inside(folder: Path, name: str, error: type[WisparseError]) -> Path:

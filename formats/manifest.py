@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,12 @@ from .errors import BundleError
 from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe
 from .safe_json import dump_json
 
-__all__ = ["MANIFEST", "MAX_SPARSITY", "Manifest", "recipe_digest"]
+__all__ = ["MANIFEST", "MAX_SPARSITY", "Manifest", "is_file_name", "recipe_digest"]
 
 MANIFEST = "wisparse.json"
 MAX_SPARSITY = 0.95
+
+_FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
 
 
 @dataclass(frozen=True)
@@ -57,18 +60,21 @@ class Manifest:
         """
         require_version(document.get("format_version"), MANIFEST)
         recipe = _recipe(document)
-        sha256 = {
-            name: _text(_item(entry, "sha256", f"files.{name}"), f"files.{name}", length=64)
-            for name, entry in _object(document, "files").items()
+        sha256 = {}
+        for name, entry in _object(document, "files").items():
+            if not is_file_name(name):
+                raise BundleError(f"{MANIFEST}: files: {name!r:.200} is not a name this format allows")
+            sha256[name] = _hex(entry, "sha256", 64, f"files.{name}")
+        crc32 = {
+            name: int(_hex(entry, "crc32", 8, f"tensors.{name!r}"), 16)
+            for name, entry in _object(document, "tensors").items()
         }
-        crc32 = {}
-        for name, entry in _object(document, "tensors").items():
-            text = _text(_item(entry, "crc32", f"tensors.{name}"), f"tensors.{name}", length=8)
-            try:
-                crc32[name] = int(text, 16)
-            except ValueError:
-                raise _wrong(f"tensors.{name}", "eight hex digits", text) from None
         return cls(recipe, sha256, crc32)
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a bundle may hold a file of this name: plain characters, at most one folder deep."""
+    return _FILE_NAME.fullmatch(name) is not None
 
 
 def recipe_digest(recipe: Recipe) -> str:
@@ -140,15 +146,16 @@ def _object(document: Mapping[str, Any], key: str) -> dict[str, Any]:
     return value
 
 
-def _item(entry: Any, key: str, where: str) -> Any:
-    if not isinstance(entry, dict):
-        raise _wrong(where, "an object", entry)
-    return entry.get(key)
+def _hex(entry: Any, key: str, length: int, where: str) -> str:
+    value = entry.get(key) if isinstance(entry, dict) else None
+    if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{length}}}", value):
+        raise _wrong(f"{where}.{key}", f"{length} hex digits", value)
+    return value
 
 
-def _text(value: Any, where: str, length: int | None = None) -> str:
-    if not isinstance(value, str) or (length is not None and len(value) != length):
-        raise _wrong(where, "a string" if length is None else f"{length} characters", value)
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(where, "a string", value)
     return value
 
 

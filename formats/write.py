@@ -29,7 +29,7 @@ from .checkpoint import INDEX, Checkpoint, TensorInfo
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .expected import LM_HEAD
 from .files import list_files, read_bounded
-from .manifest import MANIFEST, MAX_SPARSITY, Manifest, recipe_digest
+from .manifest import MANIFEST, MAX_SPARSITY, Manifest, is_file_name, recipe_digest
 from .recipe import FORMAT_VERSION, Recipe
 from .safe_json import dump_json
 from .safetensors_header import build_header
@@ -42,7 +42,6 @@ PREVIOUS = ".previous"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _COPIED = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 _MAX_COPIED_BYTES = 16 << 20
-_EXTRA_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]*/)?[A-Za-z0-9_][A-Za-z0-9._-]*")
 _CHUNK_BYTES = 32 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
@@ -306,7 +305,7 @@ def _config(source: Checkpoint, recipe: Recipe, dtype: str) -> bytes:
 def _copied_files(source: Checkpoint) -> Iterator[tuple[str, bytes]]:
     for name in list_files(source.folder, 100_000, source.error):
         limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if _COPIED.fullmatch(name) else 0)
-        if limit and name != "config.json":
+        if limit and name != "config.json" and is_file_name(name):
             yield name, read_bounded(source.folder, name, limit, source.error)
 
 
@@ -350,7 +349,7 @@ def _check_arguments(
     except (TypeError, ValueError) as reason:
         raise UsageError(f"recipe: expected JSON values only: {reason}") from None
     for name in extra_files:
-        if not _EXTRA_NAME.fullmatch(name) or name in SMALL_FILES or name in (MANIFEST, INDEX, SIDECAR):
+        if not is_file_name(name) or name in SMALL_FILES or name in (MANIFEST, INDEX, SIDECAR):
             raise UsageError(f"extra_files: {name!r:.100} cannot be added to a bundle")
 
 

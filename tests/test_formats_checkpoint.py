@@ -1,0 +1,233 @@
+"""Reading checkpoints: every architecture and layout, and every way a source model can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_bundle import CLASSES, tiny_config, write_tiny_model
+
+from wisparse.formats.checkpoint import INDEX, Checkpoint
+from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError
+
+HEAD = "lm_head.weight"
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_transformers_writes_what_the_table_expects(model_type: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(**tiny_config(model_type, tie_word_embeddings=False))
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    checkpoint = Checkpoint.open(tmp_path)
+    state = model.state_dict()
+    assert set(checkpoint.tensors) == set(state)
+    assert all(torch.equal(checkpoint.tensor(name), state[name]) for name in checkpoint.tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+def test_layouts(dtype: torch.dtype, shards: int, tied: bool, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, tiny_config(tie_word_embeddings=tied), dtype=dtype, shards=shards)
+    checkpoint = Checkpoint.open(tmp_path)
+    assert checkpoint.tied is tied
+    assert (HEAD in checkpoint.tensors) is not tied
+    assert len(checkpoint.files()) == shards
+    stored = _read(tmp_path)
+    assert set(stored) == set(checkpoint.tensors)
+    assert checkpoint.nbytes == sum(tensor.nbytes for tensor in stored.values())
+    for name, tensor in checkpoint.read_ahead():
+        assert tensor.dtype is dtype
+        assert torch.equal(tensor, stored[name])
+        assert torch.equal(torch.cat([chunk.clone() for chunk in checkpoint.chunks(name, 64)]), stored[name].flatten())
+
+
+def test_read_ahead_keeps_the_order(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
+    names = list(checkpoint.tensors)[::-1]
+    assert [name for name, _ in checkpoint.read_ahead(names, threads=3)] == names
+
+
+def test_tied_model_may_store_its_head_and_old_llama_its_frequencies(tmp_path: Path) -> None:
+    add = {HEAD: torch.zeros(258, 16), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    checkpoint = Checkpoint.open(write_tiny_model(tmp_path, add=add))
+    assert checkpoint.tied
+    assert HEAD in checkpoint.tensors
+    assert not any("inv_freq" in name for name in checkpoint.tensors)
+
+
+def test_snapshot_of_the_hub_cache(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / ("a" * 40)
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for file in write_tiny_model(tmp_path / "model").iterdir():
+        (blobs / f"blob-{file.name}").write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"blob-{file.name}")
+    assert Checkpoint.open(snapshot).tensor("model.norm.weight").shape == (16,)
+    (tmp_path / "secret").write_text("{}")
+    (snapshot / "config.json").unlink()
+    (snapshot / "config.json").symlink_to("../../secret")
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: a symlink that leaves the folder"):
+        Checkpoint.open(snapshot)
+
+
+def test_symlink_inside_the_folder(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "settings.json")
+    (tmp_path / "config.json").symlink_to("settings.json")
+    assert Checkpoint.open(tmp_path).config.hidden_size == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"model_type": "gpt2"}, "unsupported architecture"),
+        ({"wisparse": {"format_version": 1}}, "already a sparse bundle"),
+        ({"hidden_size": 32}, r"expected shape \(258, 32\), found \(258, 16\)"),
+        ({"num_hidden_layers": 3}, "missing 9 tensors"),
+        ({"num_hidden_layers": 1}, r"unexpected 9 tensors \('model\.layers\.1"),
+        ({"num_hidden_layers": 9999}, "there are only 20 tensors"),
+        ({"num_hidden_layers": 2**26}, "num_hidden_layers: expected at most"),
+        ({"attention_bias": True}, r"missing 8 tensors \('model\.layers\.0\.self_attn\.q_proj\.bias'"),
+        ({"tie_word_embeddings": False}, r"missing 1 tensor \('lm_head\.weight'\)"),
+    ],
+)
+def test_config_that_does_not_fit(changes: dict, message: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config() | changes))
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        ({"model.norm.weight": torch.ones(17)}, r"model\.norm\.weight: expected shape \(16,\), found \(17,\)"),
+        ({"model.norm.weight": torch.ones(16, dtype=torch.int8)}, "expected BF16, F16 or F32, found I8; quantised"),
+        ({"model.norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}, "found F8_E4M3; quantised"),
+        ({"score.weight": torch.ones(1)}, r"unexpected 1 tensor \('score\.weight'\)"),
+    ],
+)
+def test_tensors_that_do_not_fit(add: dict, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpoint.open(write_tiny_model(tmp_path, add=add))
+
+
+def test_pickle_is_refused(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(UnsupportedModelError, match=r"found pytorch_model\.bin; pickle files can run code"):
+        Checkpoint.open(tmp_path)
+
+
+def test_no_weights_and_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    with pytest.raises(UnsupportedModelError, match="no weights"):
+        Checkpoint.open(tmp_path)
+    with pytest.raises(AccessError, match="expected a folder, found nothing"):
+        Checkpoint.open(tmp_path / "nope")
+    with pytest.raises(AccessError, match="expected a folder, found a file"):
+        Checkpoint.open(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("../model-00001-of-00002.safetensors", "expected the name of a .safetensors file in the folder"),
+        ("/etc/passwd", "expected the name of a .safetensors file in the folder"),
+        ("pytorch_model-00001.bin", "expected the name of a .safetensors file in the folder"),
+        (["model-00001-of-00002.safetensors"], "expected the name of a .safetensors file in the folder"),
+        ("other.safetensors", "other.safetensors: missing"),
+        ("model-00001-of-00002.safetensors", "which the index does not place there"),
+    ],
+)
+def test_index_paths(file: object, message: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, shards=2)
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["weight_map"]["model.norm.weight"] == "model-00002-of-00002.safetensors"
+    index["weight_map"]["model.norm.weight"] = file
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModelError, match=message):
+        Checkpoint.open(tmp_path)
+
+
+def test_index_names_a_tensor_that_is_nowhere(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, shards=2, drop=("model.norm.weight",))
+    index = json.loads((tmp_path / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = "model-00002-of-00002.safetensors"
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is missing, the index places it there"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "socket", "dangling", "loop", "outside"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.timeout(20)
+def test_not_a_regular_file(name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    data = (folder / name).read_bytes()
+    (folder / name).unlink()
+    if kind == "fifo":
+        os.mkfifo(folder / name)
+    elif kind == "device":
+        (folder / name).symlink_to("/dev/zero")
+    elif kind == "folder":
+        (folder / name).mkdir()
+    elif kind == "socket":
+        monkeypatch.chdir(folder)  # the path of a socket has to be short
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(name)
+    elif kind == "dangling":
+        (folder / name).symlink_to("nothing")
+    elif kind == "loop":
+        (folder / name).symlink_to(name)
+    else:
+        (tmp_path / "elsewhere").write_bytes(data)
+        (folder / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsupportedModelError, match=name):
+        Checkpoint.open(folder)
+
+
+def test_truncated_and_replaced_while_open(tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
+    file = tmp_path / "model.safetensors"
+    status = file.stat()
+    os.truncate(file, status.st_size - 4)
+    with pytest.raises(UnsupportedModelError, match="changed on disk"):
+        checkpoint.tensor("model.norm.weight")
+    save_file(load_file(write_tiny_model(tmp_path / "b", seed=9) / file.name), file)
+    with pytest.raises(UnsupportedModelError, match="changed on disk"):
+        list(checkpoint.chunks("model.norm.weight"))
+    with pytest.raises(UnsupportedModelError, match=r"nothing\.weight: not among the tensors"):
+        checkpoint.tensor("nothing.weight")
+
+
+def test_checksum(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    checkpoint = Checkpoint.open(tmp_path, checksums={"model.norm.weight": 1})
+    checkpoint.tensor("model.embed_tokens.weight")
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight: expected crc32 00000001, found"):
+        checkpoint.tensor("model.norm.weight")
+
+
+def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
+
+    def full(*args: object, **kwargs: object) -> torch.Tensor:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(ResourceError, match="not enough memory for 64 bytes"):
+        checkpoint.tensor("model.norm.weight")

@@ -1,0 +1,144 @@
+"""Models and bundles of a few kilobytes, made on the fly: every supported architecture, any layout of files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.expected import expected_tensors
+from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.write import write_bundle
+
+__all__ = ["tiny_config", "tiny_masks", "tiny_recipe", "write_tiny_bundle", "write_tiny_model"]
+
+VOCAB = 258  # 256 bytes, <s>, </s>
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+
+
+def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
+    """A ``config.json`` of two blocks, hidden size 16."""
+    config: dict[str, Any] = {
+        "architectures": [CLASSES[model_type]],
+        "model_type": model_type,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 4,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "pad_token_id": 257,
+    }
+    return {key: value for key, value in (config | changes).items() if value is not ...}
+
+
+def write_tiny_model(
+    folder: Path,
+    config: Mapping[str, Any] | None = None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    shards: int = 1,
+    seed: int = 0,
+    add: Mapping[str, torch.Tensor] | None = None,
+    drop: tuple[str, ...] = (),
+) -> Path:
+    """A random model with a byte-level tokenizer; ``add`` and ``drop`` change its tensors, after the expected ones."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = dict(config or tiny_config())
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: (
+            1 + torch.randn(shape, generator=generator) / 4
+            if len(shape) == 1
+            else torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+        ).to(dtype)
+        for name, shape in expected_tensors(ModelConfig.from_dict(config)).items()
+    }
+    tensors = {name: tensor for name, tensor in {**tensors, **(add or {})}.items() if name not in drop}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    else:
+        weight_map = {}
+        for index in range(shards):
+            file = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+            part = dict(list(tensors.items())[index::shards])
+            save_file(part, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(part, file)
+        index_text = json.dumps({"metadata": {"total_size": 0}, "weight_map": weight_map})
+        (folder / "model.safetensors.index.json").write_text(index_text)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 256, "eos_token_id": [257]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (folder / "LICENSE").write_text("Do as you like.\n")
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def _tokenizer() -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
+
+
+def tiny_masks(config: ModelConfig, sparsity: float = 0.5, seed: int = 1) -> dict[str, ProjectionMask]:
+    """Random scales; a threshold that drops about ``sparsity`` of normal activations; the first projection dense."""
+    generator = torch.Generator().manual_seed(seed)
+    masks = {}
+    for index, projection in enumerate(config.projections()):
+        scale = torch.rand(projection.in_features, generator=generator) + 0.5
+        kept = index == 0 or sparsity == 0
+        threshold = 0.0 if kept else float(torch.tensor(1.4 * sparsity))
+        masks[projection.name] = ProjectionMask(scale, threshold, 0.0 if kept else sparsity)
+    return masks
+
+
+def tiny_recipe(config: ModelConfig, masks: Mapping[str, ProjectionMask], **changes: Any) -> Recipe:
+    """A recipe that agrees with ``masks``."""
+    fields: dict[str, Any] = {
+        "base_model": "someone/tiny",
+        "base_revision": None,
+        "method": "wisparse",
+        "sparsity": 0.5,
+        "projections": tuple(
+            ProjectionRecipe(name, mask.sparsity, 0.5, mask.threshold, mask.sparsity) for name, mask in masks.items()
+        ),
+        "block_sparsities": (0.5,) * config.num_blocks,
+        "calibration": CalibrationRecord("self", 2, 8, 16, 0, "ab" * 32),
+        "search": {"method": "none", "history": [1.5, 1.25]},
+        "versions": {"torch": "2"},
+    }
+    return Recipe(**(fields | changes))
+
+
+def write_tiny_bundle(folder: Path, model: Path, **settings: Any) -> Path:
+    """A bundle of ``model`` in ``folder``; ``settings`` go to ``write_bundle``."""
+    source = Checkpoint.open(model)
+    masks = tiny_masks(source.config)
+    return write_bundle(source, tiny_recipe(source.config, masks), masks, folder, **settings)
