@@ -1,0 +1,258 @@
+"""The model card (``README.md``) of a bundle: what the Hub shows, and what a person needs to decide and to start.
+
+Equal arguments give equal text: no dates, no facts about the machine.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCardData
+
+from .recipe import Recipe
+
+__all__ = ["Evaluation", "Inherited", "read_inherited", "render_card"]
+
+_MAX_README_BYTES = 1 << 20
+_LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured on held-out text, dense and sparse on the same tokens.
+
+    Attributes:
+        text: what the text was, in words.
+        num_tokens: how many tokens were predicted.
+        protocol: which tokens were sparse, in words.
+        dense_perplexity, sparse_perplexity: exp of the mean negative log-likelihood.
+        kl: mean KL(dense || sparse) in nats per token.
+        top1_agreement: fraction of tokens where both models' first choice is the same.
+        realised_sparsity: fraction of the projections' weights not used, over the sparse tokens.
+    """
+
+    text: str
+    num_tokens: int
+    protocol: str
+    dense_perplexity: float
+    sparse_perplexity: float
+    kl: float
+    top1_agreement: float
+    realised_sparsity: float
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What a card takes over from the source model: its licence and languages hold for the bundle as well."""
+
+    licence: str | None = None
+    licence_name: str | None = None
+    licence_link: str | None = None
+    languages: tuple[str, ...] = ()
+    licence_files: tuple[str, ...] = ()
+    chat: bool = False
+
+
+def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
+    """Licence, languages and chat template of a source model, from its own card and files.
+
+    Metadata that the Hub would refuse is left out: the source's mistake must not stop an upload.
+    """
+    folder = Path(folder)
+    found: Mapping[str, Any] = {}
+    readme = folder / "README.md"
+    if readme.is_file() and readme.stat().st_size <= _MAX_README_BYTES:
+        found = _front_matter(readme.read_text("utf-8", errors="replace"))
+    files = tuple(sorted(path.name for path in folder.iterdir() if _LICENCE_FILE.fullmatch(path.name)))
+    licence, name, link = (found.get(key) for key in ("license", "license_name", "license_link"))
+    licence = licence if isinstance(licence, str) and re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence) else None
+    name = name if isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) else None
+    link = link if isinstance(link, str) and (link in files or link.startswith("https://")) else None
+    texts = [file for file in files if file.startswith("LICEN")]
+    if licence in (None, "other") and texts:
+        licence, name, link = "other", name or "as-in-the-source", link or texts[0]
+    languages = found.get("language") or []
+    languages = [languages] if isinstance(languages, str) else languages if isinstance(languages, list) else []
+    chat = (folder / "chat_template.jinja").is_file() or _mentions_chat(folder / "tokenizer_config.json")
+    return Inherited(
+        licence=licence,
+        licence_name=name,
+        licence_link=link,
+        languages=tuple(
+            code for code in languages if isinstance(code, str) and re.fullmatch(r"[a-z]{2,3}|code|multilingual", code)
+        ),
+        licence_files=files,
+        chat=chat,
+    )
+
+
+def render_card(
+    recipe: Recipe,
+    inherited: Inherited | None = None,
+    *,
+    evaluation: Evaluation | None = None,
+    figures: Sequence[tuple[str, str]] = (),
+    repo_id: str | None = None,
+) -> str:
+    """The text of a bundle's ``README.md``.
+
+    Args:
+        recipe: what the conversion decided.
+        inherited: from ``read_inherited(source)``.
+        evaluation: what was measured; without it the card says that nothing was.
+        figures: (file name in the bundle, caption) of every picture.
+        repo_id: where the bundle is going to be on the Hub, where that is known.
+    """
+    inherited = inherited or Inherited()
+    base = recipe.base_model
+    title = f"{base.split('/')[-1]}, {recipe.sparsity:.0%} activation-sparse"
+    on_hub = recipe.base_revision is not None
+    licence, name, link = inherited.licence, inherited.licence_name, inherited.licence_link
+    if licence == "other" and not (name and link):
+        # The Hub wants both beside "other"; the source's own page is where it says more.
+        name, link = name or "as-in-the-source", f"https://huggingface.co/{base}"
+        licence, name, link = (licence, name, link) if on_hub else (None, None, None)
+    metadata = ModelCardData(
+        # A folder's name would be a link to nowhere, or to a stranger's model.
+        base_model=base if on_hub else None,
+        base_model_relation="quantized" if on_hub else None,
+        language=[*inherited.languages] or None,
+        library_name="wisparse",
+        license=licence,
+        license_name=name,
+        license_link=link,
+        pipeline_tag="text-generation",
+        tags=["wisparse", "activation-sparsity", *(["conversational"] if inherited.chat else [])],
+        model_name=title,
+        eval_results=_results(evaluation) if evaluation else None,
+    )
+    if evaluation is None:
+        metadata.pop("model_name")
+    source = f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{base}`"
+    sections = [
+        f"# {title}",
+        f"A WiSparse bundle of {source}: at every decoded token each linear "
+        f"layer reads only the weights of its most important input channels, about {recipe.sparsity:.0%} fewer in all. "
+        "Nothing was trained and no weight was changed.",
+        "## Measured\n\n" + _measured(evaluation),
+        *(f"![{caption}]({name})\n\n*{caption}*" for name, caption in figures),
+        "## Use\n\n" + _usage(repo_id or "path/to/this/folder", inherited.chat),
+        "## Recipe\n\n" + _recipe(recipe),
+        "## Limitations\n\n" + _limitations(recipe, inherited),
+    ]
+    return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _results(evaluation: Evaluation) -> list[EvalResult]:
+    slug = re.sub(r"[^a-z0-9]+", "-", evaluation.text.lower()).strip("-")[:60] or "text"
+    rows = [
+        ("perplexity", "Perplexity, sparse", evaluation.sparse_perplexity),
+        ("kl_divergence", "KL(dense || sparse), nats per token", evaluation.kl),
+        ("accuracy", "Top-1 agreement with the dense model", evaluation.top1_agreement),
+    ]
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=slug,
+            dataset_name=evaluation.text,
+            metric_type=kind,
+            metric_name=name,
+            metric_value=float(f"{value:.6g}"),
+        )
+        for kind, name, value in rows
+    ]
+
+
+def _measured(evaluation: Evaluation | None) -> str:
+    if evaluation is None:
+        return "Nothing yet. `wisparse eval` measures the loss against the dense model on text of your choice."
+    return (
+        "| | dense | sparse |\n|---|---|---|\n"
+        f"| perplexity | {evaluation.dense_perplexity:.3f} | {evaluation.sparse_perplexity:.3f} |\n"
+        f"| KL(dense ‖ sparse), nats per token | 0 | {evaluation.kl:.4f} |\n"
+        f"| top-1 agreement with the dense model | 1 | {evaluation.top1_agreement:.3f} |\n"
+        f"| weights left unread | 0 | {evaluation.realised_sparsity:.1%} |\n\n"
+        f"On {evaluation.num_tokens:,} tokens of {evaluation.text}; {evaluation.protocol}. "
+        "Speed depends on the machine: `wisparse bench` measures it on yours, dense and sparse side by side."
+    )
+
+
+def _usage(place: str, chat: bool) -> str:
+    ask = (
+        "model.generate([{'role': 'user', 'content': 'Why is the sky blue?'}], max_new_tokens=200)"
+        if chat
+        else "model.generate('Why is the sky blue?', max_new_tokens=200)"
+    )
+    ask = ask.replace("'", '"')
+    return (
+        "With WiSparse installed:\n\n```sh\n"
+        f'wisparse generate {place} --prompt "Why is the sky blue?"\n'
+        + (f"wisparse chat {place}\n" if chat else "")
+        + "```\n\n"
+        f'```python\nimport wisparse\n\nmodel = wisparse.load("{place}")\nprint({ask}.text)\n```\n\n'
+        "Any program that reads Hugging Face checkpoints loads this folder too, as the dense model. In transformers,\n"
+        "`wisparse.sparsify(model, bundle)` puts the masks on."
+    )
+
+
+def _recipe(recipe: Recipe) -> str:
+    alphas = [entry.alpha for entry in recipe.projections]
+    sparsities = [entry.sparsity for entry in recipe.projections]
+    blocks = recipe.block_sparsities
+    calibration = recipe.calibration
+    commit = f" at `{recipe.base_revision}`" if recipe.base_revision else ""
+    return "\n".join(
+        [
+            f"- source: `{recipe.base_model}`{commit}",
+            f"- method: {recipe.method}; a channel is kept if |x| · g^alpha reaches the projection's threshold, where "
+            "g is the norm of the channel's weights",
+            f"- sparsity: {recipe.sparsity:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "
+            f"blocks; {min(blocks):.1%} to {max(blocks):.1%} by block, {min(sparsities):.1%} to {max(sparsities):.1%} "
+            "by projection",
+            f"- alpha: {min(alphas):g} to {max(alphas):g}, median {statistics.median(alphas):g}",
+            f"- calibration: {calibration.source}, {calibration.num_samples} samples of up to {calibration.seq_len} "
+            f"tokens ({calibration.num_tokens:,} in all), seed {calibration.seed}",
+            "- everything else, projection by projection: `wisparse.json`",
+        ]
+    )
+
+
+def _limitations(recipe: Recipe, inherited: Inherited) -> str:
+    lines = [
+        "- An approximation: the answers differ from the dense model's, more so the further the text is from the "
+        "calibration text.",
+        "- It speeds up decoding of one or few sequences at a time. Prompts are read dense by default, and large "
+        "batches gain nothing.",
+        "- Programs other than WiSparse run it dense, at the dense model's speed and quality.",
+    ]
+    files = " and ".join(f"`{name}`" for name in inherited.licence_files)
+    if inherited.licence or inherited.licence_files:
+        licence = inherited.licence_name or inherited.licence
+        named = f" ({licence})" if licence else ""
+        lines.append(f"- The source model's licence{named} applies" + (f": see {files}." if files else "."))
+    else:
+        lines.append("- The source model names no licence; ask its authors before you share this.")
+    return "\n".join(lines)
+
+
+def _front_matter(text: str) -> Mapping[str, Any]:
+    """The YAML between the first two ``---``; empty if there is none or it cannot be read."""
+    match = re.match(r"\s*---\r?\n(.*?)\r?\n---", text, re.DOTALL)
+    if match is None:
+        return {}
+    try:
+        found = yaml.safe_load(match[1])
+    except yaml.YAMLError:
+        return {}  # a damaged card is the source's; ours then says that it names no licence
+    return found if isinstance(found, dict) else {}
+
+
+def _mentions_chat(tokenizer_config: Path) -> bool:
+    return tokenizer_config.is_file() and b'"chat_template"' in tokenizer_config.read_bytes()[: 16 << 20]
