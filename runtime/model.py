@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -35,7 +35,7 @@ class Generation:
         text: the answer, special tokens and the stop string left out.
         token_ids: all generated ids, those of a stop token or stop string included.
         finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens``, or the context is full).
-        seed: repeats a sampled answer.
+        seed: repeats a sampled answer; None for a greedy one.
         prompt_tokens: length of the prompt.
         prompt_seconds: from the prompt to the first token.
         generation_seconds: from the first token to the last; 0 if there was only one.
@@ -47,7 +47,7 @@ class Generation:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
-    seed: int
+    seed: int | None
     prompt_tokens: int
     prompt_seconds: float
     generation_seconds: float
@@ -205,7 +205,7 @@ class Model:
         answers = [self._answer(writer, plan) for writer in plan.writers.values()]
         return answers[0] if single else answers
 
-    def stream(self, prompt: Prompt, **settings: Any) -> Iterator[Piece]:
+    def stream(self, prompt: Prompt, **settings: Any) -> Generator[Piece, None, None]:
         """Answer piece by piece as tokens come; arguments as for :meth:`generate`, one prompt only.
 
         Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
@@ -282,7 +282,7 @@ class Model:
                         plan.realised_sparsity = self.decoder.realised_sparsity()
                     yield writer, piece
 
-    def _pieces(self, plan: _Plan) -> Iterator[Piece]:
+    def _pieces(self, plan: _Plan) -> Generator[Piece, None, None]:
         for writer, text in self._run(plan):
             done = writer.finish_reason is not None
             answer = self._answer(writer, plan) if done else None
@@ -294,7 +294,7 @@ class Model:
             text=writer.text,
             token_ids=tuple(job.token_ids),
             finish_reason=str(writer.finish_reason),
-            seed=job.sampling.seed or 0,
+            seed=None if job.sampling.greedy else job.sampling.seed,
             prompt_tokens=len(job.request.token_ids),
             prompt_seconds=job.prompt_seconds,
             generation_seconds=job.generation_seconds,

@@ -1,0 +1,113 @@
+"""``wisparse chat``: talk with a model, line by line."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import click
+
+from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.runtime.loader import load
+from wisparse.runtime.model import Generation, Model
+
+from .options import footer, loading_options, sampling_options, set_up_logging, show
+
+__all__ = ["command"]
+
+_HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /exit) leaves"
+
+
+@click.command("chat")
+@click.argument("bundle")
+@loading_options
+@sampling_options
+def command(
+    bundle: str,
+    device: str,
+    dtype: str,
+    backend: str,
+    weights: str,
+    prefill: str,
+    max_seq_len: int | None,
+    revision: str | None,
+    verbose: bool,
+    system_prompt: str | None,
+    **settings: Any,
+) -> None:
+    """Talk with BUNDLE, a folder or a Hub id.
+
+    Each line is a message; the model sees the whole conversation. /reset forgets it, Ctrl-C stops an answer, Ctrl-D
+    leaves.
+    """
+    set_up_logging(verbose)
+    model = load(
+        bundle,
+        device=device,
+        dtype=dtype,
+        backend=backend,
+        weights=weights,
+        prefill=prefill,
+        max_seq_len=max_seq_len,
+        revision=revision,
+    )
+    if model.text is None or model.text.template is None:
+        raise UsageError("this model has no chat template: use wisparse generate to continue a text")
+    start: list[dict[str, str]] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    click.echo(_HELP, err=True)
+    messages = list(start)
+    while (line := _read_line()) is not None:
+        if line in ("/exit", "/quit"):
+            break
+        if line == "/reset":
+            messages = list(start)
+            click.echo("forgotten", err=True)
+        elif line in ("/help", "/?"):
+            click.echo(_HELP, err=True)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            try:
+                text, answer = _answer(model, messages, settings)
+            except ContextLengthError as error:
+                messages.pop()
+                click.echo(f"{error}, or forget the conversation with /reset", err=True)
+                continue
+            messages.append({"role": "assistant", "content": text})
+            if answer is not None:
+                click.echo(footer(answer, model), err=True)
+    click.echo(err=True)
+
+
+def _read_line() -> str | None:
+    """The next message; None at the end of the input."""
+    while True:
+        try:
+            if sys.stdin.isatty():
+                with contextlib.suppress(ImportError):  # not on Windows, where the console edits by itself
+                    import readline  # noqa: F401  (gives input() its editing and history)
+                return input("> ").strip()
+            line = sys.stdin.readline()
+            return line.strip() if line else None
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            click.echo("\nCtrl-D leaves", err=True)
+
+
+def _answer(model: Model, messages: list[dict[str, str]], settings: dict[str, Any]) -> tuple[str, Generation | None]:
+    """Stream an answer; Ctrl-C ends it early, and what was said until then stays in the conversation."""
+    parts: list[str] = []
+    answer = None
+    stream = model.stream(messages, **settings)
+    try:
+        for piece in stream:
+            show(piece.text)
+            parts.append(piece.text)
+            answer = piece.generation
+    except KeyboardInterrupt:
+        click.echo(" (stopped)", err=True)
+    finally:
+        stream.close()
+    click.echo()
+    return "".join(parts), answer

@@ -1,0 +1,125 @@
+"""Options that the verbs which run a model share, and what they print beside the text."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from wisparse.runtime.model import Generation, Model
+
+__all__ = ["footer", "loading_options", "sampling_options", "set_up_logging", "show"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+# A model's words are a stranger's text: on a terminal no escape sequence of it is obeyed.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    def decorate(function: _F) -> _F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+loading_options = _stacked(
+    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
+    click.option(
+        "--dtype",
+        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+        default="auto",
+        show_default=True,
+        help="Type of the weights in memory; auto is that of the files.",
+    ),
+    click.option(
+        "--backend",
+        type=click.Choice(["auto", "torch", "numba", "triton"]),
+        default="auto",
+        show_default=True,
+        help="What multiplies; auto is the fastest that can run this model here.",
+    ),
+    click.option(
+        "--weights",
+        type=click.Choice(["native", "int8"]),
+        default="native",
+        show_default=True,
+        help="Round the weights at load, where the back end can.",
+    ),
+    click.option(
+        "--prefill",
+        type=click.Choice(["dense", "half", "all"]),
+        default="dense",
+        show_default=True,
+        help="Which part of the prompt runs sparse: none, the last half, all. The answer always does.",
+    ),
+    click.option(
+        "--max-seq-len",
+        type=click.IntRange(min=1),
+        help="Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]",
+    ),
+    click.option("--revision", help="Branch, tag or commit of a bundle on the Hub."),
+    click.option("-v", "--verbose", is_flag=True, help="Say which back end was chosen and why."),
+)
+
+sampling_options = _stacked(
+    click.option(
+        "--max-new-tokens",
+        type=click.IntRange(min=1),
+        default=256,
+        show_default=True,
+        help="Longest answer, in tokens.",
+    ),
+    click.option(
+        "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy decoding."
+    ),
+    click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample from the K likeliest tokens."),
+    click.option(
+        "--top-p",
+        type=click.FloatRange(min=0, min_open=True, max=1),
+        default=1.0,
+        help="Sample from the likeliest tokens that reach this probability together.",
+    ),
+    click.option(
+        "--min-p",
+        type=click.FloatRange(min=0, max=1),
+        default=0.0,
+        help="Drop tokens below this share of the likeliest one's probability.",
+    ),
+    click.option("--seed", type=click.IntRange(min=0), help="Repeat a sampled answer.  [default: a fresh one]"),
+    click.option("--stop", multiple=True, help="End before this text; may be given several times."),
+    click.option("--system-prompt", help="The system's message, for models with a chat template."),
+)
+
+
+def set_up_logging(verbose: bool) -> None:
+    """Log to stderr: warnings, and with ``verbose`` also what is chosen and why."""
+    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s", stream=sys.stderr)
+
+
+def show(text: str) -> None:
+    """Print a model's text as it comes; on a terminal control characters are spelled out."""
+    if sys.stdout.isatty():
+        text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+    click.echo(text, nl=False)
+    sys.stdout.flush()
+
+
+def footer(answer: Generation, model: Model) -> str:
+    """What an answer cost, in one line."""
+    parts = [
+        f"prompt {answer.prompt_tokens} tokens, {answer.prompt_tok_per_s:,.1f} tok/s",
+        f"generation {len(answer.token_ids)} tokens, {answer.generation_tok_per_s:,.1f} tok/s",
+        f"peak memory {answer.peak_memory_bytes / 1e9:.2f} GB",
+    ]
+    if answer.realised_sparsity is not None:
+        parts.append(f"realised sparsity {answer.realised_sparsity:.1%}")
+    decoder = model.decoder
+    parts.append(f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}")
+    return " | ".join(parts)
