@@ -29,7 +29,7 @@ from .rotary import Rotary, rotate
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["TorchDecoder"]
+__all__ = ["Block", "TorchDecoder", "rms_norm"]
 
 # Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt.
 _PIECE = 512
@@ -61,7 +61,9 @@ class _Projection:
 
 
 @dataclass(frozen=True)
-class _Block:
+class Block:
+    """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N)."""
+
     attention_norm: Tensor
     mlp_norm: Tensor
     qkv: list[_Projection]
@@ -194,28 +196,28 @@ class TorchDecoder(Decoder):
         cos, sin = self._rotary.tables(start, start + count, total)
         x = functional.embedding(token_ids, self._embedding)
         for index, block in enumerate(self._blocks):
-            n = _rms_norm(x, block.attention_norm, config.rms_norm_eps)
+            n = rms_norm(x, block.attention_norm, config.rms_norm_eps)
             q, k, v = (
                 part.view(count, -1, config.head_dim).transpose(0, 1)
                 for part in _fan_out(block.qkv, n, first_sparse, (config.q_size, config.kv_size, config.kv_size))
             )
             if block.q_norm is not None and block.k_norm is not None:
-                q = _rms_norm(q, block.q_norm, config.rms_norm_eps)
-                k = _rms_norm(k, block.k_norm, config.rms_norm_eps)
+                q = rms_norm(q, block.q_norm, config.rms_norm_eps)
+                k = rms_norm(k, block.k_norm, config.rms_norm_eps)
             keys, values = cache.write(index, slot, start, rotate(k, cos, sin), v)
             attended = _attention(rotate(q, cos, sin), keys, values, start, block.window)
             x = x + block.o(attended.transpose(0, 1).reshape(count, config.q_size), first_sparse)
-            m = _rms_norm(x, block.mlp_norm, config.rms_norm_eps)
+            m = rms_norm(x, block.mlp_norm, config.rms_norm_eps)
             gate, up = _fan_out(block.gate_up, m, first_sparse, (config.intermediate_size,) * 2)
             x = x + block.down(functional.silu(gate) * up, first_sparse)
         return x
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
-        return functional.linear(_rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head).float()
+        return functional.linear(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head).float()
 
 
-def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.dtype) -> _Block:
+def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.dtype) -> Block:
     """Read one block's weights; projections come in the order of execution."""
     arch = bundle.config.architecture
     prefix = f"model.layers.{index}."
@@ -224,7 +226,7 @@ def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.d
     def norm(name: str) -> Tensor:
         return bundle.checkpoint.tensor(f"{prefix}{name}.weight", device).to(dtype)
 
-    return _Block(
+    return Block(
         attention_norm=norm("input_layernorm"),
         mlp_norm=norm("post_attention_layernorm"),
         qkv=[by_role[role] for role in arch.qkv],
@@ -237,7 +239,7 @@ def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.d
     )
 
 
-def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis; the mean in float32, the product in x's type, as transformers has it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
