@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import huggingface_hub
 from huggingface_hub import HfApi, constants
@@ -29,6 +30,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import tqdm
 
 from .errors import AccessError, BundleError, UploadError, UsageError
 
@@ -57,7 +59,8 @@ _SMALL_FILES = (
     "wisparse.safetensors",
 )
 _WEIGHT_FILES = ("*.safetensors",)
-_UNWANTED = ("*/*", "consolidated*.safetensors", "adapter_model*")
+# Of the folders only additional_chat_templates/ is: a pattern cannot say "but".
+_UNWANTED = ("[!a]*/*", "a[!d]*/*", "consolidated*.safetensors", "adapter_model*")
 
 # Files that only a conversion writes: an older push's leftovers are deleted in the commit that replaces them.
 _OWNED = ("model*.safetensors", "model.safetensors.index.json", "wisparse.*", "conversion_report.json", "figures/*.png")
@@ -111,9 +114,12 @@ def fetch_source(model: str | Path, revision: str | None = None, *, weights: boo
             allow_patterns=patterns,
             ignore_patterns=[*_UNWANTED] if weights else [*_UNWANTED, "model*.safetensors"],
             library_name="wisparse",
+            tqdm_class=_Progress,
         )
 
     snapshot = Path(_reach(download, repo_id, revision))
+    if not snapshot.is_dir():
+        raise AccessError(f"{repo_id!r} holds no model at revision {revision or 'main'!r}: none of its files is one")
     # The cache names a snapshot by its commit: the one place where the revision was resolved.
     return Source(snapshot, snapshot.name, repo_id)
 
@@ -136,6 +142,7 @@ def download_bytes(model: str | Path, revision: str | None = None) -> int:
             allow_patterns=[*_SMALL_FILES, *_WEIGHT_FILES],
             ignore_patterns=[*_UNWANTED],
             library_name="wisparse",
+            tqdm_class=_Progress,
             dry_run=True,
         )
         return sum(file.file_size or 0 for file in files if file.will_download)
@@ -218,6 +225,15 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
         raise UploadError(
             f"the upload to {repo_id!r} failed: {reason}. The bundle is kept in {folder}; repeat with: {retry}"
         ) from error
+
+
+class _Progress(tqdm):
+    """huggingface_hub's progress bar, on terminals only: in a log file it is noise."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not sys.stderr.isatty():
+            kwargs["disable"] = True
+        super().__init__(*args, **kwargs)
 
 
 def _is_folder(model: str | Path) -> bool:

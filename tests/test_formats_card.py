@@ -154,4 +154,4 @@ def test_the_checks_can_fail() -> None:
     with pytest.raises(KeyError):
         check(text.replace("license_name", "pipeline_tag"))
     with pytest.raises(AssertionError):
-        check(render_card(recipe()).replace("org/Llama-3.1-8B-Instruct", "./folder"))
+        check(render_card(recipe()).replace("org/Llama-3.1-8B-Instruct", "folder"))

@@ -41,10 +41,14 @@ MODEL = {
     "LICENSE": b"a licence",
     "USE_POLICY.md": b"a policy",
     "README.md": b"---\nlicense: other\n---\n",
+    "additional_chat_templates/rag.jinja": b"{{ documents }}",
     "onnx/model.onnx": b"not wanted",
+    "original/tokenizer.model": b"not wanted",
+    "assets/notes.json": b"not wanted",
     "pytorch_model.bin": b"never",
 }
-WANTED = set(MODEL) - {"consolidated.safetensors", "onnx/model.onnx", "pytorch_model.bin"}
+WANTED = {name for name, content in MODEL.items() if content not in (b"not wanted", b"never")}
+WANTED.remove("consolidated.safetensors")
 BUNDLE = {
     "config.json": b'{"model_type": "llama", "wisparse": {"format_version": 1}}',
     "model-00001-of-00001.safetensors": b"weights" * 5000,
@@ -353,23 +357,24 @@ def test_write_access(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> N
         check_write_access("alice/mine")
 
 
+def environment(standin: HubStandIn, home: Path) -> dict[str, str]:
+    """What a user sets, for a fresh process with an empty cache."""
+    ours = {"HF_ENDPOINT": standin.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "HF_TOKEN": TOKEN}
+    return {**os.environ, "HF_HUB_DISABLE_PROGRESS_BARS": "1", **ours}
+
+
 def test_the_environment_alone_is_enough(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
-    """As a user has it: HF_ENDPOINT and HF_TOKEN in the environment, a fresh process, an empty cache."""
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": standin.url,
-        "HF_HOME": str(tmp_path / "home"),
-        "HF_HUB_DISABLE_XET": "1",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        "HF_TOKEN": TOKEN,
-    }
     script = (
         "import json, sys; from pathlib import Path; from wisparse.formats.hub import fetch_bundle, push_bundle\n"
         "push_bundle(Path(sys.argv[1]), 'alice/model-50')\n"
         "print(json.dumps(sorted(path.name for path in fetch_bundle('alice/model-50').iterdir())))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", script, bundle], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", script, bundle],
+        env=environment(standin, tmp_path / "home"),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout) == sorted(name for name in BUNDLE if "/" not in name)
