@@ -1,0 +1,155 @@
+"""The decoder for CPUs: a whole decode step is one compiled call that reads the kept channels only (``kernels.cpu``).
+
+Prompts are read as dense matrix products, by the reference's own code over the same weights. Decoding keeps activations
+in float32 whatever the weights' type, so it rounds less than the reference does in bfloat16; in float32 the two agree up
+to the order of sums. A sequence gives the same bits alone and in a batch, on one thread and on many.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import ContextLengthError
+from wisparse.kernels.cpu import type_name
+from wisparse.kernels.cpu_threads import prepare
+
+from .cache import KVCache
+from .cpu_step import Step
+from .cpu_weights import CpuProjection, Matrix, read_matrices
+from .rotary import Rotary
+from .torch_decoder import Block, TorchDecoder, rms_norm
+
+__all__ = ["CpuDecoder"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Rows of an int8 output layer widened at a time.
+_HEAD_ROWS = 8192
+
+
+class CpuDecoder(TorchDecoder):
+    """See :class:`runtime.decoder.Decoder`; CPU only, float32, bfloat16 or float16 weights, or int8."""
+
+    name: ClassVar[str] = "numba"
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_seq_len: int,
+        max_batch: int = 1,
+        weights: str = "native",
+    ) -> None:
+        self.config = config = bundle.config
+        self.device, self.dtype = device, dtype
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        base = type_name(dtype)
+        region = f"step_int8_{base}" if weights == "int8" else f"step_{base}"
+        for needed in (region, f"quantize_{base}" if weights == "int8" else f"transpose_{base}"):
+            prepare(needed)  # here, because several threads would each compile it
+        names = [f"{projection.name}.weight" for projection in config.projections()]
+        matrices = read_matrices(bundle, names, dtype, weights, transposed=True)
+        self._embedding = read_matrices(bundle, ["model.embed_tokens.weight"], dtype, "native", transposed=False)[
+            "model.embed_tokens.weight"
+        ].data
+        tied = config.tie_word_embeddings
+        if tied and weights == "native":
+            self._output = Matrix(self._embedding, None, transposed=False)
+        else:
+            head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            self._output = read_matrices(bundle, [head], dtype, weights, transposed=False)[head]
+        self._blocks = [_read_block(bundle, index, dtype, matrices) for index in range(config.num_blocks)]
+        self._norm = bundle.checkpoint.tensor("model.norm.weight").to(dtype)
+        self._rotary = Rotary(config, device, dtype)
+        self._cache = KVCache(config, max_batch, max_seq_len, device, dtype)
+        self._sparse_positions = 0
+        self._decoded_positions = 0
+        self._step = Step(
+            region, config, self._blocks, self._embedding, self._norm, self._output, self._rotary, self._cache
+        )
+
+    @classmethod
+    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on the CPU, the device is {device.type}"
+        return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        lengths = self._cache.lengths
+        tokens = token_ids.tolist()
+        rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
+        for slot, _, length in rows:
+            if length >= self.max_seq_len:
+                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+        if rows:
+            self._step.run(rows)
+            for slot, _, length in rows:
+                lengths[slot] = length + 1
+            self._decoded_positions += len(rows)
+        return self._step.logits[: len(tokens)]
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        super().measure_sparsity(enabled)
+        self._decoded_positions = 0
+        self._step.forget()
+
+    def realised_sparsity(self) -> float | None:
+        # Decoding counts always, it costs nothing; the prefill when asked to.
+        projections = [projection for block in self._blocks for projection in block.projections]
+        positions = self._sparse_positions + self._decoded_positions
+        dropped = total = 0
+        for projection, decoded in zip(projections, self._step.kept(), strict=True):
+            if projection.kept is None or not positions:
+                return None
+            total += projection.out_features * projection.in_features * positions
+            if projection.channel_scale is not None:
+                kept = int(projection.kept) + decoded
+                dropped += projection.out_features * (projection.in_features * positions - kept)
+        return dropped / total
+
+    def close(self) -> None:
+        super().close()
+        for name in ("_output", "_step"):
+            self.__dict__.pop(name, None)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        x = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
+        if self._output.scale is None:
+            return functional.linear(x, self._output.data).float()
+        parts = [
+            Matrix(data, scale, transposed=False).linear(x, None)
+            for data, scale in zip(
+                self._output.data.split(_HEAD_ROWS), self._output.scale.split(_HEAD_ROWS), strict=True
+            )
+        ]
+        return torch.cat(parts, dim=-1).float()
+
+
+def _read_block(bundle: Bundle, index: int, dtype: torch.dtype, matrices: dict[str, Matrix]) -> Block:
+    """One block's weights; the projections' matrices have been read."""
+    config = bundle.config
+    arch = config.architecture
+    prefix = f"model.layers.{index}."
+    by_role = {p.role: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype) for p in config.projections(index)}
+
+    def norm(name: str) -> Tensor:
+        return bundle.checkpoint.tensor(f"{prefix}{name}.weight").to(dtype)
+
+    return Block(
+        attention_norm=norm("input_layernorm"),
+        mlp_norm=norm("post_attention_layernorm"),
+        qkv=[by_role[role] for role in arch.qkv],
+        o=by_role["o_proj"],
+        gate_up=[by_role[role] for role in arch.gate_up],
+        down=by_role["down_proj"],
+        q_norm=norm("self_attn.q_norm") if arch.qk_norm else None,
+        k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
+        window=config.sliding_windows[index],
+    )
