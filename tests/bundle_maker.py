@@ -80,7 +80,7 @@ def make_checkpoint(variant: str, out: Path, seed: int = 0) -> Path:
 
 
 @torch.inference_mode()
-def make_bundle(source: Path, out: Path, sparsity: float = 0.5, seed: int = 0) -> Path:
+def make_bundle(source: Path, out: Path, sparsity: float = 0.5, seed: int = 0, max_shard_size: str = "5GB") -> Path:
     """A bundle of ``source`` with random channel scales and the thresholds that drop ``sparsity`` of the channels."""
     from transformers import AutoModelForCausalLM
 
@@ -119,4 +119,4 @@ def make_bundle(source: Path, out: Path, sparsity: float = 0.5, seed: int = 0) -
         calibration=CalibrationRecord("self", 1, 48, 48, seed, "0" * 64),
         versions={"torch": "2.0"},
     )
-    return write_bundle(checkpoint, recipe, masks, out)
+    return write_bundle(checkpoint, recipe, masks, out, max_shard_size=max_shard_size)

@@ -15,8 +15,9 @@ from torch import Tensor
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.kernels.reference import keep_mask
+from wisparse.runtime import torch_decoder as torch_decoder_module
 from wisparse.runtime.decoder import make_decoder
-from wisparse.runtime.generation import PREFILL_POLICIES, sparse_from
+from wisparse.runtime.generation import PREFILL_POLICIES, Request, Scheduler, sparse_from
 from wisparse.runtime.torch_decoder import TorchDecoder
 
 
@@ -129,3 +130,182 @@ def test_sparse_greedy_tokens_equal_transformers(variant: str, policy: str, tiny
     tokens = random_tokens(9, seed=1)
     expected = greedy_by_transformers(folder, tokens, policy, 16)
     assert greedy_by_decoder(torch_decoder(folder), tokens, policy, 16) == expected
+
+
+@pytest.mark.parametrize("policy", PREFILL_POLICIES)
+def test_longrope_switches_where_transformers_does(policy: str, tiny_bundle: Callable[[str], Path]) -> None:
+    folder = tiny_bundle("phi3-long")
+    tokens = random_tokens(27, seed=2)
+    expected = greedy_by_transformers(folder, tokens, policy, 16)  # grows beyond 32
+    scheduler = Scheduler(torch_decoder(folder))
+    job = scheduler.submit(Request(tokens.tolist(), max_new_tokens=16, prefill=policy))
+    while scheduler.busy:
+        scheduler.step()
+    assert job.token_ids == expected
+    # The switch is seen: without it the tokens would differ, so this test can fail.
+    assert greedy_by_decoder(torch_decoder(folder), tokens, policy, 16) != expected
+
+
+def test_longrope_prefill_uses_one_set_of_factors(
+    tiny_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = torch_decoder(tiny_bundle("phi3-long"))
+    tokens = random_tokens(40)
+    expected = decoder.logits(tokens, 40)
+    monkeypatch.setattr(torch_decoder_module, "_PIECE", 8)
+    assert (decoder.logits(tokens, 40) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("variant", ["llama", "mistral-window"])
+def test_pieces_of_a_long_prompt_join(
+    variant: str, tiny_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = torch_decoder(tiny_bundle(variant))
+    tokens = random_tokens(50)
+    for start in (0, 21, 24, 50):  # inside a piece, and on a border
+        expected = decoder.logits(tokens, start)
+        monkeypatch.setattr(torch_decoder_module, "_PIECE", 8)
+        assert (decoder.logits(tokens, start) - expected).abs().max() < 1e-4
+        assert (decoder.prefill(0, tokens, start) - expected[-1]).abs().max() < 1e-4
+        monkeypatch.undo()
+
+
+def test_a_bundle_in_many_files(tmp_path: Path) -> None:
+    source = make_checkpoint("qwen2", tmp_path / "source", max_shard_size="50KB")
+    assert len(list(source.glob("model-*.safetensors"))) > 3
+    folder = make_bundle(source, tmp_path / "bundle", max_shard_size="60KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+    tokens = random_tokens(20)
+    with torch.inference_mode():
+        expected = hugging_face(source)(tokens[None]).logits[0]
+    assert (torch_decoder(folder).logits(tokens, 20) - expected).abs().max() < 1e-4
+
+
+def test_decode_continues_what_prefill_read(tiny_bundle: Callable[[str], Path]) -> None:
+    # Token by token from an empty prompt's end must give what reading everything at once gives.
+    decoder = torch_decoder(tiny_bundle("qwen3-window"))
+    tokens = random_tokens(40)
+    expected = decoder.logits(tokens, 1)
+    decoder.prefill(0, tokens[:1], 1)
+    for position in range(1, 40):
+        found = decoder.decode(tokens[position : position + 1])[0]
+        assert (found - expected[position]).abs().max() < 1e-4
+    assert decoder.lengths == [40]
+
+
+def test_slots_do_not_see_each_other(tiny_bundle: Callable[[str], Path]) -> None:
+    folder = tiny_bundle("llama")
+    prompts = [random_tokens(count, seed=count) for count in (3, 17, 9)]
+    alone = [greedy_by_decoder(torch_decoder(folder), prompt, "dense", 10) for prompt in prompts]
+    decoder = torch_decoder(folder, max_batch=3)
+    rows = [[int(decoder.prefill(slot, prompt, len(prompt)).argmax())] for slot, prompt in enumerate(prompts)]
+    for step in range(9):
+        tokens = torch.tensor([row[-1] for row in rows])
+        if step == 4:  # an idle row is no error, and leaves the others alone
+            tokens[1] = -1
+        for row, found in zip(rows, decoder.decode(tokens).argmax(-1).tolist(), strict=True):
+            row.append(found)
+    assert rows[0] == alone[0]
+    assert rows[2] == alone[2]
+    assert rows[1][:5] == alone[1][:5]
+    # A slot is as good as new after a prefill.
+    assert greedy_by_decoder(decoder, prompts[0], "dense", 10, slot=1) == alone[0]
+
+
+def test_a_full_slot_takes_no_more(tiny_bundle: Callable[[str], Path]) -> None:
+    decoder = torch_decoder(tiny_bundle("llama"), max_seq_len=12)
+    decoder.prefill(0, random_tokens(11), 11)
+    decoder.decode(torch.tensor([5]))
+    with pytest.raises(ContextLengthError, match="slot 0 is full: it holds 12"):
+        decoder.decode(torch.tensor([5]))
+    decoder.decode(torch.tensor([-1]))
+    decoder.prefill(0, random_tokens(12), 12)
+    for count in (0, 13):
+        with pytest.raises(ContextLengthError, match="prompt has"):
+            decoder.prefill(0, random_tokens(count), 0)
+
+
+def test_realised_sparsity_counts_the_dropped_weights(tiny_bundle: Callable[[str], Path]) -> None:
+    folder = tiny_bundle("phi3")
+    tokens = random_tokens(30)
+    bundle, model, decoder = Bundle.open(folder), hugging_face(folder), torch_decoder(folder)
+    dropped = total = 0
+
+    def count(name: str) -> Callable[..., None]:
+        def after(module: torch.nn.Linear, args: tuple[Tensor], output: Tensor) -> None:
+            nonlocal dropped, total
+            dropped += int((args[0] == 0).sum()) * module.out_features
+            total += args[0].numel() * module.out_features
+
+        return after
+
+    with masked(model, bundle, lambda: 0), torch.inference_mode():
+        for projection in bundle.config.projections():
+            model.get_submodule(projection.name).register_forward_hook(count(projection.name))
+        model(tokens[None], use_cache=False)
+    assert decoder.realised_sparsity() is None
+    decoder.measure_sparsity(True)
+    assert decoder.realised_sparsity() is None  # nothing ran yet
+    decoder.prefill(0, tokens, 0)
+    assert decoder.realised_sparsity() == pytest.approx(dropped / total, abs=1e-4)
+    assert 0.3 < dropped / total < 0.6
+    decoder.measure_sparsity(False)
+    assert decoder.realised_sparsity() is None
+
+
+def test_make_decoder_refuses_what_cannot_be(tiny_bundle: Callable[[str], Path]) -> None:
+    bundle = Bundle.open(tiny_bundle("llama"))
+
+    def make(**changes: object) -> None:
+        settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16, **changes}
+        make_decoder(bundle, **settings)
+
+    for changes, message in (
+        ({"max_seq_len": 257}, "max_seq_len: expected 1 to the model's context of 256"),
+        ({"max_batch": 0}, "max_batch"),
+        ({"weights": "int3"}, "weights: expected native or int8"),
+        ({"backend": "torch", "weights": "int8"}, "back end torch cannot run this model: it has no int8"),
+        ({"backend": "cuda"}, "unknown back end 'cuda'; known ones: auto, torch, numba, triton"),
+        ({"backend": "triton"}, "back end triton cannot run on cpu"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            make(**changes)
+
+
+@pytest.fixture(params=["example_model", "qwen_model"])
+def real(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A real model and a bundle of it."""
+    source = request.getfixturevalue(request.param)
+    return source, make_bundle(source, tmp_path_factory.mktemp("real") / "bundle", 0.4)
+
+
+PYTHON = "def mean(values):\n    total = sum(values)\n    return total / len(values)\n\n\ndef median(values):\n"
+
+
+def test_real_models_equal_transformers(real: tuple[Path, Path]) -> None:
+    from tokenizers import Tokenizer
+
+    source, folder = real
+    tokens = torch.tensor(Tokenizer.from_file(str(source / "tokenizer.json")).encode(PYTHON * 8).ids)
+    assert len(tokens) > 200
+    with torch.inference_mode():
+        expected = hugging_face(source)(tokens[None]).logits[0]
+    assert (torch_decoder(folder).logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
+    prompt = tokens[:33]
+    for policy in PREFILL_POLICIES:
+        expected = greedy_by_transformers(folder, prompt, policy, 12)
+        assert greedy_by_decoder(torch_decoder(folder), prompt, policy, 12) == expected
+
+
+def test_bfloat16_is_as_exact_as_transformers_bfloat16(example_model: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    bundle = Bundle.open(make_bundle(example_model, tmp_path / "bundle"))
+    decoder = make_decoder(bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=256, backend="torch")
+    tokens = random_tokens(128, vocab_size=8192)
+    theirs = AutoModelForCausalLM.from_pretrained(example_model, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        exact = hugging_face(example_model)(tokens[None]).logits[0]
+        their_error = (theirs(tokens[None]).logits[0].float() - exact).square().mean().sqrt()
+    error = (decoder.logits(tokens, 128) - exact).square().mean().sqrt()
+    assert error < 1.25 * their_error
