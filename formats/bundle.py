@@ -276,7 +276,7 @@ def check_mask(name: str, mask: ProjectionMask, error: type[Exception]) -> None:
     threshold = mask.threshold
     if not (threshold == 0 or _SMALLEST_NORMAL <= threshold < float("inf")):
         raise error(f"{name}: threshold: expected a finite number, 0 or more, found {threshold:g}; convert again")
-    if not 0 <= mask.sparsity <= float(np.float32(MAX_SPARSITY)):
+    if not 0 <= mask.sparsity <= MAX_SPARSITY:
         raise error(
             f"{name}: sparsity: expected a number in [0, {MAX_SPARSITY}], found {mask.sparsity:g}; convert again"
         )

@@ -1,0 +1,346 @@
+"""Opening and verifying bundles: one rule of FORMAT.md broken at a time, with digests that fit and that do not."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from tiny_bundle import (
+    change_tensor,
+    join_safetensors,
+    resign,
+    split_safetensors,
+    tiny_config,
+    write_tiny_bundle,
+    write_tiny_model,
+)
+
+from wisparse.commands.inspect import command as inspect_command
+from wisparse.commands.verify import command as verify_command
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import AccessError, BundleError, WisparseError
+from wisparse.formats.verify import verify_bundle
+
+SHARD = "model-00001-of-00001.safetensors"
+SIDECAR = "wisparse.safetensors"
+INDEX = "model.safetensors.index.json"
+O_PROJ = "model.layers.1.self_attn.o_proj"
+
+
+@pytest.fixture(scope="module")
+def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("intact")
+    model = write_tiny_model(folder / "model")
+    return write_tiny_bundle(folder / "bundle", model, extra_files={"README.md": b"# Card", "figures/a.png": b"png"})
+
+
+@pytest.fixture
+def bundle(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "bundle"))
+
+
+def _json(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    document = json.loads((folder / name).read_text())
+    change(document)
+    (folder / name).write_text(json.dumps(document))
+
+
+def _header(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
+    header, data = split_safetensors((folder / name).read_bytes())
+    change(header)
+    (folder / name).write_bytes(join_safetensors(header, data))
+
+
+def _rename(header: dict[str, Any], old: str, new: str) -> None:
+    header[new] = header.pop(old)
+
+
+def _cut_scale(folder: Path) -> None:
+    """A channel_scale of 4 instead of 16, the file otherwise in order."""
+    header, data = split_safetensors((folder / SIDECAR).read_bytes())
+    start, end = header[f"{O_PROJ}.channel_scale"]["data_offsets"]
+    header[f"{O_PROJ}.channel_scale"].update(shape=[4], data_offsets=[start, start + 16])
+    for name, entry in header.items():
+        if name != "__metadata__" and entry["data_offsets"][0] >= end:
+            entry["data_offsets"] = [offset - (end - start - 16) for offset in entry["data_offsets"]]
+    (folder / SIDECAR).write_bytes(join_safetensors(header, data[: start + 16] + data[end:]))
+
+
+def test_intact(intact: Path) -> None:
+    report = verify_bundle(intact)
+    assert (report.num_projections, report.num_tensors, report.notes) == (14, 20, ())
+    assert report.num_files == len([file for file in intact.rglob("*") if file.is_file()])
+    assert report.num_bytes == sum(
+        f.stat().st_size for f in intact.rglob("*") if f.is_file() and f.name != "wisparse.json"
+    )
+    assert Bundle.open(intact).read_bytes("tokenizer.json") == (intact / "tokenizer.json").read_bytes()
+    assert Bundle.open(intact).read_bytes("vocab.json") is None
+
+
+# Rules that hold whatever the digests say: all of these are re-signed.
+BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "scale-shape": (_cut_scale, rf"{O_PROJ}: expected channel_scale \(16,\), found \(4,\); convert again"),
+    "scale-dtype": (
+        lambda f: _header(f, SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(dtype="I32")),
+        rf"{O_PROJ}: expected threshold in F32, found I32",
+    ),
+    "scale-nan": (
+        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.channel_scale", [np.nan] + [1] * 15),
+        f"{O_PROJ}: channel_scale: expected finite positive values",
+    ),
+    "scale-zero": (
+        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.channel_scale", [0] + [1] * 15),
+        f"{O_PROJ}: channel_scale: expected finite positive values",
+    ),
+    "scale-negative": (
+        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.channel_scale", [-1] + [1] * 15),
+        f"{O_PROJ}: channel_scale: expected finite positive values",
+    ),
+    "threshold-inf": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", np.inf), "expected a finite number"),
+    "threshold-nan": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", np.nan), "expected a finite number"),
+    "threshold-negative": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", -1), "0 or more, found -1"),
+    "threshold-denormal": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", 1e-40), "finite number"),
+    "threshold-other": (
+        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", 0.125),
+        f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.125",
+    ),
+    "sparsity-high": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.sparsity", 0.96), r"expected a number in \[0, 0"),
+    "sparsity-zero": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.sparsity", 0), "sparsity 0 means dense"),
+    "sidecar-misnamed": (
+        lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{O_PROJ}.threshold", f"{O_PROJ}.treshold")),
+        rf"{O_PROJ}: expected threshold \(\), found nothing",
+    ),
+    "sidecar-extra": (
+        lambda f: _header(f, SIDECAR, lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
+        "unexpected tensor 'x'",
+    ),
+    "sidecar-format": (
+        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format="pt")),
+        "format: expected 'wisparse', found 'pt'",
+    ),
+    "sidecar-version": (
+        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format_version="3")),
+        "the bundle has format version 3, this wisparse reads version 1",
+    ),
+    "sidecar-no-version": (
+        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].pop("format_version")),
+        "format_version: expected 1",
+    ),
+    "newer": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=2)),
+        "the bundle has format version 2, this wisparse reads version 1; install a newer wisparse",
+    ),
+    "newer-config": (
+        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=2)),
+        "config.json: the bundle has format version 2",
+    ),
+    "version-text": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version="1")),
+        "format_version: expected 1, found '1'",
+    ),
+    "config-no-key": (lambda f: _json(f, "config.json", lambda d: d.pop("wisparse")), "expected an object under"),
+    "config-sidecar": (
+        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(sidecar="../x")),
+        "wisparse.sidecar: expected 'wisparse.safetensors', found '../x'",
+    ),
+    "config-sparsity": (
+        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(sparsity=0.4)),
+        "wisparse.sparsity: expected 0.5, found 0.4",
+    ),
+    "config-quantised": (
+        lambda f: _json(f, "config.json", lambda d: d.update(quantization_config={"quant_method": "x"})),
+        "quantised",
+    ),
+    "config-rope": (
+        lambda f: _json(f, "config.json", lambda d: d.update(rope_parameters={"rope_type": "linear", "factor": "x"})),
+        "rope_parameters.factor: expected a positive number, found 'x'",
+    ),
+    "recipe-missing": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["projections"].pop(3)),
+        r"no entry for model\.layers\.0\.self_attn\.o_proj",
+    ),
+    "recipe-twice": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["projections"].append(d["projections"][0])),
+        "unknown or repeated",
+    ),
+    "recipe-sparsity": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["projections"][3].update(sparsity=1.0)),
+        r"projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
+    ),
+    "recipe-type": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(calibration=[])),
+        "calibration: expected an object",
+    ),
+    "recipe-blocks": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["block_sparsities"].pop()),
+        "block_sparsities: expected 2 values, found 1",
+    ),
+    "files-missing": (lambda f: _json(f, "wisparse.json", lambda d: d["files"].pop(SHARD)), f"no entry for {SHARD}"),
+    "files-tokenizer": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["files"].pop("tokenizer.json")),
+        "no entry for tokenizer.json",
+    ),
+    "tensors-missing": (
+        lambda f: _json(f, INDEX, lambda d: d["weight_map"].pop("model.norm.weight")),
+        "which the index does not place there",
+    ),
+    "weight-shape": (
+        lambda f: _header(f, SHARD, lambda h: h["model.norm.weight"].update(shape=[4, 4])),
+        r"model\.norm\.weight: expected shape \(16,\), found \(4, 4\)",
+    ),
+    "weight-misnamed": (
+        lambda f: _header(f, SHARD, lambda h: _rename(h, "model.norm.weight", "model.morn.weight")),
+        "'model.morn.weight', which the index does not place there",
+    ),
+    "generation-config": (lambda f: (f / "generation_config.json").write_text("[]"), "expected a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rule(name: str, bundle: Path) -> None:
+    change, message = BROKEN[name]
+    change(bundle)
+    with contextlib.suppress(KeyError, AttributeError):  # too broken to be signed again
+        resign(bundle)
+    with pytest.raises(BundleError, match=message):
+        Bundle.open(bundle)
+
+
+def test_resigned_without_a_change_is_valid(bundle: Path) -> None:
+    resign(bundle)
+    assert verify_bundle(bundle).notes == ()
+
+
+def test_projection_without_an_entry(bundle: Path) -> None:
+    """Consistent files that leave one projection of the model out."""
+    name = "model.layers.1.mlp.down_proj"
+    header, data = split_safetensors((bundle / SIDECAR).read_bytes())
+    first = min(header[f"{name}.{what}"]["data_offsets"][0] for what in ("channel_scale", "threshold", "sparsity"))
+    kept = {key: entry for key, entry in header.items() if not key.startswith(name)}
+    (bundle / SIDECAR).write_bytes(join_safetensors(kept, data[:first]))
+    resign(bundle)
+    with pytest.raises(BundleError, match=rf"{name}: expected channel_scale \(24,\), found nothing"):
+        Bundle.open(bundle)
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+                                  "chat_template.jinja", INDEX, SIDECAR])  # fmt: skip
+def test_edited(name: str, bundle: Path) -> None:
+    data = (bundle / name).read_bytes()
+    (bundle / name).write_bytes(data[:-1] + (b" " if data[-1:] != b" " else b"\n"))
+    with pytest.raises(BundleError, match=r"expected sha256|truncated|do not belong"):
+        Bundle.open(bundle)
+
+
+@pytest.mark.parametrize("name", ["config.json", SHARD, INDEX, SIDECAR, "tokenizer.json", "wisparse.json"])
+def test_missing_file(name: str, bundle: Path) -> None:
+    (bundle / name).unlink()
+    with pytest.raises(BundleError, match=r"missing|not a bundle|no weights"):
+        Bundle.open(bundle)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "x.pt"])
+def test_second_set_of_weights(name: str, bundle: Path) -> None:
+    (bundle / name).write_bytes((bundle / SHARD).read_bytes())
+    with pytest.raises(BundleError, match=f"{name}: weights that are not part of the bundle"):
+        Bundle.open(bundle)
+
+
+def test_flipped_bit_in_a_weight(bundle: Path) -> None:
+    data = bytearray((bundle / SHARD).read_bytes())
+    data[-100] ^= 1
+    (bundle / SHARD).write_bytes(data)
+    opened = Bundle.open(bundle)
+    with pytest.raises(BundleError, match=r"expected crc32 .* found .*; the file is damaged"):
+        dict(opened.checkpoint.read_ahead())
+    with pytest.raises(BundleError, match=f"{SHARD}: expected sha256"):
+        verify_bundle(bundle)
+
+
+def test_weight_that_is_not_finite(bundle: Path) -> None:
+    change_tensor(bundle / SHARD, "model.norm.weight", [np.nan] * 16)
+    resign(bundle)
+    Bundle.open(bundle)
+    with pytest.raises(BundleError, match=r"model\.norm\.weight: the weights hold NaN or infinity"):
+        verify_bundle(bundle)
+
+
+def test_changed_after_it_was_opened(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    (bundle / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"tokenizer\.json: expected sha256"):
+        opened.read_bytes("tokenizer.json")
+    (bundle / SHARD).write_bytes((bundle / SHARD).read_bytes())
+    with pytest.raises(BundleError, match="changed on disk"):
+        opened.checkpoint.tensor("model.norm.weight")
+
+
+def test_documents_may_be_edited(bundle: Path) -> None:
+    (bundle / "README.md").write_text("# A better card")
+    (bundle / "figures" / "a.png").unlink()
+    (bundle / "notes.txt").write_text("mine")
+    (bundle / ".gitattributes").write_text("* -text")
+    notes = verify_bundle(bundle).notes
+    assert [note.split(":")[0] for note in notes] == ["README.md", "figures/a.png", "notes.txt"]
+
+
+def test_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match=r"not a bundle: no wisparse\.json; make one with wisparse-convert"):
+        Bundle.open(tmp_path)
+    with pytest.raises(AccessError, match="expected a folder"):
+        Bundle.open(tmp_path / "nope")
+
+
+def test_unfinished(bundle: Path) -> None:
+    with pytest.raises(BundleError, match="an unfinished conversion"):
+        Bundle.open(bundle.rename(bundle.with_name("x.partial")))
+
+
+def test_snapshot_of_the_hub_cache(intact: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    for index, file in enumerate(sorted(file for file in intact.rglob("*") if file.is_file())):
+        link = snapshot / file.relative_to(intact)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        (blobs / str(index)).write_bytes(file.read_bytes())
+        link.symlink_to(blobs / str(index))
+    assert verify_bundle(snapshot).notes == ()
+
+
+def test_verify_command(bundle: Path) -> None:
+    result = CliRunner().invoke(verify_command, [str(bundle)])
+    assert result.exit_code == 0
+    assert "valid. 12 files" in result.stdout
+    report = json.loads(CliRunner().invoke(verify_command, [str(bundle), "--json"]).stdout)
+    assert report["num_projections"] == 14
+    (bundle / SHARD).write_bytes(b"")
+    assert isinstance(CliRunner().invoke(verify_command, [str(bundle)]).exception, WisparseError)
+
+
+def test_inspect_command(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", tiny_config("phi3"))
+    bundle = write_tiny_bundle(tmp_path / "bundle", model)
+    for show, cell in (("sparsity", "50.0%"), ("alpha", "0.50"), ("threshold", "0.7"), ("realised", "50.0%")):
+        lines = CliRunner().invoke(inspect_command, [str(bundle), "--show", show]).stdout.splitlines()
+        assert any("qkv_proj" in line and "gate_up_proj" in line for line in lines)
+        assert lines[-1].split()[0] == "1"
+        assert cell in lines[-1]
+    document = json.loads(CliRunner().invoke(inspect_command, [str(bundle), "--json"]).stdout)
+    assert document["model"]["num_blocks"] == 2
+    assert len(document["projections"]) == 8
+
+
+def test_inspect_prints_no_control_characters(bundle: Path) -> None:
+    _json(bundle, "wisparse.json", lambda d: d.update(base_model="\x1b]0;owned\x07[bold]x", method="a\nb"))
+    resign(bundle)
+    stdout = CliRunner().invoke(inspect_command, [str(bundle)]).stdout
+    assert "\x1b" not in stdout
+    assert "\x07" not in stdout
+    assert "?]0;owned?[bold]x" in stdout

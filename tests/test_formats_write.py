@@ -1,0 +1,416 @@
+"""Writing bundles: the bytes, the files, and what is left after a failure at any point."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tiny_bundle import (
+    CLASSES,
+    tiny_config,
+    tiny_masks,
+    tiny_recipe,
+    write_tiny_bundle,
+    write_tiny_model,
+)
+
+from wisparse.formats import write as write_room
+from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.verify import verify_bundle
+from wisparse.formats.write import check_output, estimate_bytes, parse_size, write_bundle
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def _content(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+@given(data=st.data())
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+    folder = tmp_path_factory.mktemp("round-trip")
+    heads = data.draw(st.sampled_from([(4, 2), (3, 3), (2, 1)]))
+    config = tiny_config(
+        data.draw(st.sampled_from(list(CLASSES))),
+        hidden_size=data.draw(st.integers(1, 9)) * 2,
+        intermediate_size=data.draw(st.integers(1, 20)),
+        num_hidden_layers=data.draw(st.integers(1, 3)),
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        tie_word_embeddings=data.draw(st.booleans()),
+        vocab_size=data.draw(st.integers(1, 40)),
+    )
+    stored = data.draw(st.sampled_from(list(DTYPES.values())))
+    write_tiny_model(folder / "model", config, dtype=stored, shards=data.draw(st.integers(1, 3)))
+    source = Checkpoint.open(folder / "model")
+    masks = tiny_masks(source.config, data.draw(st.sampled_from([0.0, 0.3, 0.5, 0.95])))
+    recipe = tiny_recipe(source.config, masks, base_model=data.draw(st.text(max_size=8)))
+    dtype = data.draw(st.sampled_from(["auto", *DTYPES]))
+    size = data.draw(st.integers(1, 20_000))
+    write_bundle(source, recipe, masks, folder / "out", dtype=dtype, max_shard_size=size)
+
+    bundle = Bundle.open(folder / "out")
+    verify_bundle(folder / "out")
+    assert bundle.recipe == recipe
+    assert bundle.config == dataclasses.replace(source.config, dtype=bundle.config.dtype)
+    assert list(bundle.masks) == [projection.name for projection in source.config.projections()]
+    for name, mask in bundle.masks.items():
+        assert torch.equal(mask.channel_scale, masks[name].channel_scale)
+        assert (mask.threshold, mask.sparsity) == (masks[name].threshold, masks[name].sparsity)
+    expected = stored if dtype == "auto" else DTYPES[dtype]
+    for name, tensor in bundle.checkpoint.read_ahead():
+        assert tensor.dtype is expected
+        assert torch.equal(tensor, source.tensor(name).to(expected))
+    for file in bundle.checkpoint.files():
+        assert file.stat().st_size <= size + 4096 or len(load_file(file)) == 1
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_plain_transformers_loads_it_dense(tied: bool, tmp_path: Path) -> None:
+    import transformers
+
+    model = write_tiny_model(
+        tmp_path / "model", tiny_config(tie_word_embeddings=tied, dtype="bfloat16"), dtype=torch.bfloat16
+    )
+    out = write_tiny_bundle(tmp_path / "out", model, max_shard_size="8KB")
+    assert len(list(out.glob("model-*.safetensors"))) > 1
+    ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (out, model))
+    assert ours.config.wisparse["sparsity"] == 0.5
+    for (name, a), (_, b) in zip(ours.state_dict().items(), theirs.state_dict().items(), strict=True):
+        assert a.dtype is torch.bfloat16, name
+        assert torch.equal(a, b), name
+
+
+def test_files(model: Path, tmp_path: Path) -> None:
+    (model / "USE_POLICY.md").write_text("Be kind.")
+    (model / "train_stats.json").write_text("{}")
+    (model / "modeling_evil.py").write_text("boom")
+    config = json.loads((model / "config.json").read_text()) | {"auto_map": {"AutoModel": "modeling_evil.X"}}
+    (model / "config.json").write_text(json.dumps(config))
+    extra = {"README.md": b"# Card", "figures/alpha.png": b"png", "conversion_report.json": b"{}"}
+    out = write_tiny_bundle(tmp_path / "out", model, extra_files=extra)
+    copied = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "LICENSE"}
+    copied |= {"USE_POLICY.md"}
+    written = {"config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"}
+    written |= {"wisparse.json", "wisparse.safetensors"}
+    content = _content(out)
+    assert set(content) == copied | written | set(extra)
+    assert all(content[name] == (model / name).read_bytes() for name in copied)
+    assert all(content[name] == extra[name] for name in extra)
+    sparse = {"format_version": 1, "sparsity": 0.5, "sidecar": "wisparse.safetensors"}
+    assert json.loads(content["config.json"]) == {
+        **{key: value for key, value in config.items() if key != "auto_map"},
+        "wisparse": sparse,
+    }
+    files = json.loads(content["wisparse.json"])["files"]
+    assert files == {
+        name: {"sha256": hashlib.sha256(data).hexdigest()} for name, data in content.items() if name != "wisparse.json"
+    }
+
+
+def test_same_bytes_whatever_the_layout_of_the_source(tmp_path: Path) -> None:
+    outs = []
+    for shards in (1, 3):
+        model = write_tiny_model(tmp_path / str(shards), shards=shards)
+        outs.append(_content(write_tiny_bundle(tmp_path / f"out{shards}", model, max_shard_size="5KB")))
+    assert outs[0] == outs[1]
+
+
+def test_dtype_is_told_in_the_config(model: Path, tmp_path: Path) -> None:
+    config = json.loads((write_tiny_bundle(tmp_path / "a", model, dtype="bfloat16") / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
+    (model / "config.json").write_text(json.dumps(tiny_config(dtype=..., torch_dtype="float32")))
+    config = json.loads((write_tiny_bundle(tmp_path / "b", model, dtype="float16") / "config.json").read_text())
+    assert config["torch_dtype"] == "float16"
+    assert "dtype" not in config
+
+
+def test_tied_embeddings_are_written_once(tmp_path: Path) -> None:
+    plain = write_tiny_model(tmp_path / "plain")
+    head = load_file(plain / "model.safetensors")["model.embed_tokens.weight"]
+    twice = write_tiny_model(tmp_path / "twice", add={"lm_head.weight": head.clone()})
+    assert _content(write_tiny_bundle(tmp_path / "a", twice)) == _content(write_tiny_bundle(tmp_path / "b", plain))
+    other = write_tiny_model(tmp_path / "other", add={"lm_head.weight": head + 1})
+    with pytest.raises(UnsupportedModelError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        write_tiny_bundle(tmp_path / "c", other)
+    assert not list(tmp_path.glob("c*"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_weights_that_are_not_finite(value: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    bad = torch.ones(16, dtype=dtype)
+    bad[7] = value
+    model = write_tiny_model(tmp_path / "model", dtype=dtype, add={"model.layers.1.input_layernorm.weight": bad})
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.input_layernorm\.weight: .* NaN or infinity"):
+        write_tiny_bundle(tmp_path / "out", model)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model"]
+
+
+def test_weights_beyond_float16(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", add={"model.norm.weight": torch.full((16,), 7e4)})
+    with pytest.raises(UnsupportedModelError, match=r"beyond float16's range; use bfloat16"):
+        write_tiny_bundle(tmp_path / "out", model, dtype="float16")
+
+
+def test_output_exists(model: Path, tmp_path: Path) -> None:
+    out = write_tiny_bundle(tmp_path / "out", model)
+    before = _content(out)
+    with pytest.raises(UsageError, match="already exists; choose another output folder or pass --overwrite"):
+        write_tiny_bundle(out, model)
+    assert _content(out) == before
+    write_tiny_bundle(out, model, dtype="float16", overwrite=True)
+    assert Bundle.open(out).checkpoint.tensor("model.norm.weight").dtype is torch.float16
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_overwrite_replaces_only_bundles(model: Path, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match="not a bundle, so --overwrite will not replace it"):
+        write_tiny_bundle(home, model, overwrite=True)
+    for out in (model, tmp_path):
+        with pytest.raises(UsageError, match="source model"):
+            check_output(out, True, source=model)
+    with pytest.raises(UsageError, match=r"kept for unfinished work"):
+        check_output(tmp_path / "x.partial", False)
+    with pytest.raises(UsageError, match="is not a folder"):
+        check_output(home / "thesis.tex" / "out", False)
+    check_output(tmp_path / "new" / "deep", False, source=model)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda m: m.pop("model.layers.0.mlp.up_proj"), "expected a recipe and a mask for each"),
+        (lambda m: m.update(x=next(iter(m.values()))), "expected a recipe and a mask for each"),
+        (lambda m: _set(m, channel_scale=torch.ones(15)), r"expected channel_scale \(16,\), found \(15,\)"),
+        (lambda m: _set(m, channel_scale=torch.ones(16).double()), "expected float32"),
+        (lambda m: _set(m, channel_scale=torch.zeros(16)), "expected finite positive values, found 0 to 0"),
+        (lambda m: _set(m, channel_scale=torch.full((16,), float("nan"))), "expected finite positive values"),
+        (lambda m: _set(m, channel_scale=torch.full((16,), 1e-40)), "expected finite positive values"),
+        (lambda m: _set(m, threshold=float("nan")), "threshold: expected a finite number"),
+        (lambda m: _set(m, threshold=float("inf")), "threshold: expected a finite number"),
+        (lambda m: _set(m, threshold=-1.0), "threshold: expected a finite number"),
+        (lambda m: _set(m, threshold=1e-40), "threshold: expected a finite number"),
+        (lambda m: _set(m, threshold=0.25), "threshold: the recipe says"),
+        (lambda m: _set(m, sparsity=0.96), r"sparsity: expected a number in \[0, 0\.95\]"),
+        (lambda m: _set(m, sparsity=0.0), "sparsity 0 means dense: expected threshold 0"),
+    ],
+)
+def test_masks_that_do_not_fit(change: Any, message: str, model: Path, tmp_path: Path) -> None:
+    source = Checkpoint.open(model)
+    masks = tiny_masks(source.config)
+    recipe = tiny_recipe(source.config, masks)
+    change(masks)
+    with pytest.raises(UsageError, match=message):
+        write_bundle(source, recipe, masks, tmp_path / "out")
+    assert not list(tmp_path.glob("out*"))
+
+
+def _set(masks: dict[str, ProjectionMask], **changes: Any) -> None:
+    name = "model.layers.1.self_attn.q_proj"
+    masks[name] = dataclasses.replace(masks[name], **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sparsity": 0.96}, r"sparsity: expected a number in \[0, 0\.95\]"),
+        ({"block_sparsities": (0.5,)}, "block_sparsities: expected 2 values, found 1"),
+        ({"search": {"loss": float("nan")}}, "expected JSON values only"),
+        ({"search": {"path": Path()}}, "expected JSON values only"),
+    ],
+)
+def test_recipe_that_does_not_fit(changes: dict, message: str, model: Path, tmp_path: Path) -> None:
+    source = Checkpoint.open(model)
+    masks = tiny_masks(source.config)
+    with pytest.raises(UsageError, match=message):
+        write_bundle(source, tiny_recipe(source.config, masks, **changes), masks, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["config.json", "wisparse.json", "../x", "/x", "a/b/c", ".hidden", "a\nb", ""])
+def test_extra_files_that_do_not_fit(name: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be added to a bundle"):
+        write_tiny_bundle(tmp_path / "out", model, extra_files={name: b""})
+
+
+def test_sizes(model: Path, tmp_path: Path) -> None:
+    assert [parse_size(size) for size in ("5GB", "1.5 kb", "2MiB", 7)] == [5_000_000_000, 1500, 2 << 20, 7]
+    for size in ("0", "", "-1", "5 apples", "GB"):
+        with pytest.raises(UsageError, match="max_shard_size"):
+            parse_size(size)
+    with pytest.raises(UsageError, match="dtype: expected auto"):
+        write_tiny_bundle(tmp_path / "out", model, dtype="int8")
+    written = sum(map(len, _content(write_tiny_bundle(tmp_path / "out", model)).values()))
+    assert written <= estimate_bytes(Checkpoint.open(model)) <= written + (2 << 20)
+
+
+def _fail_after(monkeypatch: pytest.MonkeyPatch, pieces: int, error: BaseException) -> None:
+    """The n-th piece handed to the disk fails."""
+    plain, left = write_room._write_all, iter(range(pieces))
+
+    def write_all(file: Any, piece: Any) -> None:
+        if next(left, None) is None:
+            raise error
+        plain(file, piece)
+
+    monkeypatch.setattr(write_room, "_write_all", write_all)
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 9, 21, 24, 29])
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), ResourceError),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), ResourceError),
+        (OSError(errno.EIO, "Input/output error"), ResourceError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (MemoryError(), MemoryError),
+    ],
+)
+def test_failure_leaves_nothing(
+    pieces: int, error: BaseException, expected: type, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = write_tiny_bundle(tmp_path / "out", model)
+    before = _content(out)
+    _fail_after(monkeypatch, pieces, error)
+    for folder, overwrite in ((tmp_path / "new", False), (out, True)):
+        with pytest.raises(expected):
+            write_tiny_bundle(folder, model, overwrite=overwrite)
+        _fail_after(monkeypatch, 0, error)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "out"]
+    assert _content(out) == before
+
+
+def test_failed_swap_puts_the_old_bundle_back(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = write_tiny_bundle(tmp_path / "out", model)
+    plain = os.rename
+
+    def rename(source: Any, target: Any) -> None:
+        if str(source).endswith(".partial"):
+            raise KeyboardInterrupt
+        plain(source, target)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with pytest.raises(KeyboardInterrupt):
+        write_tiny_bundle(out, model, dtype="float16", overwrite=True)
+    assert Bundle.open(out).checkpoint.tensor("model.norm.weight").dtype is torch.float32
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "out"]
+
+
+def test_too_little_room_is_seen_before_any_work(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 1000))
+    with pytest.raises(ResourceError, match=r"expected [\d,]+ bytes of free disk, found 1,000"):
+        write_tiny_bundle(tmp_path / "out", model)
+    assert not list(tmp_path.glob("out*"))
+
+
+WRITE = """
+import sys, time, resource
+sys.path.insert(0, {tests!r})
+from pathlib import Path
+from tiny_bundle import write_tiny_bundle
+from wisparse.formats import write
+{setup}
+write_tiny_bundle(Path({out!r}), Path({model!r}))
+"""
+
+
+def _run(setup: str, model: Path, out: Path) -> subprocess.Popen[str]:
+    script = WRITE.format(tests=str(Path(__file__).parent), setup=setup, out=str(out), model=str(model))
+    return subprocess.Popen([sys.executable, "-c", script], text=True, stderr=subprocess.PIPE)
+
+
+def test_disk_really_full(model: Path, tmp_path: Path) -> None:
+    """The kernel refuses the write: a limit on the size of files needs no small disk and no rights."""
+    process = _run("resource.setrlimit(resource.RLIMIT_FSIZE, (9000, 9000))", model, tmp_path / "out")
+    _, stderr = process.communicate(timeout=60)
+    assert "ResourceError" in stderr.splitlines()[-1]
+    assert "the disk is full (File too large)" in stderr
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("file", ["model-00001-of-00001.safetensors", "wisparse.safetensors", "wisparse.json"])
+def test_killed_while_writing(file: str, model: Path, tmp_path: Path) -> None:
+    out, partial = tmp_path / "out", tmp_path / "out.partial"
+    setup = f"""
+plain = write._write_all
+def slow(file, piece):
+    plain(file, piece)
+    if file.name.endswith({file!r}):
+        print("here", file=sys.stderr, flush=True)
+        time.sleep(60)
+write._write_all = slow
+"""
+    process = _run(setup, model, out)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "here\n"
+    # While it lives, nobody else may write there.
+    with pytest.raises(UsageError, match="another conversion is writing there"):
+        write_tiny_bundle(out, model)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not out.exists()
+    assert (partial / file).exists()
+    for folder in (out, partial):
+        with pytest.raises(Exception, match=r"unfinished conversion|expected a folder") as caught:
+            Bundle.open(folder)
+        assert caught.type.__name__ in ("BundleError", "AccessError")
+    write_tiny_bundle(out, model)
+    verify_bundle(out)
+    assert not partial.exists()
+
+
+def test_damage_on_the_way_to_disk_is_seen_before_the_rename(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = write_room._write_all
+
+    def flip(file: Any, piece: Any) -> None:
+        damaged = bytearray(piece)
+        damaged[-1] ^= 1
+        plain(file, damaged if file.name.endswith("of-00001.safetensors") else piece)
+
+    monkeypatch.setattr(write_room, "_write_all", flip)
+    with pytest.raises((BundleError, ResourceError)):
+        write_tiny_bundle(tmp_path / "out", model)
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.slow
+def test_memory_while_writing_is_not_the_model(tmp_path: Path) -> None:
+    config = tiny_config(hidden_size=512, vocab_size=200_000)
+    model = write_tiny_model(tmp_path / "model", config, dtype=torch.float16)
+    assert Checkpoint.open(model).nbytes > 200e6
+    measure = """
+import atexit
+write.Checkpoint  # everything is imported before the measurement
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before, file=sys.stderr))
+"""
+    _, stderr = _run(measure, model, tmp_path / "out").communicate(timeout=120)
+    assert int(stderr.split()[-1]) < 120e3, stderr
