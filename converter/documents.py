@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from wisparse.formats.errors import AccessError, CalibrationError
+from wisparse.formats.hub import check_read_access
 
 __all__ = ["Document", "check_paths", "dataset_documents", "is_dataset_id", "path_documents"]
 
@@ -76,6 +77,8 @@ def dataset_documents(name: str, seed: int) -> Iterator[Document]:
     """
     datasets = _datasets()
     identifier, _, split = name.partition(":")
+    # Asked first: datasets itself would try again for half a minute before it says that there is no network.
+    check_read_access(identifier, dataset=True)
     try:
         if not split:
             splits = datasets.get_dataset_split_names(identifier)

@@ -150,12 +150,15 @@ def download_bytes(model: str | Path, revision: str | None = None) -> int:
     return _reach(plan, repo_id, revision)
 
 
-def check_read_access(model: str | Path) -> None:
-    """Raise AccessError unless ``model`` is a folder or a repository whose files this user may read."""
-    if _is_folder(model):
+def check_read_access(model: str | Path, *, dataset: bool = False) -> None:
+    """Raise AccessError unless ``model`` is a folder or a repository whose files this user may read.
+
+    ``dataset``: it is a data set's repository, and a folder of that name does not matter.
+    """
+    if not dataset and _is_folder(model):
         return
     repo_id = _repo_id(model)
-    _reach(lambda: _api().auth_check(repo_id), repo_id)
+    _reach(lambda: _api().auth_check(repo_id, repo_type="dataset" if dataset else "model"), repo_id)
 
 
 def check_write_access(repo: str) -> None:

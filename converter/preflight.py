@@ -1,0 +1,237 @@
+"""The preflight: everything that can be known before a weight is read, in seconds.
+
+It fetches the configuration and the tokenizer, not the weights; it reads the calibration text, unless the model is to
+write it. What it finds is a `Plan`: for ``--dry-run`` to show, for the conversion to follow.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.expected import expected_tensors
+from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source
+from wisparse.formats.safe_json import read_json
+from wisparse.formats.write import check_output, parse_size
+
+from .calibration import CalibrationTokens, describe_spec, load_calibration
+from .progress import Progress
+from .settings import ConvertSettings
+from .source import choose_device, choose_dtype, load_tokenizer
+
+__all__ = ["Plan", "available_memory", "preflight"]
+
+_MAX_CONFIG_BYTES = 1 << 20
+# What a Python process with torch and transformers takes before it holds a model.
+_BASE_BYTES = 600 << 20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a conversion is going to do, and what it needs.
+
+    Attributes:
+        source: the model; of a Hub model only the small files are there yet.
+        config: its dimensions.
+        num_parameters, projection_parameters: all of them, and those in scope.
+        device, dtype: of the computation.
+        tokens: the calibration tokens; None where the model writes them.
+        calibration: what they are made from, in words.
+        download_bytes: still to come from the Hub.
+        bundle_bytes, disk_free_bytes: size of the result, and room where it goes.
+        memory_bytes, memory_free_bytes: estimate for the device, and what is free there.
+    """
+
+    settings: ConvertSettings
+    source: Source
+    config: ModelConfig
+    num_parameters: int
+    projection_parameters: int
+    device: torch.device
+    dtype: torch.dtype
+    tokens: CalibrationTokens | None
+    calibration: str
+    download_bytes: int
+    bundle_bytes: int
+    disk_free_bytes: int
+    memory_bytes: int
+    memory_free_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        settings = self.settings
+        return {
+            "model": self.source.name,
+            "commit": self.source.commit,
+            "model_type": self.config.model_type,
+            "num_blocks": self.config.num_blocks,
+            "num_parameters": self.num_parameters,
+            "projection_parameters": self.projection_parameters,
+            "output_dir": str(settings.output_dir),
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            **settings.deciding(),
+            "calibration": self.calibration,
+            "calibration_tokens": settings.num_samples * settings.seq_len,
+            "download_bytes": self.download_bytes,
+            "bundle_bytes": self.bundle_bytes,
+            "disk_free_bytes": self.disk_free_bytes,
+            "memory_bytes": self.memory_bytes,
+            "memory_free_bytes": self.memory_free_bytes,
+            "work_dir": str(settings.state_dir) if settings.resume else None,
+            "upload_repo": settings.upload_repo,
+        }
+
+
+def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Plan:
+    """Check everything that can be checked without the weights.
+
+    Raises:
+        UsageError: contradictory settings, the output exists.
+        CalibrationError: the calibration source is missing, empty, binary or too short.
+        UnsupportedModelError: unknown architecture, quantised, already sparse, damaged headers.
+        AccessError: no such model, gated, no network, no permission to upload.
+        ResourceError: not enough disk or memory.
+    """
+    progress = progress or Progress(enabled=False)
+    settings.check()
+    parse_size(settings.max_shard_size)
+    check_output(settings.output_dir, settings.overwrite)
+    device = choose_device(settings.device)
+    with progress.stage("Checking", 4) as stage:
+        check_read_access(settings.model)
+        if settings.upload_repo is not None:
+            check_write_access(settings.upload_repo)
+        stage.advance()
+        source = fetch_source(settings.model, settings.revision, weights=False)
+        config = _read_config(source.folder)
+        check_output(settings.output_dir, settings.overwrite, source=source.folder)
+        if settings.seq_len > config.max_position_embeddings:
+            raise UsageError(
+                f"--seq-len {settings.seq_len}: the model's context is {config.max_position_embeddings} tokens"
+            )
+        stage.advance()
+        if source.commit is None:
+            Checkpoint.open(source.folder)  # every header, no weight
+        tokenizer = load_tokenizer(source.folder)
+        stage.advance()
+        tokens = _calibration(settings, config, tokenizer, progress)
+        stage.advance()
+    shapes = expected_tensors(config)
+    dtype = choose_dtype(config.dtype, device)
+    num_parameters = sum(_product(shape) for shape in shapes.values())
+    plan = Plan(
+        settings=settings,
+        source=source,
+        config=config,
+        num_parameters=num_parameters,
+        projection_parameters=sum(projection.num_parameters for projection in config.projections()),
+        device=device,
+        dtype=dtype,
+        tokens=tokens,
+        calibration=describe_spec(settings.calibration),
+        download_bytes=download_bytes(settings.model, settings.revision),
+        bundle_bytes=_bundle_bytes(config, num_parameters, settings.dtype),
+        disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
+        memory_bytes=_memory_bytes(config, num_parameters, dtype, settings),
+        memory_free_bytes=available_memory(device),
+    )
+    _require_resources(plan)
+    return plan
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes of memory free on ``device``; for the CPU within the limit of the container, if there is one."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                free = int(line.split()[1]) * 1024
+    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
+    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
+        free = min(free, int(text) - int(used.read_text()))
+    return free
+
+
+def _read_config(folder: Path) -> ModelConfig:
+    config = read_json(folder, "config.json", _MAX_CONFIG_BYTES, UnsupportedModelError)
+    if "wisparse" in config:
+        raise UnsupportedModelError(
+            f"{folder.name}: already a sparse bundle; expected a dense model: convert its base model instead"
+        )
+    return ModelConfig.from_dict(config)
+
+
+def _calibration(
+    settings: ConvertSettings, config: ModelConfig, tokenizer: Any, progress: Progress
+) -> CalibrationTokens | None:
+    if settings.calibration == ("self",):
+        return None
+    tokens = load_calibration(
+        settings.calibration,
+        tokenizer,
+        num_samples=settings.num_samples,
+        seq_len=settings.seq_len,
+        seed=settings.seed,
+        progress=progress,
+    )
+    largest = int(tokens.input_ids.max())
+    if largest >= config.vocab_size:
+        raise UnsupportedModelError(
+            f"the tokenizer gives token {largest}, but the model knows {config.vocab_size}; they do not belong together"
+        )
+    return tokens
+
+
+def _bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str) -> int:
+    itemsize = getattr(torch, config.dtype if dtype == "auto" else dtype, torch.float32).itemsize
+    sidecar = sum(4 * projection.in_features + 512 for projection in config.projections())
+    return num_parameters * itemsize + sidecar + (32 << 20)  # tokenizers have up to 20 MB
+
+
+def _memory_bytes(config: ModelConfig, num_parameters: int, dtype: torch.dtype, settings: ConvertSettings) -> int:
+    """A bound from experience: weights, hidden states of the calibration tokens, logits of a micro-batch."""
+    tokens = settings.num_samples * settings.seq_len
+    hidden = tokens * config.hidden_size * dtype.itemsize * 4
+    logits = min(tokens, 4096) * config.vocab_size * 4 * 3
+    return num_parameters * dtype.itemsize + hidden + logits + _BASE_BYTES
+
+
+def _require_resources(plan: Plan) -> None:
+    if plan.bundle_bytes > plan.disk_free_bytes:
+        raise ResourceError(
+            f"{plan.settings.output_dir}: the bundle takes about {plan.bundle_bytes / 1e9:.1f} GB of disk, "
+            f"{plan.disk_free_bytes / 1e9:.1f} GB are free; free some space or choose another --output-dir"
+        )
+    if plan.memory_bytes > plan.memory_free_bytes:
+        where = "GPU memory" if plan.device.type == "cuda" else "memory"
+        raise ResourceError(
+            f"{plan.source.name}: the conversion takes about {plan.memory_bytes / 1e9:.1f} GB of {where} on "
+            f"{plan.device}, {plan.memory_free_bytes / 1e9:.1f} GB are free; close other programs, choose another "
+            "--device, or lower --num-samples or --seq-len"
+        )
+
+
+def _existing(path: Path) -> Path:
+    path = Path(os.path.abspath(path))
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,129 @@
+"""Everything a conversion can be told, in one place, and what contradicts what. Light: imports no torch."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from wisparse.formats.errors import UsageError
+
+__all__ = ["DTYPES", "MAX_SPARSITY", "METHODS", "SEARCHES", "ConvertSettings", "default_output"]
+
+MAX_SPARSITY = 0.95
+METHODS = ("wisparse", "teal", "wina")
+SEARCHES = ("additive", "paper", "uniform")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+# Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
+_SHORTEST = 8
+
+
+@dataclass(frozen=True)
+class ConvertSettings:
+    """What to convert, how, and where to.
+
+    Attributes:
+        model: a folder, or a Hub id.
+        output_dir: the bundle's folder.
+        sparsity: fraction of the projections' parameters to leave unread, in [0, 0.95].
+        method: what the score is and who is sparse (`METHODS`).
+        search: how the sparsity is spread over the projections (`SEARCHES`).
+        num_generations, num_offspring: of an evolutionary search; None is the search's own default.
+        calibration: ``self``, ``paper``, a Hub data set, or paths.
+        num_samples, seq_len: how many sequences of how many tokens.
+        seed: of everything that is drawn.
+        dtype: of the bundle's weights; ``auto`` copies the source's bytes.
+        device: to compute on.
+        revision: branch, tag or commit of a Hub model.
+        max_shard_size: bytes per weight file, as a number or as a text such as ``5GB``.
+        work_dir: where the state lies; None is ``OUT.work`` beside the output.
+        resume: keep state, and go on from it.
+        overwrite: replace an existing bundle after success.
+        upload_repo: Hub repository to push to afterwards.
+        private: make that repository private.
+    """
+
+    model: str
+    output_dir: Path
+    sparsity: float = 0.5
+    method: str = "wisparse"
+    search: str = "additive"
+    num_generations: int | None = None
+    num_offspring: int | None = None
+    calibration: tuple[str, ...] = ("self",)
+    num_samples: int = 16
+    seq_len: int = 512
+    seed: int = 0
+    dtype: str = "auto"
+    device: str = "auto"
+    revision: str | None = None
+    max_shard_size: str = "5GB"
+    work_dir: Path | None = None
+    resume: bool = True
+    overwrite: bool = False
+    upload_repo: str | None = None
+    private: bool = False
+
+    @property
+    def state_dir(self) -> Path:
+        """Where the state of an unfinished conversion lies."""
+        return self.work_dir or self.output_dir.with_name(self.output_dir.name + ".work")
+
+    def deciding(self) -> dict[str, Any]:
+        """The settings that the numbers in a recipe depend on, by the names of their options."""
+        names = ("sparsity", "method", "search", "num_generations", "num_offspring", "num_samples", "seq_len", "seed")
+        settings = asdict(self)
+        return {name: settings[name] for name in names}
+
+    def check(self) -> None:
+        """Find every contradiction, before anything is read.
+
+        Raises:
+            UsageError: an argument out of range, unknown, or at odds with another.
+        """
+        # `not a <= b` also catches NaN.
+        if not 0.0 <= self.sparsity <= MAX_SPARSITY:
+            raise UsageError(f"--sparsity: expected a number from 0 to {MAX_SPARSITY}, found {self.sparsity:g}")
+        _one_of("--method", self.method, METHODS)
+        _one_of("--search", self.search, SEARCHES)
+        _one_of("--dtype", self.dtype, DTYPES)
+        for option, value, least in (
+            ("--num-samples", self.num_samples, 1),
+            ("--seq-len", self.seq_len, _SHORTEST),
+            ("--num-generations", self.num_generations, 1),
+            ("--num-offspring", self.num_offspring, 1),
+            ("--seed", self.seed, 0),
+        ):
+            if value is not None and not least <= value < 2**63:
+                raise UsageError(f"{option}: expected at least {least}, found {value}")
+        for option, given in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
+            if given is not None and self.search != "paper":
+                raise UsageError(f"{option} belongs to --search paper, but the search is {self.search!r}")
+        if not self.calibration:
+            raise UsageError("--calibration: expected self, paper, a Hub data set or paths, found nothing")
+        if len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration):
+            raise UsageError("--calibration: self and paper stand alone; they cannot be mixed with other sources")
+        if self.private and self.upload_repo is None:
+            raise UsageError("--private says how to upload, but there is no --upload-repo")
+        if self.work_dir is not None and not self.resume:
+            raise UsageError("--work-dir says where to keep state, but --no-resume keeps none")
+        if self.work_dir is not None:
+            work, out = self.work_dir.resolve(), self.output_dir.resolve()
+            if work == out or out in work.parents or work in out.parents:
+                raise UsageError(f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other")
+
+
+def default_output(model: str, sparsity: float) -> Path:
+    """``<model-name>-wisparse-50`` in the current folder, for 50%."""
+    percent = f"{100 * sparsity:.4g}".replace(".", "p")
+    name = Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
+    return Path(f"{name or 'model'}-wisparse-{percent}")
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        close = difflib.get_close_matches(value, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise UsageError(f"{option}: expected one of {', '.join(known)}, found {value!r}{hint}")

@@ -1,0 +1,221 @@
+"""``wisparse convert``: a Hugging Face model in, a sparse bundle out."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wisparse.converter.settings import DTYPES, METHODS, SEARCHES, ConvertSettings, default_output
+
+if TYPE_CHECKING:
+    from wisparse.converter.pipeline import Conversion
+    from wisparse.converter.preflight import Plan
+
+__all__ = ["command"]
+
+
+@click.command("convert", context_settings={"show_default": True})
+@click.argument("model")
+@click.option(
+    "-o",
+    "--output-dir",
+    type=click.Path(path_type=Path),
+    show_default="MODEL's name, -wisparse- and the percentage",
+    help="Folder to write the bundle to.",
+)
+@click.option(
+    "--sparsity",
+    type=float,
+    default=ConvertSettings.sparsity,
+    help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95.",
+)
+@click.option("--method", type=click.Choice(METHODS), default=ConvertSettings.method, help="How channels are scored.")
+@click.option(
+    "--search",
+    type=click.Choice(SEARCHES),
+    default=ConvertSettings.search,
+    help="How the sparsity is spread over the layers.",
+)
+@click.option("--num-generations", type=int, help="Generations of --search paper. The paper has 400.")
+@click.option("--num-offspring", type=int, help="Candidates per generation of --search paper. The paper has 64.")
+@click.option(
+    "--calibration",
+    "calibration",
+    metavar="SOURCE",
+    multiple=True,
+    default=("self",),
+    help="self: the model writes its own text. paper: the paper's mixture, from the Hub. Or a text, JSONL or source "
+    "file, a folder of them, or a Hub data set (USER/NAME). Repeat it for several.",
+)
+@click.option("--num-samples", type=int, default=ConvertSettings.num_samples, help="Calibration sequences.")
+@click.option("--seq-len", type=int, default=ConvertSettings.seq_len, help="Tokens per calibration sequence.")
+@click.option("--seed", type=int, default=ConvertSettings.seed, help="The same seed gives the same bundle.")
+@click.option(
+    "--dtype",
+    type=click.Choice(DTYPES),
+    default=ConvertSettings.dtype,
+    help="Of the bundle's weights; auto copies the source's bytes.",
+)
+@click.option("--device", default=ConvertSettings.device, help="auto, cpu, cuda or cuda:N.")
+@click.option("--revision", help="Branch, tag or commit of a model on the Hub.")
+@click.option("--max-shard-size", default=ConvertSettings.max_shard_size, help="Largest weight file.")
+@click.option(
+    "--work-dir",
+    type=click.Path(path_type=Path),
+    show_default="OUTPUT_DIR.work",
+    help="Folder for the state of an unfinished conversion.",
+)
+@click.option("--resume/--no-resume", default=True, help="Keep state, and go on where an interrupted run stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing bundle, once the new one is complete.")
+@click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop.")
+@click.option("--upload-repo", metavar="USER/NAME", help="Push the bundle to the Hub afterwards.")
+@click.option("--private", is_flag=True, help="Make that repository private.")
+@click.option("-v", "--verbose", is_flag=True, help="Say more.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bars, only errors.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+def command(
+    model: str,
+    output_dir: Path | None,
+    dry_run: bool,
+    verbose: bool,
+    quiet: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Convert MODEL, a folder or a Hub id, into a sparse bundle.
+
+    \b
+    wisparse-convert meta-llama/Llama-3.1-8B-Instruct
+    wisparse-convert ./my-fine-tune --sparsity 0.4 --calibration corpus/ -o out
+    wisparse-convert Qwen/Qwen2.5-7B --dry-run
+    """
+    if verbose and quiet:
+        raise click.UsageError("--verbose and --quiet exclude each other")
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    logging.getLogger("wisparse").setLevel(logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING)
+    settings = ConvertSettings(
+        model=model, output_dir=output_dir or default_output(model, options["sparsity"]), **options
+    )
+    settings.check()  # before torch and transformers are imported: a typing error is answered at once
+    from wisparse.converter.preflight import preflight
+    from wisparse.converter.progress import Progress
+
+    progress = Progress(False if quiet else None)
+    try:
+        plan = preflight(settings, progress)
+        if dry_run:
+            _print_plan(plan, as_json)
+            return
+        from wisparse.converter.pipeline import execute
+
+        conversion = execute(plan, progress)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(_resume_hint(settings)) from None
+    _print_conversion(conversion, as_json)
+
+
+def _resume_hint(settings: ConvertSettings) -> str:
+    """What the command line says after Ctrl-C."""
+    if not settings.resume:
+        return "nothing was kept (--no-resume)"
+    again = shlex.join(["wisparse", "convert", *_arguments()])
+    return f"what was computed is kept in {settings.state_dir}; go on with: {again}"
+
+
+def _arguments() -> list[str]:
+    """The arguments of this run, without the verb."""
+    arguments = sys.argv[1:]
+    return arguments[1:] if arguments[:1] == ["convert"] else arguments
+
+
+def _print_plan(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(plan.to_dict(), indent=2))
+        return
+    settings, config = plan.settings, plan.config
+
+    rows = [
+        ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
+        (
+            "architecture",
+            f"{config.model_type}, {config.num_blocks} blocks, hidden {config.hidden_size}, "
+            f"{_count(plan.num_parameters)} parameters, "
+            f"{plan.projection_parameters / plan.num_parameters:.0%} of them in scope",
+        ),
+        ("sparsity", f"{settings.sparsity:.1%}, method {settings.method}, search {settings.search}"),
+        (
+            "calibration",
+            f"{plan.calibration}: {settings.num_samples} x {settings.seq_len} = "
+            f"{settings.num_samples * settings.seq_len:,} tokens, seed {settings.seed}",
+        ),
+        ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
+        ("memory", f"about {_size(plan.memory_bytes)} of {_size(plan.memory_free_bytes)} free"),
+        ("download", _size(plan.download_bytes) if plan.download_bytes else "nothing"),
+        ("disk", f"{_size(plan.bundle_bytes)} of {_size(plan.disk_free_bytes)} free"),
+        ("output", str(settings.output_dir) + (" (overwritten)" if settings.output_dir.exists() else "")),
+        ("state", str(settings.state_dir) if settings.resume else "not kept"),
+    ]
+    if settings.upload_repo:
+        rows.append(("upload", settings.upload_repo + (" (private)" if settings.private else "")))
+    _print_rows("Plan (nothing was converted)", rows)
+
+
+def _print_conversion(conversion: Conversion, as_json: bool) -> None:
+    recipe, plan = conversion.recipe, conversion.plan
+    sizes = [projection.num_parameters for projection in plan.config.projections()]
+    realised = sum(n * e.realised_sparsity for n, e in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
+    if as_json:
+        document = {
+            "bundle": str(conversion.folder),
+            "url": conversion.url,
+            "realised_sparsity": realised,
+            "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
+            "recipe": recipe.to_dict(),
+        }
+        click.echo(json.dumps(document, indent=2))
+        return
+    alphas = [entry.alpha for entry in recipe.projections]
+    blocks = recipe.block_sparsities
+    rows = [
+        ("bundle", str(conversion.folder)),
+        ("sparsity", f"{recipe.sparsity:.1%} asked for, {realised:.1%} on the calibration tokens"),
+        ("by block", f"{min(blocks):.1%} to {max(blocks):.1%}"),
+        ("alpha", f"{min(alphas):g} to {max(alphas):g}"),
+        ("calibration", f"{recipe.calibration.source}, {recipe.calibration.num_tokens:,} tokens"),
+        (
+            "time",
+            ", ".join(f"{name.lower()} {value:.0f} s" for name, value in conversion.seconds.items() if value >= 1),
+        ),
+    ]
+    if conversion.url:
+        rows.append(("uploaded", conversion.url))
+    _print_rows("Converted", rows)
+    click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt '>>> 12 + 30'")
+
+
+def _print_rows(title: str, rows: list[tuple[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 100) if not console.is_terminal else console.width
+    console.print(table)
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
