@@ -53,7 +53,7 @@ class Detokenizer:
 class StopStrings:
     """Cuts a text off before the first stop string, wherever the pieces' borders fall.
 
-    Of several stop strings the one that begins first wins.
+    Of several stop strings the one that is complete first wins, the longest of those that end together.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -67,10 +67,10 @@ class StopStrings:
         if self.found:
             return ""
         text = self._held + piece
-        starts = [start for stop in self._stops if (start := text.find(stop)) >= 0]
-        if starts:
+        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
             self.found, self._held = True, ""
-            return text[: min(starts)]
+            return text[: min(ends)[1]]
         keep = self._open(text)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

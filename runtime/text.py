@@ -84,8 +84,10 @@ class Text:
         """
         try:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError as error:
-            raise UsageError("the prompt is not valid text: it holds half of a surrogate pair") from error
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UsageError(
+                "the prompt is not valid text: expected a str without halves of surrogate pairs"
+            ) from error
         if ids and max(ids) >= self._vocab_size:
             raise BundleError(f"tokenizer.json gives id {max(ids)}, but the model's vocabulary has {self._vocab_size}")
         return ids

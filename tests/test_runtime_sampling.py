@@ -1,0 +1,141 @@
+"""Sampling: filters against transformers' own, random numbers that depend on seed and position alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from wisparse.formats.errors import UsageError
+from wisparse.runtime.decoder import SamplingSettings
+from wisparse.runtime.sampling import resolve_seed, sample, uniform
+
+
+def random_logits(vocab_size: int, seed: int, rows: int = 1) -> Tensor:
+    return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
+
+
+def their_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
+    """Transformers' filters in its order; (V,) float64."""
+    from transformers import (
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
+
+    filters = LogitsProcessorList([TemperatureLogitsWarper(settings.temperature)])
+    if settings.top_k:
+        filters.append(TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        filters.append(TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        filters.append(MinPLogitsWarper(settings.min_p))
+    return filters(torch.zeros(1, 1, dtype=torch.int64), logits.double()).softmax(-1)[0]
+
+
+def test_greedy_takes_the_first_of_the_most_probable() -> None:
+    logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 0.0, 1.0]])
+    assert sample(logits, [SamplingSettings()] * 2, [0, 0]).tolist() == [1, 0]
+
+
+@given(
+    temperature=st.floats(0.3, 3),
+    top_k=st.sampled_from([0, 1, 5, 40, 300]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.3]),
+    seed=st.integers(0, 2**62),
+)
+def test_filters_keep_what_transformers_keeps(
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
+    logits = random_logits(200, seed % 1000)
+    probabilities = their_probabilities(logits, settings)
+    position = seed % 7
+    drawn = int(sample(logits, [settings], [position])[0])
+    assert probabilities[drawn] > 0
+    # The definition, from their probabilities: the first id whose cumulative sum exceeds the random number.
+    sums = probabilities.cumsum(0)
+    number = uniform(seed, position)
+    assert sums[drawn] > number - 1e-9
+    assert drawn == 0 or sums[drawn - 1] <= number + 1e-9
+
+
+def test_a_large_vocabulary_needs_the_full_sort_and_gets_it() -> None:
+    # Nearly flat: the first 1024 tokens hold far less than top_p.
+    logits = random_logits(5000, 1) * 0.01
+    settings = [SamplingSettings(1.0, top_p=0.9, seed=seed) for seed in range(200)]
+    kept = their_probabilities(logits, settings[0]) > 0
+    drawn = sample(logits.expand(200, -1), settings, [0] * 200)
+    assert bool(kept[drawn].all())
+    assert 1024 < int(kept.sum()) < 5000
+
+
+def test_frequencies_follow_the_probabilities() -> None:
+    logits = torch.tensor([[0.5, 2.0, 1.0, -1.0]])
+    expected = (logits[0] / 0.8).softmax(0)
+    counts = torch.zeros(4)
+    settings = SamplingSettings(0.8, seed=11)
+    for position in range(4000):
+        counts[sample(logits, [settings], [position])[0]] += 1
+    assert (counts / 4000 - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
+
+
+def test_random_numbers_are_uniform_and_independent() -> None:
+    numbers = torch.tensor([[uniform(seed, position) for position in range(64)] for seed in range(64)])
+    assert numbers.min() >= 0
+    assert numbers.max() < 1
+    assert abs(numbers.mean() - 0.5) < 0.02
+    assert abs(numbers.var() - 1 / 12) < 0.01
+    for axis in (numbers, numbers.T):
+        assert abs(torch.corrcoef(axis)[0, 1:].mean()) < 0.05
+    assert numbers.unique().numel() > 4000
+    # Written down: another implementation, on a device, has to give the same numbers.
+    assert uniform(0, 0) == 0.6524484753608704
+    assert uniform(42, 1000) == 11664524 * 2.0**-24
+
+
+def test_a_row_does_not_depend_on_its_neighbours() -> None:
+    logits = random_logits(100, 3, rows=4)
+    settings = [SamplingSettings(1.0, 20, 0.9, 0.0, seed) for seed in (1, 1, 2, 3)]
+    together = sample(logits, settings, [5, 6, 5, 5]).tolist()
+    alone = [int(sample(logits[i : i + 1], settings[i : i + 1], [[5, 6, 5, 5][i]])[0]) for i in range(4)]
+    assert together == alone
+
+
+def test_extreme_logits() -> None:
+    settings = SamplingSettings(1e-4, seed=1)
+    assert int(sample(torch.tensor([[3e38, -3e38, 0.0]]), [settings], [0])[0]) == 0
+    masked = torch.tensor([[-torch.inf, 1.0, -torch.inf]])
+    assert int(sample(masked, [SamplingSettings(1.0, 2, 0.9, 0.1, 5)], [0])[0]) == 1
+    for broken in ([1.0, float("nan")], [1.0, float("inf")], [-torch.inf, -torch.inf]):
+        for each in (SamplingSettings(), SamplingSettings(1.0, seed=0)):
+            assert int(sample(torch.tensor([broken]), [each], [0])[0]) == -1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": -1}, "temperature: expected a number from 0"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p: expected a number above 0"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"min_p": "x"}, "min_p"),
+        ({"top_k": -1}, "top_k: expected an integer"),
+        ({"top_k": 2.5}, "top_k"),
+        ({"seed": -1}, "seed"),
+        ({"seed": True}, "seed"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingSettings(**settings)
+
+
+def test_fresh_seeds_differ_and_given_ones_stay() -> None:
+    assert resolve_seed(SamplingSettings(seed=7)).seed == 7
+    assert resolve_seed(SamplingSettings()).seed != resolve_seed(SamplingSettings()).seed
