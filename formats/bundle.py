@@ -47,8 +47,9 @@ SMALL_FILES: Mapping[str, int] = {
     "chat_template.jinja": MAX_CONFIG_BYTES,
     "chat_template.json": MAX_CONFIG_BYTES,
 }
-_MAX_SIDECAR_BYTES = 256 << 20
-_LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: _MAX_SIDECAR_BYTES}
+# Of any file but the weights.
+MAX_FILE_BYTES = 256 << 20
+_LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: MAX_FILE_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _MAX_MANIFEST_BYTES = 32 << 20
 _MAX_FILES = 10_000
