@@ -1,0 +1,197 @@
+"""``wisparse generate`` and ``wisparse chat``, as a user runs them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bundle_maker import make_bundle
+
+import wisparse
+from wisparse.cli import main
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("commands") / "bundle", 0.4)
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of ``wisparse ARGS``."""
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(arg) for arg in args])
+    out, err = capsys.readouterr()
+    return int(exit_info.value.code or 0), out, err
+
+
+def test_generate_prints_the_text_and_a_footer(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(
+        capsys, "generate", bundle, "--prompt", ">>> 12 + 30", "--max-new-tokens", 20, "--backend", "torch"
+    )
+    expected = wisparse.load(bundle, backend="torch").generate(">>> 12 + 30", max_new_tokens=20)
+    assert code == 0
+    assert out == expected.text + "\n"
+    for part in (
+        "prompt 4 tokens",
+        "generation 20 tokens",
+        "tok/s",
+        "peak memory",
+        "realised sparsity",
+        "torch on cpu",
+    ):
+        assert part in err
+    assert len(err.splitlines()) == 1
+
+
+def test_generate_as_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5)
+    command = ("generate", bundle, "--prompt", "def f(", "--max-new-tokens", 9, "--json", *settings)
+    code, out, _ = call(capsys, *command)
+    document = json.loads(out)
+    assert code == 0
+    assert document["seed"] == 5
+    assert document["prompt_tokens"] == 3
+    assert len(document["token_ids"]) == 9
+    assert 0 < document["realised_sparsity"] < 1
+    assert document["finish_reason"] == "length"
+    assert json.loads(call(capsys, *command)[1])["text"] == document["text"]
+
+
+def test_generate_reads_a_pipe(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    direct = call(capsys, "generate", bundle, "--prompt", "x = 1\n", "--max-new-tokens", 5)[1]
+    for option in ([], ["--prompt", "-"]):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("x = 1\n"))
+        assert call(capsys, "generate", bundle, "--max-new-tokens", 5, *option)[1] == direct
+
+
+def test_the_chat_template_on_request(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def tokens(*options: object) -> int:
+        _, out, _ = call(capsys, "generate", bundle, "--prompt", "x = 1", "--json", "--max-new-tokens", 1, *options)
+        return json.loads(out)["prompt_tokens"]
+
+    plain = tokens()
+    assert tokens("--ignore-chat-template") == plain
+    assert tokens("--chat-template") == plain + 2
+    assert tokens("--system-prompt", "Be brief.") > plain + 2
+
+
+def test_stop_and_prefill(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = call(capsys, "generate", bundle, "--prompt", ">>> 12 + 30\n", "--stop", ">>>", "--prefill", "all")
+    assert ">>>" not in out
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--prompt", "x = 1\n" * 2000), 2, "the context holds 2048"),
+        (("--prompt", "x", "--max-seq-len", 5000), 2, "max_seq_len"),
+        (("--prompt", "x", "--top-p", 0), 2, "top-p"),
+        (("--prompt", "x", "--device", "cuda:77"), 2, "torch sees"),
+        (("--prompt", "x", "--backend", "triton", "--device", "cpu"), 2, "triton cannot run on cpu"),
+        (("--prompt", ""), 2, "no tokens"),
+    ],
+)
+def test_generate_refuses_in_one_sentence(
+    bundle: Path, capsys: pytest.CaptureFixture[str], options: tuple[object, ...], code: int, message: str
+) -> None:
+    found, out, err = call(capsys, "generate", bundle, *options)
+    assert found == code
+    assert out == ""
+    assert message in err
+    assert "Traceback" not in err
+
+
+def test_generate_from_what_is_no_bundle(
+    example_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(capsys, "generate", tmp_path / "nowhere", "--prompt", "x")[0] == 4
+    code, _, err = call(capsys, "generate", example_model, "--prompt", "x")
+    assert code == 6
+    assert "not a bundle" in err
+
+
+def test_chat_keeps_and_forgets_the_conversation(
+    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def chat(text: str, *options: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        return call(capsys, "chat", bundle, "--max-new-tokens", 4, *options)
+
+    code, out, err = chat("one\n\ntwo\n/reset\none\n/exit\nnever\n")
+    assert code == 0
+    answers = [line for line in err.splitlines() if line.startswith("prompt ")]
+    first, second, third = (int(line.split()[1]) for line in answers)
+    assert first == third < second
+    assert "forgotten" in err
+    assert "never" not in out
+    # A conversation that outgrows the context is no end of the program.
+    code, _, err = chat(f"{'x ' * 60}\none\n", "--max-seq-len", 32)
+    assert code == 0
+    assert "/reset" in err.splitlines()[1]
+    assert err.count("prompt ") >= 1
+    assert chat("one\n", "--system-prompt", "Be brief.")[0] == 0
+
+
+def start(*args: object) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "wisparse", *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_an_interrupt_ends_generate_with_130(bundle: Path) -> None:
+    process = start("generate", bundle, "--prompt", "x", "--max-new-tokens", 2000, "--backend", "torch")
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip() == b"wisparse: interrupted"
+
+
+def test_an_interrupt_stops_an_answer_and_not_the_chat(bundle: Path) -> None:
+    process = start("chat", bundle, "--max-new-tokens", 1500, "--backend", "torch")
+    process.stdin.write(b"x = 1\n")
+    process.stdin.flush()
+    assert process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    while b"(stopped)" not in process.stderr.readline():
+        assert process.poll() is None
+    _, err = process.communicate(b"/reset\n", timeout=60)
+    assert b"forgotten" in err
+    assert process.returncode == 0
+
+
+def test_a_reader_that_goes_away_is_no_crash(bundle: Path) -> None:
+    process = start("generate", bundle, "--prompt", "x", "--max-new-tokens", 300, "--backend", "torch")
+    assert process.stdout.read(1)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.wait(60)
+    assert b"Traceback" not in err
+
+
+def test_loading_needs_about_one_model_of_memory(qwen_model: Path, tmp_path: Path) -> None:
+    folder = make_bundle(qwen_model, tmp_path / "bundle", 0.4)
+    script = """
+import resource, sys
+import wisparse, wisparse.runtime.loader, wisparse.runtime.torch_decoder
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+before = peak()
+model = wisparse.load(sys.argv[1], backend="torch", max_seq_len=64)
+print((peak() - before) / model.bundle.checkpoint.nbytes)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], check=True, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert float(result.stdout) < 1.35
