@@ -1,0 +1,155 @@
+"""Masks on the projections of a Hugging Face model, so that a search can try one allocation after another.
+
+A mask is put on by a forward pre-hook, so the weights are never touched and the dense model is one `clear()` away.
+What is swapped between two candidates is a handful of scalars: thresholds and scales are replaced, nothing is rebuilt.
+The mask itself is `kernels.reference.keep_mask`: a search sees the very rule the runtime applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from wisparse.formats.errors import UsageError
+from wisparse.kernels.reference import keep_mask
+
+__all__ = ["MaskedModel"]
+
+
+class _Slot:
+    """What one projection's hook reads: no mask while ``threshold`` is None."""
+
+    __slots__ = ("counted", "kept", "scale", "threshold", "width")
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.scale: Tensor | None = None
+        self.threshold: Tensor | None = None
+        self.kept: Tensor | None = None
+        self.counted = 0
+
+
+class MaskedModel:
+    """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there.
+
+    Attributes:
+        dense_tokens: (B, L) bool or None: tokens that every mask leaves alone in the next forward passes. This is how
+            the first token of a sequence, padding, or the dense half of a prompt is kept dense: by a mask that travels
+            with the batch, never by a position.
+
+    Use as a context manager, or call `close`, to take the hooks off again.
+    """
+
+    def __init__(self, projections: Mapping[str, nn.Module]) -> None:
+        self.projections = dict(projections)
+        self.dense_tokens: Tensor | None = None
+        self._slots = {name: _Slot(module.in_features) for name, module in self.projections.items()}
+        self._observer: Callable[[str, Tensor], None] | None = None
+        self._counting = False
+        self._handles = [
+            module.register_forward_pre_hook(self._hook(name, self._slots[name]))
+            for name, module in self.projections.items()
+        ]
+
+    def __enter__(self) -> MaskedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the hooks off; the model is as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ------------------------------------------------------------------ what is masked
+
+    def set_scale(self, name: str, channel_scale: Tensor) -> None:
+        """Put ``channel_scale`` (K,) float32 on a projection."""
+        slot = self._slots[name]
+        if channel_scale.shape != (slot.width,):
+            raise UsageError(f"{name}: expected channel_scale ({slot.width},), found {tuple(channel_scale.shape)}")
+        weight = self.projections[name].weight
+        slot.scale = channel_scale.to(device=weight.device, dtype=torch.float32)
+
+    def set_threshold(self, name: str, threshold: float | Tensor | None) -> None:
+        """Mask a projection at ``threshold``; None or 0 leaves it dense.
+
+        A tensor (B,) gives every sequence of the batch its own threshold, so that candidates run side by side.
+        """
+        slot = self._slots[name]
+        if threshold is None or (not isinstance(threshold, Tensor) and threshold == 0):
+            slot.threshold = None
+            return
+        if slot.scale is None:
+            raise UsageError(f"{name}: a threshold was set before its channel_scale; call set_scale first")
+        value = torch.as_tensor(threshold, dtype=torch.float32, device=slot.scale.device)
+        slot.threshold = value.view(-1, 1, 1) if value.ndim else value
+
+    def set_thresholds(self, thresholds: Mapping[str, float | Tensor | None]) -> None:
+        """`set_threshold` for every entry; projections not named keep theirs."""
+        for name, threshold in thresholds.items():
+            self.set_threshold(name, threshold)
+
+    def clear(self) -> None:
+        """Every projection dense again; scales stay."""
+        for slot in self._slots.values():
+            slot.threshold = None
+
+    # ------------------------------------------------------------------ what is observed
+
+    @contextmanager
+    def observing(self, observer: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Within the context, ``observer(name, x)`` sees every projection's input (B, L, K) before its mask."""
+        self._observer = observer
+        try:
+            yield
+        finally:
+            self._observer = None
+
+    @contextmanager
+    def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
+        """Count dropped channels over the tokens that are not in ``dense_tokens``.
+
+        Yields a function that returns, per projection, the fraction of (token, channel) pairs dropped so far: the
+        realised sparsity.
+        """
+        for slot in self._slots.values():
+            slot.kept, slot.counted = None, 0
+        self._counting = True
+        try:
+            yield self._realised
+        finally:
+            self._counting = False
+
+    def _realised(self) -> dict[str, float]:
+        return {
+            name: 1.0 - int(slot.kept) / slot.counted if slot.kept is not None and slot.counted else 0.0
+            for name, slot in self._slots.items()
+        }
+
+    # ------------------------------------------------------------------ the hook
+
+    def _hook(self, name: str, slot: _Slot) -> Callable[[nn.Module, tuple], tuple | None]:
+        def mask_input(module: nn.Module, args: tuple) -> tuple | None:
+            x = args[0]
+            if self._observer is not None:
+                self._observer(name, x)
+            if slot.threshold is None:
+                return None
+            keep = keep_mask(x, slot.scale, slot.threshold)
+            if self._counting:
+                sparse = keep if self.dense_tokens is None else keep[~self.dense_tokens]
+                kept = sparse.sum()
+                slot.kept = kept if slot.kept is None else slot.kept + kept
+                slot.counted += sparse.numel()
+            if self.dense_tokens is not None:
+                keep = keep | self.dense_tokens[..., None]
+            # where, not a product: a dropped Inf must become 0
+            return (torch.where(keep, x, x.new_zeros(())), *args[1:])
+
+        return mask_input

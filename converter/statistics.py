@@ -1,0 +1,145 @@
+"""What a search has to know of a block before it tries anything: column norms of the weights, quantiles of the scores.
+
+    g_i           = ||W[:, i]||_2                                     weight norm of channel i      (K,) float32
+    channel_scale = clamp(g / gmean(g), 1e-4) ** alpha                constant factors cancel in tau
+    tau(s)        = the s-quantile of the scores |x| * channel_scale  over all (token, channel) pairs
+
+Quantiles are exact order statistics, found by counting the bit patterns of the scores (a radix select): memory does not
+grow with the number of tokens, and the result does not depend on how they were split into batches.
+Source: the paper's section 4.1 (weight norm, threshold as a quantile).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .flow import BlockFlow, Hidden
+from .masking import MaskedModel
+
+__all__ = ["block_inputs", "channel_scale", "score_quantiles", "weight_norm"]
+
+_SMALLEST = 1e-4
+
+# Scores sorted at once, at most: 64 MiB of float32.
+_SORT_LIMIT = 1 << 24
+
+
+def weight_norm(weight: Tensor) -> Tensor:
+    """L2 norm of every column of ``weight`` (N, K), in float32: (K,)."""
+    return weight.detach().float().square().sum(dim=0).sqrt()
+
+
+def channel_scale(norm: Tensor, alpha: float) -> Tensor:
+    """``clamp(g / gmean(g), 1e-4) ** alpha``, (K,) float32.
+
+    The geometric mean is over the non-zero columns: a zero column contributes nothing to the output, and must neither
+    drag the mean to 0 nor get a scale of 0 (a threshold of 0 means dense).
+    """
+    positive = norm[norm > 0].double()
+    mean = positive.log().mean().exp() if positive.numel() else norm.new_ones((), dtype=torch.float64)
+    return (norm.double() / mean).clamp(min=_SMALLEST).pow(alpha).float()
+
+
+def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> list[float]:
+    """Thresholds that drop given fractions of the scores.
+
+    Args:
+        scores: tensors of any shape, float32, >= 0, on one device.
+        sparsities: fractions to drop, each in [0, 1).
+
+    Returns:
+        One threshold per sparsity: with ``score >= threshold`` kept, the fraction dropped is as close to the sparsity
+        as the values allow: within half a value, and beyond that only where values tie. 0 for a sparsity of 0.
+    """
+    total = sum(part.numel() for part in scores)
+    ranks = [min(round(s * total), total - 1) for s in sparsities]
+    # One threshold is two passes of counting; a table of many is cheaper by sorting, while that fits into memory.
+    found = _sorted_ranks(scores, ranks) if total <= _SORT_LIMIT and len(ranks) > 4 else _counted_ranks(scores, ranks)
+    result = []
+    for sparsity, (bits, below, through) in zip(sparsities, found, strict=True):
+        if sparsity <= 0.0:
+            result.append(0.0)
+            continue
+        # Values that tie with the threshold are all kept (``below`` dropped) or all dropped: take what comes closer.
+        wanted = sparsity * total
+        bits += through - wanted < wanted - below
+        result.append(struct.unpack("<f", struct.pack("<i", bits))[0])
+    return result
+
+
+def _sorted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """As `_counted_ranks`, by sorting everything."""
+    values = torch.cat([part.reshape(-1) for part in scores]).sort().values
+    chosen = values[torch.tensor(ranks, device=values.device)]
+    below = torch.searchsorted(values, chosen)
+    through = torch.searchsorted(values, chosen, right=True)
+    bits = chosen.view(torch.int32)
+    return list(zip(bits.tolist(), below.tolist(), through.tolist(), strict=True))
+
+
+def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The values at ``ranks`` of the sorted scores: (float32 bits, how many are smaller, how many are not larger).
+
+    The bits of a non-negative float32 order like the float: count the upper 16, then the lower 16 within the bin that
+    holds a wanted rank.
+    """
+    device = scores[0].device
+    parts = [part.reshape(-1).contiguous().view(torch.int32) for part in scores]
+    upper = torch.zeros(1 << 16, dtype=torch.int64, device=device)
+    for bits in parts:
+        upper += torch.bincount(bits >> 16, minlength=1 << 16)
+    through_bin = upper.cumsum(0)
+    result = []
+    last_bin, lower, before = -1, upper, 0
+    for rank in ranks:
+        index = int(torch.searchsorted(through_bin, rank, right=True))
+        if index != last_bin:
+            counts = torch.zeros(1 << 16, dtype=torch.int64, device=device)
+            for bits in parts:
+                counts += torch.bincount(bits[(bits >> 16) == index] & 0xFFFF, minlength=1 << 16)
+            last_bin, lower, before = index, counts.cumsum(0), int(through_bin[index] - upper[index])
+        low = int(torch.searchsorted(lower, rank - before, right=True))
+        below = before + (int(lower[low - 1]) if low else 0)
+        result.append(((index << 16) | low, below, before + int(lower[low])))
+    return result
+
+
+@torch.no_grad()
+def block_inputs(
+    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
+) -> tuple[dict[str, Tensor], Hidden]:
+    """Run block ``index`` and catch what enters each of its projections.
+
+    Returns:
+        Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
+        Projections that read the same tensor (q, k, v) share one copy.
+    """
+    caught: dict[str, list[Tensor]] = {name: [] for name in names}
+    copies: dict[tuple[int, int], Tensor] = {}
+    sources: list[Tensor] = []  # keeps the keys' ids from being reused
+    out: Hidden = []
+    for batch, h in enumerate(hidden):
+        counted = flow.counted[batch]
+
+        def catch(name: str, x: Tensor, batch: int = batch, counted: Tensor = counted) -> None:
+            if name in caught:
+                key = (batch, id(x))
+                if key not in copies:
+                    copies[key] = x[counted]
+                    sources.append(x)
+                caught[name].append(copies[key])
+
+        with masked.observing(catch):
+            out.append(flow.block(index, batch, h))
+    joined: dict[tuple[int, ...], Tensor] = {}
+    result = {}
+    for name in names:
+        key = tuple(id(part) for part in caught[name])
+        if key not in joined:
+            joined[key] = torch.cat(caught[name])
+        result[name] = joined[key]
+    return result, out
