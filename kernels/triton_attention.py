@@ -67,7 +67,8 @@ def _attention_kernel(
     sin_ptr,
     k_cache_ptr,  # (slots, kv_heads, max_seq_len, D) dtype
     v_cache_ptr,
-    position_ptr,  # (slots,) int32: where the new token goes; negative: idle row
+    token_ptr,  # (B,) int64: negative: idle row
+    position_ptr,  # (B,) int32: where the new token goes
     out_ptr,  # (B, heads, SPLITS, D) float32
     m_ptr,  # (B, heads, SPLITS) float32, log2 domain
     l_ptr,
@@ -98,7 +99,8 @@ def _attention_kernel(
     head = kv_head * GROUP + g
     live_head = g < GROUP
     d = tl.arange(0, D_PAD)
-    place = tl.load(position_ptr + row)
+    # An idle row may be full: it reads and writes no cache.
+    place = tl.where(tl.load(token_ptr + row) < 0, -1, tl.load(position_ptr + row))
     p = tl.maximum(place, 0)
     # cos and sin repeat for the second half of the rotated dimensions.
     half: tl.constexpr = ROTARY // 2
@@ -106,9 +108,7 @@ def _attention_kernel(
     cos = tl.load(cos_ptr + rotary_at, mask=d < ROTARY, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + rotary_at, mask=d < ROTARY, other=0.0).to(tl.float32)
     base_ptr = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
-    q = _head_vectors(
-        base_ptr, head, live_head, q_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype
-    )
+    q = _head_vectors(base_ptr, head, live_head, q_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype)
 
     slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * max_seq_len * D
     m = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
@@ -161,6 +161,7 @@ def launch_attention(
     qkv: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    tokens: Tensor,
     positions: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -182,7 +183,8 @@ def launch_attention(
     Args:
         qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding.
         k_cache, v_cache: (slots, kv_heads, max_seq_len, D) of the same dtype, slot = row; written at ``positions``.
-        positions: (slots,) int32; a negative one marks an idle row, which writes nothing.
+        tokens: (B,) int64; a negative one marks an idle row, which reads and writes no cache.
+        positions: (B,) int32.
         cos, sin: (max_seq_len, rotary_dim / 2) of the same dtype.
         out: (B, heads, kv_splits, D) float32.
         softmax: maxima (log2 domain) and denominators, each (B, heads, kv_splits) float32.
@@ -201,6 +203,7 @@ def launch_attention(
         sin,
         k_cache,
         v_cache,
+        tokens,
         positions,
         out,
         softmax[0],

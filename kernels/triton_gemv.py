@@ -65,10 +65,11 @@ def _load_input(
         l = tl.load(l_ptr + at, mask=both, other=1.0)
         part = tl.load(x_ptr + at * HEAD_DIM + (k % HEAD_DIM)[:, None], mask=both, other=0.0)
         factor = tl.exp2(m - tl.max(m, axis=1)[:, None])
-        return (tl.sum(part * factor, axis=1) / tl.sum(l * factor, axis=1)).to(dtype)
-    x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
-    if INPUT == FROM_HIDDEN:
-        x = normalise(x.to(tl.float32), norm_weight, rstd, dtype)
+        x = (tl.sum(part * factor, axis=1) / tl.sum(l * factor, axis=1)).to(dtype)
+    else:
+        x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
+        if INPUT == FROM_HIDDEN:
+            x = normalise(x.to(tl.float32), norm_weight, rstd, dtype)
     return x
 
 
@@ -163,9 +164,7 @@ def _gemv_kernel(
         for row in tl.static_range(BATCH):
             if INPUT == FROM_HIDDEN:
                 rstd = _rstd(ssq_in_ptr, row, eps, K, SSQ, SSQ_PAD)
-            x = _load_input(
-                x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, K, INPUT, KV_SPLITS, HEAD_DIM, dtype
-            )
+            x = _load_input(x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, K, INPUT, KV_SPLITS, HEAD_DIM, dtype)
             score = tl.abs(x.to(tl.float32)) * scale
             keep_row = live
             if MODE != DENSE:
@@ -267,9 +266,7 @@ def _gemv_kernel(
         for row in tl.static_range(BATCH):
             if OUTPUT == TO_SILU:
                 gate = _add_partials(partial_ptr, bias_ptr, n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
-                up = _add_partials(
-                    partial_ptr, bias_ptr, N0 + n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS
-                )
+                up = _add_partials(partial_ptr, bias_ptr, N0 + n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
                 gate = gate.to(dtype).to(tl.float32)
                 silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
                 result = silu * up.to(dtype).to(tl.float32)

@@ -16,9 +16,11 @@ from torch import Tensor
 from .triton_common import normalise, wait_for_previous_kernel
 from .triton_gemv import _rstd
 
-__all__ = ["HEAD_ROWS", "launch_embed", "launch_logits", "launch_next"]
+__all__ = ["HEAD_ROWS", "HEAD_ROWS_BATCHED", "launch_embed", "launch_logits", "launch_next"]
 
-HEAD_ROWS = 32  # vocabulary rows of one program
+# Vocabulary rows of one program.
+HEAD_ROWS = 16
+HEAD_ROWS_BATCHED = 64
 
 
 @triton.jit
@@ -99,9 +101,7 @@ def _logits_kernel(
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = start + lane
             live = k < K
-            w = tl.load(
-                weight_row_ptr[:, None] + k[None, :], mask=in_vocabulary[:, None] & live[None, :], other=0.0
-            )
+            w = tl.load(weight_row_ptr[:, None] + k[None, :], mask=in_vocabulary[:, None] & live[None, :], other=0.0)
             x = tl.load(
                 hidden_ptr + rows[:, None] * K + k[None, :], mask=live_rows[:, None] & live[None, :], other=0.0
             ).to(tl.float32)
@@ -177,10 +177,10 @@ def launch_logits(
     best_id: Tensor,
     *,
     eps: float,
-    block_k: int = 512,
+    block_k: int | None = None,
     warps: int = 4,
-    stages: int = 1,
-    block_v: int = HEAD_ROWS,
+    stages: int | None = None,
+    block_v: int | None = None,
     pdl: bool = False,
 ) -> None:
     """Final norm and ``lm_head``, without selection.
@@ -195,6 +195,9 @@ def launch_logits(
     batch, width = hidden.shape
     vocabulary = weight.shape[0]
     parts = ssq.shape[1]
+    block_v = block_v or (HEAD_ROWS if batch == 1 else HEAD_ROWS_BATCHED)
+    block_k = block_k or (512 if batch == 1 else 128)
+    stages = stages or (1 if batch == 1 else 3)
     options = {"launch_pdl": True} if pdl else {}
     _logits_kernel[(triton.cdiv(vocabulary, block_v),)](
         hidden,

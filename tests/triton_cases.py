@@ -232,7 +232,7 @@ def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions,
     softmax = (torch.full((batch, heads, splits), float("nan"), device=DEVICE),) * 2
     softmax = (softmax[0], softmax[0].clone())
     launch_attention(
-        qkv, *caches, place, cos, sin, out, softmax, heads=heads, scale=d**-0.5, window=window, qk_norm=norms,
+        qkv, *caches, place.sign().long(), place, cos, sin, out, softmax, heads=heads, scale=d**-0.5, window=window, qk_norm=norms,
         eps=1e-6, block_t=16,
     )  # fmt: skip
     for found, wanted in zip(caches, expected_caches, strict=True):
@@ -270,7 +270,10 @@ def test_embedding_logits_and_next(dtype, batch):
     weight[70] = weight[40]  # a tie, to be won by the lower id
     tiles = -(-vocabulary // block_v)
     logits = torch.full((batch, vocabulary), float("nan"), device=DEVICE)
-    best, best_id = torch.empty(batch, tiles, device=DEVICE), torch.empty(batch, tiles, dtype=torch.int32, device=DEVICE)
+    best, best_id = (
+        torch.empty(batch, tiles, device=DEVICE),
+        torch.empty(batch, tiles, dtype=torch.int32, device=DEVICE),
+    )
     launch_logits(hidden, ssq, norm, weight, logits, best, best_id, eps=eps, block_k=32, block_v=block_v)
     x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
     assert_close(logits, x.double() @ weight.double().T, dtype)

@@ -1,0 +1,107 @@
+"""The dense baseline: a plain PyTorch decoder with a static cache under ``torch.compile(mode="reduce-overhead")``.
+
+Written as gpt-fast does it (https://github.com/pytorch-labs/gpt-fast): fused q/k/v, static shapes, CUDA graphs, greedy
+choice inside the graph, no host synchronisation between tokens.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.architectures import ModelConfig
+
+__all__ = ["Baseline"]
+
+
+class Baseline(torch.nn.Module):
+    """Dense weights in torch's own (N, K) layout; caches of ``length`` positions."""
+
+    def __init__(self, bundle, device: torch.device, dtype: torch.dtype, batch: int, length: int) -> None:
+        super().__init__()
+        self.config: ModelConfig = bundle.config
+        config = self.config
+        read = lambda name: bundle.checkpoint.tensor(name, device).to(dtype)  # noqa: E731
+        self.embedding, self.head = read("model.embed_tokens.weight"), read("lm_head.weight")
+        self.norm = read("model.norm.weight")
+        self.blocks = []
+        for index in range(config.num_blocks):
+            prefix = f"model.layers.{index}."
+            names = [prefix + f"self_attn.{r}_proj" for r in "qkv"]
+            self.blocks.append(
+                {
+                    "n1": read(prefix + "input_layernorm.weight"),
+                    "n2": read(prefix + "post_attention_layernorm.weight"),
+                    "qkv": torch.cat([read(f"{name}.weight") for name in names]),
+                    "bias": torch.cat([read(f"{name}.bias") for name in names]) if config.qkv_bias else None,
+                    "o": read(prefix + "self_attn.o_proj.weight"),
+                    "gate": read(prefix + "mlp.gate_proj.weight"),
+                    "up": read(prefix + "mlp.up_proj.weight"),
+                    "down": read(prefix + "mlp.down_proj.weight"),
+                    "k": torch.zeros(batch, config.num_kv_heads, length, config.head_dim, device=device, dtype=dtype),
+                    "v": torch.zeros(batch, config.num_kv_heads, length, config.head_dim, device=device, dtype=dtype),
+                }
+            )
+        half = config.head_dim // 2
+        inverse = config.rope.theta ** (-torch.arange(half, device=device) / half)
+        angle = torch.arange(length, device=device)[:, None] * inverse
+        angle = torch.cat((angle, angle), 1)
+        self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        self.steps = torch.arange(length, device=device)
+
+    def forward(self, token: Tensor, position: Tensor) -> Tensor:
+        """(B, 1) ids at position (1,) to the next (B, 1) ids."""
+        config = self.config
+        x = functional.embedding(token, self.embedding)
+        batch = x.shape[0]
+        cos, sin = self.cos[position], self.sin[position]
+        mask = (self.steps <= position)[None, None, None]
+        for block in self.blocks:
+            qkv = functional.linear(self._norm(x, block["n1"]), block["qkv"], block["bias"])
+            q, k, v = (
+                qkv.view(batch, 1, -1, config.head_dim)
+                .transpose(1, 2)
+                .split((config.num_heads, config.num_kv_heads, config.num_kv_heads), dim=1)
+            )
+            q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+            block["k"][:, :, position] = k
+            block["v"][:, :, position] = v
+            a = functional.scaled_dot_product_attention(q, block["k"], block["v"], attn_mask=mask, enable_gqa=True)
+            x = x + functional.linear(a.transpose(1, 2).reshape(batch, 1, -1), block["o"])
+            m = self._norm(x, block["n2"])
+            gate = functional.silu(functional.linear(m, block["gate"]))
+            x = x + functional.linear(gate * functional.linear(m, block["up"]), block["down"])
+        logits = functional.linear(self._norm(x, self.norm), self.head)
+        return logits.argmax(-1)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)).to(
+            x.dtype
+        )
+
+    @staticmethod
+    def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat((-second, first), -1) * sin
+
+    @torch.inference_mode()
+    def tok_per_s(self, *, tokens: int, runs: int, batch: int = 1) -> list[float]:
+        """Steps a second (times ``batch`` = tokens a second) of ``runs`` generations, compiled and warmed up."""
+        compiled = torch.compile(self, mode="reduce-overhead", fullgraph=True)
+        positions = [torch.tensor([p], device=self.cos.device) for p in range(5 + tokens)]
+        token = torch.ones(batch, 1, dtype=torch.int64, device=self.cos.device)
+        for position in positions[:6]:
+            token = compiled(token, position).clone()
+        rates = []
+        for _ in range(runs):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for position in positions[5:]:
+                token = compiled(token, position).clone()
+            torch.cuda.synchronize()
+            rates.append(batch * tokens / (time.perf_counter() - began))
+        return rates

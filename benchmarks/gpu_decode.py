@@ -1,0 +1,242 @@
+"""Decoding speed on an NVIDIA GPU: dense and sparse against a ``torch.compile`` baseline, in one run.
+
+    PYTHONPATH=. python benchmarks/gpu_decode.py --shape llama-3.1-8b --parts baseline decode kernels context batch
+
+Random weights of a published shape, bf16, thresholds calibrated to each target on the device; a 5-token prompt, 200 tokens,
+medians. ``share`` is of the ideal: the bytes of the kept weights over the read ceiling measured in the same run.
+Prints tables, then one line of JSON (also to ``$OUT/gpu-decode-<shape>.json`` if OUT is set).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import triton
+from gpu_baseline import Baseline
+from gpu_models import SHAPES, calibrate, random_bundle, set_sparsity
+from gpu_tiles import ceiling_gbps, time_graph
+
+from wisparse.runtime.cuda_decoder import CudaDecoder
+from wisparse.runtime.decoder import SamplingSettings
+from wisparse.runtime.torch_decoder import TorchDecoder
+
+PROMPT, TOKENS = 5, 200
+GREEDY = SamplingSettings()
+
+
+def ideal_ms(decoder: CudaDecoder, sparsity: float, ceiling: float) -> float:
+    """Milliseconds a step takes if the kept weights and the head are read at the ceiling, and nothing else is done."""
+    inside = sum(group.in_features * group.out_features for block in decoder.weights.blocks for group in block.groups)
+    head = decoder.weights.head.numel()
+    return (inside * (1 - sparsity) + head) * decoder.dtype.itemsize / ceiling * 1e-6
+
+
+def generate(
+    decoder: CudaDecoder, batch: int, prompt: int, tokens: int, *, read: bool = True
+) -> tuple[float, torch.Tensor]:
+    """Seconds of ``tokens`` greedy steps after a prompt, and the ids (tokens, B). Each id is read before the next step."""
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(decoder.config.vocab_size, (prompt,), generator=generator)
+    for slot in range(batch):
+        logits = decoder.prefill(slot, ids.roll(slot), prompt)
+    last = torch.full((batch,), int(logits.argmax()))
+    settings = [GREEDY] * batch
+    last = decoder.step(last, settings)
+    torch.cuda.synchronize()
+    seen = []
+    began = time.perf_counter()
+    for _ in range(tokens):
+        last = decoder.step(last, settings)
+        if read:
+            last.tolist()
+        seen.append(last)
+    torch.cuda.synchronize()
+    return time.perf_counter() - began, torch.stack(seen)
+
+
+def rates(
+    decoder: CudaDecoder, batch: int = 1, prompt: int = PROMPT, tokens: int = TOKENS, runs: int = 5
+) -> list[float]:
+    generate(decoder, batch, prompt, 8)
+    return [batch * tokens / generate(decoder, batch, prompt, tokens)[0] for _ in range(runs)]
+
+
+def check(shape: str) -> dict:
+    """Two blocks of the shape: the CUDA decoder against the plain PyTorch one, and against itself."""
+    result = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        bundle = random_bundle(shape, num_blocks=2, dtype=dtype)
+        device = torch.device("cuda")
+        fast = CudaDecoder(bundle, device=device, dtype=dtype, max_seq_len=512, max_batch=4)
+        calibrated = calibrate(fast, [0.5])
+        set_sparsity(fast, calibrated, 0.5)
+        slow = TorchDecoder(bundle, device=device, dtype=dtype, max_seq_len=512)
+        for block, groups in zip(slow._blocks, fast.weights.blocks, strict=True):
+            own = iter(block.projections)
+            for group in groups.groups:
+                for i in range(len(group.widths)):
+                    projection = next(own)
+                    projection.channel_scale, projection.threshold = group.scales[i], group.thresholds[i]
+        ids = torch.randint(bundle.config.vocab_size, (40,), generator=torch.Generator().manual_seed(3))
+        first = fast.prefill(0, ids, 20).clone()
+        error = (first - slow.prefill(0, ids, 20)).norm() / first.norm()
+        result[f"{dtype} prefill error"] = float(error)
+        worst, differs = 0.0, None
+        token = torch.tensor([int(first.argmax())])
+        for position in range(64):
+            a, b = fast.decode(token).clone(), slow.decode(token)
+            worst = max(worst, float((a - b).norm() / b.norm()))
+            if differs is None and int(a.argmax()) != int(b.argmax()):
+                differs = position
+            token = torch.tensor([int(b.argmax())])
+        result[f"{dtype} decode error, first other token"] = (worst, differs)
+        runs = [generate(fast, 1, 5, 40)[1] for _ in range(2)]
+        result[f"{dtype} repeats"] = bool(torch.equal(*runs))
+        fast.prefill(0, ids, 40)
+        one = fast.decode(torch.tensor([5])).clone()
+        fast.prefill(0, ids, 40)
+        result[f"{dtype} repeats bit for bit"] = bool(torch.equal(one, fast.decode(torch.tensor([5]))))
+        for slot in range(4):
+            fast.prefill(slot, ids.roll(slot), 40)
+        four = fast.decode(torch.tensor([5, 6, 7, 8]))
+        result[f"{dtype} batch row 0 error"] = float((four[:1] - one).norm() / one.norm())
+        fast.close()
+        slow.close()
+        del fast, slow, calibrated, groups, block, own, group, projection
+        gc.collect()
+        torch.cuda.empty_cache()
+    return result
+
+
+def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: int = 1) -> dict:
+    """Microseconds of each launch of a block, averaged over all blocks, with its share of the ideal."""
+    step = decoder.step_for(rows)
+    count = len(decoder.weights.blocks)
+    table = {}
+    for role in ("qkv", "attention", "o", "gate_up", "down", "logits"):
+
+        def launch(role=role) -> None:
+            for index in range(count) if role != "logits" else [count]:
+                step.launch_part(index, role)
+
+        us = time_graph(launch, count if role != "logits" else 1)
+        if role == "attention":
+            table[role] = {"us": us}
+            continue
+        if role == "logits":
+            size = decoder.weights.head.numel()
+        else:
+            group = getattr(decoder.weights.blocks[0], role)
+            size = group.in_features * group.out_features * (1 - sparsity)
+        ideal = size * decoder.dtype.itemsize / ceiling * 1e-3
+        table[role] = {"us": us, "ideal_us": ideal, "share": ideal / us}
+    print(f"per launch at {sparsity:.0%}, {rows} rows:")
+    for role, row in table.items():
+        share = f"  ideal {row['ideal_us']:7.2f}  {row['share']:6.1%}" if "share" in row else ""
+        print(f"  {role:10s} {row['us']:8.2f} us{share}")
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--parts", nargs="+", default=["check", "baseline", "decode", "kernels", "context", "batch"])
+    parser.add_argument("--sparsities", nargs="+", type=float, default=[0.0, 0.3, 0.4, 0.5])
+    parser.add_argument("--runs", type=int, default=5)
+    arguments = parser.parse_args()
+    parts = set(arguments.parts)
+    device, dtype = torch.device("cuda"), torch.bfloat16
+    properties = torch.cuda.get_device_properties(0)
+    ceiling = ceiling_gbps()
+    result: dict = {
+        "shape": arguments.shape, "gpu": properties.name, "torch": torch.__version__, "triton": triton.__version__,
+        "cuda": torch.version.cuda, "python": platform.python_version(), "ceiling_gbps": ceiling,
+        "prompt": PROMPT, "tokens": TOKENS, "runs": arguments.runs,
+    }  # fmt: skip
+    print(json.dumps(result), flush=True)
+    if "check" in parts:
+        result["check"] = check(arguments.shape)
+        print(json.dumps(result["check"], indent=1), flush=True)
+
+    bundle = random_bundle(arguments.shape)
+    baseline = {}
+    for batch in [1] * ("baseline" in parts) + [4] * ("baseline4" in parts):
+        model = Baseline(bundle, device, dtype, batch, 256)
+        measured = model.tok_per_s(tokens=TOKENS, runs=arguments.runs, batch=batch)
+        baseline[batch] = statistics.median(measured)
+        print(
+            f"torch.compile dense, batch {batch}: {baseline[batch]:.1f} tok/s  {[round(r, 1) for r in measured]}",
+            flush=True,
+        )
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()
+    result["baseline_tok_per_s"] = baseline
+
+    began = time.perf_counter()
+    torch.cuda.reset_peak_memory_stats()
+    context = 8192 + TOKENS + 16 if "context" in parts else 512
+    decoder = CudaDecoder(bundle, device=device, dtype=dtype, max_seq_len=context, max_batch=4)
+    torch.cuda.synchronize()
+    result["load_s"] = time.perf_counter() - began
+    result["load_peak_over_weights"] = torch.cuda.max_memory_allocated() / decoder.weights.num_bytes
+    print(f"made and transposed in {result['load_s']:.1f} s, peak {result['load_peak_over_weights']:.2f}x the weights")
+    calibrated = calibrate(decoder, [s for s in arguments.sparsities if s > 0])
+
+    result["decode"] = {}
+    for sparsity in arguments.sparsities if "decode" in parts else []:
+        set_sparsity(decoder, calibrated, sparsity)
+        measured = rates(decoder, runs=arguments.runs)
+        ideal = 1e3 / ideal_ms(decoder, sparsity, ceiling)
+        row = {"tok_per_s": statistics.median(measured), "ideal": ideal, "runs": measured}
+        text = f"{sparsity:4.0%}: {row['tok_per_s']:.1f} tok/s, {row['tok_per_s'] / ideal:.1%} of ideal {ideal:.0f}"
+        if 1 in baseline:
+            row["over_baseline"] = row["tok_per_s"] / baseline[1]
+            text += f", {row['over_baseline']:.2f}x the baseline"
+        tokens = [generate(decoder, 1, PROMPT, 64)[1] for _ in range(2)]
+        row["repeats"] = bool(torch.equal(*tokens))
+        if sparsity > 0:  # what the generated tokens really keep
+            decoder.measure_sparsity(True)
+            generate(decoder, 1, PROMPT, 24)
+            row["realised"] = decoder.realised_sparsity()
+            decoder.measure_sparsity(False)
+            text += f", realised {row['realised']:.1%}"
+        print(text + f", repeats {row['repeats']}, runs {[round(r, 1) for r in measured]}", flush=True)
+        result["decode"][str(sparsity)] = row
+        if "kernels" in parts and sparsity in (0.0, 0.5):
+            row["kernels"] = kernel_table(decoder, sparsity, ceiling)
+
+    if "context" in parts:
+        set_sparsity(decoder, calibrated, 0.5)
+        short, long = (statistics.median(rates(decoder, prompt=p, runs=3)) for p in (PROMPT, 8192))
+        result["context_8k"] = {"tok_per_s": long, "over_short": long / short}
+        print(f"context 8192: {long:.1f} tok/s, {long / short:.3f} of {short:.1f} at {TOKENS}", flush=True)
+        if "kernels" in parts:
+            kernel_table(decoder, 0.5, ceiling)
+    for batch in [2, 4] if "batch" in parts else []:
+        result[f"batch_{batch}"] = {}
+        for sparsity in (0.0, 0.5):
+            set_sparsity(decoder, calibrated, sparsity)
+            rate = statistics.median(rates(decoder, batch=batch, runs=3))
+            result[f"batch_{batch}"][str(sparsity)] = rate
+            print(f"batch {batch} at {sparsity:.0%}: {rate:.1f} tok/s in all", flush=True)
+        if "kernels" in parts and batch == 4:
+            kernel_table(decoder, 0.5, ceiling, rows=4)
+    print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
+    line = json.dumps(result)
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], f"gpu-decode-{arguments.shape}.json").write_text(line)
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

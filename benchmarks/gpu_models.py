@@ -1,0 +1,132 @@
+"""Models to measure on: published shapes with random weights, made on the device, thresholds calibrated to a target.
+
+Speed depends on shapes and on how many channels are kept, not on what the weights say.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from types import SimpleNamespace
+
+import torch
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.reference import scores
+from wisparse.runtime.cuda_decoder import CudaDecoder
+from wisparse.runtime.cuda_prefill import read_sequence
+
+__all__ = ["SHAPES", "calibrate", "random_bundle", "set_sparsity"]
+
+_LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+SHAPES = {
+    "llama-3.1-8b": dict(
+        model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
+        rope_scaling=_LLAMA3, rms_norm_eps=1e-5,
+    ),
+    "mistral-7b": dict(
+        model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, vocab_size=32768, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5,
+    ),
+    "qwen2.5-7b": dict(
+        model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
+        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-6,
+    ),
+}  # fmt: skip
+
+
+class _RandomCheckpoint:
+    """Tensors made on demand, the same for the same name and seed."""
+
+    def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {
+            "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+            "lm_head.weight": (config.vocab_size, config.hidden_size),
+            "model.norm.weight": (config.hidden_size,),
+        }
+        for projection in config.projections():
+            self.shapes[f"{projection.name}.weight"] = (projection.out_features, projection.in_features)
+            self.shapes[f"{projection.name}.bias"] = (projection.out_features,)
+        for index in range(config.num_blocks):
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                self.shapes[f"model.layers.{index}.{norm}.weight"] = (config.hidden_size,)
+        self._seed, self._dtype = seed, dtype
+
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        shape = self.shapes[name]
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + self._seed)
+        if len(shape) == 1:
+            spread = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
+            return (0.1 * spread if name.endswith("bias") else 1 + 0.1 * spread).to(self._dtype)
+        values = torch.randn(shape, generator=generator, device=device, dtype=self._dtype)
+        return values if "embed" in name else values / math.sqrt(shape[1])
+
+
+def random_bundle(shape: str, *, num_blocks: int | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0):
+    """What a decoder needs of a bundle: config, tensors, masks (none yet: see :func:`set_sparsity`)."""
+    config_dict = dict(SHAPES[shape])
+    if num_blocks is not None:
+        config_dict["num_hidden_layers"] = num_blocks
+    config = ModelConfig.from_dict(config_dict)
+    return SimpleNamespace(config=config, checkpoint=_RandomCheckpoint(config, seed, dtype), masks={})
+
+
+def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, alpha: float = 0.5) -> dict:
+    """Thresholds of every group for each sparsity, from one pass over random tokens at each.
+
+    Each projection's threshold is set as the pass reaches it, so that later ones see what earlier masks leave. Scales are
+    the weights' column norms to the power alpha.
+
+    Returns:
+        {sparsity: [(group, scales, thresholds)]}
+    """
+    found = {}
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(decoder.config.vocab_size, (tokens,), generator=generator).to(decoder.device)
+    for block in decoder.weights.blocks:
+        for group in block.groups:
+            first = 0
+            for i, width in enumerate(group.widths):
+                g = group.weight_t[:, first : first + width].float().norm(dim=1)
+                group.scales[i] = (g / g.log().mean().exp()) ** alpha
+                first += width
+    for sparsity in sparsities:
+        settings = []
+
+        def observe(group, x, first_sparse, sparsity=sparsity, settings=settings):
+            for i in range(len(group.widths)):
+                score = scores(x, group.scales[i]).flatten()
+                rank = max(1, round(sparsity * score.numel()))
+                group.thresholds[i] = score.kthvalue(rank).values if sparsity > 0 else 0.0
+            settings.append((group, group.thresholds.clone()))
+
+        _switch_dense(decoder, False)
+        for _ in read_sequence(decoder.weights, decoder.config, decoder._rotary, decoder._cache, 0, ids, 0, observe):
+            pass
+        found[sparsity] = settings
+    return found
+
+
+def set_sparsity(decoder: CudaDecoder, calibrated: dict, sparsity: float) -> None:
+    """Put a calibrated sparsity's thresholds in force; graphs are captured anew, as sparsity 0 has its own kernels."""
+    for group, thresholds in calibrated[sparsity] if sparsity > 0 else []:
+        group.thresholds.copy_(thresholds)
+    if sparsity == 0:
+        for block in decoder.weights.blocks:
+            for group in block.groups:
+                group.thresholds.zero_()
+    _switch_dense(decoder, sparsity == 0)
+    decoder._steps.clear()
+
+
+def _switch_dense(decoder: CudaDecoder, dense: bool) -> None:
+    for block in decoder.weights.blocks:
+        for group in block.groups:
+            object.__setattr__(group, "dense", dense)

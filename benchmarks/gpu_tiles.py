@@ -1,0 +1,281 @@
+"""Sweep the tiles of every projection of a shape at one sparsity; the winners go to the local tile cache.
+
+    PYTHONPATH=. python benchmarks/gpu_tiles.py --shape llama-3.1-8b --sparsity 0.5
+
+Each tile is timed as a CUDA graph of launches over as many copies of the weights as overflow the L2 cache, so a figure
+holds the launch, the selection and the reduction. ``share`` is of the ideal: bytes of the kept rows over the read ceiling.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from gpu_models import SHAPES
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
+from wisparse.kernels.triton_tiles import remember_tiles, tile_key
+
+__all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "time_graph"]
+
+KV_SPLITS = 16
+
+
+class Case:
+    """One group of projections, ``copies`` times, with everything its launch reads."""
+
+    def __init__(
+        self, k: int, widths: tuple[int, ...], source: str, target: str, head_dim: int, sparsity: float,
+        *, batch: int = 1, copies: int | None = None, dtype: torch.dtype = torch.bfloat16,
+    ) -> None:  # fmt: skip
+        n = sum(widths)
+        if copies is None:
+            copies = max(2, math.ceil(2.5e8 / (k * n * 2 * max(1 - sparsity, 0.1))))
+        self.source, self.target, self.head_dim, self.batch = source, target, head_dim, batch
+        self.k, self.n, self.widths = k, n, widths
+        x = torch.randn(batch, k, device="cuda", dtype=dtype)
+        scales = torch.rand(len(widths), k, device="cuda") + 0.5
+        self.eps, self.norm = 1e-5, torch.ones(k, device="cuda", dtype=dtype)
+        self.ssq = x.float().square().sum(1, keepdim=True)
+        seen = x
+        if source == "hidden":
+            seen = (x.float() * torch.rsqrt(self.ssq / k + self.eps)).to(dtype)
+        thresholds = torch.stack(
+            [
+                (seen[0].float().abs() * s).kthvalue(max(1, round(sparsity * k))).values
+                if sparsity > 0
+                else s.new_zeros(())
+                for s in scales
+            ]
+        )
+        self.kept = [
+            int(keep_mask(seen, s, t).any(0).sum()) if sparsity > 0 else k
+            for s, t in zip(scales, thresholds, strict=True)
+        ]
+        self.bytes = sum(kept * width for kept, width in zip(self.kept, widths, strict=True)) * x.element_size()
+        self.softmax = None
+        if source == "attention":
+            heads = k // head_dim
+            part = torch.zeros(batch, heads, KV_SPLITS, head_dim, device="cuda")
+            part[:, :, 0] = x.float().view(batch, heads, head_dim)
+            m = torch.full((batch, heads, KV_SPLITS), float("-inf"), device="cuda")
+            m[:, :, 0] = 0.0
+            self.softmax = m, (m == 0).float()
+            self.x = part
+        else:
+            self.x = x
+        self.groups = [
+            Group(torch.randn(k, n, device="cuda", dtype=dtype), widths, None, scales, thresholds, sparsity == 0)
+            for _ in range(copies)
+        ]
+        width = widths[0] if target == "silu" else n
+        self.out = torch.zeros(batch, width, device="cuda", dtype=dtype)
+
+    def launcher(self, tile: GemvTile, pdl: bool):
+        """A function that launches every copy once."""
+        scratch = Scratch(self.x.device, self.out.dtype)
+        scratch.reserve(self.groups[0], tile, self.batch)
+        ssq_out = torch.empty(self.batch, triton.cdiv(self.n, tile.block_n), device="cuda")
+
+        def launch(limit: int | None = None) -> None:
+            for group in self.groups[:limit]:
+                launch_gemv(
+                    group, self.x, self.out, scratch, tile, batch=self.batch, source=self.source, target=self.target,
+                    norm=self.norm if self.source == "hidden" else None, eps=self.eps, ssq_in=self.ssq,
+                    ssq_out=ssq_out, softmax=self.softmax, head_dim=self.head_dim, pdl=pdl,
+                )  # fmt: skip
+
+        return launch
+
+
+def case_for(config: ModelConfig, role: str, sparsity: float, **keywords) -> Case:
+    """The case of one role: qkv, o, gate_up or down."""
+    h, i = config.hidden_size, config.intermediate_size
+    k, widths, source, target = {
+        "qkv": (h, (config.q_size, config.kv_size, config.kv_size), "hidden", "plain"),
+        "o": (config.q_size, (h,), "attention", "residual"),
+        "gate_up": (h, (i, i), "hidden", "silu"),
+        "down": (i, (h,), "plain", "residual"),
+    }[role]
+    return Case(k, widths, source, target, config.head_dim, sparsity, **keywords)
+
+
+def candidates(k: int, widths: tuple[int, ...], batch: int, processors: int) -> list[GemvTile]:
+    """Tiles worth trying: one to eight programs for each multiprocessor, 8 to 64 numbers a thread in flight."""
+    found = []
+    for block_n in (128, 256, 512):
+        tiles = sum(triton.cdiv(width, block_n) for width in widths)
+        splits = {max(1, min(round(processors * m / tiles - 0.45), k // 64)) for m in (1, 2, 3, 4, 6, 8)}
+        for split in sorted(splits):
+            for block_k, warps, stages in (
+                (
+                    (8, 4, 1),
+                    (16, 4, 1),
+                    (32, 4, 1),
+                    (16, 8, 1),
+                    (32, 8, 1),
+                    (16, 4, 3),
+                    (32, 4, 3),
+                    (8, 4, 4),
+                    (32, 8, 3),
+                )
+                if batch == 1
+                else ((16, 4, 3), (32, 4, 3), (64, 4, 3), (32, 8, 3))
+            ):
+                if 8 <= block_k * block_n // (32 * warps) <= 64:
+                    found.append(GemvTile(block_n, block_k, split, warps, stages))
+    return found
+
+
+def time_graph(launch, count: int, runs: int = 15) -> float:
+    """Microseconds of one of the ``count`` launches that ``launch()`` makes, by replaying them as a graph; the median."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    graph.replay()
+    times = []
+    for _ in range(runs):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times)
+
+
+@triton.jit
+def _read_kernel(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    acc = tl.zeros((BLOCK,), tl.int32)
+    for start in tl.range(tl.program_id(0) * BLOCK, n, tl.num_programs(0) * BLOCK):
+        acc += tl.load(x_ptr + start.to(tl.int64) + tl.arange(0, BLOCK))
+    tl.store(out_ptr + tl.program_id(0), tl.sum(acc, axis=0))
+
+
+def ceiling_gbps(gigabytes: int = 4) -> float:
+    """Read bandwidth in GB/s: the best of several ways of adding up a large array."""
+    x = torch.ones(gigabytes * 2**28, dtype=torch.int32, device="cuda")
+    out = torch.empty(132 * 16, dtype=torch.int32, device="cuda")
+    best = 0.0
+    for block, warps, programs in ((4096, 4, 132 * 8), (8192, 8, 132 * 4), (4096, 8, 132 * 4), (2048, 4, 132 * 8)):
+
+        def launch(block=block, warps=warps, programs=programs) -> None:
+            _read_kernel[(programs,)](x, out, x.numel(), block, num_warps=warps)
+
+        best = max(best, x.numel() * 4 / time_graph(launch, 1, 5) * 1e-3)
+    return best
+
+
+def _compile(arguments) -> None:
+    shape, role, sparsity, batch, tiles, pdl = arguments
+    config = ModelConfig.from_dict(SHAPES[shape])
+    case = case_for(config, role, sparsity, batch=batch, copies=1)
+    for tile in tiles:
+        try:
+            case.launcher(tile, pdl)(1)
+        except triton.runtime.errors.OutOfResources:
+            continue
+    torch.cuda.synchronize()
+
+
+def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: float, pdl: bool, extra: bool) -> dict:
+    """Time every candidate of every role; {role: [(us, tile)], best first}."""
+    config = ModelConfig.from_dict(SHAPES[shape])
+    properties = torch.cuda.get_device_properties(0)
+    results = {}
+    work = {}
+    for role in roles:
+        case = case_for(config, role, sparsity, batch=batch, copies=1)
+        work[role] = candidates(case.k, case.widths, batch, properties.multi_processor_count)
+        del case
+    workers = max(1, (os.cpu_count() or 2) - 1)
+    jobs = [
+        (shape, role, sparsity, batch, tiles[i::workers], pdl) for role, tiles in work.items() for i in range(workers)
+    ]
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_compile, jobs))
+    for role, tiles in work.items():
+        case = case_for(config, role, sparsity, batch=batch)
+        ideal = case.bytes / ceiling * 1e-3
+        rows = []
+        for tile in tiles:
+            try:
+                rows.append((time_graph(case.launcher(tile, pdl), len(case.groups)), tile))
+            except triton.runtime.errors.OutOfResources:
+                continue
+        rows.sort(key=lambda row: row[0])
+        if extra and batch == 1 and sparsity > 0:  # does the list pay, does the early launch pay
+            for tile in [tile for _, tile in rows[:4]]:
+                masked = GemvTile(**{**asdict(tile), "mode": "masked"})
+                rows.append((time_graph(case.launcher(masked, pdl), len(case.groups)), masked))
+            late = time_graph(case.launcher(rows[0][1], False), len(case.groups), 15)
+            print(f"{role}: best without programmatic dependent launch: {late:.2f} us")
+            rows.sort(key=lambda row: row[0])
+        results[role] = rows
+        print(
+            f"{shape} {role} K={case.k} N={case.n} sparsity {sparsity} batch {batch} kept {case.kept} ideal {ideal:.2f} us"
+        )
+        for us, tile in rows[:8]:
+            print(f"  {us:7.2f} us {100 * ideal / us:5.1f}%  {tile}")
+        # The best of each family, to see what matters.
+        for name in ("block_n", "block_k", "splits", "warps", "stages", "mode"):
+            best = {}
+            for us, tile in rows:
+                best.setdefault(getattr(tile, name), us)
+            print(f"    by {name}: " + "  ".join(f"{value}: {us:.2f}" for value, us in sorted(best.items())))
+        del case
+        torch.cuda.empty_cache()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--roles", nargs="+", default=["qkv", "o", "gate_up", "down"])
+    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--ceiling", type=float, default=4530.0, help="read bandwidth in GB/s")
+    parser.add_argument("--extra", action="store_true", help="also time the masked form and late launches")
+    arguments = parser.parse_args()
+    major, minor = torch.cuda.get_device_capability()
+    results = sweep(
+        arguments.shape, arguments.roles, arguments.sparsity, arguments.batch, arguments.ceiling, major >= 9,
+        arguments.extra,
+    )  # fmt: skip
+    config = ModelConfig.from_dict(SHAPES[arguments.shape])
+    sizes = {
+        "qkv": (config.hidden_size, config.q_size + 2 * config.kv_size),
+        "o": (config.q_size, config.hidden_size),
+        "gate_up": (config.hidden_size, 2 * config.intermediate_size),
+        "down": (config.intermediate_size, config.hidden_size),
+    }
+    best = {
+        tile_key(major * 10 + minor, *sizes[role], batch=arguments.batch, dense=arguments.sparsity == 0): rows[0][1]
+        for role, rows in results.items()
+    }
+    print("written to", remember_tiles(best))
+    line = json.dumps({key: asdict(tile) for key, tile in best.items()})
+    if os.environ.get("OUT"):
+        kind = "batch" if arguments.batch > 1 else "dense" if arguments.sparsity == 0 else "sparse"
+        Path(os.environ["OUT"], f"tiles-{arguments.shape}-{kind}.json").write_text(line)
+    print(line)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Which tile a launch gets: a small measured table, a local cache that ``wisparse bench --tune`` refreshes, a rule of thumb.
+
+Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>`` with N the sum of the widths and kind ``sparse`` or
+``dense`` for one row, ``batch`` for more; values are GemvTile's fields.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+import triton
+
+from .triton_gemv import GemvTile
+
+__all__ = ["cache_file", "choose_tile", "default_tile", "remember_tiles", "tile_key"]
+
+log = logging.getLogger(__name__)
+
+# Measured on an H200 by benchmarks/gpu_tiles.py.
+TABLE: Mapping[str, GemvTile] = {}
+
+
+def tile_key(arch: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False) -> str:
+    """The key of a launch in the table and in the local cache."""
+    kind = "batch" if batch > 1 else "dense" if dense else "sparse"
+    return f"sm{arch}:{kind}:{in_features}x{out_features}"
+
+
+def cache_file() -> Path:
+    """Where locally measured tiles are kept: ``$WISPARSE_CACHE`` or the user's cache folder."""
+    folder = os.environ.get("WISPARSE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "wisparse")
+    return Path(folder).expanduser() / "tiles.json"
+
+
+def default_tile(multiprocessors: int, in_features: int, out_features: int, batch: int = 1) -> GemvTile:
+    """A tile for a shape nobody measured: about four programs for each multiprocessor, segments of at least 64 channels."""
+    block_n = 256 if out_features >= 2048 else 128 if out_features >= 512 else 64
+    tiles = triton.cdiv(out_features, block_n)
+    splits = max(1, min(4 * multiprocessors // tiles, in_features // 64, 64))
+    return GemvTile(block_n=block_n, block_k=16 if batch == 1 else 32, splits=splits, stages=1 if batch == 1 else 3)
+
+
+def choose_tile(
+    arch: int, multiprocessors: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False
+) -> GemvTile:
+    """The tile of a launch: local measurements first, then the table, then the rule of thumb."""
+    key = tile_key(arch, in_features, out_features, batch=batch, dense=dense)
+    return _remembered().get(key) or TABLE.get(key) or default_tile(multiprocessors, in_features, out_features, batch)
+
+
+def remember_tiles(tiles: Mapping[str, GemvTile]) -> Path:
+    """Add measured tiles to the local cache; returns the file."""
+    path = cache_file()
+    merged = {key: asdict(tile) for key, tile in {**_remembered(), **tiles}.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(merged, indent=1, sort_keys=True), "utf-8")
+    partial.replace(path)
+    return path
+
+
+def _remembered() -> dict[str, GemvTile]:
+    path = cache_file()
+    try:
+        return {key: GemvTile(**fields) for key, fields in json.loads(path.read_text("utf-8")).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # A cache that cannot be read costs speed, not correctness.
+        log.warning("%s is ignored (%s); `wisparse bench --tune` writes a new one", path, error)
+        return {}

@@ -1,0 +1,231 @@
+"""The decoder for NVIDIA GPUs: Triton kernels that read only the kept channels, one CUDA graph a step.
+
+Prefill runs on the tensor cores (``cuda_prefill``); a decode step is ``cuda_step``. Batches of 2 and more read the union of
+their rows' kept channels once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.triton_gemv import Group
+
+from .cache import KVCache
+from .cuda_prefill import read_sequence, rms_norm, run_blocks
+from .cuda_step import MAX_ROWS, DecodeStep
+from .cuda_weights import load_weights
+from .decoder import Decoder, SamplingSettings, check_prompt
+from .rotary import Rotary, switch_length
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["CudaDecoder"]
+
+
+class CudaDecoder(Decoder):
+    """See :class:`runtime.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
+
+    name: ClassVar[str] = "triton"
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_seq_len: int,
+        max_batch: int = 1,
+        weights: str = "native",
+    ) -> None:
+        self.config: ModelConfig = bundle.config
+        self.device, self.dtype = device, dtype
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        with torch.cuda.device(device):
+            self.weights = load_weights(bundle, device, dtype)
+            self._rotary = Rotary(self.config, device, dtype)
+            self._cos, self._sin = self._decode_tables()
+            # Graphs are padded to 1, 2, 4, 8 or 16 rows.
+            padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
+            self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
+            self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
+        self._steps: dict[tuple[int, int], DecodeStep] = {}
+        # What step() gave last, and which of its rows are idle: handed back unread, it needs no copy and no wait.
+        self._returned: Tensor | None = None
+        self._idle: list[bool] = []
+        self._kept: list[Tensor] | None = None
+        self._counted = 0.0
+
+    @classmethod
+    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
+        if weights != "native":
+            return f"it has no {weights} weights"
+        if device.type != "cuda":
+            return f"it runs on cuda, the device is {device.type}"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"it knows float32, float16 and bfloat16, not {dtype}"
+        if config.head_dim > 256:
+            return f"its attention keeps one head in registers, up to 256 wide; head_dim is {config.head_dim}"
+        return None
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._cache.lengths)
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, token_ids: Tensor, sparse_from: int) -> Tensor:
+        check_prompt(len(token_ids), self.max_seq_len)
+        self._cache.lengths[slot] = 0
+        last = None
+        for hidden in self._read(self._cache, slot, token_ids, sparse_from):
+            last = hidden[-1:]
+        self._cache.lengths[slot] = len(token_ids)
+        self._positions[slot : slot + 1].fill_(len(token_ids))
+        return self._logits(last)[0]
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor) -> Tensor:
+        if self._kept is not None:
+            return self._decode_counting(token_ids)
+        return self._replay(token_ids)[1]
+
+    @torch.inference_mode()
+    def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+        if self._kept is not None or not all(setting.greedy for setting in settings):
+            return super().step(token_ids, settings)
+        chosen = self._replay(token_ids)[0].clone()  # the graph has chosen already
+        self._returned = chosen
+        return chosen
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
+        total = len(token_ids)
+        check_prompt(total, self.max_seq_len)
+        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
+        result = torch.empty(total, self.config.vocab_size, device=self.device)
+        start = 0
+        for hidden in self._read(scratch, 0, token_ids, sparse_from):
+            result[start : start + len(hidden)] = self._logits(hidden)
+            start += len(hidden)
+        return result
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        """While counting, tokens are decoded one by one through the prefill path, which is slower."""
+        self._kept = [] if enabled else None
+        self._counted = 0.0
+
+    def realised_sparsity(self) -> float | None:
+        if not self._kept:
+            return None
+        return 1.0 - float(torch.stack(self._kept).sum()) / self._counted
+
+    def close(self) -> None:
+        for name in ("weights", "_steps", "_cache", "_cos", "_sin", "_positions", "_returned"):
+            self.__dict__.pop(name, None)
+
+    def step_for(self, rows: int, first: int = 0, **overrides) -> DecodeStep:
+        """The captured step of ``rows`` slots; ``overrides`` (for measurements) make a fresh one."""
+        key = (first, rows)
+        if overrides or key not in self._steps:
+            step = DecodeStep(
+                self.weights, self.config, self._cache, self._positions, self._cos, self._sin,
+                first=first, rows=rows, **overrides,
+            )  # fmt: skip
+            if overrides:
+                return step
+            self._steps[key] = step
+        return self._steps[key]
+
+    def _decode_tables(self) -> tuple[Tensor, Tensor]:
+        """cos, sin (max_seq_len, rotary_dim / 2): each position's own factors, which differ for LongRoPE only."""
+        switch = min(switch_length(self.config) or self.max_seq_len, self.max_seq_len)
+        parts = [self._rotary.tables(0, switch, switch)]
+        if switch < self.max_seq_len:
+            parts.append(self._rotary.tables(switch, self.max_seq_len, self.max_seq_len))
+        half = self.config.rope.rotary_dim // 2
+        cos, sin = (torch.cat(tables)[:, :half].contiguous() for tables in zip(*parts, strict=True))
+        return cos, sin
+
+    def _replay(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Append the tokens: (B,) greedy choices and (B, V) logits, both the steps' own memory if B fits one step."""
+        batch = len(token_ids)
+        if not 1 <= batch <= self.max_batch:
+            raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
+        known = token_ids is self._returned
+        self._returned = None
+        if not known:
+            self._idle = [token < 0 for token in token_ids.tolist()]
+        idle = self._idle
+        lengths = self._cache.lengths
+        for slot in range(batch):
+            if not idle[slot] and lengths[slot] >= self.max_seq_len:
+                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+        chosen, logits = [], []
+        for first in range(0, batch, MAX_ROWS):
+            count = min(batch - first, MAX_ROWS)
+            step = self.step_for(min(triton.next_power_of_2(count), MAX_ROWS), first)
+            if not known or batch > MAX_ROWS:
+                step.tokens[:count].copy_(token_ids[first : first + count], non_blocking=True)
+            if count < step.rows and not known:
+                step.tokens[count:].fill_(-1)
+            step.replay()
+            chosen.append(step.tokens[:count])
+            logits.append(step.logits[:count])
+        for slot in range(batch):
+            if not idle[slot]:
+                lengths[slot] += 1
+        if len(chosen) == 1:
+            return chosen[0], logits[0]
+        return torch.cat(chosen), torch.cat(logits)
+
+    def _decode_counting(self, token_ids: Tensor) -> Tensor:
+        lengths = self._cache.lengths
+        result = torch.zeros(len(token_ids), self.config.vocab_size, device=self.device)
+        for slot, token in enumerate(token_ids.tolist()):
+            if token < 0:
+                continue
+            if lengths[slot] >= self.max_seq_len:
+                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+            start = lengths[slot]
+            one = torch.tensor([token], device=self.device)
+            hidden = run_blocks(
+                self.weights, self.config, self._rotary, self._cache, slot, one, start, start + 1, 0, self._observer()
+            )
+            lengths[slot] += 1
+            self._positions[slot : slot + 1].fill_(lengths[slot])
+            result[slot] = self._logits(hidden)[0]
+        return result
+
+    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int):
+        total = len(token_ids)
+        if not 0 <= sparse_from <= total:
+            raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
+        ids = token_ids.to(self.device)
+        return read_sequence(self.weights, self.config, self._rotary, cache, slot, ids, sparse_from, self._observer())
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(T, H) to (T, V) float32."""
+        normed = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        return functional.linear(normed, self.weights.head).float()
+
+    def _observer(self):
+        if self._kept is None:
+            return None
+
+        def count(group: Group, x: Tensor, first_sparse: int) -> None:
+            tail = x[first_sparse:]
+            for i, width in enumerate(group.widths):
+                keep = keep_mask(tail, group.scales[i], group.thresholds[i])
+                self._kept.append(keep.sum().double() * width)
+                self._counted += keep.numel() * width
+
+        return count

@@ -1,0 +1,187 @@
+"""One decode step for up to 16 slots as a CUDA graph: 5 launches a block, the logits, the greedy choice.
+
+    embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next
+
+Everything the step reads and writes is allocated here, once; the token ids and positions live on the device, so a replay
+needs nothing from the host. Launches overlap the tail of the one before (programmatic dependent launch) on GPUs that can.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.triton_attention import launch_attention
+from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
+from wisparse.kernels.triton_head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
+from wisparse.kernels.triton_tiles import choose_tile
+
+from .cache import KVCache
+from .cuda_weights import CudaWeights
+
+__all__ = ["MAX_ROWS", "DecodeStep"]
+
+MAX_ROWS = 16
+# Stretches the context is split into; with 8 KV heads that is about one program for each of an H200's multiprocessors.
+KV_SPLITS = 16
+
+
+def _describe(device: torch.device) -> tuple[int, int]:
+    """Compute capability (90 for 9.0) and multiprocessors; the interpreter's CPU counts as one small Ampere."""
+    if device.type != "cuda":
+        return 80, 1
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+class DecodeStep:
+    """The step of slots ``first`` to ``first + rows - 1``.
+
+    Attributes:
+        tokens: (rows,) int64, read and then overwritten with the greedy choice; negative rows are idle.
+        logits: (rows, V) float32.
+    """
+
+    def __init__(
+        self,
+        weights: CudaWeights,
+        config: ModelConfig,
+        cache: KVCache,
+        positions: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        first: int,
+        rows: int,
+        tiles: dict[str, GemvTile] | None = None,
+        pdl: bool | None = None,
+        kv_splits: int = KV_SPLITS,
+    ) -> None:
+        """``tiles`` (by role: qkv, o, gate_up, down) and ``pdl`` override what would be chosen, for measurements."""
+        self.weights, self.config, self.rows = weights, config, rows
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        arch, multiprocessors = _describe(device)
+        self.pdl = arch >= 90 if pdl is None else pdl
+        self._cos, self._sin = cos, sin
+        self._keys, self._values = (t[:, first : first + rows] for t in (cache.keys, cache.values))
+        self.positions = positions[first : first + rows]
+
+        def tile(role: str, group: Group) -> GemvTile:
+            if tiles is not None and role in tiles:
+                return tiles[role]
+            return choose_tile(
+                arch, multiprocessors, group.in_features, group.out_features,
+                batch=rows, dense=group.dense,
+            )  # fmt: skip
+
+        roles = ("qkv", "o", "gate_up", "down")
+        # Block by block: one of a role may be dense and another sparse, and their tiles differ.
+        chosen: dict[tuple[str, bool], GemvTile] = {}
+        self.tiles: list[dict[str, GemvTile]] = []
+        self._scratch = Scratch(device, dtype)
+        for block in weights.blocks:
+            of_block = {}
+            for role, group in zip(roles, block.groups, strict=True):
+                key = (role, group.dense)
+                if key not in chosen:
+                    chosen[key] = tile(role, group)
+                    self._scratch.reserve(group, chosen[key], rows)
+                of_block[role] = chosen[key]
+            self.tiles.append(of_block)
+
+        def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+            return torch.empty(shape, dtype=kind, device=device)
+
+        hidden = config.hidden_size
+        self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.hidden = empty(rows, hidden)
+        # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
+        parts = max(triton.cdiv(hidden, t.block_n) for t in chosen.values())
+        self._ssq = empty(2, rows * parts, kind=torch.float32)
+        self._qkv = empty(rows, config.q_size + 2 * config.kv_size)
+        self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=torch.float32)
+        self._softmax = tuple(empty(rows, config.num_heads, kv_splits, kind=torch.float32) for _ in range(2))
+        self._activation = empty(rows, config.intermediate_size)
+        self.logits = empty(rows, config.vocab_size, kind=torch.float32)
+        head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if rows == 1 else HEAD_ROWS_BATCHED)
+        self._best = empty(rows, head_tiles, kind=torch.float32)
+        self._best_id = empty(rows, head_tiles, kind=torch.int32)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def replay(self) -> None:
+        """Run the step on ``tokens``; asynchronous."""
+        if self._graph is None:
+            self._graph = self._capture()
+        self._graph.replay()
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        wanted = self.tokens.clone()
+        self.tokens.fill_(-1)  # idle rows: the warm-up writes no cache and moves no position
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.launch()  # compiles what is not yet compiled
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.launch()
+        self.tokens.copy_(wanted)
+        return graph
+
+    def launch(self) -> None:
+        """The step's launches, one after the other, on the current stream."""
+        launch_embed(self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"))
+        for index in range(len(self.weights.blocks)):
+            for role in ("qkv", "attention", "o", "gate_up", "down"):
+                self.launch_part(index, role)
+        self.launch_part(len(self.weights.blocks), "logits")
+        launch_next(self._best, self._best_id, self.tokens, self.tokens, self.positions, pdl=self.pdl)
+
+    def _sums(self, index: int, role: str) -> torch.Tensor:
+        """(rows, parts): sums of squares that ``role`` of block ``index`` leaves; block -1 is the embedding."""
+        tile = self.tiles[max(index, 0)][role]
+        parts = triton.cdiv(self.config.hidden_size, tile.block_n)
+        return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
+
+    def launch_part(self, index: int, role: str) -> None:
+        """One launch of block ``index`` (or the logits), as the step does it; also for per-kernel timings."""
+        config, weights = self.config, self.weights
+        eps, batch, pdl = config.rms_norm_eps, self.rows, self.pdl
+        if role == "logits":
+            launch_logits(
+                self.hidden, self._sums(index - 1, "down"), weights.norm, weights.head, self.logits,
+                self._best, self._best_id, eps=eps, pdl=pdl,
+            )  # fmt: skip
+            return
+        block, tiles = weights.blocks[index], self.tiles[index]
+        if role == "qkv":
+            launch_gemv(
+                block.qkv, self.hidden, self._qkv, self._scratch, tiles["qkv"], batch=batch, pdl=pdl,
+                source="hidden", norm=block.attention_norm, eps=eps, ssq_in=self._sums(index - 1, "down"),
+            )  # fmt: skip
+        elif role == "attention":
+            launch_attention(
+                self._qkv, self._keys[index], self._values[index], self.tokens, self.positions,
+                self._cos, self._sin,
+                self._attended, self._softmax, heads=config.num_heads, scale=config.head_dim**-0.5,
+                window=block.window, qk_norm=block.qk_norm, eps=eps, pdl=pdl,
+            )  # fmt: skip
+        elif role == "o":
+            launch_gemv(
+                block.o, self._attended, self.hidden, self._scratch, tiles["o"], batch=batch, pdl=pdl,
+                source="attention", softmax=self._softmax, head_dim=config.head_dim,
+                target="residual", ssq_out=self._sums(index, "o"),
+            )  # fmt: skip
+        elif role == "gate_up":
+            launch_gemv(
+                block.gate_up, self.hidden, self._activation, self._scratch, tiles["gate_up"], batch=batch, pdl=pdl,
+                source="hidden", norm=block.mlp_norm, eps=eps, ssq_in=self._sums(index, "o"), target="silu",
+            )  # fmt: skip
+        elif role == "down":
+            launch_gemv(
+                block.down, self._activation, self.hidden, self._scratch, tiles["down"], batch=batch, pdl=pdl,
+                target="residual", ssq_out=self._sums(index, "down"),
+            )  # fmt: skip
+        else:
+            raise ValueError(f"unknown part {role!r}")

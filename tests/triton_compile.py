@@ -1,0 +1,123 @@
+"""Compile the Triton kernels for several GPU generations without a GPU; prints one JSON line per kernel.
+
+    python tests/triton_compile.py 80 90 120
+
+Registers, spills and shared memory are read from the binaries. Run by test_kernels_triton.py, without TRITON_INTERPRET.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from wisparse.kernels import triton_attention, triton_gemv, triton_head
+
+SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+def compile_kernel(kernel, arch: int, types: dict[str, str], constants: dict, warps: int, stages: int = 3):
+    """Compile one kernel; every pointer and every int in ``types`` is taken as divisible by 16."""
+    names = kernel.arg_names
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or signature[name] == "i32"
+    }
+    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
+    return triton.compile(
+        source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages}
+    )
+
+
+def resources(compiled) -> dict[str, int]:
+    """Registers and local memory (spills) of one thread, from the binary; shared memory from the compiler."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        done = subprocess.run([str(_CUOBJDUMP), "-res-usage", file.name], capture_output=True, text=True, check=True)
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", done.stdout + done.stderr)
+    if found is None:
+        raise RuntimeError(f"cuobjdump said nothing of resources: {done.stdout} {done.stderr}")
+    registers, stack, _, local = map(int, found.groups())
+    return {"registers": registers, "stack": stack, "local": local, "shared": compiled.metadata.shared}
+
+
+def gemv(
+    arch: int, tile, group: str, batch: int = 1, dense: bool = False, dtype: str = "bf16", pdl: bool | None = None
+):
+    """The GEMV as Llama-3.1-8B launches it for ``group``."""
+    shapes = {  # K, widths, source, target
+        "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
+        "o": (4096, (4096, 0, 0), "attention", "residual"),
+        "gate_up": (4096, (14336, 14336, 0), "hidden", "silu"),
+        "down": (14336, (4096, 0, 0), "plain", "residual"),
+    }
+    k, widths, source, target = shapes[group]
+    input_type = "*fp32" if source == "attention" else f"*{dtype}"
+    types = {
+        "x_ptr": input_type, "m_ptr": "*fp32", "l_ptr": "*fp32", "ssq_in_ptr": "*fp32", "norm_ptr": f"*{dtype}",
+        "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32", "threshold_ptr": "*fp32",
+        "out_ptr": f"*{dtype}", "ssq_out_ptr": "*fp32", "partial_ptr": "*fp32", "index_ptr": "*i32",
+        "value_ptr": f"*{dtype}", "counter_ptr": "*i32", "eps": "fp32",
+    }  # fmt: skip
+    mode = triton_gemv.DENSE.value if dense else triton_gemv._MODES[tile.mode]
+    constants = dict(
+        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ=16, SSQ_PAD=16,
+        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, MODE=mode, INPUT=triton_gemv._INPUTS[source],
+        OUTPUT=triton_gemv._OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
+        SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=triton_gemv._segment(k, tile.splits),
+        CHUNK=triton_gemv._CHUNK, STAGES=tile.stages, PDL=arch >= 90 if pdl is None else pdl,
+    )  # fmt: skip
+    return compile_kernel(triton_gemv._gemv_kernel, arch, types, constants, tile.warps, tile.stages)
+
+
+def attention(arch: int, dtype: str = "bf16"):
+    types = dict.fromkeys(("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}") | {
+        "token_ptr": "*i64", "position_ptr": "*i32", "out_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32",
+        "max_seq_len": "i32", "scale_log2": "fp32", "eps": "fp32",
+    }  # fmt: skip
+    constants = dict(
+        HEADS=32, KV_HEADS=8, D=128, D_PAD=128, ROTARY=128, GROUP_PAD=16, QK_NORM=False, WINDOW=0, SPLITS=16,
+        BLOCK_T=64, STAGES=3, PDL=arch >= 90,
+    )  # fmt: skip
+    return compile_kernel(triton_attention._attention_kernel, arch, types, constants, 4)
+
+
+def logits(arch: int, batch: int = 1, block_v: int = 32, block_k: int = 512, dtype: str = "bf16", stages: int = 1):
+    types = {
+        "hidden_ptr": f"*{dtype}", "ssq_ptr": "*fp32", "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}",
+        "logits_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "eps": "fp32", "V": "i32",
+    }  # fmt: skip
+    constants = dict(
+        K=4096, BATCH=batch, SSQ=16, SSQ_PAD=16, BLOCK_V=block_v, BLOCK_K=block_k, STAGES=stages, PDL=arch >= 90
+    )
+    return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4, stages)
+
+
+def main(archs: list[int]) -> None:
+    from wisparse.kernels.triton_gemv import GemvTile
+
+    for arch in archs:
+        cases = {
+            f"gemv {group}{' dense' if dense else ''} batch {batch}": (gemv, GemvTile(), group, batch, dense)
+            for group in ("qkv", "o", "gate_up", "down")
+            for batch, dense in ((1, False), (1, True), (4, False))
+        }
+        cases |= {"attention": (attention,), "logits batch 1": (logits,), "logits batch 4": (logits, 4, 64, 128)}
+        for name, (build, *arguments) in cases.items():
+            compiled = build(arch, *arguments)
+            print(json.dumps({"arch": arch, "kernel": name, **resources(compiled)}), flush=True)
+
+
+if __name__ == "__main__":
+    main([int(argument) for argument in sys.argv[1:]])

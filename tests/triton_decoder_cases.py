@@ -1,0 +1,113 @@
+"""The launches of a whole decode step against the plain PyTorch decoder. Run by test_runtime_cuda.py in a process of its
+own; under the interpreter without a graph, on a GPU through ``CudaDecoder``.
+
+    TRITON_INTERPRET=1 python -m pytest tests/triton_decoder_cases.py
+"""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.runtime.cache import KVCache
+from wisparse.runtime.cuda_step import DecodeStep
+from wisparse.runtime.cuda_weights import load_weights
+from wisparse.runtime.rotary import Rotary
+from wisparse.runtime.torch_decoder import TorchDecoder
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+_COMMON = dict(
+    hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+    vocab_size=70, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=10000.0,
+)  # fmt: skip
+CONFIGS = {
+    "llama": dict(_COMMON, model_type="llama", tie_word_embeddings=True),
+    "mistral": dict(_COMMON, model_type="mistral", sliding_window=6),
+    "qwen2": dict(_COMMON, model_type="qwen2"),
+    "qwen3": dict(_COMMON, model_type="qwen3"),
+    "phi3": dict(_COMMON, model_type="phi3", partial_rotary_factor=0.5),
+}
+
+
+def make_bundle(name: str, sparsity: float):
+    """A tiny random model whose masks drop about ``sparsity``, a different share in each projection."""
+    config = ModelConfig.from_dict(CONFIGS[name])
+    generator = torch.Generator().manual_seed(len(name))
+    tensors: dict[str, torch.Tensor] = {}
+
+    def fill(key: str, *shape: int) -> None:
+        values = torch.randn(shape, generator=generator)
+        tensors[key] = values / shape[1] ** 0.5 if len(shape) > 1 else 1 + 0.1 * values
+
+    fill("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+    fill("lm_head.weight", config.vocab_size, config.hidden_size)
+    fill("model.norm.weight", config.hidden_size)
+    masks = {}
+    for index in range(config.num_blocks):
+        prefix = f"model.layers.{index}."
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            fill(f"{prefix}{norm}.weight", config.hidden_size)
+        for norm in ("q_norm", "k_norm") if config.architecture.qk_norm else ():
+            fill(f"{prefix}self_attn.{norm}.weight", config.head_dim)
+        for i, projection in enumerate(config.projections(index)):
+            fill(f"{projection.name}.weight", projection.out_features, projection.in_features)
+            fill(f"{projection.name}.bias", projection.out_features)
+            typical = {"o_proj": 0.5, "down_proj": 0.3}.get(projection.role, 1.0)
+            masks[projection.name] = SimpleNamespace(
+                channel_scale=torch.rand(projection.in_features, generator=generator) + 0.5,
+                threshold=typical * (sparsity + 0.02 * i) if sparsity else 0.0,
+                sparsity=sparsity,
+            )
+    checkpoint = SimpleNamespace(tensor=lambda key, device="cpu": tensors[key].to(device))
+    return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("sparsity", [0.0, 0.5])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_is_the_plain_decoders(name, sparsity, rows):
+    bundle = make_bundle(name, sparsity)
+    config, dtype = bundle.config, torch.float32
+    slow = TorchDecoder(bundle, device=DEVICE, dtype=dtype, max_seq_len=32, max_batch=rows)
+    weights = load_weights(bundle, DEVICE, dtype)
+    cache = KVCache(config, rows, 32, DEVICE, dtype)
+    cos, sin = (
+        t[:, : config.rope.rotary_dim // 2].contiguous() for t in Rotary(config, DEVICE, dtype).tables(0, 32, 32)
+    )
+    prompt = torch.arange(9)
+    for slot in range(rows):
+        slow.prefill(slot, prompt + slot, 9)
+        cache.keys[:, slot, :, :9], cache.values[:, slot, :, :9] = (
+            t[:, slot, :, :9] for t in (slow._cache.keys, slow._cache.values)
+        )
+    positions = torch.full((rows,), 9, dtype=torch.int32, device=DEVICE)
+    step = DecodeStep(weights, config, cache, positions, cos, sin, first=0, rows=rows, kv_splits=4)
+    step.tokens.copy_(torch.tensor([3, 60][:rows]))
+    for _ in range(2):
+        given = step.tokens.clone()
+        step.launch()
+        expected = slow.decode(given)
+        torch.testing.assert_close(step.logits, expected, rtol=2e-4, atol=2e-4)
+        assert step.tokens.tolist() == expected.argmax(-1).tolist()
+    assert positions.tolist() == [11] * rows
+
+
+def test_an_idle_row_moves_nothing():
+    bundle = make_bundle("llama", 0.5)
+    weights = load_weights(bundle, DEVICE, torch.float32)
+    cache = KVCache(bundle.config, 2, 16, DEVICE, torch.float32)
+    cache.keys.fill_(5.0)
+    cos, sin = (t[:, :8].contiguous() for t in Rotary(bundle.config, DEVICE, torch.float32).tables(0, 16, 16))
+    positions = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)  # the second slot is full
+    step = DecodeStep(weights, bundle.config, cache, positions, cos, sin, first=0, rows=2, kv_splits=2)
+    step.tokens.copy_(torch.tensor([4, -1]))
+    step.launch()
+    assert positions.tolist() == [1, 16]
+    assert step.tokens[1] == -1
+    assert (cache.keys[:, 1] == 5.0).all()
+    assert not (cache.keys[:, 0, :, 0] == 5.0).all()
