@@ -8,7 +8,6 @@ its rounding would add noise to every comparison of two candidates.
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError, UsageError
 
 __all__ = ["SourceModel", "choose_device", "choose_dtype", "load_source", "load_tokenizer"]
@@ -103,12 +103,12 @@ def load_source(
 
     folder = Path(folder)
     device = choose_device(device) if isinstance(device, str) else device
+    config = Checkpoint.open(folder).config  # every header is checked, and its messages are better than a loader's
     with _quiet_transformers():
         try:
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError) as error:
             raise UnsupportedModelError(f"{folder.name}: config.json cannot be read: {_first_line(error)}") from error
-        config = ModelConfig.from_dict(_config_dict(folder))
         dtype = dtype or choose_dtype(config.dtype, device)
         tokenizer = load_tokenizer(folder)
         placement: dict[str, Any] = {}
@@ -178,10 +178,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         ) from error
 
 
-def _config_dict(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "config.json").read_text("utf-8"))
-
-
 def _projections(model: Any, config: ModelConfig) -> dict[str, nn.Linear]:
     found: dict[str, nn.Linear] = {}
     for projection in config.projections():
@@ -214,9 +210,6 @@ def _refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
             f"{folder.name}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
             "download the checkpoint again"
         )
-    misshaped = sorted(info.get("mismatched_keys") or ())
-    if misshaped:
-        raise UnsupportedModelError(f"{folder.name}: weights of the wrong shape: {misshaped[0]}")
 
 
 def _refuse_non_finite(folder: Path, model: Any) -> None:

@@ -1,0 +1,361 @@
+"""Calibration tokens: the same source and seed give the same rows; what cannot be used is refused in one sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from tiny_bundle import write_tiny_model
+from tokenizers import processors
+
+from wisparse.converter.calibration import CalibrationTokens, describe_spec, load_calibration
+from wisparse.converter.documents import document_of, is_dataset_id, path_documents
+from wisparse.converter.self_calibration import _draw, _Writer
+from wisparse.converter.source import load_source, load_tokenizer
+from wisparse.formats.errors import AccessError, CalibrationError
+
+BOS, EOS = 256, 257
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder: Path):
+    return load_tokenizer(folder)
+
+
+def text(length: int, start: int = 0) -> str:
+    return "".join(f"line {start + i} of a text\n" for i in range(length))
+
+
+# ---------------------------------------------------------------------- packing
+
+
+def test_rows_are_full_and_their_first_token_is_left_out(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text(200))
+    tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=5, seq_len=64)
+    assert tokens.input_ids.shape == tokens.keep.shape == (5, 64)
+    assert tokens.input_ids.dtype == torch.int64
+    assert not tokens.keep[:, 0].any()
+    assert tokens.keep[:, 1:].all()
+    assert tokens.num_tokens == 5 * 63
+    assert tokens.source == "a.txt"  # no path of this machine
+
+
+def test_rows_hold_the_documents_text(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text(500))
+    tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=4, seq_len=64)
+    for row in tokens.input_ids.tolist():
+        assert tokenizer.decode(row) in text(500)
+
+
+def test_same_seed_same_rows_other_seed_other_rows(tokenizer, tmp_path: Path) -> None:
+    for name in "abcdef":
+        (tmp_path / f"{name}.txt").write_text(text(40, ord(name) * 1000))
+    first, again, other = (
+        load_calibration(str(tmp_path), tokenizer, num_samples=4, seq_len=32, seed=seed) for seed in (1, 1, 2)
+    )
+    assert first.digest == again.digest
+    assert torch.equal(first.input_ids, again.input_ids)
+    assert first.digest != other.digest
+
+
+def test_a_sequence_begins_as_the_tokenizer_begins_a_text(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", BOS)]
+    )
+    (tmp_path / "a.txt").write_text(text(100))
+    tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=3, seq_len=32)
+    assert (tokens.input_ids == BOS).sum(dim=1).tolist() == [1, 1, 1]
+    assert (tokens.input_ids[:, 0] == BOS).all()
+
+
+def test_short_documents_are_joined_with_the_end_token(tokenizer, tmp_path: Path) -> None:
+    lines = [json.dumps({"text": f"number {i}"}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    tokens = load_calibration(str(tmp_path / "a.jsonl"), tokenizer, num_samples=2, seq_len=64)
+    assert (tokens.input_ids == EOS).any(dim=1).all()
+
+
+def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
+    # One byte is one token here. One passage: nothing between its rows, so 128 bytes are two rows of 64.
+    (tmp_path / "a.txt").write_text("x" * 128)
+    tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=2, seq_len=64)
+    assert tokens.num_samples == 2
+    (tmp_path / "a.txt").write_text("x" * 126)
+    with pytest.raises(CalibrationError, match=r"2 samples of 64 tokens need 128 tokens, found 126"):
+        load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=2, seq_len=64)
+
+
+def test_digest_depends_on_ids_and_shape() -> None:
+    tokens = CalibrationTokens.from_rows([[1, 2, 3, 4]], "x", 0)
+    assert tokens.digest != CalibrationTokens.from_rows([[1, 2], [3, 4]], "x", 0).digest
+    assert tokens.digest != CalibrationTokens.from_rows([[1, 2, 3, 5]], "x", 0).digest
+    assert tokens.digest == CalibrationTokens.from_rows([[1, 2, 3, 4]], "y", 1).digest
+
+
+# ---------------------------------------------------------------------- sources
+
+
+@pytest.mark.parametrize(
+    ("record", "expected"),
+    [
+        ({"text": "a"}, "a"),
+        ({"content": "a"}, "a"),
+        ({"prompt": "a", "completion": "b"}, "ab"),
+        ({"instruction": "a", "input": "", "output": "b"}, "a\n\nb"),
+        ({"instruction": "a", "input": "c", "output": "b"}, "a\n\nc\n\nb"),
+        ({"query": "a", "response": "b", "type": "x"}, "a\n\nb"),
+        ({"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
+        ({"conversations": [{"from": "human", "value": "a"}]}, [{"role": "user", "content": "a"}]),
+        ("a", "a"),
+    ],
+)
+def test_fields_of_a_record(record, expected) -> None:
+    assert document_of(record, "x") == expected
+
+
+@pytest.mark.parametrize("record", [{"label": 1}, {"text": 3}, {"messages": [{"role": "user"}]}, 7, None, {}])
+def test_record_without_text(record) -> None:
+    with pytest.raises(CalibrationError, match=r"file\.jsonl"):
+        document_of(record, "file.jsonl")
+
+
+def test_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path: Path) -> None:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "deep" / "er" / "a.py").write_text("print(1)")
+    (tmp_path / "b.md").write_text("# b")
+    (tmp_path / "c.jsonl").write_text('{"text": "c"}\n')
+    (tmp_path / ".git" / "config").write_text("secret")
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "empty.txt").write_text("")
+    assert sorted(path_documents([str(tmp_path)], 0)) == ["# b", "c", "print(1)"]
+
+
+def test_conversations_go_through_the_chat_template(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    line = json.dumps({"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]})
+    (tmp_path / "a.jsonl").write_text("\n".join([line] * 20))
+    tokens = load_calibration(str(tmp_path / "a.jsonl"), tokenizer, num_samples=1, seq_len=64)
+    assert "[user]why[assistant]so" in tokenizer.decode(tokens.input_ids[0])
+
+
+@pytest.mark.parametrize("kind", ["saved", "parquet", "csv"])
+def test_data_set_on_disk(kind: str, tokenizer, tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"query": [text(4, i) for i in range(30)], "response": ["ok"] * 30})
+    path = tmp_path / "data"
+    if kind == "saved":
+        rows.save_to_disk(path)
+    else:
+        path = tmp_path / f"data.{kind}"
+        rows.to_parquet(path) if kind == "parquet" else rows.to_csv(path)
+    before = sorted(file.name for file in tmp_path.rglob("*"))
+    tokens = [load_calibration(str(path), tokenizer, num_samples=3, seq_len=64, seed=5) for _ in range(2)]
+    assert tokens[0].digest == tokens[1].digest
+    assert tokens[0].source == path.name
+    assert sorted(file.name for file in tmp_path.rglob("*")) == before  # nothing is written beside the user's data
+
+
+def test_paper_mixture_in_equal_parts(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wisparse.converter import calibration
+
+    asked = []
+
+    def documents(name: str, seed: int):
+        asked.append(name)
+        mark = chr(ord("a") + len(asked))
+        return iter([mark * 4000])
+
+    monkeypatch.setattr(calibration, "dataset_documents", documents)
+    tokens = load_calibration("paper", tokenizer, num_samples=8, seq_len=32)
+    assert asked == list(calibration.PAPER_DATASETS)
+    first = [tokenizer.decode(row)[0] for row in tokens.input_ids]
+    assert sorted(map(first.count, "bcd")) == [2, 3, 3]
+    assert tokens.source == "paper"
+
+
+def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    from wisparse.converter import documents
+
+    loaded = {}
+
+    def load_dataset(name: str, **options):
+        loaded.update(name=name, **options)
+        return datasets.Dataset.from_dict({"text": [text(9, i) for i in range(30)]}).to_iterable_dataset()
+
+    monkeypatch.setattr(documents, "check_read_access", lambda name, dataset: None)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda name: ["test", "train"])
+    tokens = load_calibration("someone/texts", tokenizer, num_samples=2, seq_len=64)
+    assert tokens.source == "someone/texts"
+    assert loaded == {"name": "someone/texts", "split": "train", "streaming": True}
+    load_calibration("someone/texts:test", tokenizer, num_samples=2, seq_len=64)
+    assert loaded["split"] == "test"
+
+
+def test_hub_out_of_reach(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets")
+    from wisparse.converter import documents
+
+    def refuse(name: str, dataset: bool) -> None:
+        raise AccessError(f"cannot reach the Hub for {name!r}")
+
+    monkeypatch.setattr(documents, "check_read_access", refuse)
+    with pytest.raises(AccessError, match="someone/texts"):
+        load_calibration("someone/texts", tokenizer)
+
+
+def test_what_is_a_data_set_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert is_dataset_id("mit-han-lab/pile-val-backup")
+    assert is_dataset_id("a/b:train[:100]")
+    for path in ("texts", "./a/b", "/a/b", "a/b/c", "a/b.txt", "self"):
+        assert not is_dataset_id(path)
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    assert not is_dataset_id("a/b")
+    assert describe_spec(["a/b", "me/data"]) == "b, me/data"
+
+
+# ---------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("missing.txt", None, "no such file or folder"),
+        ("empty.txt", b"", "is empty"),
+        ("blank.txt", b" \n \n", "is empty"),
+        ("zeros.bin", b"abc\0def", "binary"),
+        ("latin.txt", "é".encode("latin-1") + b"x" * 100, "binary"),
+        ("bad.jsonl", b'{"text": "a"}\n{"text": ', "line 2"),
+        ("none.jsonl", b'{"label": 1}\n', "line 1.*found label"),
+        ("short.txt", b"hello", "need 2048 tokens, found 5"),
+    ],
+)
+def test_unusable_file(name: str, content: bytes | None, message: str, tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(CalibrationError, match=message) as error:
+        load_calibration(str(path), tokenizer, num_samples=16, seq_len=128)
+    assert name in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_bad_byte_far_into_a_file(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 100_000 + b"\xff" + b"x" * 100)
+    with pytest.raises(CalibrationError, match="byte 100000"):
+        load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=1, seq_len=64)
+
+
+def test_folder_without_text(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"\0" * 10)
+    with pytest.raises(CalibrationError, match="holds no text"):
+        load_calibration(str(tmp_path), tokenizer)
+
+
+def test_self_and_paper_stand_alone(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text(10))
+    for word in ("self", "paper"):
+        with pytest.raises(CalibrationError, match="stands alone"):
+            load_calibration([str(tmp_path / "a.txt"), word], tokenizer)
+
+
+def test_template_that_refuses(folder: Path, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = "{{ raise_exception('no system role') }}"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "system", "content": "x"}]}))
+    with pytest.raises(CalibrationError, match="no system role"):
+        load_calibration(str(tmp_path / "a.jsonl"), tokenizer)
+
+
+# ---------------------------------------------------------------------- self
+
+
+@pytest.fixture(scope="module")
+def source(folder: Path):
+    return load_source(folder, device="cpu")
+
+
+def test_self_is_seeded_and_leaves_the_global_generator_alone(source) -> None:
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    runs = [load_calibration("self", source.tokenizer, source.model, 4, 24, seed) for seed in (0, 0, 1)]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert runs[0].digest == runs[1].digest != runs[2].digest
+    assert runs[0].input_ids.shape == (4, 24)
+    assert (runs[0].input_ids[:, 0] == BOS).all()
+    assert not runs[0].keep[:, 0].any()
+    assert len({tuple(row) for row in runs[0].input_ids.tolist()}) == 4
+    assert runs[0].source == "self"
+
+
+def test_self_does_not_depend_on_the_threads_the_caller_set(source) -> None:
+    threads = torch.get_num_threads()
+    load_calibration("self", source.tokenizer, source.model, 1, 16, 0)
+    assert torch.get_num_threads() == threads
+
+
+def test_self_writes_what_the_model_says(example_model: Path) -> None:
+    # A model that learned Python is not surprised by its own text: far less than by noise (ln 8192 = 9).
+    source = load_source(example_model, device="cpu")
+    tokens = load_calibration("self", source.tokenizer, source.model, 4, 96, 0)
+    logits = source.model(tokens.input_ids).logits[:, :-1]
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.input_ids[:, 1:].flatten())
+    assert loss < 4.5
+    user, assistant = source.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    conversations = tokens.input_ids[:2]
+    assert (conversations[:, 1] == user).all()
+    assert (conversations == assistant).any(dim=1).all()
+    assert not (tokens.input_ids[2:] == user).any()
+
+
+def test_self_without_any_first_token(source) -> None:
+    tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=None, chat_template=None)
+    model = SimpleNamespace(
+        parameters=source.model.parameters,
+        config=SimpleNamespace(bos_token_id=None, eos_token_id=None, vocab_size=258),
+        generation_config=None,
+    )
+    with pytest.raises(CalibrationError, match="--calibration PATH"):
+        load_calibration("self", tokenizer, model)
+
+
+def test_writer_of_conversations() -> None:
+    writer = _Writer(64, frozenset({EOS}), [BOS, 1, 2], [5, 6])
+    drawn = [0, 0, 0, 70, 71, EOS, 0, 72, EOS, 0, 0, 0, 73]
+    written = [writer.accept(token) for token in drawn]
+    # opening, question, answer's opening in place of the end, answer, end, next opening
+    assert written == [BOS, 1, 2, 70, 71, 5, 6, 72, EOS, BOS, 1, 2, 73]
+
+
+def test_writer_of_documents_opens_the_next_one() -> None:
+    writer = _Writer(64, frozenset({EOS}), [BOS], None)
+    assert [writer.accept(token) for token in (0, 70, EOS, 0, 71)] == [BOS, 70, EOS, BOS, 71]
+    # Where one token both ends and begins a text, it stands once.
+    writer = _Writer(64, frozenset({BOS}), [BOS], None)
+    assert [writer.accept(token) for token in (0, 70, BOS, 71)] == [BOS, 70, BOS, 71]
+
+
+def test_question_that_never_ends_is_answered() -> None:
+    writer = _Writer(32, frozenset({EOS}), [BOS], [5])
+    written = [writer.accept(70) for _ in range(20)]
+    assert written.index(5) == 9  # a quarter of the row after the opening
+
+
+def test_draws_follow_the_probabilities() -> None:
+    logits = torch.tensor([[0.1, 0.2, 0.7]]).log().expand(6000, 3)
+    drawn = torch.tensor(_draw(logits, [1.0] * 6000, torch.Generator().manual_seed(0)))
+    shares = torch.bincount(drawn, minlength=3) / 6000
+    assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.7]), atol=0.02)

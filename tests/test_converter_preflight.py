@@ -1,0 +1,269 @@
+"""The preflight finds what is wrong before a weight is read, says it in one sentence, and writes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
+
+from wisparse.commands.convert import command
+from wisparse.converter import preflight as module
+from wisparse.converter.preflight import available_memory, preflight
+from wisparse.converter.settings import ConvertSettings, default_output
+from wisparse.formats.errors import (
+    AccessError,
+    CalibrationError,
+    ResourceError,
+    UnsupportedModelError,
+    UsageError,
+    WisparseError,
+)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model")
+
+
+@pytest.fixture
+def settings(model: Path, tmp_path: Path) -> ConvertSettings:
+    return ConvertSettings(str(model), tmp_path / "out", num_samples=2, seq_len=16, device="cpu")
+
+
+def refused(settings: ConvertSettings, error: type[WisparseError], **changes: Any) -> str:
+    before = sorted(settings.output_dir.parent.rglob("*"))
+    with pytest.raises(error) as raised:
+        preflight(replace(settings, **changes))
+    assert type(raised.value) is error
+    assert sorted(settings.output_dir.parent.rglob("*")) == before
+    message = str(raised.value)
+    assert "\n" not in message
+    return message
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def test_plan_of_a_folder(settings: ConvertSettings) -> None:
+    plan = preflight(settings)
+    assert plan.source.name == "model"
+    assert plan.source.commit is None
+    assert plan.tokens is None
+    assert plan.calibration == "self"
+    assert plan.num_parameters == sum(
+        tensor.numel() for tensor in load_file(Path(settings.model) / "model.safetensors").values()
+    )
+    assert 0 < plan.projection_parameters < plan.num_parameters
+    assert plan.download_bytes == 0
+    assert plan.memory_bytes < plan.memory_free_bytes
+    assert not settings.output_dir.exists()
+    assert not settings.state_dir.exists()
+    json.dumps(plan.to_dict())
+
+
+def test_plan_holds_the_calibration_tokens_of_a_path(settings: ConvertSettings, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some words " * 100)
+    plan = preflight(replace(settings, calibration=(str(tmp_path / "text.txt"),)))
+    assert plan.tokens is not None
+    assert plan.tokens.input_ids.shape == (2, 16)
+    assert str(tmp_path) not in json.dumps(plan.to_dict()["calibration"])
+
+
+def test_no_weight_is_read(settings: ConvertSettings) -> None:
+    # Every weight is NaN, the headers are whole: only the conversion itself can notice.
+    file = Path(settings.model) / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    length = 8 + int.from_bytes(content[:8], "little")
+    content[length:] = b"\xff" * (len(content) - length)
+    file.write_bytes(content)
+    preflight(settings)
+
+
+def test_memory_of_this_machine_is_plausible() -> None:
+    assert 2**20 < available_memory(torch.device("cpu")) < 2**50
+
+
+@pytest.mark.parametrize(
+    ("model", "sparsity", "expected"),
+    [
+        ("org/Llama-3.1-8B", 0.5, "Llama-3.1-8B-wisparse-50"),
+        ("nothing-here", 0.4, "nothing-here-wisparse-40"),
+        ("a/b", 0.125, "b-wisparse-12p5"),
+    ],
+)
+def test_default_output(model: str, sparsity: float, expected: str) -> None:
+    assert default_output(model, sparsity) == Path(expected)
+
+
+def test_default_output_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tune").mkdir()
+    assert default_output(f"{tmp_path}/tune/", 0.5) == Path("tune-wisparse-50")
+    monkeypatch.chdir(tmp_path / "tune")
+    assert default_output(".", 0.5) == Path("tune-wisparse-50")
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("sparsity", [-0.1, 0.96, 1.0, 50.0, float("nan"), float("inf")])
+def test_sparsity_out_of_range(sparsity: float, settings: ConvertSettings) -> None:
+    assert "0 to 0.95" in refused(settings, UsageError, sparsity=sparsity)
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.95])
+def test_sparsity_at_the_ends(sparsity: float, settings: ConvertSettings) -> None:
+    preflight(replace(settings, sparsity=sparsity))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"method": "wisparce"}, "did you mean 'wisparse'"),
+        ({"search": "random"}, "--search"),
+        ({"dtype": "int8"}, "--dtype"),
+        ({"num_samples": 0}, "--num-samples"),
+        ({"seq_len": 2}, "--seq-len"),
+        ({"seq_len": 4096}, "context is 128"),
+        ({"seed": -1}, "--seed"),
+        ({"num_generations": 5, "search": "uniform"}, "--num-generations"),
+        ({"num_offspring": 5, "search": "uniform"}, "--num-offspring"),
+        ({"calibration": ("self", "paper")}, "stand alone"),
+        ({"calibration": ()}, "--calibration"),
+        ({"private": True}, "--upload-repo"),
+        ({"work_dir": Path("w"), "resume": False}, "--no-resume"),
+        ({"device": "tpu"}, "--device"),
+        ({"max_shard_size": "huge"}, "5GB"),
+        ({"revision": "main"}, "--revision"),
+    ],
+)
+def test_contradictory_settings(changes: dict[str, Any], words: str, settings: ConvertSettings) -> None:
+    assert words in refused(settings, UsageError, **changes)
+
+
+def test_work_dir_inside_the_output(settings: ConvertSettings) -> None:
+    for work in (settings.output_dir, settings.output_dir / "work", settings.output_dir.parent):
+        assert "within each other" in refused(settings, UsageError, work_dir=work)
+
+
+# ---------------------------------------------------------------------- the model
+
+
+def test_no_such_model(settings: ConvertSettings, tmp_path: Path) -> None:
+    assert "no such folder" in refused(settings, AccessError, model=str(tmp_path / "nowhere"))
+
+
+def test_unknown_architecture(settings: ConvertSettings, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(tiny_config() | {"model_type": "lama"}))
+    message = refused(settings, UnsupportedModelError)
+    assert "did you mean 'llama'" in message
+    assert "llama, mistral, qwen2, qwen3, phi3" in message
+
+
+def test_quantised_source(settings: ConvertSettings, model: Path) -> None:
+    (model / "config.json").write_text(json.dumps(tiny_config() | {"quantization_config": {"quant_method": "awq"}}))
+    assert "quantised" in refused(settings, UnsupportedModelError)
+
+
+def test_source_that_is_a_bundle(settings: ConvertSettings, tmp_path: Path) -> None:
+    bundle = write_tiny_bundle(tmp_path / "bundle", Path(settings.model))
+    assert "already a sparse bundle" in refused(settings, UnsupportedModelError, model=str(bundle))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_missing_file(name: str, settings: ConvertSettings, model: Path) -> None:
+    (model / name).unlink()
+    (model / "tokenizer_config.json").unlink()
+    refused(settings, UnsupportedModelError)
+
+
+def test_config_that_is_no_json(settings: ConvertSettings, model: Path) -> None:
+    (model / "config.json").write_text("{")
+    assert "config.json" in refused(settings, UnsupportedModelError)
+
+
+def test_truncated_weights(settings: ConvertSettings, model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert "model.safetensors" in refused(settings, UnsupportedModelError)
+
+
+def test_tokenizer_of_another_model(settings: ConvertSettings, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", tiny_config(vocab_size=100, bos_token_id=1, eos_token_id=2, pad_token_id=2))
+    (tmp_path / "text.txt").write_text("words and words " * 50)
+    message = refused(settings, UnsupportedModelError, calibration=(str(tmp_path / "text.txt"),))
+    assert "do not belong together" in message
+
+
+# ---------------------------------------------------------------------- the output, the calibration, the machine
+
+
+def test_output_exists(settings: ConvertSettings) -> None:
+    settings.output_dir.mkdir()
+    assert "--overwrite" in refused(settings, UsageError)
+
+
+def test_output_is_the_source(settings: ConvertSettings) -> None:
+    assert refused(settings, UsageError, output_dir=Path(settings.model), overwrite=True)
+
+
+def test_output_that_is_no_bundle_is_not_overwritten(settings: ConvertSettings) -> None:
+    settings.output_dir.mkdir()
+    (settings.output_dir / "thesis.tex").write_text("years of work")
+    assert "not a bundle" in refused(settings, UsageError, overwrite=True)
+
+
+def test_calibration_is_read_before_the_weights(settings: ConvertSettings, tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("too short")
+    assert "found 9" in refused(settings, CalibrationError, calibration=(str(tmp_path / "short.txt"),))
+    assert "no such file" in refused(settings, CalibrationError, calibration=(str(tmp_path / "none"),))
+
+
+def test_not_enough_disk(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: SimpleNamespace(free=10))
+    assert "disk" in refused(settings, ResourceError)
+
+
+def test_not_enough_memory(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "available_memory", lambda device: 10)
+    assert "GB of memory" in refused(settings, ResourceError)
+
+
+def test_upload_without_permission(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(repo: str) -> None:
+        raise AccessError(f"you may not write to {repo}")
+
+    monkeypatch.setattr(module, "check_write_access", refuse)
+    assert "me/x" in refused(settings, AccessError, upload_repo="me/x")
+
+
+def test_gated_model(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(model: str) -> None:
+        raise AccessError(f"{model!r} is gated: ask for access")
+
+    monkeypatch.setattr(module, "check_read_access", refuse)
+    assert "gated" in refused(settings, AccessError, model="org/gated")
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_dry_run_prints_the_plan_and_stops(settings: ConvertSettings, caplog: pytest.LogCaptureFixture) -> None:
+    arguments = [settings.model, "-o", str(settings.output_dir), "--dry-run", "--device", "cpu", "--seq-len", "16"]
+    with caplog.at_level(logging.WARNING):
+        shown = CliRunner().invoke(command, arguments)
+        document = CliRunner().invoke(command, [*arguments, "--json"])
+    assert shown.exit_code == document.exit_code == 0, shown.output
+    assert "nothing was converted" in shown.stdout
+    assert "llama, 2 blocks" in shown.stdout
+    assert json.loads(document.stdout)["model"] == "model"
+    assert shown.stderr == document.stderr == ""
+    assert not settings.output_dir.exists()
