@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import UnsupportedModelError
@@ -26,6 +26,7 @@ class Architecture:
         qkv_bias, o_bias, mlp_bias: True or False where the architecture fixes it, else the config key that says so.
         qk_norm: q and k are RMS-normalised per head before the rotary embedding.
         sliding: which config key switches the sliding window on; None if its mere presence does.
+        defaults: what transformers takes a key for that ``config.json`` leaves out.
     """
 
     class_name: str
@@ -36,20 +37,29 @@ class Architecture:
     mlp_bias: bool | str = False
     qk_norm: bool = False
     sliding: str | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Architecture("MistralForCausalLM"),
-    "qwen2": Architecture("Qwen2ForCausalLM", qkv_bias=True, sliding="use_sliding_window"),
+    "mistral": Architecture("MistralForCausalLM", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "qwen2": Architecture(
+        "Qwen2ForCausalLM",
+        qkv_bias=True,
+        sliding="use_sliding_window",
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28},
+    ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
         qk_norm=True,
         sliding="use_sliding_window",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     ),
-    "phi3": Architecture("Phi3ForCausalLM", qkv=("qkv_proj",), gate_up=("gate_up_proj",)),
+    "phi3": Architecture(
+        "Phi3ForCausalLM", qkv=("qkv_proj",), gate_up=("gate_up_proj",), defaults={"rms_norm_eps": 1e-5}
+    ),
 }
 
 _ROPE_TYPES = ("default", "linear", "llama3", "longrope")
@@ -172,6 +182,7 @@ class ModelConfig:
         if activation != "silu":
             raise UnsupportedModelError(f"hidden_act: expected 'silu', found {activation!r}")
         arch = ARCHITECTURES[model_type]
+        config = {**arch.defaults, **config}
 
         def switch(value: bool | str) -> bool:
             return _switch(config, value) if isinstance(value, str) else value
@@ -262,10 +273,11 @@ def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
     rotary_dim = int(head_dim * min(partial, 1.0))
     if rotary_dim < 2 or rotary_dim % 2:
         raise UnsupportedModelError(f"rotary embedding: expected an even number of dimensions, found {rotary_dim}")
-    # longrope and llama3 fall back to the config's own length; keep it with the rest so that one mapping tells all.
-    parameters.setdefault(
-        "original_max_position_embeddings",
-        config.get("original_max_position_embeddings") or config.get("max_position_embeddings"),
+    # The config's own word comes first, as in transformers; keep it with the rest so that one mapping tells all.
+    parameters["original_max_position_embeddings"] = (
+        config.get("original_max_position_embeddings")
+        or parameters.get("original_max_position_embeddings")
+        or config.get("max_position_embeddings")
     )
     parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
     _check_scaling(rope_type, parameters, rotary_dim)

@@ -59,6 +59,25 @@ def test_projections_of_transformers_models_are_found() -> None:
             assert found == (*linear.weight.shape, linear.bias is not None), name
 
 
+def test_keys_left_out_mean_what_they_mean_to_transformers() -> None:
+    from transformers import AutoConfig
+
+    optional = ("num_key_value_heads", "rms_norm_eps")
+    silent = {key: value for key, value in LLAMA.items() if key not in optional} | {"num_attention_heads": 32}
+    for model_type in ARCHITECTURES:
+        for more in ({}, {"use_sliding_window": True, "num_hidden_layers": 30}):
+            source = {**silent, **more, "model_type": model_type, "pad_token_id": 0}
+            theirs = AutoConfig.for_model(**source)
+            ours = ModelConfig.from_dict(source)
+            assert ours.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+            assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
+            assert ours.rms_norm_eps == theirs.rms_norm_eps
+            assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+            kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
+            window = getattr(theirs, "sliding_window", None)
+            assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def test_rope_of_both_spellings_is_the_same() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
