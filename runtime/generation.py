@@ -158,12 +158,11 @@ class Scheduler:
         tokens = torch.tensor([job.token_ids[-1] if job else -1 for job in rows], dtype=torch.int64)
         chosen = self._decoder.step(tokens, [job.sampling if job else SamplingSettings() for job in rows]).tolist()
         seconds = time.perf_counter() - start
-        advanced = [job for job in rows if job is not None]
-        for job, token in zip(rows, chosen, strict=True):
-            if job is not None:
-                job.generation_seconds += seconds
-                self._append(job, token)
-        return advanced
+        advanced = [(job, token) for job, token in zip(rows, chosen, strict=True) if job is not None]
+        for job, token in advanced:
+            job.generation_seconds += seconds
+            self._append(job, token)
+        return [job for job, _ in advanced]
 
     def _filled(self, job: Job) -> int:
         """Positions of the job's slot that are filled: all but its newest token's."""

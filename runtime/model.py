@@ -148,7 +148,7 @@ class Model:
 
     def generate(
         self,
-        prompt: Prompt | Sequence[str] | Sequence[Sequence[Message]],
+        prompt: Prompt | Sequence[Prompt],
         *,
         max_new_tokens: int | None = 256,
         temperature: float = 0.0,
@@ -165,8 +165,8 @@ class Model:
         """Continue a prompt, answer a conversation, or do so for several at once.
 
         Args:
-            prompt: a text, a conversation (messages with ``role`` and ``content``), token ids, or a list of texts or
-                of conversations.
+            prompt: a text, a conversation (messages with ``role`` and ``content``), token ids, or a list of any of
+                these.
             max_new_tokens: at most so many; None until the context is full.
             temperature, top_k, top_p, min_p, seed: see :class:`SamplingSettings`; temperature 0 is greedy. Each prompt
                 of a list gets the same seed, and so the answer it gets alone.
@@ -330,7 +330,7 @@ class Model:
                 return self.text.encode(prompt)
             messages: list[Message] = [*system, {"role": "user", "content": prompt}]
         else:
-            messages = [*system, *prompt]  # type: ignore[list-item]
+            messages = [*system, *prompt]
             if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
                 raise UsageError(f"prompt: expected a text, messages with a role, or token ids; found {prompt!r:.80}")
         return self.text.encode(self.text.render(messages), add_special_tokens=False)
