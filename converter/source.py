@@ -20,7 +20,7 @@ from torch import nn
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
 
 __all__ = ["SourceModel", "choose_device", "choose_dtype", "load_source", "load_tokenizer"]
 
@@ -84,6 +84,7 @@ def load_source(
     device: torch.device | str = "auto",
     *,
     max_memory: Mapping[int | str, int | str] | None = None,
+    bundle: bool = False,
 ) -> SourceModel:
     """Load a Hugging Face checkpoint from a local folder.
 
@@ -94,6 +95,7 @@ def load_source(
         dtype: of the computation; None chooses with `choose_dtype`.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
         max_memory: accelerate's limits by device, for a model larger than one GPU; spreads it over all of them.
+        bundle: the folder is a sparse bundle, and its dense weights are wanted; nothing else may convert one again.
 
     Raises:
         UnsupportedModelError: unknown architecture, missing or misshaped weights, NaN or Inf among them.
@@ -103,7 +105,8 @@ def load_source(
 
     folder = Path(folder)
     device = choose_device(device) if isinstance(device, str) else device
-    config = Checkpoint.open(folder).config  # every header is checked, and its messages are better than a loader's
+    # Every header is checked, and its messages are better than a loader's.
+    config = Checkpoint.open(folder, error=BundleError if bundle else UnsupportedModelError).config
     with _quiet_transformers():
         try:
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

@@ -12,7 +12,7 @@ import click
 
 from wisparse.runtime.model import Generation, Model
 
-__all__ = ["footer", "loading_options", "sampling_options", "set_up_logging", "show"]
+__all__ = ["device_options", "footer", "loading_options", "sampling_options", "set_up_logging", "show"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -29,7 +29,8 @@ def _stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
-loading_options = _stacked(
+# Where and how a bundle runs.
+device_options = _stacked(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option(
         "--dtype",
@@ -53,19 +54,24 @@ loading_options = _stacked(
         help="Round the weights at load, where the back end can.",
     ),
     click.option(
-        "--prefill",
-        type=click.Choice(["dense", "half", "all"]),
-        default="dense",
-        show_default=True,
-        help="Which part of the prompt runs sparse: none, the last half, all. The answer always does.",
-    ),
-    click.option(
         "--max-seq-len",
         type=click.IntRange(min=1),
         help="Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]",
     ),
     click.option("--revision", help="Branch, tag or commit of a bundle on the Hub."),
     click.option("-v", "--verbose", is_flag=True, help="Say which back end was chosen and why."),
+)
+
+# The same for the verbs that generate text, which follow one prefill policy.
+loading_options = _stacked(
+    device_options,
+    click.option(
+        "--prefill",
+        type=click.Choice(["dense", "half", "all"]),
+        default="dense",
+        show_default=True,
+        help="Which part of the prompt runs sparse: none, the last half, all. The answer always does.",
+    ),
 )
 
 sampling_options = _stacked(

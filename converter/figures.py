@@ -1,0 +1,191 @@
+"""The report's figures: which block minds sparsity, where the sparsity went, alpha, and quality against sparsity.
+
+Drawn from the report's own data, so that a figure and the JSON beside it cannot disagree. Equal data gives equal bytes
+on one version of matplotlib. matplotlib is optional (extra ``plot``).
+Source: the paper's Figs. 2, 4 and 5.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = ["render_figures"]
+
+_log = logging.getLogger("wisparse")
+
+# Okabe and Ito's colours: told apart with any kind of colour vision, and in print.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_MARKERS = "osD^vPX"
+_ATTENTION, _MLP, _BLOCK = _COLOURS[0], _COLOURS[1], _COLOURS[6]
+
+
+def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
+    """PNG files for a report: relative name -> bytes. A figure without data is left out.
+
+    Returns:
+        Nothing if matplotlib is not installed; a line on stderr says so, once.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        _say_missing()
+        return {}
+    figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {"figures/sparsity.png": _sparsity}
+    figures["figures/alpha.png"] = _alpha
+    if report["block_sensitivity"] is not None:
+        figures["figures/block_sensitivity.png"] = _sensitivity
+    if len(report["quality_against_sparsity"]) > 1:
+        figures["figures/quality.png"] = _quality
+    files = {}
+    with matplotlib.rc_context():
+        # Not the user's own style: it would change the bytes.
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update({"font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True})
+        matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+        for name, draw in figures.items():
+            files[name] = _png(draw(report))
+    return files
+
+
+@functools.cache
+def _say_missing() -> None:
+    _log.warning("no figures: matplotlib is not installed (pip install 'wisparse[plot]')")
+
+
+def _png(figure: Any) -> bytes:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    FigureCanvasAgg(figure)
+    out = io.BytesIO()
+    # matplotlib's version would be written into the file.
+    figure.savefig(out, format="png", dpi=130, metadata={"Software": None})
+    return out.getvalue()
+
+
+def _figure(num_blocks: int, rows: int = 1, columns: int = 1, height: float = 4.2, **options: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    width = min(16.0, max(7.0, 2.5 + 0.3 * num_blocks)) if columns == 1 else 13.0
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def _title(figure: Any, report: Mapping[str, Any], text: str) -> None:
+    model, target = report["model"]["base_model"].rsplit("/", 1)[-1], report["sparsity"]["target"]
+    figure.suptitle(f"{text}\n{model}, {report['method']}, {target:.0%} sparsity", fontsize=12)
+
+
+def _block_axis(axis: Any, num_blocks: int, *, label: bool = True, crowded: int = 40) -> None:
+    step = 1 if num_blocks <= crowded // 2 else 2 if num_blocks <= crowded else 4 if num_blocks <= 2 * crowded else 8
+    axis.set_xticks(range(0, num_blocks, step))
+    axis.set_xlim(-0.5, num_blocks - 0.5)
+    if label:
+        axis.set_xlabel("block")
+
+
+def _percent(axis: Any) -> None:
+    from matplotlib.ticker import PercentFormatter
+
+    axis.yaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+
+
+def _sensitivity(report: Mapping[str, Any]) -> Any:
+    found = report["block_sensitivity"]
+    num_blocks = len(report["blocks"])
+    figure, axis = _figure(num_blocks)
+    for i, (level, values) in enumerate(zip(found["levels"], found["kl"], strict=True)):
+        axis.plot(values, marker=_MARKERS[i], color=_COLOURS[i], markersize=5, label=f"{level:.0%} of its channels")
+    axis.set_yscale("log")
+    axis.set_ylabel("KL(dense || sparse), nats per token")
+    _block_axis(axis, num_blocks)
+    axis.legend(title="dropped in this block", loc="best")
+    _title(figure, report, "One block sparse at a time, the others dense")
+    return figure
+
+
+def _sparsity(report: Mapping[str, Any]) -> Any:
+    blocks = report["blocks"]
+    num_blocks = len(blocks)
+    roles = list(blocks[0]["projections"])
+    figure, (top, bottom) = _figure(num_blocks, rows=2, height=7.2, height_ratios=(3, 2))
+    positions = range(num_blocks)
+    top.bar([x - 0.2 for x in positions], _column(blocks, "self_attn"), 0.4, color=_ATTENTION, label="self-attention")
+    top.bar([x + 0.2 for x in positions], _column(blocks, "mlp"), 0.4, color=_MLP, label="MLP")
+    top.plot(_column(blocks, "sparsity"), color=_BLOCK, marker="o", markersize=4, linewidth=1.2, label="block")
+    top.axhline(report["sparsity"]["target"], color="0.35", linestyle="--", linewidth=1, label="target")
+    top.set_ylim(0, 1)
+    _percent(top)
+    top.set_ylabel("sparsity")
+    _block_axis(top, num_blocks, label=False)
+    top.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.12))
+    grid = [[block["projections"][role]["sparsity"] for block in blocks] for role in roles]
+    image = bottom.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
+    bottom.grid(False)
+    bottom.set_yticks(range(len(roles)), roles)
+    _block_axis(bottom, num_blocks)
+    if num_blocks <= 40:
+        for y, row in enumerate(grid):
+            for x, value in enumerate(row):
+                colour = "white" if value < 0.55 else "black"
+                bottom.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    figure.colorbar(image, ax=bottom, format=lambda value, _: f"{value:.0%}", pad=0.01, label="sparsity")
+    _title(figure, report, "Where the sparsity went: by block and module, and by projection (in %)")
+    return figure
+
+
+def _alpha(report: Mapping[str, Any]) -> Any:
+    blocks = report["blocks"]
+    num_blocks = len(blocks)
+    roles = list(blocks[0]["projections"])
+    modules = (
+        ("self-attention", [role for role in roles if role in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")]),
+        ("MLP", [role for role in roles if role in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]),
+    )
+    figure, axes = _figure(num_blocks, columns=2, sharey=True)
+    for axis, (name, members) in zip(axes, modules, strict=True):
+        for i, role in enumerate(members):
+            values = [block["projections"][role]["alpha"] for block in blocks]
+            axis.plot(values, marker=_MARKERS[i], color=_COLOURS[i], markersize=5, linewidth=1.2, label=role)
+        axis.set_title(name, fontsize=11)
+        _block_axis(axis, num_blocks, crowded=32)
+        axis.set_ylim(-0.05, 1.55)
+        axis.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    axes[0].set_ylabel("alpha (exponent of the weight norm)")
+    _title(figure, report, "Alpha by projection: 0 looks at activations alone, 1 at |x| times the weight norm")
+    return figure
+
+
+def _quality(report: Mapping[str, Any]) -> Any:
+    points = report["quality_against_sparsity"]
+    figure, (left, middle, right) = _figure(0, columns=3)
+    sparsities = [point["sparsity"] for point in points]
+    figures = [point["sparse"] for point in points]
+    changes = [
+        float("nan") if one["perplexity"] is None else one["perplexity"] / one["dense_perplexity"] - 1
+        for one in figures
+    ]
+    panels: Sequence[tuple[Any, str, list[float]]] = (
+        (left, "KL(dense || sparse), nats per token", [one["kl"] for one in figures]),
+        (middle, "perplexity, change against dense", changes),
+        (right, "top-1 agreement with dense", [one["top1_agreement"] for one in figures]),
+    )
+    from matplotlib.ticker import PercentFormatter
+
+    for axis, label, values in panels:
+        axis.plot(sparsities, values, marker="o", color=_COLOURS[0])
+        axis.set_title(label, fontsize=11)
+        axis.set_xlabel("sparsity")
+        axis.xaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
+    left.set_ylim(bottom=0)
+    _percent(middle)
+    _percent(right)
+    figure.suptitle(f"Quality against sparsity\n{report['model']['base_model'].rsplit('/', 1)[-1]}", fontsize=12)
+    return figure
+
+
+def _column(blocks: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return [block[key] for block in blocks]

@@ -1,0 +1,285 @@
+"""Evaluation against figures worked out by hand, then against transformers and the runtime on a real model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from bundle_maker import make_bundle
+from torch import Tensor
+
+from wisparse.cli import main
+from wisparse.converter.divergence import evaluate
+from wisparse.converter.evaluation import Answers, evaluate_text, exact_answers, first_sparse, same_text
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.source import load_source
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
+from wisparse.runtime.dense import without_masks
+from wisparse.runtime.generation import sparse_from
+from wisparse.runtime.loader import load
+from wisparse.runtime.model import Model
+from wisparse.runtime.tasks.interpreter_lines import load_problems, make_problems
+
+VOCABULARY = 11
+
+
+def stand_in(noise: float, calls: list[tuple[int, int]] | None = None) -> Callable[[Tensor, int], Tensor]:
+    """A 'model' whose logits are a function of the token, with noise at the sparse positions."""
+    table = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    other = torch.randn(VOCABULARY, VOCABULARY, generator=torch.Generator().manual_seed(1))
+
+    def logits(ids: Tensor, start: int) -> Tensor:
+        if calls is not None:
+            calls.append((len(ids), start))
+        sparse = torch.arange(len(ids)) >= start
+        return table[ids] + noise * sparse[:, None] * other[ids]
+
+    return logits
+
+
+def sequences(*lengths: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("evaluation") / "half", 0.5)
+
+
+# ---------------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+@pytest.mark.parametrize("policy", ["dense", "half", "all"])
+def test_policies_are_the_runtimes(policy: str, length: int) -> None:
+    assert first_sparse(policy, length) == sparse_from(policy, length)
+
+
+def test_unknown_policy() -> None:
+    with pytest.raises(UsageError, match="expected one of dense, half, all, found 'most'"):
+        evaluate_text(stand_in(1.0), sequences(3), ["most"])
+    with pytest.raises(UsageError, match="at least one sequence"):
+        evaluate_text(stand_in(1.0), [])
+
+
+def test_half_goes_by_each_sequences_own_length() -> None:
+    calls: list[tuple[int, int]] = []
+    evaluate_text(stand_in(1.0, calls), sequences(5, 8, 1), ["half"])
+    assert calls == [(5, 5), (5, 3), (8, 8), (8, 4), (1, 1), (1, 1)]
+
+
+# ---------------------------------------------------------------------- text
+
+
+def test_figures_by_hand() -> None:
+    texts = sequences(9, 400)  # the second one is longer than a piece
+    model = stand_in(0.5)
+    quality = evaluate_text(model, texts, ["half"])["half"]
+    kl, agreeing, losses, dense_losses, everywhere = [], [], [], [], []
+    for ids in texts:
+        length = len(ids)
+        start = length - length // 2
+        p, q = (model(ids, at).double().log_softmax(-1) for at in (length, start))
+        rows = (p.exp() * (p - q)).sum(-1)
+        everywhere += rows.tolist()
+        kl += rows[start:].tolist()
+        agreeing += (p.argmax(-1) == q.argmax(-1))[start:].tolist()
+        labelled = torch.arange(start, length - 1)
+        losses += (-q[labelled, ids[labelled + 1]]).tolist()
+        dense_losses += (-p[labelled, ids[labelled + 1]]).tolist()
+    found = quality.sparse
+    assert found.num_tokens == len(kl) == 204
+    assert quality.overall.num_tokens == 409
+    assert found.kl == pytest.approx(sum(kl) / len(kl), rel=1e-5)
+    assert quality.overall.kl == pytest.approx(sum(everywhere) / 409, rel=1e-5)
+    assert found.top1_agreement == pytest.approx(sum(agreeing) / len(agreeing))
+    assert 0.2 < found.top1_agreement < 1.0
+    assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-5)
+    assert found.dense_perplexity == pytest.approx(math.exp(sum(dense_losses) / len(dense_losses)), rel=1e-5)
+
+
+def test_dense_policy_costs_nothing() -> None:
+    quality = evaluate_text(stand_in(3.0), sequences(20), ["dense"])["dense"]
+    assert quality.sparse.num_tokens == 0
+    assert quality.overall.kl == 0.0
+    assert quality.overall.top1_agreement == 1.0
+    # JSON knows no nan.
+    assert json.loads(json.dumps(quality.to_dict(), allow_nan=False))["sparse"]["kl"] is None
+
+
+def test_a_buffer_that_the_next_call_overwrites_is_no_trap() -> None:
+    buffer = torch.empty(30, VOCABULARY)
+    model = stand_in(0.5)
+
+    def logits(ids: Tensor, start: int) -> Tensor:
+        buffer[: len(ids)] = model(ids, start)
+        return buffer[: len(ids)]
+
+    texts = sequences(20, 30)
+    assert evaluate_text(logits, texts) == evaluate_text(model, texts)
+
+
+def test_realised_sparsity_is_weighted_by_tokens() -> None:
+    class Counter:
+        def __init__(self) -> None:
+            self.length = 0
+
+        def logits(self, ids: Tensor, start: int) -> Tensor:
+            self.length = len(ids)
+            return stand_in(0.1)(ids, start)
+
+        def measure_sparsity(self, enabled: bool) -> None:
+            pass
+
+        def realised_sparsity(self) -> float | None:
+            return {10: 0.2, 30: 0.6}[self.length]
+
+    counter = Counter()
+    found = evaluate_text(counter.logits, sequences(10, 30), ["all"], counter=counter)
+    assert found["all"].realised_sparsity == pytest.approx(0.5)
+
+
+# ---------------------------------------------------------------------- answers
+
+
+def test_answers_are_compared_one_by_one() -> None:
+    right = {"a": "1", "b": "2", "c": "3", "d": "4"}
+    dense = exact_answers({**right, "d": "?"}.__getitem__, right.items())
+    sparse = exact_answers({**right, "a": "?", "b": "2 "}.__getitem__, right.items())
+    found = Answers(dense, sparse)
+    assert found.dense == (True, True, True, False)
+    assert found.sparse == (False, False, True, True)
+    assert (found.lost, found.gained) == (2, 1)
+    assert found.relative == pytest.approx(2 / 3)
+    assert found.relative_error == pytest.approx(math.sqrt(3 - 1 / 4) / 3)
+    assert found.to_dict()["num_problems"] == 4
+    assert json.dumps(Answers((False,), (True,)).to_dict(), allow_nan=False)
+
+
+def test_interpreter_lines_on_the_example_model(bundle: Path) -> None:
+    problems = [(problem.prompt, problem.answer) for problem in load_problems(60)]
+
+    def complete(model: Model) -> Callable[[str], str]:
+        return lambda prompt: model.generate(prompt, max_new_tokens=40, stop="\n", prefill="half").text
+
+    with load(bundle, dtype="float32") as model:
+        found = Answers(
+            exact_answers(complete(without_masks(model)), problems), exact_answers(complete(model), problems)
+        )
+    assert 0.78 <= found.dense_right <= 0.95  # the example model gets about 86% right
+    assert found.relative < 0.9  # these thresholds were not searched for
+
+
+def test_problems_are_right_and_repeat() -> None:
+    problems = make_problems(60, 3)
+    assert problems == make_problems(60, 3) != make_problems(60, 4)
+    for problem in [*problems, *load_problems()]:
+        lines = [*problem.prompt.splitlines(), problem.answer]
+        assert len(lines) == 18
+        for source, answer in zip(lines[::2], lines[1::2], strict=True):
+            assert repr(eval(source.removeprefix(">>> "), {})) == answer
+    assert load_problems() == make_problems(500, 0)
+    assert len({problem.prompt for problem in load_problems()}) == 500
+
+
+# ---------------------------------------------------------------------- whole models
+
+
+def test_runtime_and_transformers_give_the_same_quality(bundle: Path, example_model: Path) -> None:
+    ids = torch.randint(4, 8000, (3, 48), generator=torch.Generator().manual_seed(0))
+    masks = Bundle.open(bundle).masks
+    source = load_source(example_model, dtype=torch.float32, device="cpu")
+    with MaskedModel(source.projections) as masked, load(bundle, backend="torch", dtype="float32") as model:
+        for name, mask in masks.items():
+            masked.set_scale(name, mask.channel_scale)
+        thresholds = {name: mask.threshold for name, mask in masks.items()}
+        ours = evaluate_text(model.decoder.logits, ids, ["half", "all"], counter=model.decoder)
+        for policy in ("half", "all"):
+            theirs = evaluate(source.model, masked, ids, thresholds, prefill=policy)
+            found = ours[policy].sparse
+            assert found.num_tokens == theirs.num_tokens
+            assert found.kl == pytest.approx(theirs.kl, rel=1e-4)
+            assert found.perplexity == pytest.approx(theirs.perplexity, rel=1e-4)
+            assert found.dense_perplexity == pytest.approx(theirs.dense_perplexity, rel=1e-4)
+            assert found.top1_agreement == pytest.approx(theirs.top1_agreement, abs=0.01)
+            assert ours[policy].realised_sparsity == pytest.approx(theirs.realised_sparsity, abs=1e-4)
+
+
+def test_same_text() -> None:
+    calibration = SimpleNamespace(digest="sha256:a", source="corpus", seed=0)
+    assert "very tokens" in str(same_text("sha256:a", "other", 5, calibration))
+    assert "name and seed" in str(same_text("sha256:b", "corpus", 0, calibration))
+    assert "has the name of" in str(same_text("sha256:b", "corpus", 1, calibration))
+    assert same_text("sha256:b", "other", 0, calibration) is None
+    written = SimpleNamespace(digest="sha256:a", source="self", seed=0)
+    assert "this seed (0)" in str(same_text("sha256:b", "self", 0, written))
+    assert same_text("sha256:b", "self", 1, written) is None
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def call(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as exit_info:
+        main(["eval", *(str(arg) for arg in args)])
+    out, err = capsys.readouterr()
+    return int(exit_info.value.code or 0), out, err
+
+
+def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]) -> None:
+    text = stdlib_files["evaluation"][0]
+    shape = ("--num-samples", 2, "--seq-len", 64, "--backend", "torch", "--dtype", "float32")
+    code, out, err = call(capsys, bundle, "--text", text, *shape, "--json")
+    assert code == 0, err
+    document = json.loads(out)
+    assert document["text"]["source"] == text.name
+    (row,) = document["bundles"]
+    assert row["warning"] is None
+    assert list(row["quality"]) == ["half", "all"]
+    for policy, tokens in (("half", 64), ("all", 128)):
+        found = row["quality"][policy]
+        assert found["sparse"]["num_tokens"] == tokens
+        assert found["overall"]["num_tokens"] == 128
+        assert found["realised_sparsity"] == pytest.approx(0.5, abs=0.15)
+        assert 0.01 < found["sparse"]["kl"] < 3
+    code, out, err = call(capsys, "--compare", bundle, bundle, "--text", text, *shape, "--prefill", "all")
+    assert code == 0, err
+    kl = f"{document['bundles'][0]['quality']['all']['sparse']['kl']:.4f}"
+    assert out.count(kl) == 4  # two rows, in two columns: under `all` every token is sparse
+    assert "At 50% sparsity (every token sparse), KL" in out
+
+
+def test_command_lets_the_model_write_the_text(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = call(capsys, bundle, "--num-samples", 2, "--seq-len", 16, "--prefill", "all", "--backend", "torch")
+    assert code == 0, err
+    assert "2 x 16 tokens of self, seed 1" in out
+
+
+def test_command_refuses(bundle: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    for args, message in (
+        ((bundle, bundle), "add --compare"),
+        ((bundle, "--seq-len", 4096), "context has 2048 tokens"),
+        ((bundle, "--max-seq-len", 10, "--seq-len", 32, "--num-samples", 1), "below --seq-len 32"),
+        ((bundle, "--tasks", " , "), "expected names"),
+        ((bundle, "--text", tmp_path / "missing.txt"), "no such file"),
+    ):
+        code, out, err = call(capsys, *args)
+        assert (code, out) == (2, "")
+        assert message in err
+        assert "Traceback" not in err
+
+
+def test_command_warns_about_the_calibration_text(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    calibration = Bundle.open(bundle).recipe.calibration
+    assert calibration.source == "self"
+    shape = ("--num-samples", 1, "--seq-len", 16, "--backend", "torch")
+    code, _, err = call(capsys, bundle, "--text", "self", *shape, "--seed", calibration.seed)
+    assert code == 0
+    assert "warning: half: the model wrote the calibration text with this seed" in err

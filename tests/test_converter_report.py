@@ -1,0 +1,154 @@
+"""The report says what the recipe says, in the same bytes every time; the figures are drawn from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+import subprocess
+import sys
+
+import pytest
+
+from wisparse.converter import figures
+from wisparse.converter.block_sensitivity import BlockSensitivity
+from wisparse.converter.evaluation import Measured, Quality
+from wisparse.converter.report import REPORT, make_report, render_report, verdict
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+
+
+def config(model_type: str = "llama", num_blocks: int = 3) -> ModelConfig:
+    return ModelConfig.from_dict(
+        {
+            "model_type": model_type,
+            "hidden_size": 64,
+            "intermediate_size": 160,
+            "num_hidden_layers": num_blocks,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 100,
+            "max_position_embeddings": 128,
+        }
+    )
+
+
+def recipe(of: ModelConfig, **changes: object) -> Recipe:
+    draw = random.Random(0)
+    projections = tuple(
+        ProjectionRecipe(one.name, draw.random() * 0.9, draw.randrange(31) * 0.05, draw.random(), draw.random())
+        for one in of.projections()
+    )
+    calibration = CalibrationRecord("self", 2, 8, 14, 0, "sha256:0")
+    made = Recipe("org/model", "abc", "wisparse", 0.5, projections, (0.5,) * of.num_blocks, calibration)
+    return dataclasses.replace(made, **changes)
+
+
+def quality(kl: float = 0.05, policy: str = "all", perplexity: float = 8.4) -> Quality:
+    measured = Measured(1000, kl, 8.0, perplexity, 0.82)
+    return Quality(policy, measured, measured, 0.49)
+
+
+def sensitivity(num_blocks: int = 3) -> BlockSensitivity:
+    return BlockSensitivity((0.4, 0.5, 0.6), ((0.01,) * num_blocks, (0.02,) * num_blocks, (0.04,) * num_blocks), 99)
+
+
+def test_verdict() -> None:
+    assert verdict(0.5, quality()) == (
+        "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 82%, "
+        "perplexity 8 -> 8.4 (+5.0%): close to dense."
+    )
+    assert "clearly damaged" in verdict(0.7, quality(2.0))
+    assert "nearly indistinguishable" in verdict(0.3, quality(0.001, "half"))
+    assert "perplexity" not in verdict(0.5, quality(perplexity=math.nan))
+    assert "not measured" in verdict(0.5, None)
+
+
+def test_report_agrees_with_the_recipe() -> None:
+    model = config()
+    made = recipe(model)
+    report = make_report(made, model, quality=quality(), quality_text="held out", sensitivity=sensitivity())
+    entries = {entry.name: entry for entry in made.projections}
+    total = weighted = 0.0
+    for projection in model.projections():
+        found = report["blocks"][projection.block]["projections"][projection.role]
+        entry = entries[projection.name]
+        for key in ("sparsity", "alpha", "threshold", "realised_sparsity"):
+            assert found[key] == pytest.approx(getattr(entry, key), rel=1e-5)
+        total += projection.num_parameters
+        weighted += projection.num_parameters * entry.sparsity
+    assert report["sparsity"]["mean"] == pytest.approx(weighted / total, rel=1e-5)
+    assert report["model"]["parameters_in_scope"] == total
+    block = report["blocks"][1]
+    attention, mlp = 64 * 64 * 2 + 64 * 32 * 2, 3 * 64 * 160
+    both = (attention * block["self_attn"] + mlp * block["mlp"]) / (attention + mlp)
+    assert block["sparsity"] == pytest.approx(both, rel=1e-5)
+    assert report["quality"]["text"] == "held out"
+    assert report["block_sensitivity"]["kl"][2] == (0.04,) * 3
+
+
+def test_report_is_the_same_twice_and_plain_json() -> None:
+    model = config(num_blocks=4)
+    made = recipe(model, search={"name": "paper", "history": [math.inf, *(1 / (i + 1) for i in range(999))]})
+    arguments = {"quality": quality(), "sensitivity": sensitivity(4), "curve": [(0.5, quality()), (0.3, quality(0.01))]}
+    first, second = (render_report(made, model, **arguments) for _ in range(2))
+    assert first == second
+    report = json.loads(first[REPORT], parse_constant=pytest.fail)
+    assert [point["sparsity"] for point in report["quality_against_sparsity"]] == [0.3, 0.5]
+    history = report["search"]["history"]
+    assert len(history) == 60
+    assert history[0] is None  # infinity is no JSON
+    assert history[-1] == pytest.approx(1 / 999)
+
+
+@pytest.mark.parametrize(("model_type", "num_blocks"), [("llama", 1), ("phi3", 2), ("qwen2", 32), ("llama", 80)])
+def test_figures(model_type: str, num_blocks: int) -> None:
+    pytest.importorskip("matplotlib")
+    model = config(model_type, num_blocks)
+    curve = [(0.3, quality(0.01)), (0.5, quality(perplexity=math.nan))]
+    files = render_report(recipe(model), model, sensitivity=sensitivity(num_blocks), curve=curve)
+    assert sorted(files) == [
+        REPORT,
+        "figures/alpha.png",
+        "figures/block_sensitivity.png",
+        "figures/quality.png",
+        "figures/sparsity.png",
+    ]
+    for name, data in files.items():
+        if name != REPORT:
+            assert data.startswith(b"\x89PNG\r\n\x1a\n")
+            assert b"Software" not in data
+            assert b"tIME" not in data
+
+
+def test_figures_without_data_are_left_out() -> None:
+    pytest.importorskip("matplotlib")
+    model = config()
+    assert sorted(render_report(recipe(model), model)) == [REPORT, "figures/alpha.png", "figures/sparsity.png"]
+    assert list(render_report(recipe(model), model, figures=False)) == [REPORT]
+
+
+def test_a_users_style_changes_nothing() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    model = config()
+    expected = render_report(recipe(model), model)
+    with matplotlib.rc_context({"figure.dpi": 50, "lines.linewidth": 9, "font.size": 30, "savefig.facecolor": "red"}):
+        assert render_report(recipe(model), model) == expected
+        assert matplotlib.rcParams["font.size"] == 30
+
+
+def test_without_matplotlib_it_says_so_once() -> None:
+    script = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from wisparse.converter.figures import render_figures\n"
+        "print([render_figures({}), render_figures({})])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[{}, {}]"
+    assert done.stderr.count("no figures: matplotlib is not installed (pip install 'wisparse[plot]')") == 1
+
+
+def test_drawing_needs_no_display_and_no_pyplot() -> None:
+    pytest.importorskip("matplotlib")
+    assert "pyplot" not in vars(figures)

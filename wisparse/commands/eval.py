@@ -1,0 +1,325 @@
+"""``wisparse eval``: what the sparsity costs, on text and on tasks, dense and sparse side by side."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
+from wisparse.formats.hub import fetch_bundle
+
+from .options import device_options, set_up_logging
+
+if TYPE_CHECKING:
+    from wisparse.converter.calibration import CalibrationTokens
+    from wisparse.converter.evaluation import Quality
+    from wisparse.converter.progress import Progress
+    from wisparse.runtime.model import Model
+
+__all__ = ["command"]
+
+
+@click.command("eval")
+@click.argument("bundles", metavar="BUNDLE...", nargs=-1, required=True)
+@click.option("--compare", is_flag=True, help="One table over several bundles, on the same tokens.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    metavar="PATH|HUB_ID",
+    help="Evaluate on a file, a folder or a data set; may be given several times.  "
+    "[default: self, text that the model writes, unless --tasks is given]",
+)
+@click.option("--num-samples", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences of the text.")
+@click.option("--seq-len", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a sequence.")
+@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Which part of the text.")
+@click.option(
+    "--prefill",
+    "policies",
+    type=click.Choice(["dense", "half", "all"]),
+    multiple=True,
+    help="Which tokens of a text or prompt are sparse: none, the last half, all; may be given several times.  "
+    "[default: half and all for texts, half for tasks]",
+)
+@click.option("--tasks", metavar="NAME,...", help="Run tasks of lm-evaluation-harness, or interpreter_lines.")
+@click.option("--include-path", multiple=True, metavar="DIR", help="Folder with further YAML tasks.")
+@click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
+@click.option("--limit", type=click.IntRange(min=1), help="At most so many questions per task.")
+@click.option("--apply-chat-template", is_flag=True, help="Put the tasks' prompts through the chat template.")
+@click.option(
+    "--confirm-run-unsafe-code", is_flag=True, help="Allow tasks that run code the model writes (humaneval) here."
+)
+@device_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+def command(
+    bundles: tuple[str, ...],
+    compare: bool,
+    texts: tuple[str, ...],
+    num_samples: int,
+    seq_len: int,
+    seed: int,
+    policies: tuple[str, ...],
+    tasks: str | None,
+    verbose: bool,
+    revision: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Measure the quality of BUNDLE, a folder or a Hub id, against its dense self: the same bundle with its masks off.
+
+    On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the tokens
+    that ran sparse and, of the KL, over all. On tasks: the harness's metrics.
+
+    \b
+    wisparse eval out
+    wisparse eval out --text corpus.txt --prefill half --prefill all
+    wisparse eval --compare out-40 out-50 out-60 --text corpus/
+    wisparse eval out --tasks gsm8k,mmlu
+    """
+    set_up_logging(verbose)
+    # The harness warns about what it does anyway.
+    logging.getLogger("lm_eval").setLevel(logging.INFO if verbose else logging.ERROR)
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if tasks is not None:
+        _check_tasks(names)
+    if len(bundles) > 1 and not compare:
+        raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
+    task_options = {
+        key: options.pop(key)
+        for key in ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
+    }
+    folders = [fetch_bundle(bundle, revision) for bundle in bundles]
+    opened = [Bundle.open(folder) for folder in folders]
+    from wisparse.converter.progress import Progress
+
+    progress = Progress()
+    tokens = None
+    if texts or not names:
+        _check_comparable(opened)
+        tokens = _read_text(opened[0], texts or ("self",), num_samples, seq_len, seed, options["device"], progress)
+    rows = []
+    for given, folder, bundle in zip(bundles, folders, opened, strict=True):
+        row: dict[str, Any] = {"bundle": given, **_facts(bundle)}
+        if tokens is not None:
+            row |= _on_text(folder, bundle, tokens, policies or ("half", "all"), options, progress)
+        if names:
+            row |= _on_tasks(folder, names, policies or ("half",), options, {**task_options, "seed": seed})
+        rows.append(row)
+    document = {"text": None if tokens is None else _text_facts(tokens), "bundles": rows}
+    if as_json:
+        click.echo(json.dumps(_plain(document), indent=2))
+    else:
+        _print_tables(document)
+
+
+# ---------------------------------------------------------------------- text
+
+
+def _check_comparable(bundles: Sequence[Bundle]) -> None:
+    first = bundles[0]
+    for other in bundles[1:]:
+        if other.read_bytes("tokenizer.json") != first.read_bytes("tokenizer.json"):
+            raise UsageError(
+                f"--compare: {other.folder.name} and {first.folder.name} have different tokenizers, so no token is the "
+                "same in both; compare bundles of one model"
+            )
+
+
+def _read_text(
+    bundle: Bundle, texts: Sequence[str], num_samples: int, seq_len: int, seed: int, device: str, progress: Progress
+) -> CalibrationTokens:
+    """The evaluation tokens, made as calibration tokens are, with another seed."""
+    from wisparse.converter.calibration import load_calibration
+    from wisparse.converter.source import load_source, load_tokenizer
+
+    limit = bundle.config.max_position_embeddings
+    if seq_len > limit:
+        raise UsageError(f"--seq-len {seq_len}: the model's context has {limit} tokens")
+    if list(texts) != ["self"]:
+        tokenizer = load_tokenizer(bundle.folder)
+        return load_calibration(texts, tokenizer, None, num_samples, seq_len, seed, progress)
+    # A bundle is a dense checkpoint too, and the dense model is the one to write.
+    source = load_source(bundle.folder, device=device, bundle=True)
+    return load_calibration("self", source.tokenizer, source.model, num_samples, seq_len, seed, progress)
+
+
+def _on_text(
+    folder: Any,
+    bundle: Bundle,
+    tokens: CalibrationTokens,
+    policies: Sequence[str],
+    options: Mapping[str, Any],
+    progress: Progress,
+) -> dict[str, Any]:
+    from wisparse.converter.evaluation import evaluate_text, same_text
+    from wisparse.runtime.loader import load
+
+    warning = same_text(tokens.digest, tokens.source, tokens.seed, bundle.recipe.calibration)
+    if warning is not None:
+        click.echo(f"warning: {folder.name}: {warning}; the figures flatter the bundle", err=True)
+    wanted = {**options, "max_seq_len": options["max_seq_len"] or tokens.seq_len}
+    if wanted["max_seq_len"] < tokens.seq_len:
+        raise UsageError(f"--max-seq-len {wanted['max_seq_len']} is below --seq-len {tokens.seq_len}")
+    with load(folder, **wanted) as model, progress.stage("Evaluating", tokens.num_samples) as stage:
+        qualities = evaluate_text(
+            model.decoder.logits,
+            tokens.input_ids,
+            list(dict.fromkeys(policies)),
+            counter=model.decoder,
+            advance=stage.advance,
+        )
+        backend = _backend(model)
+    return {"backend": backend, "quality": qualities, "warning": warning}
+
+
+def _text_facts(tokens: CalibrationTokens) -> dict[str, Any]:
+    return {
+        "source": tokens.source,
+        "num_samples": tokens.num_samples,
+        "seq_len": tokens.seq_len,
+        "seed": tokens.seed,
+        "digest": tokens.digest,
+    }
+
+
+# ---------------------------------------------------------------------- tasks
+
+
+def _check_tasks(names: Sequence[str]) -> None:
+    if not names:
+        raise UsageError("--tasks: expected names, separated by commas")
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UsageError("--tasks needs lm-evaluation-harness: pip install 'wisparse[eval]'")
+
+
+def _on_tasks(
+    folder: Any,
+    names: Sequence[str],
+    policies: Sequence[str],
+    options: Mapping[str, Any],
+    task_options: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Metrics with masks off and under each policy; one model in memory at a time."""
+    from wisparse.runtime.dense import without_masks
+    from wisparse.runtime.lm_eval_adapter import evaluate_tasks
+    from wisparse.runtime.loader import load
+
+    results = {}
+    with load(folder, **options) as model:
+        backend = _backend(model)
+        for policy in dict.fromkeys(policies):
+            results[policy] = evaluate_tasks(model, names, prefill=policy, **task_options)
+    with without_masks(model, weights=options["weights"]) as dense:
+        results["masks off"] = evaluate_tasks(dense, names, prefill="dense", **task_options)
+    return {"backend": backend, "tasks": results}
+
+
+# ---------------------------------------------------------------------- output
+
+
+def _facts(bundle: Bundle) -> dict[str, Any]:
+    recipe = bundle.recipe
+    return {"base_model": recipe.base_model, "method": recipe.method, "sparsity": recipe.sparsity}
+
+
+def _backend(model: Model) -> str:
+    decoder = model.decoder
+    return f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
+
+
+def _plain(value: Any) -> Any:
+    """JSON values; qualities as mappings."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_plain(entry) for entry in value]
+    return value.to_dict() if hasattr(value, "to_dict") else value
+
+
+def _print_tables(document: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, markup=False)
+    # Without a terminal there is no width to fit into.
+    console.width = console.width if console.is_terminal else 160
+    rows = document["bundles"]
+    text = document["text"]
+    if text is not None:
+        title = f"{text['num_samples']} x {text['seq_len']} tokens of {text['source']}, seed {text['seed']}"
+        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+        for name in ("bundle", "sparse tokens"):
+            table.add_column(name, no_wrap=True)
+        heads = (
+            "KL, nats/token",
+            "KL, all tokens",
+            "perplexity dense",
+            "sparse",
+            "top-1 agreement",
+            "realised sparsity",
+        )
+        for name in heads:
+            table.add_column(name, justify="right")
+        for row in rows:
+            for policy, quality in row["quality"].items():
+                table.add_row(row["bundle"], policy, *_cells(quality))
+        console.print(table)
+        console.print(
+            "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off."
+        )
+        for row in rows:
+            console.print(_verdict(row))
+    if any("tasks" in row for row in rows):
+        console.print(_task_table(rows))
+
+
+def _cells(quality: Quality) -> list[str]:
+    found = quality.sparse
+    if not found.num_tokens:
+        return ["none", f"{quality.overall.kl:.4f}", f"{quality.overall.dense_perplexity:.3f}", "", "", ""]
+    realised = quality.realised_sparsity
+    return [
+        f"{found.kl:.4f}",
+        f"{quality.overall.kl:.4f}",
+        f"{found.dense_perplexity:.3f}",
+        f"{found.perplexity:.3f}",
+        f"{found.top1_agreement:.1%}",
+        "not counted" if realised is None else f"{realised:.1%}",
+    ]
+
+
+def _verdict(row: Mapping[str, Any]) -> str:
+    from wisparse.converter.report import verdict
+
+    measured = [quality for quality in row["quality"].values() if quality.sparse.num_tokens]
+    return f"{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None)}"
+
+
+def _task_table(rows: Sequence[Mapping[str, Any]]) -> Any:
+    from rich.table import Table
+
+    policies = list(rows[0]["tasks"])
+    policies = ["masks off", *(policy for policy in policies if policy != "masks off")]
+    table = Table(title="tasks, by which tokens of a prompt are sparse", title_justify="left", box=None)
+    for name in ("bundle", "task", "metric"):
+        table.add_column(name, no_wrap=True)
+    for policy in policies:
+        table.add_column(policy, justify="right")
+    table.add_column(f"{policies[-1]} / masks off", justify="right")
+    for row in rows:
+        for task, metrics in row["tasks"]["masks off"].items():
+            for metric, dense in metrics.items():
+                if metric.endswith("_stderr"):
+                    continue
+                values = [row["tasks"][policy][task].get(metric) for policy in policies]
+                last = values[-1]
+                kept = f"{last / dense:.1%}" if dense and last is not None else ""
+                cells = ["" if value is None else f"{value:.4f}" for value in values]
+                table.add_row(row["bundle"], task, metric, *cells, kept)
+    return table
