@@ -1,0 +1,461 @@
+"""What a stranger, a bad disk or a bad day can do to a bundle: one function per kind of damage.
+
+Each takes a random generator and the folder of a bundle, changes the folder, and says what it did.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+from tiny_bundle import join_safetensors, split_safetensors
+
+__all__ = ["MUTATIONS"]
+
+Mutation = Callable[[Random, Path], str]
+
+# Values that a reader may be unprepared for, wherever they stand.
+_ODD = [
+    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**53, 2**60, 2**63, 2**64, 10**30, -(2**63), 0.0, -0.0, 0.5, -0.5, 1e-40,
+    1e-320, 1e38, 1e300, "", "x", "\x00", "\x1b[2J", "../../etc/passwd", "/dev/zero", "a" * 5000, "\u202e\ud83d\ude00",
+    "NaN", "1", "true", [], {}, [[]], [None], ["x"], [0], [-1], [2**60] * 3, {"x": None}, {"": {}}, list(range(3000)),
+]  # fmt: skip
+_ODD_FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -1.0, 1e-40, -1e-40, 1e-45, 3e38, 0.96, 1.0, 0.25]
+
+
+def _pick(random: Random, folder: Path, *patterns: str) -> Path:
+    found = {file for pattern in patterns or ("*",) for file in folder.glob(pattern) if file.is_file()}
+    # Not what an earlier damage made huge: the harness must not read it either.
+    return random.choice(sorted(file for file in found if file.stat().st_size < 64 << 20))
+
+
+def _safetensors(random: Random, folder: Path) -> Path:
+    return _pick(random, folder, "*.safetensors")
+
+
+def _json_file(random: Random, folder: Path) -> Path:
+    return _pick(random, folder, "*.json")
+
+
+# Bytes of any file.
+
+
+def truncate(random: Random, folder: Path) -> str:
+    file = _pick(random, folder)
+    size = file.stat().st_size
+    keep = random.choice([0, 1, 7, 8, 9, size // 2, max(size - 1, 0), random.randrange(size + 1)])
+    os.truncate(file, min(keep, size))
+    return f"{file.name} to {keep} bytes"
+
+
+def append(random: Random, folder: Path) -> str:
+    file = _pick(random, folder)
+    with file.open("ab") as end:
+        end.write(random.choice([b"\0", b" ", b"\n", b"}", random.randbytes(100), file.read_bytes()]))
+    return file.name
+
+
+def flip_bits(random: Random, folder: Path) -> str:
+    file = _pick(random, folder)
+    data = bytearray(file.read_bytes())
+    for _ in range(random.choice([1, 1, 1, 2, 8])):
+        # Headers and other text lie at the front: half of the flips go there.
+        end = len(data) if random.random() < 0.5 else min(len(data), 3000)
+        data[random.randrange(end)] ^= 1 << random.randrange(8)
+    file.write_bytes(data)
+    return file.name
+
+
+def splice(random: Random, folder: Path) -> str:
+    file = _pick(random, folder)
+    data = file.read_bytes()
+    start = random.randrange(len(data))
+    length = random.choice([1, 4, 8, 64, 1000])
+    piece = random.choice([b"", data[start : start + length] * 2, bytes(length), random.randbytes(length)])
+    file.write_bytes(data[:start] + piece + data[start + length :])
+    return f"{file.name} at {start}"
+
+
+def wrong_utf8(random: Random, folder: Path) -> str:
+    file = _pick(random, folder, "*.json", "*.jinja", "*.md")
+    data = file.read_bytes()
+    at = random.randrange(len(data))
+    bad = random.choice([b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\xf5\x80\x80\x80", b"\xef\xbb\xbf", b"\x00"])
+    file.write_bytes(data[:at] + bad + data[at:])
+    return f"{file.name} at {at}"
+
+
+def swap_files(random: Random, folder: Path) -> str:
+    first, second = _pick(random, folder), _pick(random, folder)
+    a, b = first.read_bytes(), second.read_bytes()
+    first.write_bytes(b)
+    second.write_bytes(a)
+    return f"{first.name} and {second.name}"
+
+
+def remove(random: Random, folder: Path) -> str:
+    file = _pick(random, folder)
+    file.unlink()
+    return file.name
+
+
+def huge_file(random: Random, folder: Path) -> str:
+    """Sparse: it costs nothing to make, and everything to read."""
+    file = _pick(random, folder)
+    size = random.choice([200 << 20, 300 << 20, 1 << 40])
+    os.truncate(file, size)
+    return f"{file.name} to {size} bytes"
+
+
+# What stands in the folder.
+
+
+def not_a_file(random: Random, folder: Path) -> str:
+    file = _pick(random, folder)
+    data = file.read_bytes()
+    file.unlink()
+    kind = random.choice(["fifo", "folder", "socket", "zero", "tty", "memory", "loop", "dangling", "outside", "inside"])
+    if kind == "fifo":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+        (file / file.name).write_bytes(data)
+    elif kind == "socket":
+        # Bound under a short relative name: the path of a socket may have 107 bytes.
+        before = Path.cwd()
+        os.chdir(folder)
+        try:
+            with socket.socket(socket.AF_UNIX) as server:
+                server.bind(file.name)
+        finally:
+            os.chdir(before)
+    elif kind == "outside":
+        target = folder.parent / "outside" / file.name
+        target.write_bytes(data)
+        file.symlink_to(random.choice([str(target), f"../outside/{file.name}"]))
+    elif kind == "inside":
+        (folder / f"x{file.name}.txt").write_bytes(data)
+        file.symlink_to(f"x{file.name}.txt")
+    else:
+        targets = {"zero": "/dev/zero", "tty": "/dev/tty", "memory": "/proc/self/mem", "loop": file.name}
+        file.symlink_to(targets.get(kind, "nothing"))
+    return f"{file.name}: {kind}"
+
+
+def more_files(random: Random, folder: Path) -> str:
+    name = random.choice(
+        ["model.safetensors", "pytorch_model.bin", "adapter_model.safetensors", "model.pt", "x.SAFETENSORS",
+         "added_tokens.json", "vocab.json", "special_tokens_map.json", "tokenizer.model", "chat_template.json",
+         "modeling_evil.py", "notes.txt", ".hidden", "a" * 200]
+    )  # fmt: skip
+    shutil.copyfile(_pick(random, folder), folder / name)
+    return name
+
+
+def many_files(random: Random, folder: Path) -> str:
+    deep = folder.joinpath(*["d"] * random.choice([1, 100]))
+    deep.mkdir(parents=True)
+    for index in range(random.choice([10, 2000])):
+        (deep / f"{index}").touch()
+    return "many"
+
+
+# Safetensors files.
+
+
+def _header(random: Random, file: Path, change: Callable[[dict[str, Any], list[str]], str]) -> str:
+    header, data = split_safetensors(file.read_bytes())
+    names = [name for name in header if name != "__metadata__"]
+    what = change(header, names)
+    file.write_bytes(join_safetensors(header, data))
+    return f"{file.name}: {what}"
+
+
+def lying_header(random: Random, folder: Path) -> str:
+    def change(header: dict[str, Any], names: list[str]) -> str:
+        name, other = random.choice(names), random.choice(names)
+        entry = header[name]
+        start, end = entry["data_offsets"]
+        kind = random.choice(
+            ["shape", "offsets", "dtype", "overlap", "rename", "drop", "swap", "key", "odd", "metadata"]
+        )
+        if kind == "shape":
+            entry["shape"] = random.choice(
+                [
+                    [2**60],
+                    [2**60, 0],
+                    [2**32, 2**32],
+                    [-1],
+                    [],
+                    [1] * 40,
+                    entry["shape"][::-1],
+                    [0],
+                    [*entry["shape"], 1],
+                ]
+            )
+        elif kind == "offsets":
+            entry["data_offsets"] = random.choice(
+                [[-8, end], [start, 2**60], [end, start], [start, end - 4], [start + 4, end], [0, 0], [2**63, 2**63]]
+            )
+        elif kind == "dtype":
+            entry["dtype"] = random.choice(
+                ["F64", "F16", "BF16", "I8", "BOOL", "F8_E4M3", "F4", "Q4_0", "", "f32", "U64"]
+            )
+        elif kind == "overlap":
+            entry["data_offsets"] = list(header[other]["data_offsets"])
+        elif kind == "rename":
+            header[random.choice([name + "x", "", "../" + name, "__proto__", other, name.upper()])] = header.pop(name)
+        elif kind == "drop":
+            del header[name]
+        elif kind == "swap":
+            header[name], header[other] = header[other], header[name]
+        elif kind == "key":
+            del entry[random.choice(list(entry))]
+        elif kind == "odd":
+            entry[random.choice(["dtype", "shape", "data_offsets", "more"])] = random.choice(_ODD)
+        else:
+            header["__metadata__"] = random.choice([*_ODD, {"format": "pt"}, {"format": "wisparse"}])
+        return f"{kind} of {name}"
+
+    return _header(random, _safetensors(random, folder), change)
+
+
+def lying_length(random: Random, folder: Path) -> str:
+    file = _safetensors(random, folder)
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    lie = random.choice([0, 1, 2, length - 1, length + 1, 2**31, 2**40, 2**63, 2**64 - 1, len(data), 100_000_000])
+    file.write_bytes(struct.pack("<Q", lie) + data[8:])
+    return f"{file.name}: {lie}"
+
+
+def duplicate_key(random: Random, folder: Path) -> str:
+    file = _pick(random, folder, "*.json", "*.safetensors")
+    data = file.read_bytes()
+    if file.suffix == ".safetensors":
+        header, rest = split_safetensors(data)
+        name = random.choice(list(header))
+        text = json.dumps(header)[:-1] + f", {json.dumps(name)}: {json.dumps(header[name])}}}"
+        file.write_bytes(struct.pack("<Q", len(text)) + text.encode() + rest)
+    else:
+        document = json.loads(data)
+        name = random.choice(list(document))
+        value = random.choice([document[name], *_ODD])
+        file.write_text(json.dumps(document)[:-1] + f", {json.dumps(name)}: {json.dumps(value)}}}")
+    return f"{file.name}: {name}"
+
+
+def odd_values(random: Random, folder: Path) -> str:
+    """NaN, infinite, denormal, negative numbers among masks and weights."""
+    file = _safetensors(random, folder)
+    header, data = split_safetensors(file.read_bytes())
+    name = random.choice([name for name in header if name != "__metadata__"])
+    start, end = header[name]["data_offsets"]
+    values = np.frombuffer(data[start:end], "<f4" if header[name]["dtype"] == "F32" else "<u2").copy()
+    value = random.choice(_ODD_FLOATS)
+    if values.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        value = int(np.float32(value).view(np.uint32)) >> 16
+    values[random.randrange(len(values))] = value
+    file.write_bytes(join_safetensors(header, data[:start] + values.tobytes() + data[end:]))
+    return f"{file.name}: {name}"
+
+
+def swap_tensors(random: Random, folder: Path) -> str:
+    """Two tensors of one size change places: every length and name stays right."""
+    file = _safetensors(random, folder)
+    header, data = split_safetensors(file.read_bytes())
+    offsets = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
+    a = random.choice(offsets)
+    b = random.choice([other for other in offsets if other[1] - other[0] == a[1] - a[0]])
+    first, second = data[slice(*a)], data[slice(*b)]
+    changed = bytearray(data)
+    changed[slice(*a)], changed[slice(*b)] = second, first
+    file.write_bytes(join_safetensors(header, bytes(changed)))
+    return f"{file.name}: {a} and {b}"
+
+
+# JSON files.
+
+
+def _places(value: Any) -> list[tuple[Any, Any]]:
+    """Every (container, key) of a document."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    return [(value, key) for key, _ in items] + [place for _, child in items for place in _places(child)]
+
+
+def odd_json(random: Random, folder: Path) -> str:
+    file = _json_file(random, folder)
+    document = json.loads(file.read_bytes())
+    # Containers near the top first: most of a tokenizer is vocabulary.
+    places = _places(document)
+    container, key = random.choice(places[: random.choice([10, 40, len(places)])])
+    kind = random.choice(["replace", "replace", "replace", "remove", "rename", "copy"])
+    if kind == "replace":
+        container[key] = random.choice(_ODD)
+    elif kind == "remove":
+        del container[key]
+    elif kind == "rename" and isinstance(container, dict):
+        container[random.choice([key.upper(), key + "_", ""])] = container.pop(key)
+    else:
+        other, name = random.choice(places)
+        container[key] = other[name] if name in other or (isinstance(other, list) and name < len(other)) else None
+    try:
+        text = json.dumps(document)
+    except (ValueError, RecursionError):  # it contains itself now
+        text = "{}"
+    file.write_text(text, "utf-8", errors="surrogatepass")
+    return f"{file.name}: {kind} {key!r:.60}"
+
+
+def json_bomb(random: Random, folder: Path) -> str:
+    file = _pick(random, folder, "*.json", "*.safetensors")
+    depth, width = random.choice([50, 1_000, 200_000]), random.choice([10_000, 1_000_000])
+    bomb = random.choice(
+        [
+            b"[" * depth,
+            b'{"a":' * depth + b"1" + b"}" * depth,
+            b'{"a":' + b"[" * depth + b"]" * depth + b"}",
+            b'{"a":[' + b"[]," * width + b"[]]}",
+            b"{" + b",".join(b'"%d":{}' % index for index in range(width // 10)) + b"}",
+            b'{"a":' + b"9" * width + b"}",
+            b'{"a":"' + b"\\u0000" * width + b'"}',
+            b'{"a":NaN}',
+            b'{"a":1e9999}',
+            b'{"a":-Infinity}',
+            b" " * width * 3,
+            b'{"a":"' + b'\\"' * width,
+        ]
+    )
+    if file.suffix == ".safetensors":
+        file.write_bytes(struct.pack("<Q", len(bomb)) + bomb + split_safetensors(file.read_bytes())[1])
+    else:
+        document = file.read_bytes().rstrip()
+        # On its own, or as one more value of a document that is otherwise right.
+        file.write_bytes(bomb if random.random() < 0.5 else document[:-1] + b', "bomb": ' + bomb + b"}")
+    return f"{file.name}: {bomb[:12]!r}"
+
+
+def bad_index(random: Random, folder: Path) -> str:
+    file = folder / "model.safetensors.index.json"
+    document = json.loads(file.read_bytes())
+    names = list(document["weight_map"])
+    name = random.choice(names)
+    shard = document["weight_map"][name]
+    shutil.copyfile(folder / shard, folder.parent / "outside" / shard)
+    (folder / "sub").mkdir(exist_ok=True)
+    shutil.copyfile(folder / shard, folder / "sub" / shard)
+    target = random.choice(
+        [f"../outside/{shard}", str(folder.parent / "outside" / shard), f"sub/{shard}", f"./{shard}", f"sub/../{shard}",
+         "..", "/dev/zero", "\0", shard + "\0", shard.upper(), "a" * 300 + ".safetensors", "x.safetensors",
+         "wisparse.safetensors", "model.safetensors.index.json", f"{shard}/", "C:\\x.safetensors", *_ODD[-14:]]
+    )  # fmt: skip
+    if random.random() < 0.5:
+        document["weight_map"] = {
+            key: target if value == shard else value for key, value in document["weight_map"].items()
+        }
+    else:
+        document["weight_map"][name] = target
+    file.write_text(json.dumps(document))
+    return f"{name} in {target!r:.60}"
+
+
+# Text that is a program.
+
+
+def bad_tokenizer(random: Random, folder: Path) -> str:
+    file = folder / "tokenizer.json"
+    document = json.loads(file.read_bytes())
+    vocab = document["model"]["vocab"]
+    kind = random.choice(["ids", "huge", "long", "merges", "deep", "type", "regex", "added", "empty"])
+    if kind == "ids":
+        vocab[random.choice(list(vocab))] = random.choice([2**31, 2**32 - 1, 2**32, -1, 300, 0])
+    elif kind == "huge":
+        vocab |= {f"token{index}": index for index in range(300, 200_000)}
+    elif kind == "long":
+        vocab["x" * 1_000_000] = 300
+    elif kind == "merges":
+        document["model"]["merges"] = random.choice([[["a", "b"]], ["a b c"], [["a"]], 7, [["\u0120", "t"]] * 1000])
+    elif kind == "deep":
+        document["normalizer"] = None
+        for _ in range(random.choice([30, 100, 300])):
+            document["normalizer"] = {"type": "Sequence", "normalizers": [document["normalizer"] or {"type": "NFC"}]}
+    elif kind == "type":
+        document["model"]["type"] = random.choice(["Unigram", "WordLevel", "Evil", None])
+    elif kind == "regex":
+        pattern = random.choice(["(a+)+$", "(", "(?<=a{1,1000}){1000}", "\\p{Nope}", "(x*)*y"])
+        document["normalizer"] = {"type": "Replace", "pattern": {"Regex": pattern}, "content": "a"}
+    elif kind == "added":
+        added = {
+            "id": random.choice([0, 257, 2**31]),
+            "content": random.choice(["", "a", "x" * 100_000]),
+            "special": True,
+        }
+        flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
+        document["added_tokens"].append(added | flags)
+    else:
+        document["model"]["vocab"] = {}
+    file.write_text(json.dumps(document))
+    return kind
+
+
+_TEMPLATES = (
+    "",
+    "\0",
+    "{% if",
+    "{{ messages }}",
+    "{{ messages[99].x.y }}",
+    "{{ raise_exception('\x1b[2J') }}",
+    # Out of the sandbox.
+    "{{ ''.__class__.__mro__ }}",
+    "{{ cycler.__init__.__globals__ }}",
+    "{{ [1].append(2) }}",
+    "{% include '/etc/passwd' %}",
+    # Never done.
+    "{% for a in range(99999) %}{% for b in range(99999) %}x{% endfor %}{% endfor %}",
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "{% macro m(n) %}{{ m(n - 1) if n else 'x' }}{{ m(n - 1) if n else 'x' }}{% endmacro %}{{ m(60) }}",
+    "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    "{{ 9**9**9 }}",
+    # More than memory.
+    "{{ 'x' * 10**12 }}",
+    "{{ range(10**9) | list }}",
+    "{{ 'x'.ljust(10**10) }}",
+    "{{ 'x' | center(10**10) }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{{ '{:9999999999d}'.format(1) }}",
+    "{{ '\t'.expandtabs(10**10) }}",
+    "{{ ('a' * 10**6).replace('a', 'b' * 10**6) }}",
+    "{{ ('b' * 10**6).join(('a' * 10**6) | list) }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}",
+    "{% set n = namespace(s='x') %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+    "{% set n = namespace(s=['x']) %}{% for i in range(99) %}{% set n.s = n.s + n.s %}{% endfor %}{{ n.s }}",
+)
+
+
+def bad_template(random: Random, folder: Path) -> str:
+    text = random.choice(_TEMPLATES)
+    (folder / "chat_template.jinja").write_text(text)
+    return text[:60]
+
+
+MUTATIONS: dict[str, Mutation] = {
+    mutation.__name__: mutation
+    for mutation in (
+        *(truncate, append, flip_bits, splice, wrong_utf8, swap_files, remove, huge_file),
+        *(not_a_file, more_files, many_files),
+        *(lying_header, lying_length, duplicate_key, odd_values, swap_tensors),
+        *(odd_json, json_bomb, bad_index, bad_tokenizer, bad_template),
+    )
+}
