@@ -48,6 +48,7 @@ class MaskedModel:
         self.dense_tokens: Tensor | None = None
         self._slots = {name: _Slot(module.in_features) for name, module in self.projections.items()}
         self._observer: Callable[[str, Tensor], None] | None = None
+        self._replacer: Callable[[str, Tensor], Tensor] | None = None
         self._counting = False
         self._handles = [
             module.register_forward_pre_hook(self._hook(name, self._slots[name]))
@@ -112,6 +113,15 @@ class MaskedModel:
             self._observer = None
 
     @contextmanager
+    def replacing(self, replacer: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+        """Within the context, a projection multiplies ``replacer(name, x)`` where x (B, L, K) is its masked input."""
+        self._replacer = replacer
+        try:
+            yield
+        finally:
+            self._replacer = None
+
+    @contextmanager
     def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
         """Count dropped channels over the tokens that are not in ``dense_tokens``.
 
@@ -139,17 +149,22 @@ class MaskedModel:
             x = args[0]
             if self._observer is not None:
                 self._observer(name, x)
-            if slot.threshold is None:
-                return None
-            keep = keep_mask(x, slot.scale, slot.threshold)
-            if self._counting:
-                sparse = keep if self.dense_tokens is None else keep[~self.dense_tokens]
-                kept = sparse.sum()
-                slot.kept = kept if slot.kept is None else slot.kept + kept
-                slot.counted += sparse.numel()
-            if self.dense_tokens is not None:
-                keep = keep | self.dense_tokens[..., None]
-            # where, not a product: a dropped Inf must become 0
-            return (torch.where(keep, x, x.new_zeros(())), *args[1:])
+            if slot.threshold is not None:
+                keep = keep_mask(x, slot.scale, slot.threshold)
+                if self._counting:
+                    self._count(slot, keep)
+                if self.dense_tokens is not None:
+                    keep = keep | self.dense_tokens[..., None]
+                # where, not a product: a dropped Inf must become 0
+                x = torch.where(keep, x, x.new_zeros(()))
+            if self._replacer is not None:
+                x = self._replacer(name, x)
+            return None if x is args[0] else (x, *args[1:])
 
         return mask_input
+
+    def _count(self, slot: _Slot, keep: Tensor) -> None:
+        sparse = keep if self.dense_tokens is None else keep[~self.dense_tokens]
+        kept = sparse.sum()
+        slot.kept = kept if slot.kept is None else slot.kept + kept
+        slot.counted += sparse.numel()

@@ -12,7 +12,8 @@ Source: the paper's section 4.1 (weight norm, threshold as a quantile).
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from torch import Tensor
 from .flow import BlockFlow, Hidden
 from .masking import MaskedModel
 
-__all__ = ["block_inputs", "channel_scale", "score_quantiles", "weight_norm"]
+if TYPE_CHECKING:
+    from .workbench import Workbench
+
+__all__ = ["block_inputs", "channel_scale", "final_thresholds", "score_quantiles", "weight_norm"]
 
 _SMALLEST = 1e-4
 
@@ -133,8 +137,10 @@ def block_inputs(
                     sources.append(x)
                 caught[name].append(copies[key])
 
+        masked.dense_tokens = ~counted
         with masked.observing(catch):
             out.append(flow.block(index, batch, h))
+    masked.dense_tokens = None
     joined: dict[tuple[int, ...], Tensor] = {}
     result = {}
     for name in names:
@@ -143,3 +149,48 @@ def block_inputs(
             joined[key] = torch.cat(caught[name])
         result[name] = joined[key]
     return result, out
+
+
+@torch.no_grad()
+def final_thresholds(
+    bench: Workbench,
+    scales: Mapping[str, Tensor],
+    allocation: Mapping[str, float],
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, tuple[float, float]]:
+    """Thresholds as the runtime needs them: from inputs that are sparse already, in order of execution.
+
+    Before a projection, everything else is sparse as decided, so its inputs are those it will meet. A threshold from
+    the dense model's inputs drops up to a point more than asked for, since sparse inputs are smaller.
+
+    Returns:
+        Per projection (threshold, fraction of the scores below it).
+    """
+    result: dict[str, tuple[float, float]] = {}
+    hidden = bench.flow.start()
+    masked = bench.masked
+    masked.clear()
+    for name, scale in scales.items():
+        masked.set_scale(name, scale)
+    for index, names in enumerate(bench.groups):
+        pending = list(names)
+        while pending:
+            inputs, _ = block_inputs(bench.flow, masked, index, hidden, pending)
+            # Those that read the same tensor as the first pending one see inputs that no other pending one can change.
+            ready = [name for name in pending if inputs[name] is inputs[pending[0]]]
+            for name in ready:
+                scores = inputs[name].float().abs() * scales[name].to(inputs[name].device)
+                threshold = score_quantiles([scores], [allocation[name]])[0]
+                result[name] = (threshold, float((scores < threshold).double().mean()))
+                masked.set_threshold(name, threshold)
+            pending = [name for name in pending if name not in ready]
+            del inputs
+        out: Hidden = []
+        for batch, h in enumerate(hidden):
+            masked.dense_tokens = ~bench.flow.counted[batch]
+            out.append(bench.flow.block(index, batch, h))
+        masked.dense_tokens = None
+        hidden = out
+        advance()
+    masked.clear()
+    return result

@@ -1,0 +1,389 @@
+"""From calibration tokens to one sparsity, scale and threshold per projection.
+
+    uniform    alpha per projection, the target everywhere
+    paper      alpha -> block sparsities by evolution -> greedy within blocks -> alpha again
+    additive   alpha -> KL of each projection alone at a few sparsities -> allocation in closed form -> alpha again
+    fisher     loss-weighted norms from backward passes; scale, curve and allocation follow from them in closed form
+
+Every search ends alike: exact thresholds over all tokens, block after block, each from inputs that are as sparse as
+they will be at run time, so that what is realised is the target.
+
+A search is a chain of units (a block's alphas, a generation, a block's row of a table); each is kept in the store under
+its name, so a killed run goes on where it stood and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.errors import UsageError
+from wisparse.formats.recipe import ProjectionRecipe
+
+from . import additive, evolution
+from .alpha import search_alpha
+from .budget import check_target, mean_sparsity
+from .calibration import CalibrationTokens
+from .greedy import allocate_greedily
+from .progress import Progress
+from .sensitivity import damage_curve, fisher_diagonal
+from .source import SourceModel
+from .state import NO_STATE, Store
+from .statistics import channel_scale, final_thresholds, weight_norm
+from .workbench import Workbench
+
+__all__ = ["METHODS", "SEARCHES", "SearchResult", "SearchSettings", "search"]
+
+METHODS = ("wisparse", "teal", "wina")
+SEARCHES = ("fisher", "additive", "paper", "greedy", "uniform")
+
+Allocation = dict[str, float]
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """What to search and how hard.
+
+    Attributes:
+        sparsity: the target, a fraction of the parameters of all projections.
+        method: the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g.
+        search: how sparsity is spread; see the module's text. ``greedy`` is TEAL's: the target in every block, greedy
+            within.
+        num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
+        seed: of everything that is drawn.
+        kl_tokens: how many tokens candidates are compared on, about; final thresholds rest on all tokens.
+        stages: of the evolution, (survivors, micro-batches or None for all) in turn.
+        levels: at which sparsities ``additive`` probes a projection.
+        greedy_step: sparsity that one greedy step adds to a block.
+        fisher_draws: labels drawn per token for ``fisher``.
+        batch_size: sequences per forward pass.
+    """
+
+    sparsity: float = 0.5
+    method: str = "wisparse"
+    search: str = "fisher"
+    num_generations: int | None = None
+    num_offspring: int | None = None
+    seed: int = 0
+    kl_tokens: int = 4096
+    stages: tuple[tuple[int, int | None], ...] = ((1, None),)
+    levels: tuple[float, ...] = additive.LEVELS
+    greedy_step: float = 0.05
+    fisher_draws: int = 2
+    batch_size: int = 4
+
+    def __post_init__(self) -> None:
+        check_target(self.sparsity)
+        for option, given, known in (("method", self.method, METHODS), ("search", self.search, SEARCHES)):
+            if given not in known:
+                raise UsageError(f"--{option}: expected one of {', '.join(known)}, found {given!r}")
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Plain data.
+
+    Attributes:
+        projections: by name, in order of execution.
+        channel_scales: by name, (K,) float32 on the CPU.
+        details: JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details.
+    """
+
+    projections: Mapping[str, ProjectionRecipe]
+    channel_scales: Mapping[str, Tensor]
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def search(
+    source: SourceModel,
+    tokens: CalibrationTokens,
+    settings: SearchSettings | None = None,
+    progress: Progress | None = None,
+    store: Store = NO_STATE,
+) -> SearchResult:
+    """Find sparsities, scales and thresholds; nothing about the model is changed.
+
+    Raises:
+        UsageError: settings out of range.
+        CalibrationError: from the tokens' source, before.
+    """
+    settings = settings or SearchSettings()
+    with torch.no_grad():
+        run = _Run(source, tokens, settings, progress or Progress(enabled=False), store)
+        try:
+            return run.result(_PLANS[settings.search](run))
+        finally:
+            run.bench.masked.close()
+
+
+class _Run:
+    """One search under way: the workbench, and the stages as methods."""
+
+    def __init__(
+        self, source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, progress: Progress, store: Store
+    ) -> None:
+        self.source, self.tokens, self.settings = source, tokens, settings
+        self.progress, self.store = progress, store
+        num_samples = min(tokens.num_samples, max(1, round(settings.kl_tokens / tokens.seq_len)))
+        batch_size = min(settings.batch_size, num_samples)
+        self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
+        self.norms = {name: weight_norm(module.weight) for name, module in source.projections.items()}
+        self.alphas = dict.fromkeys(self.bench.names, 1.0 if settings.method == "wina" else 0.0)
+        self.losses: dict[str, float] = {}
+        self.history: dict[str, Any] = {}
+        for name in self.bench.names:
+            self.bench.set_scale(name, self.scale(name, self.alphas[name]))
+
+    # ------------------------------------------------------------------ helpers
+
+    def scale(self, name: str, alpha: float) -> Tensor:
+        return channel_scale(self.norms[name], alpha)
+
+    def uniform(self) -> Allocation:
+        return dict.fromkeys(self.bench.names, self.settings.sparsity)
+
+    def unit(self, key: str, compute: Callable[[], Any]) -> Any:
+        """A unit of work whose outcome is JSON: from the store, else computed and kept."""
+        saved = self.store.load(f"{self.settings.search}/{key}")
+        if saved is not None:
+            return json.loads(saved)
+        value = json.loads(json.dumps(compute()))
+        self.store.save(f"{self.settings.search}/{key}", json.dumps(value).encode())
+        return value
+
+    def note(self, stage: str, allocation: Allocation) -> None:
+        """The joint KL after a stage: reported, and in the recipe."""
+        self.losses[stage] = self.unit(f"kl-{stage}".replace(" ", "-"), lambda: self.bench.kl(allocation))
+
+    # ------------------------------------------------------------------ stages
+
+    def tables(self, title: str = "Quantiles") -> None:
+        """Quantile tables for the scales of now."""
+        with self.progress.stage(title, len(self.bench.groups)) as stage:
+            for view in self.bench.blocks():
+                view.build_tables()
+                stage.advance()
+
+    def choose_alphas(self, allocation: Allocation, key: str) -> None:
+        """Alphas per projection at given sparsities, and the tables that follow."""
+        with self.progress.stage("Alpha", len(self.bench.groups)) as stage:
+            for view in self.bench.blocks():
+                thresholds: dict[tuple[str, float], float] = {}
+
+                def error(alphas: Mapping[str, float], view: Any = view, cache: dict = thresholds) -> float:
+                    for name, alpha in alphas.items():
+                        self.bench.masked.set_scale(name, self.scale(name, alpha))
+                        if (name, alpha) not in cache:
+                            cache[name, alpha] = view.threshold(name, self.scale(name, alpha), allocation[name])
+                    return view.error({name: cache[name, alpha] for name, alpha in alphas.items()})
+
+                found = self.unit(
+                    f"{key}/{view.index}",
+                    lambda view=view, error=error: search_alpha(error, view.names)[0],
+                )
+                for name, alpha in found.items():
+                    self.alphas[name] = alpha
+                    self.bench.set_scale(name, self.scale(name, alpha))
+                view.build_tables()
+                stage.advance()
+
+    def prepare(self) -> None:
+        """Scales and tables at the start, as the method has it."""
+        if self.settings.method == "wisparse":
+            self.choose_alphas(self.uniform(), "alpha")
+        else:
+            self.tables()
+
+    def evolve_blocks(self) -> list[float]:
+        """The paper's coarse search: one sparsity per block."""
+        settings, bench = self.settings, self.bench
+        generations, offspring = settings.num_generations or 60, settings.num_offspring or 24
+        generator = torch.Generator().manual_seed(settings.seed)
+        start = None
+        saved = self.store.load("paper/evolution")
+        if saved is not None:
+            state = torch.load(io.BytesIO(saved), weights_only=True)
+            generator.set_state(state.pop("generator"))
+            start = evolution.Evolution(tuple(state.pop("parent")), history=tuple(state.pop("history")), **state)
+
+        def loss(candidate: evolution.Candidate, num_batches: int | None) -> float:
+            spread = {n: p for group, p in zip(bench.groups, candidate, strict=True) for n in group}
+            return bench.kl(spread, num_batches=num_batches)
+
+        with self.progress.stage("Block search", generations) as stage:
+            if start is not None:
+                stage.advance(start.generation)
+
+            def keep(state: evolution.Evolution) -> None:
+                buffer = io.BytesIO()
+                torch.save({**asdict(state), "generator": generator.get_state()}, buffer)
+                self.store.save("paper/evolution", buffer.getvalue())
+                stage.advance()
+                stage.note(f"KL {state.loss:.4f}")
+
+            found = evolution.evolve(
+                loss,
+                bench.block_sizes,
+                settings.sparsity,
+                generator,
+                num_generations=generations,
+                num_offspring=offspring,
+                stages=settings.stages,
+                start=start,
+                on_generation=keep,
+            )
+        self.history["evolution"] = list(found.history)
+        return list(found.parent)
+
+    def spread_within(self, block_sparsities: list[float]) -> Allocation:
+        """The paper's fine search: each block's sparsity over its projections, by block error."""
+        result: Allocation = {}
+        with self.progress.stage("Greedy within blocks", len(self.bench.groups)) as stage:
+            for view in self.bench.blocks():
+                sizes = {name: self.bench.sizes[name] for name in view.names}
+                result |= self.unit(
+                    f"greedy/{view.index}",
+                    lambda view=view, sizes=sizes: allocate_greedily(
+                        lambda p: view.error(self.bench.thresholds(p)),
+                        sizes,
+                        block_sparsities[view.index],
+                        step=self.settings.greedy_step,
+                    ),
+                )
+                stage.advance()
+        return result
+
+    def probe(self) -> dict[str, additive.Curve]:
+        """KL of each projection alone, at every level: blocks before it are not run again, the others are dense."""
+        levels, curves = self.settings.levels, {}
+        with self.progress.stage("Probing projections", len(self.bench.names)) as stage:
+            for view in self.bench.blocks():
+
+                def rows(view: Any = view) -> dict[str, list[float]]:
+                    return {
+                        name: [self.bench.kl({name: level}, start=view.index, hidden=view.hidden) for level in levels]
+                        for name in view.names
+                    }
+
+                for name, row in self.unit(f"table/{view.index}", rows).items():
+                    curves[name] = additive.interpolate(levels, row)
+                stage.advance(len(view.names))
+        return curves
+
+    def weigh(self) -> dict[str, additive.Curve]:
+        """Loss-weighted norms as scales, the tables that follow, and each projection's predicted damage."""
+        bench, settings = self.bench, self.settings
+        sums = dict.fromkeys(bench.names, 0.0)
+        with self.progress.stage("Sensitivities", bench.flow.num_batches) as stage:
+            for batch in range(bench.flow.num_batches):
+                generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + batch)
+                found = self.unit(
+                    f"sensitivity/{batch}",
+                    lambda batch=batch, generator=generator: {
+                        name: values.tolist()
+                        for name, values in fisher_diagonal(
+                            bench.flow, bench.masked, batch, generator, num_draws=settings.fisher_draws
+                        ).items()
+                    },
+                )
+                for name, values in found.items():
+                    sums[name] = sums[name] + torch.tensor(values, dtype=torch.float64)
+                stage.advance()
+        curves = {}
+        with self.progress.stage("Predicted damage", len(bench.groups)) as stage:
+            for view in bench.blocks():
+                for name in view.names:
+                    diagonal = sums[name] / bench.flow.num_counted
+                    self.norms[name] = diagonal.sqrt().float().to(self.norms[name].device)
+                    self.alphas[name] = 1.0
+                    bench.set_scale(name, self.scale(name, 1.0))
+                    curves[name] = damage_curve(view.inputs[name], diagonal, bench.scales[name], bench.levels)
+                view.build_tables()
+                stage.advance()
+        return curves
+
+    # ------------------------------------------------------------------ the end
+
+    def result(self, allocation: Allocation) -> SearchResult:
+        bench, settings = self.bench, self.settings
+        sparsity = mean_sparsity([allocation[n] for n in bench.names], [bench.sizes[n] for n in bench.names])
+        self.note("final", allocation)
+        evaluations = self.unit("evaluations", lambda: bench.num_kl_evaluations)
+        everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size)
+        with everything, self.progress.stage("Thresholds", len(bench.groups)) as stage:
+            found = final_thresholds(everything, bench.scales, allocation, stage.advance)
+        projections = {
+            name: ProjectionRecipe(name, allocation[name], self.alphas[name], *found[name]) for name in bench.names
+        }
+        return SearchResult(
+            projections=projections,
+            channel_scales={name: bench.scales[name].cpu() for name in bench.names},
+            details={
+                "settings": asdict(settings),
+                "kl_tokens": bench.flow.num_counted,
+                "kl_evaluations": evaluations,
+                "kl": self.losses,
+                "mean_sparsity": sparsity,
+                **({"history": self.history} if self.history else {}),
+            },
+        )
+
+
+# ---------------------------------------------------------------------- the searches
+
+
+def _uniform(run: _Run) -> Allocation:
+    run.prepare()
+    return run.uniform()
+
+
+def _greedy(run: _Run) -> Allocation:
+    run.prepare()
+    return run.spread_within([run.settings.sparsity] * len(run.bench.groups))
+
+
+def _paper(run: _Run) -> Allocation:
+    run.prepare()
+    run.note("uniform", run.uniform())
+    blocks = run.evolve_blocks()
+    allocation = run.spread_within(blocks)
+    if run.settings.method == "wisparse":
+        run.note("greedy", allocation)
+        run.choose_alphas(allocation, "alpha-again")
+    return allocation
+
+
+def _additive(run: _Run) -> Allocation:
+    run.prepare()
+    run.note("uniform", run.uniform())
+    curves = run.probe()
+    allocation = additive.allocate(curves, run.bench.sizes, run.settings.sparsity)
+    if run.settings.method == "wisparse":
+        run.note("additive", allocation)
+        run.choose_alphas(allocation, "alpha-again")
+    return allocation
+
+
+def _fisher(run: _Run) -> Allocation:
+    if run.settings.method != "wisparse":
+        raise UsageError(
+            f"--search fisher changes the score, so it belongs to --method wisparse, not "
+            f"{run.settings.method}; choose additive, greedy or uniform"
+        )
+    curves = run.weigh()
+    return additive.allocate(curves, run.bench.sizes, run.settings.sparsity)
+
+
+_PLANS: Mapping[str, Callable[[_Run], Allocation]] = {
+    "uniform": _uniform,
+    "greedy": _greedy,
+    "paper": _paper,
+    "additive": _additive,
+    "fisher": _fisher,
+}

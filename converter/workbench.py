@@ -1,0 +1,199 @@
+"""What the stages of a search work on: the model under masks, its tokens, and what is known of every projection.
+
+Two views of the same tokens:
+
+    blocks()     block by block over the dense flow: the inputs of the block's projections, its output, its error under
+                 given thresholds. One block's statistics are in memory at a time.
+    kl(...)      the whole model, sparse from the first token that counts to the last: the objective.
+
+A candidate's thresholds come from one table per projection: the quantiles of its scores on the 0.5% grid, rebuilt when
+its channel_scale changes. So a candidate costs a swap of thresholds and a forward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .budget import MAX_SPARSITY, STEP
+from .calibration import CalibrationTokens
+from .divergence import DenseReference
+from .flow import BlockFlow, Hidden, block_projections
+from .masking import MaskedModel
+from .source import SourceModel
+from .statistics import block_inputs, score_quantiles
+
+__all__ = ["BlockView", "Workbench"]
+
+# The sparsities of the quantile tables: 0, 0.5%, ..., 95%.
+_LEVELS: tuple[float, ...] = tuple(round(i * STEP, 4) for i in range(round(MAX_SPARSITY / STEP) + 1))
+
+
+class Workbench:
+    """The masked model and its tables.
+
+    Args:
+        source: the dense model.
+        tokens: what to measure on.
+        num_samples: use the first so many sequences only; None uses all.
+        batch_size: sequences per forward pass.
+
+    Attributes:
+        names, sizes, groups: projections in order of execution, their parameters, and their names by block.
+        num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
+    """
+
+    def __init__(
+        self, source: SourceModel, tokens: CalibrationTokens, *, num_samples: int | None = None, batch_size: int = 4
+    ) -> None:
+        ids, keep = tokens.input_ids[:num_samples], tokens.keep[:num_samples]
+        self.masked = MaskedModel(source.projections)
+        self.flow = BlockFlow(source.model, source.blocks, ids, keep, batch_size)
+        self.names = list(source.projections)
+        self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
+        self.groups = block_projections(self.names, len(source.blocks))
+        self.block_sizes = [sum(self.sizes[name] for name in group) for group in self.groups]
+        self.scales: dict[str, Tensor] = {}
+        self.num_kl_evaluations = 0.0
+        self._tables: dict[str, list[float]] = {}
+        self._reference: DenseReference | None = None
+
+    def __enter__(self) -> Workbench:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.masked.close()
+
+    # ------------------------------------------------------------------ scales and tables
+
+    def set_scale(self, name: str, scale: Tensor) -> None:
+        """Put a channel_scale (K,) on a projection; its table is void until `set_table`."""
+        self.masked.set_scale(name, scale)
+        self.scales[name] = scale
+        self._tables.pop(name, None)
+
+    def set_table(self, name: str, table: Sequence[float]) -> None:
+        """The score's quantiles at the sparsities of `levels`."""
+        self._tables[name] = list(table)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        return _LEVELS
+
+    def thresholds(self, allocation: Mapping[str, float]) -> dict[str, float]:
+        """Thresholds of an allocation (projection name -> sparsity), between two entries of a table linearly."""
+        result = {}
+        for name, sparsity in allocation.items():
+            if sparsity <= 0.0:
+                result[name] = 0.0
+                continue
+            table = self._tables[name]
+            low = min(int(sparsity / STEP), len(table) - 2)
+            part = sparsity / STEP - low
+            result[name] = table[low] + part * (table[low + 1] - table[low])
+        return result
+
+    # ------------------------------------------------------------------ block by block
+
+    def blocks(self) -> Iterator[BlockView]:
+        """Every block in turn, entered by the dense model's hidden states."""
+        hidden = self.flow.start()
+        for index, names in enumerate(self.groups):
+            self.masked.clear()
+            inputs, out = block_inputs(self.flow, self.masked, index, hidden, names)
+            yield BlockView(self, index, tuple(names), inputs, hidden, out)
+            del inputs
+            hidden = out
+
+    # ------------------------------------------------------------------ the whole model
+
+    @property
+    def reference(self) -> DenseReference:
+        """The dense model's distributions; one dense pass at first use."""
+        if self._reference is None:
+            reference = DenseReference(self.flow)
+            self.masked.clear()
+            with torch.no_grad():
+                for batch, hidden in enumerate(self.flow.start()):
+                    reference.add(batch, self.flow.finish(0, batch, hidden))
+            self._reference = reference
+        return self._reference
+
+    @torch.no_grad()
+    def kl(
+        self,
+        allocation: Mapping[str, float],
+        *,
+        start: int = 0,
+        hidden: Hidden | None = None,
+        num_batches: int | None = None,
+    ) -> float:
+        """Token-mean KL(dense || sparse) with the projections of ``allocation`` sparse and all others dense.
+
+        Args:
+            start, hidden: the blocks before ``start`` are dense, and ``hidden`` is what enters it.
+            num_batches: measure on the first so many micro-batches only.
+        """
+        reference = self.reference
+        flow, batches = self.flow, range(self.flow.num_batches if num_batches is None else num_batches)
+        hidden = flow.start() if hidden is None else hidden
+        self.masked.clear()
+        self.masked.set_thresholds(self.thresholds(allocation))
+        total, tokens = 0.0, 0
+        for batch in batches:
+            self.masked.dense_tokens = ~flow.counted[batch]
+            total += reference.kl_sum(batch, flow.finish(start, batch, hidden[batch]))
+            tokens += int(flow.counted[batch].sum())
+        self.masked.dense_tokens = None
+        self.masked.clear()
+        self.num_kl_evaluations += len(batches) / flow.num_batches
+        return total / max(tokens, 1)
+
+
+@dataclass
+class BlockView:
+    """One block between its dense input and its dense output.
+
+    Attributes:
+        inputs: per projection what enters it, (T, K), counted tokens only.
+        hidden, out: the block's input and output by micro-batch, (B, L, hidden_size).
+    """
+
+    bench: Workbench
+    index: int
+    names: tuple[str, ...]
+    inputs: dict[str, Tensor]
+    hidden: Hidden
+    out: Hidden
+
+    def scores(self, name: str, scale: Tensor) -> Tensor:
+        """|x| * scale of the projection's inputs, (T, K) float32."""
+        return self.inputs[name].float().abs() * scale.to(self.inputs[name].device)
+
+    def threshold(self, name: str, scale: Tensor, sparsity: float) -> float:
+        """The exact quantile."""
+        return score_quantiles([self.scores(name, scale)], [sparsity])[0]
+
+    def build_tables(self) -> None:
+        """The quantile tables of the block's projections, for the scales they have now."""
+        for name in self.names:
+            self.bench.set_table(name, score_quantiles([self.scores(name, self.bench.scales[name])], _LEVELS))
+
+    @torch.no_grad()
+    def error(self, thresholds: Mapping[str, float]) -> float:
+        """Mean squared error of the block's output over the counted tokens, with ``thresholds`` on."""
+        masked, flow = self.bench.masked, self.bench.flow
+        masked.clear()
+        masked.set_thresholds(thresholds)
+        total = 0.0
+        for batch, hidden in enumerate(self.hidden):
+            counted = flow.counted[batch]
+            masked.dense_tokens = ~counted
+            difference = flow.block(self.index, batch, hidden)[counted] - self.out[batch][counted]
+            total += float(difference.float().square().sum(dtype=torch.float64))
+        masked.dense_tokens = None
+        masked.clear()
+        return total / (flow.num_counted * self.out[0].shape[-1])
