@@ -126,6 +126,11 @@ MISTRAL = """{%- for message in messages %}
         {{- message['content'] + eos_token }}
     {%- endif %}
 {%- endfor %}"""
+WORK = """{% macro turn(m, last) %}{{ '<' ~ m.role ~ '>' + m.content | replace('x', 'yy') | indent(2) }}{% endmacro %}
+{% for m in messages %}{% set ns = namespace(n=loop.index * 2) %}{{ turn(m, loop.last) }}{{ ns.n % 2 }}{{ '%03d' % 7 }}
+{{ ', '.join([m.role, 'b']) }} {{ m.keys() | list | join('-') }} {{ m.content[:3] | upper | center(9) }} {{ 'x' * 3 }}
+{%- for line in m.content.split('\\n') recursive %}{{ line ~ 1 ~ none ~ true }}{% endfor %}{% endfor %}
+{% filter upper %}text{% endfilter %}{{ messages | map(attribute='role') | list | tojson }}{{ 7 // 2 ** 2 }}"""
 TRICKS = """{% set ns = namespace(found=false) %}
 {% for message in messages %}
     {% if message.role == 'skip' %}{% continue %}{% endif %}
@@ -142,7 +147,7 @@ CONVERSATION = [
 ]
 
 
-@pytest.mark.parametrize("template", [LLAMA3, MISTRAL, TRICKS])
+@pytest.mark.parametrize("template", [LLAMA3, MISTRAL, TRICKS, WORK])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_templates_render_as_in_transformers(template: str, add_generation_prompt: bool) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -179,6 +184,23 @@ def test_a_template_may_refuse_messages() -> None:
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ undefined_thing.attribute }}",
         "{% for i in range(99999) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}",
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(s=9) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
+        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s | replace('a', 'aa') %}{% endfor %}",
+        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s.replace('a', 'aa') %}{% endfor %}",
+        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s | list | join('aa') %}{% endfor %}",
+        "{{ 'a'.center(99999999999) }}",
+        "{{ 'a' | center(99999999999) }}",
+        "{{ messages | tojson(indent=99999999999) }}",
+        "{{ '{:>99999999999}'.format('a') }}",
+        "{{ '%*d' % (99999999999, 1) }}",
+        "{{ '%99999999999d' | format(1) }}",
+        "{{ 'a\tb'.expandtabs(99999999999) }}",
+        "{{ lipsum(99999999) }}",
     ],
 )
 def test_a_hostile_template_ends_in_one_sentence(source: str) -> None:
