@@ -180,7 +180,7 @@ def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> No
     present = list_files(folder, _MAX_FILES, BundleError)
     for name in present:
         # Other tools prefer such a file to the ones of the index and would run different weights.
-        if "/" not in name and _WEIGHTS.fullmatch(name) and name not in needed:
+        if _WEIGHTS.fullmatch(name) and name not in needed:
             raise BundleError(f"{name}: weights that are not part of the bundle; remove the file")
         if name in SMALL_FILES and name not in manifest.sha256:
             raise BundleError(f"{MANIFEST}: files: no entry for {name}")

@@ -113,8 +113,11 @@ def read_bounded(folder: Path, name: str, limit: int, error: type[WisparseError]
     return bytes(data)
 
 
-def list_files(folder: Path, limit: int, error: type[WisparseError]) -> list[str]:
-    """Names of everything in ``folder`` that is not a folder, with ``/``, sorted; symlinked folders are not entered.
+def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bool = False) -> list[str]:
+    """Names of everything in ``folder`` that is not a folder, sorted.
+
+    Args:
+        deep: also what lies in its folders, as ``folder/name``; those that are symlinks or hidden are not entered.
 
     Raises:
         AccessError: no such folder.
@@ -131,10 +134,10 @@ def list_files(folder: Path, limit: int, error: type[WisparseError]) -> list[str
                 entries += 1
                 if entries > limit:
                     raise error(f"{folder.name}: expected at most {limit:,} files, found more")
-                if entry.is_dir(follow_symlinks=False):
-                    pending.append(f"{prefix}{entry.name}/")
-                else:
+                if not entry.is_dir(follow_symlinks=False):
                     found.append(f"{prefix}{entry.name}")
+                elif deep and not entry.name.startswith("."):
+                    pending.append(f"{prefix}{entry.name}/")
     return sorted(found)
 
 

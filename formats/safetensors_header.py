@@ -66,6 +66,8 @@ def read_header(folder: Path, name: str, error: type[WisparseError]) -> Header:
         prefix = file.read(8) or b""
         if len(prefix) < 8:
             raise error(f"{name}: expected a safetensors file, found {seen.size} bytes")
+        if prefix == b"version ":  # the first word of a pointer; as a length it would be absurd
+            raise error(f"{name}: a Git LFS pointer instead of the weights; run `git lfs pull` in the folder")
         (length,) = struct.unpack("<Q", prefix)
         if length > min(seen.size - 8, _MAX_HEADER_BYTES):
             raise error(f"{name}: the header claims {length:,} bytes of a file of {seen.size:,}; truncated or damaged")

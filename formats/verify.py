@@ -67,7 +67,7 @@ def _verify(bundle: Bundle, started: float) -> VerifyReport:
     known = {*names, MANIFEST}
     notes += [
         f"{name}: not part of the bundle"
-        for name in list_files(bundle.folder, _MAX_FILES, BundleError)
+        for name in list_files(bundle.folder, _MAX_FILES, BundleError, deep=True)
         if name not in known and not name.startswith(".")
     ]
     return VerifyReport(

@@ -8,8 +8,8 @@ the commands. Some cases do the damage after ``verify``, or between the opening 
 
     refused      BundleError (exit code 6), everywhere, or
     identical    accepted by all, and the same meaning and the same tokens as the intact bundle, or
-    forged       digests that fit a well-formed bundle of another content: nothing to object to. It generates, or a
-                 prompt does not fit it (UsageError).
+    forged       digests that fit a well-formed bundle of another content: nothing to object to. It generates, or says
+                 why it cannot: a prompt that its tokenizer makes empty, weights that overflow.
 
 Anything else fails the case: another exception, more than ``--seconds``, resident memory that grows by more than
 ``--megabytes`` (or address space beyond a few gigabytes), a file touched, other tokens than the intact bundle's.
@@ -46,7 +46,7 @@ from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import BundleError, UsageError
+from wisparse.formats.errors import BundleError, WisparseError
 from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.loader import load
 
@@ -97,13 +97,15 @@ def meaning(bundle: Bundle) -> str:
 
 
 def answers(folder: Path) -> list[tuple[int, ...] | str]:
-    """What the bundle generates; a prompt that its tokenizer or template makes too long or empty is no answer."""
+    """What the bundle generates, or the sentence that says why it does not."""
     model = load(folder, device="cpu", backend="torch", max_seq_len=32)
     found: list[tuple[int, ...] | str] = []
     for prompt in PROMPTS:
         try:
             found.append(model.generate(prompt, max_new_tokens=4, prefill="all").token_ids)
-        except UsageError as error:
+        except BundleError:
+            raise
+        except WisparseError as error:  # the prompt does not fit, or the weights overflow
             found.append(f"refused: {error}")
     return found
 

@@ -91,6 +91,12 @@ def test_hardly_a_file(size: int, tmp_path: Path) -> None:
         read_header(tmp_path, "x", BundleError)
 
 
+def test_git_lfs_pointer(tmp_path: Path) -> None:
+    (tmp_path / "x").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n")
+    with pytest.raises(BundleError, match="run `git lfs pull` in the folder"):
+        read_header(tmp_path, "x", BundleError)
+
+
 _NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__" and name.isprintable())
 _TENSORS = st.dictionaries(
     _NAMES, st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 5), max_size=4)), max_size=6

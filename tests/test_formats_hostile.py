@@ -1,0 +1,50 @@
+"""A thousand damaged and forged bundles, each refused in one sentence or loaded with its meaning intact."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).resolve().parent
+
+# Readers that believe what they are told: no digest, no checksum.
+CREDULOUS = """
+import json, sys
+sys.path.insert(0, {tests!r})
+import hostile
+from wisparse.formats import bundle, checkpoint, verify
+checkpoint.Checkpoint._require = lambda *_: None
+verify._check_file = lambda *_: 0
+bundle._read_checked = lambda folder, name, manifest: bundle.read_bounded(folder, name, 1 << 30, bundle.BundleError)
+hostile.MUTATIONS = {{kind: hostile.MUTATIONS[kind] for kind in ("swap_tensors", "flip_bits", "bad_tokenizer")}}
+print(json.dumps(hostile.run(60, 0, 20, 400)))
+"""
+
+
+def _run(*command: str) -> tuple[int, dict[str, Any], str]:
+    # One process of its own: it limits its memory and listens to the alarm clock.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.stdout, done.stderr[-3000:]
+    return done.returncode, json.loads(done.stdout), done.stderr
+
+
+@pytest.mark.slow
+def test_a_thousand_hostile_bundles() -> None:
+    code, summary, stderr = _run(str(TESTS / "hostile.py"), "--cases", "1000", "--seed", "0")
+    assert summary["failures"] == [], stderr[-3000:]
+    assert code == 0
+    assert summary["handled"] == summary["cases"] == 1000
+    assert set(summary["outcomes"]) == {"refused", "identical", "forged"}
+    assert all(sum(counts.values()) > 10 for counts in summary["by_kind"].values())
+
+
+def test_the_harness_sees_readers_that_check_nothing() -> None:
+    _, summary, _ = _run("-c", CREDULOUS.format(tests=str(TESTS)))
+    assert any("other tokens or meaning than the intact bundle" in failure["error"] for failure in summary["failures"])
