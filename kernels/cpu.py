@@ -99,7 +99,9 @@ def quantize_into(rows: Tensor, target: Tensor, scale: Tensor, first: int, *, tr
     _rearrange(f"quantize_{type_name(rows.dtype)}", rows, target, scale, first, transposed=transposed)
 
 
-def _rearrange(region: str, rows: Tensor, target: Tensor, scale: Tensor | None, first: int, *, transposed: bool) -> None:
+def _rearrange(
+    region: str, rows: Tensor, target: Tensor, scale: Tensor | None, first: int, *, transposed: bool
+) -> None:
     rows = rows.contiguous()
     count, k = rows.shape
     n = target.shape[1 if transposed else 0]

@@ -114,7 +114,10 @@ def _register() -> None:
     """Give the OpenMP functions the names under which compiled code looks for them."""
     runtime = _runtime()
     if runtime is None:
-        functions: tuple[Any, ...] = (numba.cfunc("void()")(_nothing), *[numba.cfunc("int32()")(f) for f in (_zero, _one)])
+        functions: tuple[Any, ...] = (
+            numba.cfunc("void()")(_nothing),
+            *[numba.cfunc("int32()")(f) for f in (_zero, _one)],
+        )
         addresses = [function.address for function in functions]
         _register.keep = functions  # type: ignore[attr-defined]
     else:

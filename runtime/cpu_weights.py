@@ -23,7 +23,7 @@ from wisparse.kernels.reference import keep_mask
 
 __all__ = ["CpuProjection", "Matrix", "read_matrices", "read_matrix"]
 
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 4 << 20
 # Rows of a piece: whole cache lines of the transposed weight, whatever its type.
 _ROW_STEP = 64
 
@@ -135,5 +135,7 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
             data[first:last] = piece
         first = last
     if scale is not None and not bool(scale.isfinite().all()):
-        raise checkpoint.error(f"{name}: expected finite weights, found NaN or Inf in row {int((~scale.isfinite()).nonzero()[0])}")
+        raise checkpoint.error(
+            f"{name}: expected finite weights, found NaN or Inf in row {int((~scale.isfinite()).nonzero()[0])}"
+        )
     return Matrix(data, scale, transposed)

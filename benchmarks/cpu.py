@@ -1,0 +1,355 @@
+"""The CPU back end against PyTorch and transformers: every figure is a ratio of two things timed in turns, in one process.
+
+    python benchmarks/cpu.py                      # about five minutes, 12 GB of memory, 5 GB of disk in --work-dir
+    python benchmarks/cpu.py --only projection examples
+
+    projection   one projection, bfloat16, over the fastest of torch.mv, F.linear and matmul
+    llama-1b     decoding a random model of Llama-3.2-1B's shape, over transformers as it is and with mv in every Linear
+    examples     decoding the project's small models, over transformers dense in the same type
+    first-token  load and first token of the 1B bundle, over reading its files
+
+Times are medians of interleaved repetitions. Close other programs: half a busy core halves the slower side only.
+Human-readable lines go to stderr, one JSON document to stdout, and to --output if given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
+from torch import Tensor
+from torch.nn import functional
+
+import wisparse
+from wisparse.formats.bundle import Bundle
+from wisparse.kernels.cpu import quantize, sparse_linear, transpose
+from wisparse.kernels.cpu_threads import team_size
+from wisparse.runtime.cpu_decoder import CpuDecoder
+from wisparse.runtime.loader import load
+
+ROOT = Path(__file__).resolve().parent.parent
+SECTIONS = ("projection", "llama-1b", "examples", "first-token")
+PROMPT_TOKENS = 32
+SPARSITY = 0.5
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def in_turns(runs: dict[str, Callable[[], Any]], repetitions: int, warm_up: int = 1) -> dict[str, float]:
+    """Median seconds of each, every repetition running all of them one after the other."""
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for repetition in range(warm_up + repetitions):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            if repetition >= warm_up:
+                times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    import numba
+    import transformers
+
+    model = platform.processor()
+    flags = ""
+    if Path("/proc/cpuinfo").exists():
+        info = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+        info = {key.strip(): value.strip() for key, value in info.items()}
+        model, flags = info.get("model name", model), info.get("flags", "")
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "threads": team_size(),
+        "extensions": [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags.split()],
+        "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        "versions": {
+            "wisparse": wisparse.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numba": numba.__version__,
+        },
+    }
+
+
+# --- one projection --------------------------------------------------------------------------------------------------
+
+
+def projection(repetitions: int) -> list[dict[str, Any]]:
+    rows = []
+    for k, n in ((4096, 14336), (14336, 4096)):
+        generator = torch.Generator().manual_seed(0)
+        weight = torch.randn(n, k, generator=generator).mul_(k**-0.5).bfloat16()
+        x = torch.randn(k, generator=generator).bfloat16()
+        weight_t = transpose(weight)
+        int8, scale = quantize(weight)
+        ones = torch.ones(k)
+        median = x.float().abs().median()
+        times = in_turns(
+            {
+                "mv": lambda: torch.mv(weight, x),  # noqa: B023
+                "linear": lambda: functional.linear(x, weight),  # noqa: B023
+                "matmul": lambda: torch.matmul(weight, x),  # noqa: B023
+                "sparse": lambda: sparse_linear(x, weight_t, None, ones, median),  # noqa: B023
+                "dense": lambda: sparse_linear(x, weight_t, None, ones, 0.0),  # noqa: B023
+                "sparse_int8": lambda: sparse_linear(x, int8, None, ones, median, column_scale=scale),  # noqa: B023
+            },
+            repetitions,
+            warm_up=3,
+        )
+        best = min(("mv", "linear", "matmul"), key=times.__getitem__)
+        weight_bytes = 2 * k * n
+        row = {
+            "shape": f"{k}x{n}",
+            "ms": {name: 1e3 * value for name, value in times.items()},
+            "best_torch": best,
+            "gbps": {
+                "torch": weight_bytes / times[best] / 1e9,
+                "sparse": SPARSITY * weight_bytes / times["sparse"] / 1e9,
+                "dense": weight_bytes / times["dense"] / 1e9,
+                "sparse_int8": SPARSITY * weight_bytes / 2 / times["sparse_int8"] / 1e9,
+            },
+            "speedup_50": times[best] / times["sparse"],
+            "speedup_0": times[best] / times["dense"],
+            "speedup_50_int8": times[best] / times["sparse_int8"],
+            # Ours at 0% is the dense product at the speed of our own loop: what sparsity alone brings.
+            "speedup_50_over_own_dense": times["dense"] / times["sparse"],
+        }
+        rows.append(row)
+        say(
+            f"projection {row['shape']}: best torch line {best} {row['ms'][best]:.2f} ms ({row['gbps']['torch']:.1f} GB/s); "
+            f"50% {row['speedup_50']:.2f}x, 0% {row['speedup_0']:.2f}x, int8 50% {row['speedup_50_int8']:.2f}x"
+        )
+    return rows
+
+
+# --- decoding --------------------------------------------------------------------------------------------------------
+
+
+def transformers_loop(model: Any, prompt: Tensor, count: int) -> Callable[[], Any]:
+    """Greedy decoding by the bare model and its cache, without the cost of ``generate``."""
+
+    @torch.inference_mode()
+    def run() -> float:
+        output = model(prompt[None], use_cache=True, logits_to_keep=1)
+        cache, token = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+        start = time.perf_counter()
+        for _ in range(count):
+            output = model(token, past_key_values=cache, use_cache=True)
+            token = output.logits[:, -1].argmax(-1, keepdim=True)
+        return (time.perf_counter() - start) / count
+
+    return run
+
+
+def decoder_loop(decoder: CpuDecoder, prompt: Tensor, count: int) -> Callable[[], Any]:
+    """The same by one of our decoders."""
+
+    def run() -> float:
+        token = decoder.prefill(0, prompt, len(prompt)).argmax()[None]
+        start = time.perf_counter()
+        for _ in range(count):
+            token = decoder.decode(token).argmax(-1)
+        return (time.perf_counter() - start) / count
+
+    return run
+
+
+@contextmanager
+def mv_in_linears() -> Iterator[None]:
+    """Let every one-row bfloat16 Linear go through torch.mv, the fastest dense line on many CPUs."""
+    original = torch.nn.Linear.forward
+
+    def forward(self: torch.nn.Linear, x: Tensor) -> Tensor:
+        if x.numel() != self.in_features:
+            return original(self, x)
+        y = torch.mv(self.weight, x.reshape(-1))
+        return (y if self.bias is None else y + self.bias).view(*x.shape[:-1], -1)
+
+    torch.nn.Linear.forward = forward  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Linear.forward = original  # type: ignore[method-assign]
+
+
+def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """Milliseconds per token of transformers (as is, with mv) and of ours (native, int8) on one model."""
+    from transformers import AutoModelForCausalLM
+
+    bundle = Bundle.open(bundle_folder)
+    dtype = bundle.checkpoint.tensors["model.norm.weight"].dtype
+    dense = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).eval()
+    generator = torch.Generator().manual_seed(1)
+    prompt = torch.randint(0, bundle.config.vocab_size, (PROMPT_TOKENS,), generator=generator)
+    settings: dict[str, Any] = {"device": torch.device("cpu"), "dtype": dtype, "max_seq_len": PROMPT_TOKENS + count + 1}
+    decoders = {kind: CpuDecoder(bundle, weights=kind, **settings) for kind in kinds}
+    base = transformers_loop(dense, prompt, count)
+    loops: dict[str, Callable[[], float]] = {"transformers": base}
+
+    def with_mv() -> float:
+        with mv_in_linears():
+            return base()
+
+    loops["transformers_mv"] = with_mv
+    loops |= {f"wisparse_{kind}": decoder_loop(decoder, prompt, count) for kind, decoder in decoders.items()}
+    times: dict[str, list[float]] = {name: [] for name in loops}
+    for repetition in range(repetitions + 1):
+        for name, loop in loops.items():
+            seconds = loop()
+            if repetition:
+                times[name].append(seconds)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    decoder = decoders["native"]
+    decoder.measure_sparsity(True)
+    decoder_loop(decoder, prompt, count)()
+    result: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": sum(info.nbytes // info.dtype.itemsize for info in bundle.checkpoint.tensors.values()),
+        "ms_per_token": {name: 1e3 * value for name, value in medians.items()},
+        "tok_per_s": {name: 1 / value for name, value in medians.items()},
+        "realised_sparsity": decoder.realised_sparsity(),
+    }
+    for kind in kinds:
+        ours = medians[f"wisparse_{kind}"]
+        suffix = "" if kind == "native" else f"_{kind}"
+        result[f"speedup{suffix}"] = medians["transformers"] / ours
+        result[f"speedup_over_mv{suffix}"] = medians["transformers_mv"] / ours
+    for one in decoders.values():
+        one.close()
+    say(
+        f"{source.name}: transformers {result['tok_per_s']['transformers']:.1f} tok/s, with mv "
+        f"{result['tok_per_s']['transformers_mv']:.1f}; "
+        + "; ".join(
+            f"{kind} {result['tok_per_s'][f'wisparse_{kind}']:.1f} tok/s, "
+            f"{result['speedup' + ('' if kind == 'native' else '_' + kind)]:.2f}x / "
+            f"{result['speedup_over_mv' + ('' if kind == 'native' else '_' + kind)]:.2f}x"
+            for kind in kinds
+        )
+    )
+    return result
+
+
+def examples(work: Path, count: int, repetitions: int) -> dict[str, Any]:
+    """The project's small models."""
+    results = {}
+    sources = {"pycode-llama-6m": ROOT / "examples" / "pycode-llama-6m"}
+    packed = ROOT.parent / "shared" / "models" / "pycode-qwen2-37m"
+    unpacked = work / packed.name
+    if not unpacked.is_dir() and packed.is_dir():
+        subprocess.run([sys.executable, packed.parent / "pack.py", "unpack", packed, unpacked], check=True)
+    if unpacked.is_dir():
+        sources[packed.name] = unpacked
+    else:
+        say(f"{packed.name}: not beside this checkout, left out")
+    for name, source in sources.items():
+        bundle = calibrated_bundle(source, work / f"{name}-{SPARSITY:.0%}", SPARSITY)
+        results[name] = decoding(source, bundle, count, repetitions, ("native", "int8"))
+    return results
+
+
+# --- the first token -------------------------------------------------------------------------------------------------
+
+
+def first_token(bundle: Path, repetitions: int) -> dict[str, Any]:
+    """From ``load`` to the first token, over reading the bundle's files, which the system has in its cache."""
+    prompt = list(range(100, 100 + PROMPT_TOKENS))
+    files = [file for file in bundle.iterdir() if file.is_file()]
+
+    def read_files() -> None:
+        for file in files:
+            data = bytearray(file.stat().st_size)
+            with file.open("rb", buffering=0) as stream:
+                filled = 0
+                while filled < len(data):
+                    filled += stream.readinto(memoryview(data)[filled:])
+
+    def ours(weights: str) -> Callable[[], None]:
+        def run() -> None:
+            model = load(bundle, device="cpu", weights=weights, max_seq_len=1024)
+            model.generate(prompt, max_new_tokens=1)
+            model.close()
+
+        return run
+
+    times = in_turns({"read": read_files, "native": ours("native"), "int8": ours("int8")}, repetitions)
+    size = sum(file.stat().st_size for file in files)
+    script = (
+        "import sys, time; start = time.perf_counter(); from wisparse.runtime.loader import load; "
+        "model = load(sys.argv[1], device='cpu', max_seq_len=1024); "
+        f"model.generate({prompt}, max_new_tokens=1); print(time.perf_counter() - start)"
+    )
+    fresh = [
+        float(subprocess.run([sys.executable, "-c", script, bundle], check=True, capture_output=True, text=True).stdout)
+        for _ in range(2)
+    ]
+    result = {
+        "bundle_bytes": size,
+        "read_s": times["read"],
+        "read_gbps": size / times["read"] / 1e9,
+        "first_token_s": {"native": times["native"], "int8": times["int8"]},
+        "first_token_fresh_process_s": min(fresh),
+        "over_read": times["native"] / times["read"],
+        "over_read_int8": times["int8"] / times["read"],
+    }
+    say(
+        f"first token: reading {size / 1e9:.2f} GB {times['read']:.2f} s; load and first token {times['native']:.2f} s "
+        f"({result['over_read']:.2f}x), int8 {times['int8']:.2f} s ({result['over_read_int8']:.2f}x); "
+        f"with imports, in a fresh process {min(fresh):.2f} s"
+    )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS, help="sections to run")
+    parser.add_argument("--output", type=Path, help="write the JSON document there too")
+    parser.add_argument(
+        "--work-dir", type=Path, help="keep the models made for this there; a temporary folder if absent"
+    )
+    parser.add_argument("--repetitions", type=int, default=5, help="repetitions of every decoding loop")
+    arguments = parser.parse_args()
+    result: dict[str, Any] = {"machine": machine(), "sparsity": SPARSITY}
+    say(json.dumps(result["machine"]))
+    with tempfile.TemporaryDirectory(prefix="wisparse-bench-") as temporary:
+        work = arguments.work_dir or Path(temporary)
+        work.mkdir(parents=True, exist_ok=True)
+        if "projection" in arguments.only:
+            result["projection"] = projection(8 * arguments.repetitions)
+        if "examples" in arguments.only:
+            result["examples"] = examples(work, 64, arguments.repetitions)
+        if {"llama-1b", "first-token"} & set(arguments.only):
+            say("making the 1B model: about a minute")
+            source = random_checkpoint(LLAMA_1B, work / "llama-1b")
+            bundle = calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY)
+            if "llama-1b" in arguments.only:
+                result["llama_1b"] = decoding(source, bundle, 16, arguments.repetitions, ("native", "int8"))
+            if "first-token" in arguments.only:
+                result["first_token"] = first_token(bundle, 3)
+    result["machine"]["load_average_after"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.output is not None:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

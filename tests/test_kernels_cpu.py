@@ -1,0 +1,263 @@
+"""The compiled CPU kernels agree with their definition, whatever the shape, type, number of rows and of threads."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numba
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from wisparse.kernels import cpu_kernels, cpu_threads
+from wisparse.kernels.cpu import aligned_empty, quantize, quantize_into, sparse_linear, transpose, transpose_into
+from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.reference import sparse_linear as reference
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# (N, K): both odd, tiny, around the width of a pass (8 rows) and of a thread's span (32 columns), and larger.
+SHAPES = ((1, 1), (5, 7), (33, 8), (31, 9), (64, 17), (97, 130), (352, 256))
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def case(n: int, k: int, dtype: torch.dtype, rows: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x (rows, K), weight (N, K), bias (N,), channel_scale (K,)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, k, generator=generator).to(dtype)
+    weight = torch.randn(n, k, generator=generator).to(dtype)
+    bias = torch.randn(n, generator=generator).to(dtype)
+    return x, weight, bias, torch.rand(k, generator=generator) + 0.5
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+    """The result in float64, and the most that rounding once per addition in float32 can change it by."""
+    masked = torch.where(keep_mask(x, scale, threshold), x, 0.0).double()
+    wide = weight.double()
+    result = masked @ wide.T + (0 if bias is None else bias.double())
+    magnitude = masked.abs() @ wide.abs().T + (0 if bias is None else bias.double().abs())
+    return result, magnitude * 2.0**-24 * (x.shape[-1] + 2)
+
+
+def half_step(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """Half the distance between neighbours of ``dtype`` around a value: what storing it there costs at most."""
+    return 0 if dtype == torch.float32 else value.abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).tiny
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_equals_the_definition(dtype: torch.dtype) -> None:
+    for n, k in SHAPES:
+        for rows in (1, 3):
+            for threshold in (0.0, 0.8, 1e9):
+                x, weight, bias, scale = case(n, k, dtype, rows)
+                y = sparse_linear(x, transpose(weight), bias, scale, threshold)
+                assert y.dtype == dtype
+                assert y.shape == (rows, n)
+                wanted, tolerance = exact(x, weight, bias, scale, threshold)
+                error = (y.double() - wanted).abs()
+                assert bool((error <= (tolerance + half_step(wanted, dtype)) * 1.001).all()), (n, k, rows, threshold)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_is_no_larger_than_torchs_own(dtype: torch.dtype) -> None:
+    x, weight, bias, scale = case(512, 1024, dtype)
+    wanted, _ = exact(x, weight, bias, scale, 0.6)
+    ours = (sparse_linear(x, transpose(weight), bias, scale, 0.6).double() - wanted).abs()
+    torchs = (reference(x, weight, bias, scale, 0.6).double() - wanted).abs()
+    assert ours.mean() <= torchs.mean() * 1.001
+    assert ours.max() <= torchs.max() * 1.001
+
+
+def test_same_channels_as_the_definition_at_ties_and_odd_numbers() -> None:
+    # One output column per channel shows which channels were used: an Inf that is dropped must not become a NaN.
+    infinity, nan = float("inf"), float("nan")
+    x = torch.tensor([0.5, -0.5, 0.49999997, 0.0, -0.0, infinity, -infinity, nan, 1e-45, 0.25])
+    scale = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 2.0])
+    for threshold in (0.5, 0.0, infinity):
+        weight = torch.eye(10)
+        mine = sparse_linear(x, transpose(weight), None, scale, threshold)
+        keep = keep_mask(x, scale, threshold)
+        poisoned = bool((keep & ~x.isfinite()).any())  # 0 * Inf of a kept channel reaches every column, as it should
+        if not poisoned:
+            assert torch.equal(mine, torch.where(keep, x, 0.0))
+        for channel in range(10):
+            alone = torch.zeros(10, 1)
+            alone[channel] = 1.0
+            others = x.clone()
+            others[torch.arange(10) != channel] = 0.0
+            got = sparse_linear(others, transpose(alone.T.contiguous()), None, scale, threshold)
+            assert torch.equal(got, torch.where(keep[channel], x[channel], 0.0)[None]) or bool(
+                got.isnan() & x[channel].isnan()
+            )
+
+
+def test_a_weight_of_a_dropped_channel_is_not_read() -> None:
+    x, weight, bias, scale = case(40, 24, torch.float32)
+    keep = keep_mask(x[0], scale, 0.7)
+    poisoned = torch.where(keep, weight, float("nan"))
+    assert torch.equal(
+        sparse_linear(x, transpose(poisoned), bias, scale, 0.7), sparse_linear(x, transpose(weight), bias, scale, 0.7)
+    )
+
+
+def test_bits_do_not_depend_on_threads_nor_on_other_rows() -> None:
+    x, weight, bias, scale = case(200, 150, torch.bfloat16, rows=4)
+    weight_t = transpose(weight)
+    alone = []
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        together = sparse_linear(x, weight_t, bias, scale, 0.7)
+        alone.append(torch.stack([sparse_linear(row, weight_t, bias, scale, 0.7) for row in x]))
+        assert torch.equal(together, alone[-1])
+    assert all(torch.equal(one, alone[0]) for one in alone)
+
+
+def test_leaves_torchs_thread_count_alone() -> None:
+    x, weight, bias, scale = case(64, 64, torch.float32)
+    torch.set_num_threads(3)
+    sparse_linear(x, transpose(weight), bias, scale, 0.5)
+    assert torch.get_num_threads() == 3
+
+
+def test_without_masks_bias_rows_or_channels() -> None:
+    x, weight, bias, scale = case(20, 10, torch.float32)
+    weight_t = transpose(weight)
+    torch.testing.assert_close(sparse_linear(x, weight_t, None, None, 0.0), x @ weight.T)
+    assert sparse_linear(x[0], weight_t, None, scale, 0.5).shape == (20,)
+    assert sparse_linear(x[:0], weight_t, None, scale, 0.5).shape == (0, 20)
+    assert torch.equal(sparse_linear(x, weight_t, bias, scale, 1e9), bias[None])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(9)}, "x: expected"),
+        ({"bias": torch.zeros(21)}, "bias: expected"),
+        ({"channel_scale": torch.zeros(11)}, "channel_scale: expected"),
+        ({"weight_t": torch.zeros(20, 10).t()}, "contiguous"),
+        ({"column_scale": torch.zeros(20)}, "int8"),
+    ],
+)
+def test_refuses_what_does_not_fit(change: dict[str, Tensor], message: str) -> None:
+    arguments = {"x": torch.zeros(10), "weight_t": torch.zeros(10, 20), "bias": None, "channel_scale": torch.ones(10)}
+    with pytest.raises(ValueError, match=message):
+        sparse_linear(**(arguments | change), threshold=0.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="float64"):
+        transpose(torch.zeros(3, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_transposes_whole_and_in_pieces(dtype: torch.dtype) -> None:
+    for n, k in ((1, 1), (3, 200), (130, 65), (64, 64), (257, 31)):
+        weight = torch.randn(n, k).to(dtype)
+        assert torch.equal(transpose(weight), weight.T)
+        target = aligned_empty((k, n), dtype).fill_(float("nan"))
+        for first in range(0, n, 50):
+            transpose_into(weight[first : first + 50], target, first)
+        assert torch.equal(target, weight.T)
+    with pytest.raises(ValueError, match="do not fit"):
+        transpose_into(weight, target, 1)
+
+
+def test_large_memory_is_aligned_and_writable() -> None:
+    for shape in ((3, 5), (1024, 1536)):
+        memory = aligned_empty(shape, torch.float32)
+        assert memory.shape == shape
+        assert memory.data_ptr() % 64 == 0
+        assert float(memory.fill_(2.0).sum()) == 2.0 * memory.numel()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_rounds_to_nearest_per_output_channel(dtype: torch.dtype) -> None:
+    weight = torch.randn(100, 77).to(dtype)
+    weight[3] = 0.0
+    stored, scale = quantize(weight, transposed=False)
+    assert torch.equal(stored.abs().amax(1).int(), torch.where(torch.arange(100) == 3, 0, 127).int())
+    torch.testing.assert_close(scale[scale != 1.0], (weight.float().abs().amax(1) / 127)[scale != 1.0])
+    error = (stored.double() * scale[:, None].double() - weight.double()).abs()
+    assert bool((error <= scale[:, None].double() * 0.5001).all())
+    stored_t, scale_t = quantize(weight)
+    assert torch.equal(stored_t, stored.T)
+    assert torch.equal(scale_t, scale)
+    pieces, piece_scale = torch.empty_like(stored_t), torch.empty_like(scale)
+    for first in range(0, 100, 32):
+        quantize_into(weight[first : first + 32], pieces, piece_scale, first, transposed=True)
+    assert torch.equal(pieces, stored_t)
+    assert torch.equal(piece_scale, scale)
+
+
+def test_int8_product_is_that_of_the_rounded_weight() -> None:
+    x, weight, bias, scale = case(97, 130, torch.float32, rows=2)
+    stored, column_scale = quantize(weight)
+    rounded = stored.T.float() * column_scale[:, None]
+    wanted, tolerance = exact(x, rounded, bias, scale, 0.6)
+    y = sparse_linear(x, stored, bias, scale, 0.6, column_scale=column_scale)
+    assert bool(((y.double() - wanted).abs() <= 2 * tolerance).all())
+
+
+def test_int8_marks_rows_that_are_not_finite() -> None:
+    weight = torch.randn(4, 9)
+    weight[1, 2], weight[3, 8] = float("nan"), float("inf")
+    assert quantize(weight)[1].isnan().tolist() == [False, True, False, True]
+
+
+def test_compiled_code_is_found_on_disk() -> None:
+    cpu_threads.prepare("transpose_float32")
+    assert cpu_threads._compile(cpu_kernels.REGIONS["transpose_float32"]).cache_hits == 1
+
+
+def test_an_unusable_cache_folder_is_said_and_survived(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compile_ = numba.cfunc
+
+    def refuse(signature: object, cache: bool = False) -> object:
+        if cache:
+            raise RuntimeError("cannot cache function: no locator available")
+        return compile_(signature)
+
+    monkeypatch.setattr(numba, "cfunc", refuse)
+    with caplog.at_level(logging.WARNING):
+        region = cpu_threads._compile(cpu_kernels.REGIONS["transpose_float32"])
+    assert region.address
+    assert "NUMBA_CACHE_DIR" in caplog.text
+    assert "no locator available" in caplog.text
+
+
+def test_runs_on_one_thread_where_openmp_is_missing() -> None:
+    script = """
+import logging, torch
+logging.basicConfig()
+from wisparse.kernels import cpu_threads
+cpu_threads._candidates = lambda: iter(["libdoes-not-exist.so"])
+from wisparse.kernels.cpu import sparse_linear, transpose
+assert cpu_threads.team_size() == 1
+weight, x = torch.randn(70, 50), torch.randn(50)
+torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(50), 0.0), weight @ x)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "one thread" in done.stderr
+    assert "libdoes-not-exist.so" in done.stderr
+
+
+def test_layouts_have_no_gaps() -> None:
+    for fields in (
+        cpu_kernels.StepField,
+        cpu_kernels.LinearField,
+        cpu_kernels.LayoutField,
+        cpu_kernels.ProjectionField,
+    ):
+        assert sorted(fields) == list(range(len(fields)))
+        # The kernels look at a window of this many parameters.
+        assert len(fields) <= np.int64(cpu_kernels._FIELDS)
