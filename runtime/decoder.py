@@ -11,7 +11,6 @@ agree with.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -269,8 +268,6 @@ def make_decoder(
     except ValueError as error:
         raise UsageError(str(error)) from error
     reason = choice.reason
-    if backend == "auto" and importlib.util.find_spec(_IMPLEMENTATIONS[choice.name][0]) is None:
-        choice, reason = choose_backend(device, dtype, "torch"), f"{choice.name} has no decoder yet"
     implementation = _implementation(choice.name)
     refused = implementation.refusal(bundle.config, device, dtype, weights)
     if refused is not None and backend == "auto" and choice.name != "torch":

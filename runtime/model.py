@@ -319,6 +319,10 @@ class Model:
     def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
         """A prompt's token ids."""
         if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+            if system_prompt is not None or chat_template:
+                raise UsageError(
+                    "token ids stand for themselves: they take neither a system prompt nor a chat template"
+                )
             return list(prompt)  # type: ignore[arg-type]
         if self.text is None:
             raise UsageError("this bundle has no tokenizer: give token ids")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -206,9 +207,7 @@ def test_a_special_token_can_be_a_stop_string(model: Model, monkeypatch: pytest.
 def test_stop_ids_are_the_union(tiny: Bundle, example_model: Path, tmp_path: Path) -> None:
     assert stop_ids(tiny, None) == {2}
     source = tmp_path / "source"
-    source.mkdir()
-    for file in example_model.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(example_model, source)
 
     def edit(name: str, **changes: object) -> None:
         (source / name).write_text(json.dumps({**json.loads((source / name).read_text()), **changes}))
@@ -235,10 +234,31 @@ def test_prompts_in_all_their_forms(model: Model) -> None:
     assert [answer.token_ids for answer in conversations] == [chat.token_ids]
 
 
+def test_a_bundle_without_a_tokenizer_takes_ids(tiny: Bundle) -> None:
+    plain = wisparse.load(tiny.folder, backend="torch")
+    answers = plain.generate([[5, 6, 7], [8]], max_new_tokens=6)
+    assert [len(answer.token_ids) for answer in answers] == [6, 6]
+    assert answers[0].text == ""
+    assert plain.generate([8], max_new_tokens=6).token_ids == answers[1].token_ids
+    with pytest.raises(UsageError, match="no tokenizer: give token ids"):
+        plain.generate("text")
+
+
+def test_an_instruction_model_gets_its_template(example_model: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(example_model, source)
+    template = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.role == 'assistant' %}<|endoftext|>{% endif %}"
+    )
+    (source / "chat_template.jinja").write_text(template + "{% endfor %}<|assistant|>")
+    model = wisparse.load(make_bundle(source, tmp_path / "bundle"), backend="torch")
+    plain = model.generate("x", chat_template=False, max_new_tokens=1)
+    assert model.generate("x", max_new_tokens=1).prompt_tokens == plain.prompt_tokens + 2
+
+
 @pytest.mark.parametrize(
     ("prompt", "settings", "message"),
     [
-        ([], {}, "prompt: expected a text"),
         (5, {}, "prompt: expected a text"),
         ([{"content": "x"}], {}, "messages with a role"),
         ([{"role": "user", "content": "x"}, 5], {}, "messages with a role"),
@@ -249,6 +269,9 @@ def test_prompts_in_all_their_forms(model: Model) -> None:
         ("x", {"temperature": -1.0}, "temperature"),
         ("x", {"system_prompt": "y", "chat_template": False}, "needs the chat template"),
         ("", {}, "the prompt has no tokens"),
+        ([], {}, "expected a text"),
+        ([5, 6], {"system_prompt": "y"}, "token ids stand for themselves"),
+        ([[]], {}, "the prompt has no tokens|one prompt"),
     ],
 )
 def test_bad_arguments(model: Model, prompt: object, settings: dict[str, object], message: str) -> None:
@@ -405,9 +428,9 @@ def test_many_prompts_do_not_grow(model: Model) -> None:
             next(stream)
             stream.close()
 
-    burst(40)
+    burst(30)
     gc.collect()
     before = process.memory_info().rss
-    burst(160)
+    burst(120)
     gc.collect()
     assert process.memory_info().rss - before < 8 << 20
