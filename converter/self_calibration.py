@@ -36,7 +36,7 @@ _LONGEST_QUESTION = 128
 _PLACEHOLDER = "placeholder"
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: a search may ask for gradients over these very tokens
 def write_calibration(
     model: Any, tokenizer: Any, num_samples: int, seq_len: int, seed: int, progress: Progress
 ) -> CalibrationTokens:

@@ -13,8 +13,11 @@ __all__ = ["DTYPES", "MAX_SPARSITY", "METHODS", "SEARCHES", "ConvertSettings", "
 
 MAX_SPARSITY = 0.95
 METHODS = ("wisparse", "teal", "wina")
-SEARCHES = ("additive", "paper", "uniform")
+SEARCHES = ("fisher", "additive", "paper", "greedy", "uniform")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+# TEAL spreads each block's sparsity greedily, WINA takes the same everywhere.
+_OWN_SEARCH = {"wisparse": "fisher", "teal": "greedy", "wina": "uniform"}
 
 # Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
 _SHORTEST = 8
@@ -29,7 +32,8 @@ class ConvertSettings:
         output_dir: the bundle's folder.
         sparsity: fraction of the projections' parameters to leave unread, in [0, 0.95].
         method: what the score is and who is sparse (`METHODS`).
-        search: how the sparsity is spread over the projections (`SEARCHES`).
+        search: how the sparsity is spread over the projections (`SEARCHES`); ``auto`` is the method's own: the best
+            there is for ``wisparse``, what its authors do for the others.
         num_generations, num_offspring: of an evolutionary search; None is the search's own default.
         calibration: ``self``, ``paper``, a Hub data set, or paths.
         num_samples, seq_len: how many sequences of how many tokens.
@@ -49,7 +53,7 @@ class ConvertSettings:
     output_dir: Path
     sparsity: float = 0.5
     method: str = "wisparse"
-    search: str = "additive"
+    search: str = "auto"
     num_generations: int | None = None
     num_offspring: int | None = None
     calibration: tuple[str, ...] = ("self",)
@@ -67,6 +71,11 @@ class ConvertSettings:
     private: bool = False
 
     @property
+    def chosen_search(self) -> str:
+        """The search that ``auto`` stands for, or the one asked for."""
+        return _OWN_SEARCH[self.method] if self.search == "auto" else self.search
+
+    @property
     def state_dir(self) -> Path:
         """Where the state of an unfinished conversion lies."""
         return self.work_dir or self.output_dir.with_name(self.output_dir.name + ".work")
@@ -75,7 +84,7 @@ class ConvertSettings:
         """The settings that the numbers in a recipe depend on, by the names of their options."""
         names = ("sparsity", "method", "search", "num_generations", "num_offspring", "num_samples", "seq_len", "seed")
         settings = asdict(self)
-        return {name: settings[name] for name in names}
+        return {name: settings[name] for name in names} | {"search": self.chosen_search}
 
     def check(self) -> None:
         """Find every contradiction, before anything is read.
@@ -87,7 +96,12 @@ class ConvertSettings:
         if not 0.0 <= self.sparsity <= MAX_SPARSITY:
             raise UsageError(f"--sparsity: expected a number from 0 to {MAX_SPARSITY}, found {self.sparsity:g}")
         _one_of("--method", self.method, METHODS)
-        _one_of("--search", self.search, SEARCHES)
+        _one_of("--search", self.search, ("auto", *SEARCHES))
+        if self.search == "fisher" and self.method != "wisparse":
+            raise UsageError(
+                f"--search fisher makes a score of its own, so it cannot be --method {self.method}'s; "
+                "choose additive, greedy or uniform"
+            )
         _one_of("--dtype", self.dtype, DTYPES)
         for option, value, least in (
             ("--num-samples", self.num_samples, 1),
@@ -99,8 +113,8 @@ class ConvertSettings:
             if value is not None and not least <= value < 2**63:
                 raise UsageError(f"{option}: expected at least {least}, found {value}")
         for option, given in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
-            if given is not None and self.search != "paper":
-                raise UsageError(f"{option} belongs to --search paper, but the search is {self.search!r}")
+            if given is not None and self.chosen_search != "paper":
+                raise UsageError(f"{option} belongs to --search paper, but the search is {self.chosen_search!r}")
         if not self.calibration:
             raise UsageError("--calibration: expected self, paper, a Hub data set or paths, found nothing")
         if len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration):

@@ -38,9 +38,9 @@ __all__ = ["command"]
 @click.option("--method", type=click.Choice(METHODS), default=ConvertSettings.method, help="How channels are scored.")
 @click.option(
     "--search",
-    type=click.Choice(SEARCHES),
+    type=click.Choice(("auto", *SEARCHES)),
     default=ConvertSettings.search,
-    help="How the sparsity is spread over the layers.",
+    help="How the sparsity is spread over the layers. auto: the best there is; for other methods, their authors' way.",
 )
 @click.option("--num-generations", type=int, help="Generations of --search paper. The paper has 400.")
 @click.option("--num-offspring", type=int, help="Candidates per generation of --search paper. The paper has 64.")
@@ -148,7 +148,7 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
             f"{_count(plan.num_parameters)} parameters, "
             f"{plan.projection_parameters / plan.num_parameters:.0%} of them in scope",
         ),
-        ("sparsity", f"{settings.sparsity:.1%}, method {settings.method}, search {settings.search}"),
+        ("sparsity", f"{settings.sparsity:.1%}, method {settings.method}, search {settings.chosen_search}"),
         (
             "calibration",
             f"{plan.calibration}: {settings.num_samples} x {settings.seq_len} = "
@@ -196,7 +196,7 @@ def _print_conversion(conversion: Conversion, as_json: bool) -> None:
     if conversion.url:
         rows.append(("uploaded", conversion.url))
     _print_rows("Converted", rows)
-    click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt '>>> 12 + 30'")
+    click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'Once upon a time'")
 
 
 def _print_rows(title: str, rows: list[tuple[str, str]]) -> None:

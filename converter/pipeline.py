@@ -1,0 +1,305 @@
+"""A conversion from end to end: preflight, model, calibration tokens, search, recipe, bundle.
+
+    convert(model) -> folder          the public call, `wisparse.convert`
+    run(settings) -> Conversion       the same, with what was measured on the way
+
+Equal settings give equal bytes on one machine: nothing random is global, and neither a time nor a path of the machine
+gets into the bundle. What took how long is in `Conversion.seconds`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.card import read_inherited, render_card
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.hub import Source, fetch_source, push_bundle
+from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.safe_json import dump_json
+from wisparse.formats.write import write_bundle
+
+from .calibration import CalibrationTokens, load_calibration
+from .preflight import Plan, preflight
+from .progress import Progress
+from .search import SearchResult, SearchSettings, search
+from .settings import ConvertSettings, default_output
+from .source import SourceModel, load_source
+from .state import NO_STATE, StateStore, Store
+
+__all__ = ["Conversion", "convert", "execute", "run"]
+
+_log = logging.getLogger("wisparse")
+
+# What a recipe's numbers depend on besides the settings; recorded, and part of the state's fingerprint.
+_LIBRARIES = ("wisparse", "torch", "transformers", "tokenizers")
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """A finished conversion.
+
+    Attributes:
+        folder: the bundle.
+        recipe: what was decided.
+        plan: what the preflight found.
+        seconds: stage -> wall-clock seconds.
+        url: where it was uploaded to, or None.
+    """
+
+    folder: Path
+    recipe: Recipe
+    plan: Plan
+    seconds: dict[str, float]
+    url: str | None
+
+
+def convert(
+    model: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str] | None = None,
+    *,
+    sparsity: float = ConvertSettings.sparsity,
+    method: str = ConvertSettings.method,
+    search: str = ConvertSettings.search,
+    num_generations: int | None = None,
+    num_offspring: int | None = None,
+    calibration: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "self",
+    num_samples: int = ConvertSettings.num_samples,
+    seq_len: int = ConvertSettings.seq_len,
+    seed: int = ConvertSettings.seed,
+    dtype: str = "auto",
+    device: str = "auto",
+    revision: str | None = None,
+    max_shard_size: str | int = ConvertSettings.max_shard_size,
+    work_dir: str | os.PathLike[str] | None = None,
+    resume: bool = True,
+    overwrite: bool = False,
+    progress: bool | None = None,
+) -> Path:
+    """Convert a Hugging Face causal LM into a sparse bundle.
+
+    Args:
+        model: a folder, or a Hub id.
+        output_dir: the bundle's folder; by default ``<model-name>-wisparse-50`` in the current folder, for 50%.
+        calibration: ``self``, ``paper``, a Hub data set, or one or several paths.
+        progress: draw progress bars; None draws them if stderr is a terminal.
+
+    The others are those of `ConvertSettings`.
+
+    Returns:
+        The bundle's folder.
+
+    Raises:
+        WisparseError: its sub-classes say what is wrong; see `wisparse.formats.errors`.
+    """
+    sources = [calibration] if isinstance(calibration, (str, os.PathLike)) else list(calibration)
+    name = os.fspath(model)
+    settings = ConvertSettings(
+        model=name,
+        output_dir=Path(output_dir) if output_dir is not None else default_output(name, sparsity),
+        sparsity=sparsity,
+        method=method,
+        search=search,
+        num_generations=num_generations,
+        num_offspring=num_offspring,
+        calibration=tuple(os.fspath(one) for one in sources),
+        num_samples=num_samples,
+        seq_len=seq_len,
+        seed=seed,
+        dtype=dtype,
+        device=device,
+        revision=revision,
+        max_shard_size=str(max_shard_size),
+        work_dir=Path(work_dir) if work_dir is not None else None,
+        resume=resume,
+        overwrite=overwrite,
+    )
+    return run(settings, Progress(progress)).folder
+
+
+def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion:
+    """Preflight and conversion; arguments and errors as `convert`."""
+    progress = progress or Progress(enabled=False)
+    return execute(preflight(settings, progress), progress)
+
+
+def execute(plan: Plan, progress: Progress) -> Conversion:
+    """Carry a plan out."""
+    settings = plan.settings
+    with progress.stage("Fetching weights"):
+        fetched = fetch_source(settings.model, plan.source.commit)
+        checkpoint = Checkpoint.open(fetched.folder)
+    with _state(plan, checkpoint) as store:
+        with progress.stage("Loading the model"):
+            source = load_source(fetched.folder, plan.dtype, plan.device)
+        tokens = plan.tokens or _self_calibration(source, settings, store, progress)
+        result = search(source, tokens, _search_settings(settings), progress, store)
+        del source  # the writer copies from the files and needs its memory more than a model does
+        recipe = _recipe(plan, fetched, tokens, result)
+        with progress.stage("Writing the bundle"):
+            folder = _write(plan, checkpoint, recipe, result)
+        if isinstance(store, StateStore):
+            store.remove()
+    url = None
+    if settings.upload_repo is not None:
+        with progress.stage("Uploading"):
+            url = push_bundle(folder, settings.upload_repo, settings.private)
+    return Conversion(folder, recipe, plan, dict(progress.seconds), url)
+
+
+# ---------------------------------------------------------------------- state
+
+
+@contextmanager
+def _state(plan: Plan, checkpoint: Checkpoint) -> Iterator[Store]:
+    settings = plan.settings
+    if not settings.resume:
+        yield NO_STATE
+        return
+    with StateStore.open(settings.state_dir, _fingerprint(plan, checkpoint)) as store:
+        if store.changed:
+            _log.warning("starting over, because this differs from the interrupted run: %s", "; ".join(store.changed))
+        elif store.resumed:
+            _log.warning("resuming from %s (%d results)", settings.state_dir, store.resumed)
+        yield store
+
+
+def _fingerprint(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
+    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
+    return {
+        "model": model_digest(checkpoint),
+        **plan.settings.deciding(),
+        "calibration": plan.tokens.digest if plan.tokens else plan.calibration,
+        "device": device,
+        "computing in": str(plan.dtype),
+        **_versions(),
+    }
+
+
+def model_digest(checkpoint: Checkpoint) -> str:
+    """A digest that tells one model from another without reading all of it: three pieces of every tensor.
+
+    Every file's size and every tensor's place are in it, the small files wholly. Another fine-tune, a repaired tensor
+    or another tokenizer give another digest; a flipped bit somewhere need not.
+    """
+    hashed = hashlib.sha256()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        path = checkpoint.folder / name
+        hashed.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
+    piece = 4096
+    for path in checkpoint.files():
+        hashed.update(f"{path.name} {path.stat().st_size}".encode())
+        with open(path, "rb") as file:
+            for info in checkpoint.tensors.values():
+                if info.file != path.name:
+                    continue
+                hashed.update(f"{info.name} {info.start} {info.nbytes}".encode())
+                for offset in (0, info.nbytes // 2, max(0, info.nbytes - piece)):
+                    file.seek(info.start + offset)
+                    hashed.update(file.read(min(piece, info.nbytes - offset)))
+    return f"sha256:{hashed.hexdigest()}"
+
+
+def _self_calibration(
+    source: SourceModel, settings: ConvertSettings, store: Store, progress: Progress
+) -> CalibrationTokens:
+    shape = (settings.num_samples, settings.seq_len)
+    saved = store.load("calibration")
+    if saved is not None:
+        ids = torch.frombuffer(bytearray(saved), dtype=torch.int64).reshape(shape)
+        return CalibrationTokens.from_rows(ids.tolist(), "self", settings.seed)
+    tokens = load_calibration("self", source.tokenizer, source.model, *shape, settings.seed, progress)
+    store.save("calibration", tokens.input_ids.contiguous().numpy().tobytes())
+    return tokens
+
+
+# ---------------------------------------------------------------------- result
+
+
+def _versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in _LIBRARIES}
+
+
+def _search_settings(settings: ConvertSettings) -> SearchSettings:
+    return SearchSettings(
+        sparsity=settings.sparsity,
+        method=settings.method,
+        search=settings.chosen_search,
+        num_generations=settings.num_generations,
+        num_offspring=settings.num_offspring,
+        seed=settings.seed,
+    )
+
+
+def _recipe(plan: Plan, fetched: Source, tokens: CalibrationTokens, result: SearchResult) -> Recipe:
+    settings = plan.settings
+    projections = list(plan.config.projections())
+    entries = tuple(result.projections[projection.name] for projection in projections)
+    blocks = []
+    for block in range(plan.config.num_blocks):
+        mine = [(p.num_parameters, e.sparsity) for p, e in zip(projections, entries, strict=True) if p.block == block]
+        blocks.append(sum(size * sparsity for size, sparsity in mine) / sum(size for size, _ in mine))
+    return Recipe(
+        base_model=fetched.name,
+        base_revision=fetched.commit,
+        method=settings.method,
+        sparsity=settings.sparsity,
+        projections=entries,
+        block_sparsities=tuple(blocks),
+        calibration=CalibrationRecord(
+            source=tokens.source,
+            num_samples=tokens.num_samples,
+            seq_len=tokens.seq_len,
+            num_tokens=tokens.num_tokens,
+            seed=tokens.seed,
+            digest=tokens.digest,
+        ),
+        search=result.details,
+        versions=_versions(),
+    )
+
+
+def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchResult) -> Path:
+    settings = plan.settings
+    masks = {entry.name: _mask(entry, result.channel_scales[entry.name]) for entry in recipe.projections}
+    card = render_card(recipe, read_inherited(checkpoint.folder), repo_id=settings.upload_repo)
+    return write_bundle(
+        checkpoint,
+        recipe,
+        masks,
+        settings.output_dir,
+        dtype=settings.dtype,
+        max_shard_size=settings.max_shard_size,
+        extra_files={"README.md": card.encode(), "conversion_report.json": dump_json(_report(plan, recipe))},
+        overwrite=settings.overwrite,
+    )
+
+
+def _mask(entry: ProjectionRecipe, channel_scale: torch.Tensor) -> ProjectionMask:
+    return ProjectionMask(channel_scale.detach().cpu().float().contiguous(), entry.threshold, entry.sparsity)
+
+
+def _report(plan: Plan, recipe: Recipe) -> dict[str, Any]:
+    sizes = [projection.num_parameters for projection in plan.config.projections()]
+    realised = sum(s * e.realised_sparsity for s, e in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
+    return {
+        "base_model": recipe.base_model,
+        "method": recipe.method,
+        "sparsity": recipe.sparsity,
+        "realised_sparsity": round(realised, 6),
+        "num_parameters": plan.num_parameters,
+        "projection_parameters": plan.projection_parameters,
+        "calibration": {"source": recipe.calibration.source, "num_tokens": recipe.calibration.num_tokens},
+        "search": dict(recipe.search),
+        "block_sparsities": list(recipe.block_sparsities),
+    }
