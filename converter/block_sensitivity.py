@@ -7,19 +7,13 @@ labels, with less noise, and cannot be negative. Source: the paper's section 4 (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from wisparse.kernels.reference import scores
-
-from .divergence import DenseReference
-from .flow import BlockFlow, block_projections
-from .masking import MaskedModel
-from .statistics import block_inputs, score_quantiles
+from .workbench import Workbench
 
 __all__ = ["LEVELS", "BlockSensitivity", "block_sensitivity"]
 
@@ -48,55 +42,20 @@ class BlockSensitivity:
 
 @torch.no_grad()
 def block_sensitivity(
-    flow: BlockFlow,
-    masked: MaskedModel,
-    reference: DenseReference,
-    channel_scales: Mapping[str, Tensor],
-    levels: Sequence[float] = LEVELS,
-    *,
-    max_tokens: int = 4096,
-    advance: Callable[[], None] = lambda: None,
+    bench: Workbench, levels: Sequence[float] = LEVELS, advance: Callable[[], None] = lambda: None
 ) -> BlockSensitivity:
-    """Measure every block. Costs blocks x levels runs of, on average, half the model over ``max_tokens`` tokens.
+    """Measure every block: blocks x levels runs of, on average, half the model over the bench's tokens.
 
     Args:
-        flow: the tokens; its first micro-batches are used, up to about ``max_tokens`` counted tokens.
-        masked: the model's masks; cleared here, before and after. ``channel_scales`` are left on it.
-        reference: the dense distributions over the same flow.
-        channel_scales: per projection (K,) float32.
+        bench: with a scale on every projection; its tables are built here.
         levels: sparsities to try.
         advance: called after every block.
     """
-    used, num_tokens = 0, 0
-    while used < flow.num_batches and (used == 0 or num_tokens + int(flow.counted[used].sum()) <= max_tokens):
-        num_tokens += int(flow.counted[used].sum())
-        used += 1
-    groups = block_projections(list(masked.projections), len(flow.blocks))
-    previous = masked.dense_tokens
-    masked.clear()
-    masked.dense_tokens = None
-    table: list[list[float]] = []
-    hidden = flow.start()[:used]
-    for index, names in enumerate(groups):
-        inputs, after = block_inputs(flow, masked, index, hidden, names)
-        thresholds = {}
-        for name in names:
-            masked.set_scale(name, channel_scales[name])
-            x = inputs[name]
-            thresholds[name] = score_quantiles([scores(x, channel_scales[name].to(x.device))], levels)
-        row = []
-        for level in range(len(levels)):
-            masked.set_thresholds({name: thresholds[name][level] for name in names})
-            total = 0.0
-            for batch in range(used):
-                # The first token of a sequence stays dense, as in the search.
-                masked.dense_tokens = ~flow.counted[batch]
-                total += reference.kl_sum(batch, flow.finish(index, batch, hidden[batch]))
-            row.append(total / max(num_tokens, 1))
-        table.append(row)
-        masked.clear()
-        masked.dense_tokens = None
-        hidden = after
+    table = []
+    for view in bench.blocks():
+        view.build_tables()
+        table.append(
+            [bench.kl(dict.fromkeys(view.names, level), start=view.index, hidden=view.hidden) for level in levels]
+        )
         advance()
-    masked.dense_tokens = previous
-    return BlockSensitivity(tuple(levels), tuple(zip(*table, strict=True)), num_tokens)
+    return BlockSensitivity(tuple(levels), tuple(zip(*table, strict=True)), bench.flow.num_counted)

@@ -178,7 +178,8 @@ def _thinned(value: Any) -> Any:
         return {str(key): _thinned(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
         entries = [_thinned(entry) for entry in value]
-        if len(entries) <= _LONGEST_HISTORY or not all(isinstance(entry, (int, float)) for entry in entries):
+        numbers = all(entry is None or isinstance(entry, (int, float)) for entry in entries)
+        if len(entries) <= _LONGEST_HISTORY or not numbers:
             return entries
         last = len(entries) - 1
         return [entries[round(i * last / (_LONGEST_HISTORY - 1))] for i in range(_LONGEST_HISTORY)]

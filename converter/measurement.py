@@ -1,0 +1,136 @@
+"""What a finished search is worth, measured while the model is still in memory: for the report and the model card.
+
+    quality        KL, perplexity and agreement on text the search has not seen, every token sparse
+    sensitivity    KL with one block sparse at a time
+
+The text is made as the calibration text was, with another seed. What the model writes itself is new then; a small
+corpus may give passages that were calibrated on, and the report says where the text came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.recipe import ProjectionRecipe
+
+from .block_sensitivity import BlockSensitivity, block_sensitivity
+from .calibration import CalibrationTokens, load_calibration
+from .evaluation import Quality, evaluate_text
+from .masking import MaskedModel
+from .progress import Progress
+from .source import SourceModel
+from .workbench import Workbench
+
+__all__ = ["MaskedLogits", "Measurement", "measure"]
+
+# Far from any seed that a person chooses beside the calibration's.
+_SEED_OFFSET = 1_000_003
+_SAMPLES, _SEQ_LEN = 8, 256
+_SENSITIVITY_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """See the module's text; ``text`` says in words what the quality was measured on."""
+
+    quality: Quality
+    text: str
+    sensitivity: BlockSensitivity
+
+
+class MaskedLogits:
+    """A search's outcome as the callable that `evaluate_text` takes, and as its counter.
+
+    Args:
+        source: the dense model.
+        projections: per name sparsity and threshold.
+        channel_scales: per name (K,) float32.
+
+    Use as a context manager: the masks come off again at the end.
+    """
+
+    def __init__(
+        self,
+        source: SourceModel,
+        projections: Mapping[str, ProjectionRecipe],
+        channel_scales: Mapping[str, Tensor],
+    ) -> None:
+        self._source = source
+        self._masked = MaskedModel(source.projections)
+        self._sizes = {name: module.weight.numel() for name, module in source.projections.items()}
+        for name, scale in channel_scales.items():
+            self._masked.set_scale(name, scale)
+        self._thresholds = {name: entry.threshold for name, entry in projections.items() if entry.sparsity > 0}
+        self._counting = ExitStack()
+        self._realised: Callable[[], Mapping[str, float]] | None = None
+
+    def __enter__(self) -> MaskedLogits:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._counting.close()
+        self._masked.close()
+
+    @torch.no_grad()
+    def __call__(self, token_ids: Tensor, sparse_from: int) -> Tensor:
+        """Logits (T, V) float32 of token_ids (T,); positions from ``sparse_from`` on are sparse."""
+        ids = token_ids.to(self._source.device)[None]
+        self._masked.clear()
+        if sparse_from < len(token_ids):
+            self._masked.dense_tokens = (torch.arange(len(token_ids), device=ids.device) < sparse_from)[None]
+            self._masked.set_thresholds(self._thresholds)
+        return self._source.model(input_ids=ids, use_cache=False).logits[0].float()
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        """Start counting from zero, or stop."""
+        self._counting.close()
+        self._realised = self._counting.enter_context(self._masked.counting()) if enabled else None
+
+    def realised_sparsity(self) -> float | None:
+        """Dropped share of the weights since counting began."""
+        if self._realised is None:
+            return None
+        dropped = self._realised()
+        return sum(dropped[name] * size for name, size in self._sizes.items()) / sum(self._sizes.values())
+
+
+def measure(
+    source: SourceModel,
+    tokens: CalibrationTokens,
+    projections: Mapping[str, ProjectionRecipe],
+    channel_scales: Mapping[str, Tensor],
+    *,
+    calibration: str | Sequence[str] = "self",
+    progress: Progress | None = None,
+) -> Measurement:
+    """Measure a search's outcome; takes a small part of the search's own time.
+
+    Args:
+        source: the dense model, not masked.
+        tokens: what the search was made on.
+        projections, channel_scales: what it found.
+        calibration: where the tokens came from, as for `load_calibration`.
+    """
+    progress = progress or Progress(enabled=False)
+    seq_len = min(_SEQ_LEN, tokens.seq_len)
+    fresh = load_calibration(
+        calibration, source.tokenizer, source.model, _SAMPLES, seq_len, tokens.seed + _SEED_OFFSET, progress
+    )
+    with (
+        MaskedLogits(source, projections, channel_scales) as logits,
+        progress.stage("Measuring", fresh.num_samples) as stage,
+    ):
+        quality = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
+    num_samples = min(tokens.num_samples, max(1, _SENSITIVITY_TOKENS // tokens.seq_len))
+    with Workbench(source, tokens, num_samples=num_samples, batch_size=min(4, num_samples)) as bench:
+        for name in bench.names:
+            bench.set_scale(name, channel_scales[name])
+        with progress.stage("Block sensitivity", len(bench.groups)) as stage:
+            sensitivity = block_sensitivity(bench, advance=stage.advance)
+    text = f"{fresh.num_samples} x {seq_len} tokens of {fresh.source}, another seed than the calibration's"
+    return Measurement(quality, text, sensitivity)

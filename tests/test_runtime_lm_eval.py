@@ -1,0 +1,311 @@
+"""The harness through our runtime: what it asks for is what the decoder computes, under every prefill policy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bundle_maker import make_bundle
+from torch import Tensor
+
+from wisparse.cli import main
+from wisparse.formats.errors import UsageError
+from wisparse.runtime.generation import sparse_from
+from wisparse.runtime.loader import load
+from wisparse.runtime.model import Model
+from wisparse.runtime.tasks.interpreter_lines import load_problems
+
+pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
+
+import lm_eval.tasks
+from lm_eval.api.instance import Instance
+from lm_eval.api.registry import get_model
+
+from wisparse.runtime.lm_eval_adapter import PAPER_TASKS, WisparseLM, _task_manager, evaluate_tasks
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("harness") / "bundle", 0.4)
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[Model]:
+    with load(bundle, backend="torch", dtype="float32", max_batch=2, max_seq_len=256) as loaded:
+        yield loaded
+
+
+def asked(kind: str, *arguments: tuple[Any, ...]) -> list[Instance]:
+    return [Instance(request_type=kind, doc={}, arguments=one, idx=index) for index, one in enumerate(arguments)]
+
+
+@pytest.fixture
+def seen(model: Model, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(tokens, first sparse position) of every call of ``logits``."""
+    calls: list[tuple[int, int]] = []
+    original: Callable[[Tensor, int], Tensor] = model.decoder.logits
+
+    def logits(ids: Tensor, start: int) -> Tensor:
+        calls.append((len(ids), start))
+        return original(ids, start)
+
+    monkeypatch.setattr(model.decoder, "logits", logits)
+    return calls
+
+
+def by_hand(model: Model, prompt: list[int], answer: list[int], policy: str) -> tuple[float, bool]:
+    ids = torch.tensor([*prompt, *answer])
+    rows = model.decoder.logits(ids, sparse_from(policy, len(prompt))).double().log_softmax(-1)
+    rows, wanted = rows[len(prompt) - 1 : -1], torch.tensor(answer)
+    return float(rows.gather(-1, wanted[:, None]).sum()), bool((rows.argmax(-1) == wanted).all())
+
+
+# ---------------------------------------------------------------------- log-likelihoods
+
+
+@pytest.mark.parametrize("policy", ["dense", "half", "all"])
+def test_loglikelihood(model: Model, policy: str) -> None:
+    pairs = [
+        ("def add(a, b):\n    return", " a + b\n"),
+        ("def add(a, b):\n    return", " 7"),
+        ("import ", "os"),
+        ("for i in range(", "10):\n        print(i)\n"),
+    ]
+    found = WisparseLM(model, prefill=policy).loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
+    for (context, continuation), (value, greedy) in zip(pairs, found, strict=True):
+        # The harness hands spaces at the end of a context over to the continuation.
+        context, continuation = context.rstrip(" "), context[len(context.rstrip(" ")) :] + continuation
+        prompt = model.text.encode(context)
+        answer = model.text.encode(context + continuation)[len(prompt) :]
+        expected, was_greedy = by_hand(model, prompt, answer, policy)
+        assert value == pytest.approx(expected, rel=1e-4)
+        assert greedy == was_greedy
+    assert len({round(value, 3) for value, _ in found}) == len(pairs)
+
+
+def test_policies_differ(model: Model) -> None:
+    # Two tokens of answer: under `dense` the second one alone comes from a sparse position.
+    pair = ("x = [1, 2, 3]\ny = {", "'a': 1}\n")
+    values = {
+        policy: WisparseLM(model, prefill=policy).loglikelihood(asked("loglikelihood", pair), disable_tqdm=True)[0][0]
+        for policy in ("dense", "half", "all")
+    }
+    assert len({round(value, 6) for value in values.values()}) == 3
+
+
+def test_choices_of_one_question_are_one_pass(model: Model, seen: list[tuple[int, int]]) -> None:
+    question = "Q: 1 + 1?\nA:"
+    pairs = [(question, f" {choice}") for choice in "abcd"]
+    found = WisparseLM(model, prefill="half").loglikelihood(asked("loglikelihood", *pairs), disable_tqdm=True)
+    length = len(model.text.encode(question))
+    assert seen == [(length, length - length // 2)]
+    assert len({value for value, _ in found}) == 4
+
+
+def test_half_is_half_of_the_prompt_without_the_answer(model: Model, seen: list[tuple[int, int]]) -> None:
+    prompt, answer = list(range(10, 21)), list(range(30, 37))
+    WisparseLM(model, prefill="half")._loglikelihood_tokens([(("", ""), prompt, answer)], disable_tqdm=True)
+    assert seen == [(11 + 6, 6)]
+
+
+def test_long_contexts_lose_their_beginning(model: Model, seen: list[tuple[int, int]]) -> None:
+    limit = model.max_seq_len
+    long = [5 + i % 90 for i in range(limit + 50)]
+    lm = WisparseLM(model, prefill="all")
+    (cut, _), (short, _) = lm._loglikelihood_tokens(
+        [(("", "a"), long, [7, 8]), (("", "b"), long[-(limit - 1) :], [7, 8])], disable_tqdm=True
+    )
+    assert seen == [(limit, 0)]  # the same tokens: one pass
+    assert cut == short
+    with pytest.raises(UsageError, match="does not fit the context"):
+        lm._loglikelihood_tokens([(("", ""), [5], long)], disable_tqdm=True)
+
+
+def test_nothing_is_certain(model: Model) -> None:
+    assert WisparseLM(model)._loglikelihood_tokens([(("x", ""), [5, 6], [])], disable_tqdm=True) == [(0.0, True)]
+
+
+@pytest.mark.parametrize("policy", ["dense", "half", "all"])
+def test_rolling_scores_every_token_once(model: Model, policy: str, seen: list[tuple[int, int]]) -> None:
+    text = "".join(f"value_{i} = {i} * {i}\n" for i in range(60))
+    ids = model.text.encode(text)
+    limit = model.max_seq_len
+    assert limit < len(ids) < 3 * limit
+    (found,) = WisparseLM(model, prefill=policy).loglikelihood_rolling(
+        asked("loglikelihood_rolling", (text,)), disable_tqdm=True
+    )
+    calls = list(seen)
+    prefix = 0  # <|endoftext|>
+    expected, done = 0.0, 0
+    while done < len(ids):
+        wanted = ids[done : done + limit]
+        # The last window keeps as much context as fits.
+        context = [prefix, *ids][: done + 1][-(limit - len(wanted) + 1) :]
+        inputs = [*context, *wanted][:-1]
+        rows = model.decoder.logits(torch.tensor(inputs), sparse_from(policy, len(inputs)))[-len(wanted) :]
+        expected += float(rows.log_softmax(-1).gather(-1, torch.tensor(wanted)[:, None]).double().sum())
+        done += len(wanted)
+    assert found == pytest.approx(expected, rel=1e-5)
+    assert all(start == sparse_from(policy, length) for length, start in calls)
+
+
+# ---------------------------------------------------------------------- generation
+
+
+def test_generate_until(model: Model) -> None:
+    prompts = ["def main():\n", ">>> 2 + 3\n", "import "]
+    settings = {"until": ["\n", "<|endoftext|>"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
+    lm = WisparseLM(model, prefill="half")
+    found = lm.generate_until(asked("generate_until", *((prompt, settings) for prompt in prompts)), disable_tqdm=True)
+    for prompt, text in zip(prompts, found, strict=True):
+        expected = model.generate(
+            prompt, max_new_tokens=12, stop=["\n", "<|endoftext|>"], prefill="half", chat_template=False
+        )
+        assert text == expected.text
+        assert "\n" not in text
+
+
+def test_generation_settings(model: Model) -> None:
+    lm = WisparseLM(model)
+    assert lm._options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0}
+    sampled = lm._options({"do_sample": True, "top_p": 0.9, "max_gen_toks": 5})
+    assert sampled == {"stop": [], "max_new_tokens": 5, "temperature": 1.0, "top_p": 0.9}
+    assert lm._options({"do_sample": False, "temperature": 0.7})["temperature"] == 0.0
+    with pytest.raises(UsageError, match="does not have: num_beams"):
+        lm._options({"num_beams": 4})
+
+
+def test_a_prompt_too_long_keeps_its_end(model: Model) -> None:
+    prompt = "x = 1\n" * 200 + "y ="
+    request = asked("generate_until", (prompt, {"until": ["\n"], "max_gen_toks": 8}))
+    (text,) = WisparseLM(model, prefill="all").generate_until(request, disable_tqdm=True)
+    end = model.text.encode(prompt)[-(model.max_seq_len - 8) :]
+    assert text == model.generate(end, max_new_tokens=8, stop="\n", prefill="all").text
+
+
+# ---------------------------------------------------------------------- text
+
+
+def test_text_edge(model: Model, bundle: Path) -> None:
+    lm = WisparseLM(model)
+    assert lm.eot_token_id == lm.prefix_token_id == 0
+    assert lm.apply_chat_template([{"role": "user", "content": "hi"}]) == "<|user|>hi<|assistant|>"
+    assert lm.chat_template(True) == "default"
+    assert lm.tok_encode("<|endoftext|><|endoftext|>x")[0:2] != [0, 0]  # written by a template and by the tokenizer
+    assert lm.tokenizer_name == bundle.name
+
+
+def test_the_harness_makes_one_by_name(bundle: Path) -> None:
+    made = get_model("wisparse").create_from_arg_string(
+        f"pretrained={bundle},prefill=half,backend=torch,max_seq_len=64", {"batch_size": 1, "device": "cpu"}
+    )
+    assert made.prefill == "half"
+    assert made.model.max_seq_len == 64
+    made.model.close()
+    with pytest.raises(UsageError, match="pretrained=BUNDLE"):
+        WisparseLM()
+    with pytest.raises(UsageError, match="prefill: expected one of"):
+        WisparseLM(made.model, prefill="none")
+
+
+# ---------------------------------------------------------------------- tasks
+
+
+def test_interpreter_lines(model: Model) -> None:
+    found = evaluate_tasks(model, ["interpreter_lines"], prefill="dense", limit=12)
+    right = [
+        model.generate(one.prompt, max_new_tokens=48, stop="\n", prefill="dense", chat_template=False).text
+        == one.answer
+        for one in load_problems(12)
+    ]
+    assert found == {"interpreter_lines": {"exact_match": sum(right) / 12}}
+    assert sum(right) > 0
+
+
+def test_a_users_own_task(model: Model, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    rows = [{"text": f"x = {i}\n", "choices": [" 1", " 2"], "label": i % 2} for i in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "mine.yaml").write_text(
+        f"""
+task: mine
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{text}}}}y ="
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: label
+metric_list:
+  - metric: acc
+"""
+    )
+    found = evaluate_tasks(model, ["mine", "interpreter_lines"], include_path=[tmp_path], limit=2)
+    assert set(found) == {"mine", "interpreter_lines"}
+    assert found["mine"]["acc"] in (0.0, 0.5, 1.0)
+
+
+def test_the_papers_tasks_have_these_names() -> None:
+    # Indexed from their own folders in the harness; its whole index takes 10 s and more.
+    manager = _task_manager(list(PAPER_TASKS), [])
+    for task in PAPER_TASKS:
+        assert manager.match_tasks([task]) == [task]
+
+
+def test_humaneval_needs_a_word_of_consent(model: Model) -> None:
+    with pytest.raises(UsageError, match="--confirm-run-unsafe-code"):
+        evaluate_tasks(model, ["humaneval"])
+
+
+def test_include_path_must_exist(model: Model, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such folder"):
+        evaluate_tasks(model, ["interpreter_lines"], include_path=[tmp_path / "missing"])
+
+
+def test_unknown_task(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = lm_eval.tasks.TaskManager
+    asked_for_all = []
+
+    def without_defaults(include_defaults: bool = True, **options: Any) -> Any:
+        asked_for_all.append(include_defaults)
+        return original(include_defaults=False, **options)  # the whole index takes 10 s and more
+
+    monkeypatch.setattr(lm_eval.tasks, "TaskManager", without_defaults)
+    with pytest.raises(UsageError, match="unknown task 'gsm8kk'"):
+        evaluate_tasks(model, ["interpreter_lines", "gsm8kk"])
+    assert asked_for_all == [False, True]
+
+
+def test_command(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["eval", str(bundle), "--tasks", "interpreter_lines", "--limit", "8", "--prefill", "half", "--json"]
+    with pytest.raises(SystemExit) as exit_info:
+        main([*arguments, "--backend", "torch"])
+    out, err = capsys.readouterr()
+    assert not exit_info.value.code, err
+    document = json.loads(out)
+    assert document["text"] is None
+    (row,) = document["bundles"]
+    assert list(row["tasks"]) == ["half", "masks off"]
+    assert row["tasks"]["masks off"]["interpreter_lines"]["exact_match"] >= 0.5
+
+
+def test_without_the_harness_the_command_says_what_to_install(bundle: Path) -> None:
+    script = (
+        "import importlib.util as u, sys\n"
+        "found = u.find_spec\n"
+        "u.find_spec = lambda name, *rest: None if name == 'lm_eval' else found(name, *rest)\n"
+        "from wisparse.cli import main\n"
+        f"main(['eval', {str(bundle)!r}, '--tasks', 'gsm8k'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "pip install 'wisparse[eval]'" in done.stderr
+    assert "Traceback" not in done.stderr
