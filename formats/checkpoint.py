@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,8 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 16 << 20
+# Bits of a number, and infinity's pattern.
+_INFINITY = {torch.float32: (32, 0x7F800000), torch.bfloat16: (16, 0x7F80), torch.float16: (16, 0x7C00)}
 # Small enough that the bytes are still in the cache when their checksum is taken.
 _READ_BYTES = 1 << 20
 
@@ -140,14 +143,12 @@ class Checkpoint:
             error: truncated, changed, NaN or infinity, or not the bytes its checksum stands for (after the last chunk).
         """
         info = self.tensors[name]
-        buffer = torch.empty(min(chunk_bytes, info.nbytes), dtype=torch.uint8)
+        buffer = np.empty(min(chunk_bytes, info.nbytes), np.uint8)
         checksum = 0
         for offset in range(0, info.nbytes, chunk_bytes):
             chunk = buffer[: info.nbytes - offset]
-            checksum = self._fill(chunk.numpy().data, info, offset, checksum)
-            values = chunk.view(info.dtype)
-            self._require_finite(name, values)
-            yield values
+            checksum = self._fill(chunk, info, offset, checksum)
+            yield torch.from_numpy(chunk).view(info.dtype)
         self._require(name, checksum)
 
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
@@ -161,14 +162,12 @@ class Checkpoint:
         if info is None:
             raise self.error(f"{name}: not among the tensors of {self.folder.name}")
         try:
-            buffer = torch.empty(info.nbytes, dtype=torch.uint8)
-        except (RuntimeError, MemoryError):
+            # numpy's large arrays ask for huge pages: several times cheaper to touch first than torch's.
+            buffer = np.empty(info.nbytes, np.uint8)
+        except MemoryError:
             raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
-        checksum = self._fill(buffer.numpy().data, info, 0, 0)
-        self._require(name, checksum)
-        values = buffer.view(info.dtype)
-        self._require_finite(name, values)
-        return values.reshape(info.shape).to(device)
+        self._require(name, self._fill(buffer, info, 0, 0))
+        return torch.from_numpy(buffer).view(info.dtype).reshape(info.shape).to(device)
 
     def read_ahead(self, names: Iterable[str] | None = None, threads: int = 2) -> Iterator[tuple[str, Tensor]]:
         """``(name, tensor)`` in the order asked for, while ``threads`` further ones are being read.
@@ -192,18 +191,21 @@ class Checkpoint:
                 for _, future in pending:
                     future.cancel()
 
-    def _fill(self, view: memoryview, info: TensorInfo, offset: int, checksum: int) -> int:
-        """Fill ``view`` with the tensor's bytes from ``offset`` on; the crc32 continued over them."""
+    def _fill(self, buffer: np.ndarray[Any, np.dtype[np.uint8]], info: TensorInfo, offset: int, checksum: int) -> int:
+        """Fill ``buffer`` with the tensor's bytes from ``offset`` on; the crc32 continued over them."""
         with open_regular(self.folder, info.file, self.error, self._identities[info.file]) as file:
             file.seek(info.start + offset)
-            filled = 0
-            while filled < len(view):
-                piece = view[filled : filled + _READ_BYTES]
-                count = file.readinto(piece)
-                if not count:
-                    raise self.error(f"{info.file}: truncated while {info.name} was read")
-                checksum = zlib.crc32(piece[:count], checksum)
-                filled += count
+            for start in range(0, len(buffer), _READ_BYTES):
+                piece = buffer[start : start + _READ_BYTES]
+                view = piece.data
+                while len(view):
+                    count = file.readinto(view)
+                    if not count:
+                        raise self.error(f"{info.file}: truncated while {info.name} was read")
+                    view = view[count:]
+                checksum = zlib.crc32(piece.data, checksum)
+                if not _finite(piece, info.dtype):
+                    raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
         return checksum
 
     def _require(self, name: str, checksum: int) -> None:
@@ -213,14 +215,18 @@ class Checkpoint:
                 f"{name}: expected crc32 {expected:08x}, found {checksum:08x}; the file is damaged: fetch it again"
             )
 
-    def _require_finite(self, name: str, values: Tensor) -> None:
-        if not is_finite(values):
-            raise self.error(f"{name}: the weights hold NaN or infinity; the model is damaged")
-
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no element is NaN or infinite; as fast as memory, where ``isfinite().all()`` is twenty times slower."""
-    return bool(torch.isfinite(torch.stack(torch.aminmax(values))).all())  # NaN goes through aminmax
+    """Whether no element is NaN or infinite."""
+    return _finite(values.detach().cpu().contiguous().view(torch.uint8).flatten().numpy(), values.dtype)
+
+
+def _finite(data: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> bool:
+    # Bit patterns in their order: infinity and NaN come last, negative ones last of all. Two maxima are twenty times
+    # faster than isfinite().all(), and wake no threads.
+    bits, infinity = _INFINITY[dtype]
+    positive, every = data.view(f"<i{bits // 8}").max(), data.view(f"<u{bits // 8}").max()
+    return bool(positive < infinity and every < infinity + 2 ** (bits - 1))
 
 
 def _weight_map(folder: Path, is_bundle: bool, error: type[WisparseError]) -> dict[str, str]:

@@ -7,12 +7,13 @@ import os
 import socket
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
-from wisparse.formats.checkpoint import INDEX, Checkpoint
+from wisparse.formats.checkpoint import INDEX, Checkpoint, is_finite
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError
 
 HEAD = "lm_head.weight"
@@ -225,9 +226,24 @@ def test_checksum(tmp_path: Path) -> None:
 def test_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
 
-    def full(*args: object, **kwargs: object) -> torch.Tensor:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+    def full(*args: object) -> None:
+        raise MemoryError
 
-    monkeypatch.setattr(torch, "empty", full)
+    monkeypatch.setattr(np, "empty", full)
     with pytest.raises(ResourceError, match="not enough memory for 64 bytes"):
         checkpoint.tensor("model.norm.weight")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_is_finite(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    ordinary = torch.tensor(
+        [0.0, -0.0, 1.0, info.max, info.min, info.tiny, -info.tiny, info.smallest_normal / 2], dtype=dtype
+    )
+    assert is_finite(ordinary)
+    assert is_finite(-ordinary.abs() - 1)
+    for odd in (float("nan"), float("inf"), -float("inf")):
+        assert not is_finite(torch.cat((ordinary, torch.tensor([odd], dtype=dtype))))
+    if dtype.itemsize == 2:  # every pattern there is
+        patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
+        assert [is_finite(patterns[i : i + 1]) for i in range(0, 2**16, 7)] == patterns[::7].isfinite().tolist()
