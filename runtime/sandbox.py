@@ -104,7 +104,7 @@ class _Metering(NodeTransformer):
         return _filter(node, "_weighed") if node.ctx == "load" else node
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filter(node: nodes.Node, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
