@@ -1,0 +1,212 @@
+"""A bundle exported as an ONNX folder: the graph, its weights as external data, and what ONNX runtimes read beside it.
+
+Weights go from the bundle's files to ``model.onnx.data`` one at a time, so an export needs the memory of the largest
+weight, not of the model. The folder is made under another name and renamed when it is complete and checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import onnx
+import torch
+from onnx import TensorProto
+
+from .bundle import SMALL_FILES, Bundle
+from .checkpoint import is_finite
+from .errors import ResourceError, UnsupportedModelError, UsageError
+from .onnx_graph import DTYPES, OPSETS, RotaryTables, build_graph
+
+__all__ = ["OnnxExport", "export_onnx"]
+
+MODEL = "model.onnx"
+DATA = "model.onnx.data"
+
+# Memory-mapping wants weights on page boundaries; onnxruntime maps those of 4096.
+_ALIGNMENT = 4096
+_TYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class OnnxExport:
+    """What was written. ``num_bytes`` counts every file of the folder."""
+
+    folder: Path
+    opset: int
+    dtype: str
+    num_bytes: int
+    num_sparse: int
+
+
+def export_onnx(
+    bundle: Bundle,
+    out: str | os.PathLike[str],
+    rotary: RotaryTables,
+    *,
+    opset: int = 21,
+    dtype: str = "auto",
+    overwrite: bool = False,
+    check: Callable[[Path], None] | None = None,
+) -> OnnxExport:
+    """Write a bundle as an ONNX decoder with a KV cache.
+
+    Args:
+        out: the folder to make.
+        rotary: the frequencies the runtime uses for this model.
+        opset: one of ``OPSETS``.
+        dtype: ``float32``, ``float16``, or ``auto``: the bundle's own where it is one of these, else ``float32``
+            (ONNX Runtime computes no bfloat16 on a CPU).
+        overwrite: replace ``out`` if it holds an earlier export.
+        check: called with the unfinished folder; if it raises, nothing is left behind.
+
+    Raises:
+        UsageError: ``out`` exists, or an unknown opset or dtype.
+        UnsupportedModelError: a weight does not fit into float16.
+        ResourceError: the disk is full.
+    """
+    if opset not in OPSETS:
+        raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
+    if dtype == "auto":
+        dtype = bundle.config.dtype if bundle.config.dtype in DTYPES else "float32"
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype: expected auto, {' or '.join(DTYPES)}, found {dtype!r}")
+    out = Path(os.path.abspath(out))
+    if os.path.lexists(out) and not (overwrite and (out / MODEL).is_file()):
+        hint = "not an ONNX export, so it is not replaced" if overwrite else "choose another folder, or --overwrite"
+        raise UsageError(f"{out}: already exists; {hint}")
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        num_sparse = _write(bundle, partial, rotary, opset, dtype)
+        if check is not None:
+            check(partial)
+        if overwrite and out.exists():
+            shutil.rmtree(out)
+        partial.rename(out)
+    except OSError as error:
+        if error.errno == 28:  # ENOSPC
+            raise ResourceError(f"{out}: the disk is full; free some space and export again") from error
+        raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    num_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return OnnxExport(out, opset, dtype, num_bytes, num_sparse)
+
+
+def _write(bundle: Bundle, folder: Path, rotary: RotaryTables, opset: int, dtype: str) -> int:
+    recipe = bundle.recipe
+    metadata = {
+        "base_model": recipe.base_model,
+        "base_revision": recipe.base_revision or "",
+        "method": recipe.method,
+        "sparsity": repr(recipe.sparsity),
+    }
+    model, weights = build_graph(bundle.config, bundle.masks, rotary, opset=opset, dtype=dtype, metadata=metadata)
+    with open(folder / DATA, "wb") as data:
+        for weight in dict.fromkeys(weights):
+            values = _convert(bundle, weight.tensor, _TYPES[dtype])
+            model.graph.initializer.append(
+                _append(data, weight.name, values.t().contiguous() if weight.transposed else values, DTYPES[dtype])
+            )
+    onnx.save(model, str(folder / MODEL))
+    # By path, so that the checker finds the external data; and weights over 2 GB cannot be checked otherwise.
+    onnx.checker.check_model(str(folder / MODEL))
+    for name in SMALL_FILES:
+        content = bundle.read_bytes(name)
+        if content is not None:
+            (folder / name).write_bytes(content)
+    # What is written here has no sidecar, and is no bundle.
+    config = {key: value for key, value in bundle.config_dict.items() if key != "wisparse"}
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "genai_config.json", _genai_config(bundle))
+    return sum(mask.sparsity > 0 for mask in bundle.masks.values())
+
+
+def _convert(bundle: Bundle, name: str, dtype: torch.dtype) -> torch.Tensor:
+    values = bundle.checkpoint.tensor(name).to(dtype)
+    if not is_finite(values):
+        raise UnsupportedModelError(f"{name}: holds values that {dtype} cannot; export with --dtype float32")
+    return values
+
+
+def _append(data: BinaryIO, name: str, values: torch.Tensor, dtype: int) -> TensorProto:
+    """Write a weight to the data file; returns the initializer that points at it."""
+    data.write(b"\0" * (-data.tell() % _ALIGNMENT))
+    offset = data.tell()
+    data.write(memoryview(values.contiguous().numpy()).cast("B"))
+    tensor = TensorProto(name=name, data_type=dtype, dims=list(values.shape), data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", DATA), ("offset", offset), ("length", data.tell() - offset)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor
+
+
+def _genai_config(bundle: Bundle) -> dict[str, Any]:
+    """onnxruntime-genai's description of a decoder."""
+    config = bundle.config
+    generation = json.loads(bundle.read_bytes("generation_config.json") or b"{}")
+
+    def token(key: str) -> Any:
+        found = generation.get(key)
+        return bundle.config_dict.get(key) if found is None else found
+
+    end = token("eos_token_id")
+    pad = token("pad_token_id")
+    first = end[0] if isinstance(end, list) and end else end
+    ids: Mapping[str, Any] = {
+        "bos_token_id": token("bos_token_id"),
+        "eos_token_id": end,
+        "pad_token_id": first if pad is None else pad,
+    }
+    return {
+        "model": {
+            **{key: value for key, value in ids.items() if value is not None},
+            "context_length": config.max_position_embeddings,
+            "decoder": {
+                "session_options": {"log_id": "onnxruntime-genai", "provider_options": []},
+                "filename": MODEL,
+                "head_size": config.head_dim,
+                "hidden_size": config.hidden_size,
+                "inputs": {
+                    "input_ids": "input_ids",
+                    "attention_mask": "attention_mask",
+                    "position_ids": "position_ids",
+                    "past_key_names": "past_key_values.%d.key",
+                    "past_value_names": "past_key_values.%d.value",
+                },
+                "outputs": {
+                    "logits": "logits",
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+                "num_attention_heads": config.num_heads,
+                "num_hidden_layers": config.num_blocks,
+                "num_key_value_heads": config.num_kv_heads,
+            },
+            "type": config.model_type,
+            "vocab_size": config.vocab_size,
+        },
+        "search": {
+            "do_sample": False,
+            "max_length": config.max_position_embeddings,
+            "min_length": 0,
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            # The graph appends to the cache; a shared buffer would need to write into it.
+            "past_present_share_buffer": False,
+            "repetition_penalty": 1.0,
+            "temperature": 1.0,
+            "top_k": 1,
+            "top_p": 1.0,
+        },
+    }
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,0 +1,102 @@
+"""``wisparse export-onnx``: a bundle as an ONNX decoder."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from pathlib import Path
+
+import click
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
+from wisparse.formats.hub import fetch_bundle
+
+__all__ = ["command"]
+
+
+@click.command("export-onnx")
+@click.argument("bundle")
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--opset", type=click.IntRange(18, 24), default=21, show_default=True, help="ONNX operator set.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["auto", "float32", "float16"]),
+    default="auto",
+    show_default=True,
+    help="Type of weights and activations; auto is the bundle's own, and float32 for bfloat16.",
+)
+@click.option(
+    "--check/--no-check", default=True, show_default=True, help="Run the result and compare it with our runtime."
+)
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT.")
+@click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def command(
+    bundle: str,
+    out: Path,
+    opset: int,
+    dtype: str,
+    check: bool,
+    overwrite: bool,
+    revision: str | None,
+    as_json: bool,
+) -> None:
+    """Write BUNDLE, a folder or a Hub id, to the folder OUT as an ONNX decoder with a KV cache.
+
+    OUT works in ONNX Runtime, onnxruntime-genai and optimum. The sparse projections are nodes
+    ai.wisparse::SparseLinear whose definition is part of the file: every ONNX runtime runs them, and one with an
+    operator of that name of its own can skip the dropped channels.
+
+    \b
+    Example:
+      wisparse export-onnx out out-onnx --dtype float16
+    """
+    for package in ("onnx", "onnxruntime") if check else ("onnx",):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"export-onnx needs the package {package}: pip install 'wisparse[onnx]'")
+    from wisparse.formats.onnx_file import export_onnx
+    from wisparse.formats.onnx_graph import DTYPES
+    from wisparse.onnx_check import check_export, rotary_tables
+
+    started = time.monotonic()
+    opened = Bundle.open(fetch_bundle(bundle, revision))
+    if dtype == "auto":
+        dtype = opened.config.dtype if opened.config.dtype in DTYPES else "float32"
+    agreement: dict[str, float] = {}
+
+    def compare(folder: Path) -> None:
+        agreement.update(check_export(folder, opened, dtype))
+
+    export = export_onnx(
+        opened,
+        out,
+        rotary_tables(opened.config),
+        opset=opset,
+        dtype=dtype,
+        overwrite=overwrite,
+        check=compare if check else None,
+    )
+    seconds = time.monotonic() - started
+    if as_json:
+        report = {
+            "folder": str(export.folder),
+            "opset": export.opset,
+            "dtype": export.dtype,
+            "num_bytes": export.num_bytes,
+            "num_sparse_projections": export.num_sparse,
+            "check": agreement or None,
+            "seconds": round(seconds, 3),
+        }
+        click.echo(json.dumps(report, indent=2))
+        return
+    click.echo(
+        f"{out}: opset {export.opset}, {export.dtype}, {export.num_sparse} sparse projections, "
+        f"{export.num_bytes / 1e6:,.1f} MB, in {seconds:.1f} s"
+    )
+    if agreement:
+        click.echo(
+            f"agrees with our runtime: dense logits to {agreement['dense_error']:.1e}, sparse projections to "
+            f"{agreement['projection_error']:.1e} of the largest value"
+        )
