@@ -96,9 +96,9 @@ def meaning(bundle: Bundle) -> str:
     return digest.hexdigest()
 
 
-def answers(folder: Path) -> list[tuple[int, ...] | str]:
+def answers(folder: Path, backend: str) -> list[tuple[int, ...] | str]:
     """What the bundle generates, or the sentence that says why it does not."""
-    model = load(folder, device="cpu", backend="torch", max_seq_len=32)
+    model = load(folder, device="cpu", backend=backend, max_seq_len=32)
     found: list[tuple[int, ...] | str] = []
     for prompt in PROMPTS:
         try:
@@ -174,10 +174,11 @@ class _Memory:
 class Case:
     """One damaged copy and what became of it."""
 
-    def __init__(self, seed: str, intact: Path, wanted: tuple[str, list[Any]], room: Path) -> None:
+    def __init__(self, seed: str, intact: Path, wanted: tuple[str, list[Any]], room: Path, backend: str) -> None:
         self.random = Random(seed)
         self.intact, self.room = intact, room
         self.meaning, self.answers = wanted
+        self.backend = backend
         self.folder = room / "case" / "bundle"
         self.growth_mb = 0.0
         self.damage: list[str] = []
@@ -198,7 +199,7 @@ class Case:
         verified = self._try(lambda: verify_bundle(self.folder))
         act = self._damage if self.when == "after opening" else lambda: None
         with _after_opening(act) if self.when == "after opening" else contextlib.nullcontext():
-            loaded = self._try(lambda: answers(self.folder))
+            loaded = self._try(lambda: answers(self.folder, self.backend))
         opened = self._try(lambda: meaning(Bundle.open(self.folder)))
         if commands:
             self._commands(refused=verified is None if self.when != "after opening" else None)
@@ -260,7 +261,9 @@ class Case:
                 raise AssertionError(f"wisparse {args[0]}: exit code {code}, stderr {err.getvalue()[-500:]!r}")
 
 
-def run(cases: int, seed: int, seconds: float, megabytes: float, only: str | None = None) -> dict[str, Any]:
+def run(
+    cases: int, seed: int, seconds: float, megabytes: float, only: str | None = None, backend: str = "torch"
+) -> dict[str, Any]:
     """Run cases ``seed:0`` to ``seed:cases-1`` (or ``only`` one) and summarise."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -270,11 +273,11 @@ def run(cases: int, seed: int, seconds: float, megabytes: float, only: str | Non
     base = Path(tempfile.mkdtemp(prefix="hostile-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         bundles = build(base / "intact")
-        wanted = [(meaning(Bundle.open(bundle)), answers(bundle)) for bundle in bundles]
+        wanted = [(meaning(Bundle.open(bundle)), answers(bundle, backend)) for bundle in bundles]
         _limit_memory()
         started, slowest, growth = time.monotonic(), 0.0, 0.0
         for index in range(cases) if only is None else [int(only)]:
-            case = Case(f"{seed}:{index}", bundles[index % 3], wanted[index % 3], base)
+            case = Case(f"{seed}:{index}", bundles[index % 3], wanted[index % 3], base, backend)
             began = time.monotonic()
             try:
                 with _time_limit(seconds):
@@ -298,7 +301,7 @@ def run(cases: int, seed: int, seconds: float, megabytes: float, only: str | Non
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return {
-        "command": f"python tests/hostile.py --cases {cases} --seed {seed}",
+        "command": f"python tests/hostile.py --cases {cases} --seed {seed} --backend {backend}",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
@@ -327,8 +330,11 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seconds", type=float, default=20.0, help="a case may take")
     parser.add_argument("--megabytes", type=float, default=400.0, help="of resident memory a reader may add")
+    parser.add_argument("--backend", default="torch", help="that generates: torch or numba")
     parser.add_argument("--only", help="run one case, by its number")
     arguments = parser.parse_args()
-    summary = run(arguments.cases, arguments.seed, arguments.seconds, arguments.megabytes, arguments.only)
+    summary = run(
+        arguments.cases, arguments.seed, arguments.seconds, arguments.megabytes, arguments.only, arguments.backend
+    )
     print(json.dumps(summary, indent=1))
     sys.exit(1 if summary["failures"] else 0)
