@@ -1,4 +1,4 @@
-"""The CPU back end against PyTorch and transformers: every figure is a ratio of two things timed in turns, in one process.
+"""The CPU back end against PyTorch and transformers: every figure is a ratio of two things timed in turns.
 
     python benchmarks/cpu.py                      # about five minutes, 12 GB of memory, 5 GB of disk in --work-dir
     python benchmarks/cpu.py --only projection examples
@@ -134,7 +134,8 @@ def projection(repetitions: int) -> list[dict[str, Any]]:
         }
         rows.append(row)
         say(
-            f"projection {row['shape']}: best torch line {best} {row['ms'][best]:.2f} ms ({row['gbps']['torch']:.1f} GB/s); "
+            f"projection {row['shape']}: best torch line {best} {row['ms'][best]:.2f} ms "
+            f"({row['gbps']['torch']:.1f} GB/s); "
             f"50% {row['speedup_50']:.2f}x, 0% {row['speedup_0']:.2f}x, int8 50% {row['speedup_50_int8']:.2f}x"
         )
     return rows

@@ -3,8 +3,9 @@
     weight_t = transpose(weight)                       # (N, K) -> (K, N): a kept channel becomes one contiguous row
     y = sparse_linear(x, weight_t, bias, channel_scale, threshold)
 
-The definition it agrees with is ``reference.sparse_linear``; sums are taken in float32. A whole decode step uses the same
-kernels without coming back to Python: ``runtime.cpu_decoder``. Importing this module imports numba, which takes a second.
+The definition it agrees with is ``reference.sparse_linear``; sums are taken in float32. A whole decode step uses the
+same kernels without coming back to Python: ``runtime.cpu_decoder``. Importing this module imports numba, which takes a
+second.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cpu_kernels import TILE, LayoutField, LinearField, ProjectionField
+from .cpu_layout import TILE, LayoutField, LinearField, ProjectionField
 from .cpu_threads import launch, team_size
 
 __all__ = ["aligned_empty", "quantize", "quantize_into", "sparse_linear", "transpose", "transpose_into", "type_name"]
@@ -73,8 +74,8 @@ def quantize(weight: Tensor, *, transposed: bool = True) -> tuple[Tensor, Tensor
         transposed: whether to lay the result out as (K, N), as ``sparse_linear`` wants it.
 
     Returns:
-        int8 (K, N) or (N, K), in -127..127, and its scale (N,) float32: ``weight ~ int8 * scale``. A row that holds a NaN
-        or an Inf has a scale of NaN.
+        int8 (K, N) or (N, K), in -127..127, and its scale (N,) float32: ``weight ~ int8 * scale``. A row that holds a
+        NaN or an Inf has a scale of NaN.
     """
     n, k = weight.shape
     target = aligned_empty((k, n) if transposed else (n, k), torch.int8)

@@ -10,12 +10,9 @@ import triton
 import triton.language as tl
 
 __all__ = [
-    "COMPACT",
-    "DENSE",
     "FROM_ATTENTION",
     "FROM_HIDDEN",
     "FROM_PLAIN",
-    "MASKED",
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
@@ -23,11 +20,6 @@ __all__ = [
     "segment_channel",
     "wait_for_previous_kernel",
 ]
-
-# How a program walks over its channels.
-DENSE = tl.constexpr(0)  # every channel, no test
-COMPACT = tl.constexpr(1)  # first write the list of kept channels, then read only those
-MASKED = tl.constexpr(2)  # test each channel where it is met, and predicate the load
 
 # Where a projection's input comes from.
 FROM_PLAIN = tl.constexpr(0)  # x (B, K), as it is

@@ -21,12 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .triton_common import (
-    COMPACT,
-    DENSE,
     FROM_ATTENTION,
     FROM_HIDDEN,
     FROM_PLAIN,
-    MASKED,
     TO_PLAIN,
     TO_RESIDUAL,
     TO_SILU,
@@ -110,7 +107,7 @@ def _gemv_kernel(
     KV_SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    MODE: tl.constexpr,
+    DENSE: tl.constexpr,
     INPUT: tl.constexpr,
     OUTPUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -119,6 +116,8 @@ def _gemv_kernel(
     SPLITS_PAD: tl.constexpr,
     SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    TILED: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -147,28 +146,31 @@ def _gemv_kernel(
     in_width = n < width
     columns = first + n
     weight_column_ptr = weight_ptr + columns
+    if TILED:
+        weight_column_ptr = weight_ptr + tile.to(tl.int64) * (K * BLOCK_N) + tl.arange(0, BLOCK_N)
 
+    # --- this program's channels: x, which of them are kept, and their list in scratch memory
     position = tl.arange(0, SEGMENT)
-    rstd = 1.0
+    k = segment_channel(position, split, SPLITS, CHUNK)
+    live = k < K
     threshold = tl.load(threshold_ptr + projection)
     count = segment_length(split, K, SPLITS, CHUNK)
-    if MODE == COMPACT or BATCH > 1:
-        k = segment_channel(position, split, SPLITS, CHUNK)
-        live = k < K
-        scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
-        norm_weight = scale
+    scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
+    norm_weight = scale
+    if INPUT == FROM_HIDDEN:
+        norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+    wait_for_previous_kernel(PDL)
+    rstd = 1.0
+    keep = position < 0
+    for row in tl.static_range(BATCH):
         if INPUT == FROM_HIDDEN:
-            norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
-        wait_for_previous_kernel(PDL)
-        keep = position < 0
-        for row in tl.static_range(BATCH):
-            if INPUT == FROM_HIDDEN:
-                rstd = _rstd(ssq_in_ptr, row, eps, K, SSQ, SSQ_PAD)
-            x = _load_input(x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, K, INPUT, KV_SPLITS, HEAD_DIM, dtype)
+            rstd = _rstd(ssq_in_ptr, row, eps, K, SSQ, SSQ_PAD)
+        x = _load_input(x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, K, INPUT, KV_SPLITS, HEAD_DIM, dtype)
+        if DENSE:
+            tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, x)
+        else:
             score = tl.abs(x.to(tl.float32)) * scale
-            keep_row = live
-            if MODE != DENSE:
-                keep_row = live & ((score >= threshold) | (score != score))
+            keep_row = live & ((score >= threshold) | (score != score))
             keep = keep | keep_row
             if BATCH > 1:
                 # Not compacted: the union of the rows is known only afterwards.
@@ -178,47 +180,38 @@ def _gemv_kernel(
                 rank = tl.cumsum(keep_row.to(tl.int32), axis=0) - 1
                 tl.store(value_ptr + program * SEGMENT + rank, x, mask=keep_row)
                 tl.store(index_ptr + program * SEGMENT + rank, k, mask=keep_row)
-        if BATCH > 1 and MODE != DENSE:
+    if not DENSE:
+        if BATCH > 1:
             rank = tl.cumsum(keep.to(tl.int32), axis=0) - 1
             tl.store(index_ptr + program * SEGMENT + rank, position, mask=keep)
-        if MODE != DENSE:
-            count = tl.sum(keep.to(tl.int32), axis=0)
-        tl.debug_barrier()
-    else:
-        wait_for_previous_kernel(PDL)
+        count = tl.sum(keep.to(tl.int32), axis=0)
+    tl.debug_barrier()
 
+    # --- the product
     if BATCH == 1:
-        if MODE != COMPACT and INPUT == FROM_HIDDEN:
-            rstd = _rstd(ssq_in_ptr, 0, eps, K, SSQ, SSQ_PAD)
         lane = tl.arange(0, BLOCK_K)
         acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-        for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
-            at = start + lane
-            live_k = at < count
-            if MODE == COMPACT:
-                k_now = tl.load(index_ptr + program * SEGMENT + at, mask=live_k, other=0)
-                x_now = tl.load(value_ptr + program * SEGMENT + at, mask=live_k, other=0.0)
-            else:
-                k_now = segment_channel(at, split, SPLITS, CHUNK)
-                live_k = live_k & (k_now < K)
-                norm_now = 0.0
-                if INPUT == FROM_HIDDEN:
-                    norm_now = tl.load(norm_ptr + k_now, mask=live_k, other=0.0).to(tl.float32)
-                x_now = _load_input(
-                    x_ptr, m_ptr, l_ptr, norm_now, rstd, 0, k_now, live_k, K, INPUT, KV_SPLITS, HEAD_DIM, dtype
+        for start in tl.range(0, count, BLOCK_K * UNROLL, num_stages=STAGES):
+            xs = ()
+            ws = ()
+            for i in tl.static_range(UNROLL):
+                at = start + i * BLOCK_K + lane
+                live_k = at < count
+                if DENSE:
+                    k_now = segment_channel(at, split, SPLITS, CHUNK)
+                    live_k = live_k & (k_now < K)
+                else:
+                    k_now = tl.load(index_ptr + program * SEGMENT + at, mask=live_k, other=0)
+                xs = xs + (tl.load(value_ptr + program * SEGMENT + at, mask=live_k, other=0.0),)
+                w = tl.load(
+                    weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
+                    mask=live_k[:, None] & in_width[None, :],
+                    other=0.0,
+                    eviction_policy="evict_first",
                 )
-                if MODE == MASKED:
-                    scale_now = tl.load(scale_ptr + projection * K + k_now, mask=live_k, other=0.0)
-                    score_now = tl.abs(x_now.to(tl.float32)) * scale_now
-                    live_k = live_k & ((score_now >= threshold) | (score_now != score_now))
-                    x_now = tl.where(live_k, x_now, 0.0).to(dtype)
-            w = tl.load(
-                weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
-                mask=live_k[:, None] & in_width[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            acc += x_now.to(tl.float32)[:, None] * w.to(tl.float32)
+                ws = ws + (w,)
+            for i in tl.static_range(UNROLL):
+                acc += xs[i].to(tl.float32)[:, None] * ws[i].to(tl.float32)
         y = tl.sum(acc, axis=0)
         if SPLITS > 1:
             tl.store(partial_ptr + split * N + columns, y, mask=in_width)
@@ -231,10 +224,9 @@ def _gemv_kernel(
         for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
             at = start + lane
             live_k = at < count
-            if MODE != DENSE:
+            place = at
+            if not DENSE:
                 place = tl.load(index_ptr + program * SEGMENT + at, mask=live_k, other=0)
-            else:
-                place = at
             k_now = segment_channel(place, split, SPLITS, CHUNK)
             live_k = live_k & (k_now < K)
             both = (rows < BATCH)[:, None] & live_k[None, :]
@@ -309,35 +301,41 @@ def _add_partials(
     HAS_BIAS: tl.constexpr,
 ):
     """Sum over the splits, in a fixed order, plus bias. Read past L1: other multiprocessors wrote them."""
-    s = tl.arange(0, SPLITS_PAD)
-    parts = tl.load(
-        partial_ptr + (s * BATCH + row)[:, None] * N + columns[None, :],
-        mask=(s < SPLITS)[:, None] & in_width[None, :],
-        other=0.0,
-        cache_modifier=".cg",
-    )
-    y = tl.sum(parts, axis=0)
+    AT_ONCE: tl.constexpr = min(SPLITS_PAD, 16)
+    y = tl.zeros(columns.shape, tl.float32)
+    for start in tl.static_range(0, SPLITS, AT_ONCE):
+        s = start + tl.arange(0, AT_ONCE)
+        parts = tl.load(
+            partial_ptr + (s * BATCH + row)[:, None] * N + columns[None, :],
+            mask=(s < SPLITS)[:, None] & in_width[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        y += tl.sum(parts, axis=0)
     if HAS_BIAS:
         y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
     return y
 
 
-_MODES = {"compact": COMPACT.value, "masked": MASKED.value}
 _INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
 _OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
-_CHUNK = 8
 
 
 @dataclass(frozen=True)
 class GemvTile:
-    """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns."""
+    """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns.
+
+    A program reads ``block_k`` rows of its tile at a time, and ``stages`` such pieces ahead (1: only through the programs
+    beside it). Channels are dealt to the splits ``chunk`` at a time.
+    """
 
     block_n: int = 256
     block_k: int = 16
     splits: int = 8
     warps: int = 4
     stages: int = 1
-    mode: str = "compact"
+    chunk: int = 8
+    unroll: int = 1
 
 
 @dataclass(frozen=True)
@@ -383,7 +381,7 @@ class Scratch:
     def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
         """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
-        segment = _segment(group.in_features, tile.splits)
+        segment = _segment(group.in_features, tile)
         for name, size in (
             ("partial", tile.splits * batch * group.out_features),
             ("index", tiles * tile.splits * segment),
@@ -396,9 +394,9 @@ class Scratch:
                 setattr(self, name, torch.zeros(size, dtype=held.dtype, device=held.device))
 
 
-def _segment(in_features: int, splits: int) -> int:
-    chunks = triton.cdiv(in_features, _CHUNK)
-    return triton.next_power_of_2(max(triton.cdiv(chunks, splits) * _CHUNK, 16))
+def _segment(in_features: int, tile: GemvTile) -> int:
+    chunks = triton.cdiv(in_features, tile.chunk)
+    return triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
 
 
 def launch_gemv(
@@ -418,6 +416,7 @@ def launch_gemv(
     softmax: tuple[Tensor, Tensor] | None = None,
     head_dim: int = 1,
     pdl: bool = False,
+    tiled: bool = False,
 ) -> None:
     """Launch one group of projections on the current stream. Nothing is checked or allocated here.
 
@@ -438,8 +437,6 @@ def launch_gemv(
     """
     widths = (*group.widths, 0, 0)[:3]
     tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
-    # A second row needs the kept channels' union, which only the compact form builds.
-    mode = DENSE.value if group.dense else COMPACT.value if batch > 1 else _MODES[tile.mode]
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
     options = {"launch_pdl": True} if pdl else {}
@@ -464,7 +461,8 @@ def launch_gemv(
         N0=widths[0],
         N1=widths[1],
         N2=widths[2],
-        STRIDE=group.weight_t.stride(0),
+        STRIDE=tile.block_n if tiled else group.weight_t.stride(0),
+        TILED=tiled,
         BATCH=batch,
         ROWS=16,
         SSQ=parts,
@@ -472,7 +470,7 @@ def launch_gemv(
         KV_SPLITS=1 if softmax is None else softmax[0].shape[2],
         HEAD_DIM=head_dim,
         HAS_BIAS=group.bias is not None,
-        MODE=mode,
+        DENSE=group.dense,
         INPUT=_INPUTS[source],
         OUTPUT=_OUTPUTS[target],
         BLOCK_N=tile.block_n,
@@ -480,8 +478,9 @@ def launch_gemv(
         BLOCK_K=tile.block_k if batch == 1 else max(16, tile.block_k),
         SPLITS=tile.splits,
         SPLITS_PAD=triton.next_power_of_2(tile.splits),
-        SEGMENT=_segment(group.in_features, tile.splits),
-        CHUNK=_CHUNK,
+        SEGMENT=_segment(group.in_features, tile),
+        CHUNK=tile.chunk,
+        UNROLL=tile.unroll,
         STAGES=tile.stages,
         PDL=pdl,
         num_warps=tile.warps,

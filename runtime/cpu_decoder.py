@@ -1,8 +1,8 @@
 """The decoder for CPUs: a whole decode step is one compiled call that reads the kept channels only (``kernels.cpu``).
 
-Prompts are read as dense matrix products, by the reference's own code over the same weights. Decoding keeps activations
-in float32 whatever the weights' type, so it rounds less than the reference does in bfloat16; in float32 the two agree up
-to the order of sums. A sequence gives the same bits alone and in a batch, on one thread and on many.
+Prompts are read as dense matrix products, by the reference's own code over the same weights. Decoding keeps
+activations in float32 whatever the weights' type, so it rounds less than the reference does in bfloat16; in float32 the
+two agree up to the order of sums. A sequence gives the same bits alone and in a batch, on one thread and on many.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The tables and buffers of one compiled decode step (``kernels.cpu_kernels``, ``StepField``).
+"""The tables and buffers of one compiled decode step (``kernels.cpu_step``, ``StepField``).
 
 The kernel is given addresses, so everything it reads or writes is held here for as long as it may run.
 """
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
-from wisparse.kernels.cpu_kernels import ProjectionField, StepField
+from wisparse.kernels.cpu_layout import ProjectionField, StepField
 from wisparse.kernels.cpu_threads import launch, team_size
 
 from .cache import KVCache
@@ -43,7 +43,7 @@ class Step:
     ) -> None:
         """
         Args:
-            region: which of ``cpu_kernels.REGIONS`` fits the types of the weights.
+            region: which of ``cpu_regions.REGIONS`` fits the types of the weights.
             embedding: (V, hidden), the type of the cache.
             output: the output layer, not transposed.
         """

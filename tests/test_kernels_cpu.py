@@ -6,14 +6,14 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numba
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from wisparse.kernels import cpu_kernels, cpu_threads
+from wisparse.kernels import cpu_compile, cpu_layout, cpu_regions, cpu_threads
 from wisparse.kernels.cpu import aligned_empty, quantize, quantize_into, sparse_linear, transpose, transpose_into
 from wisparse.kernels.reference import keep_mask
 from wisparse.kernels.reference import sparse_linear as reference
@@ -211,27 +211,38 @@ def test_int8_marks_rows_that_are_not_finite() -> None:
     assert quantize(weight)[1].isnan().tolist() == [False, True, False, True]
 
 
-def test_compiled_code_is_found_on_disk() -> None:
+def test_compiled_code_is_found_on_disk_until_the_back_end_changes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     cpu_threads.prepare("transpose_float32")
-    assert cpu_threads._compile(cpu_kernels.REGIONS["transpose_float32"]).cache_hits == 1
+    region = cpu_regions.REGIONS["transpose_float32"]
+    assert cpu_compile.compile_region(region).cache_hits == 1
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    folder = cpu_compile._cache_folder.__wrapped__()
+    monkeypatch.setattr(cpu_compile, "_digest", lambda: "changed")
+    assert cpu_compile._cache_folder.__wrapped__() != folder
+
+
+def test_the_cache_folder_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cpu_compile, "_cache_folder", cpu_compile._cache_folder.__wrapped__)
+    assert cpu_compile.compile_region(cpu_regions.REGIONS["transpose_float32"]).cache_hits == 0
+    assert cpu_compile.compile_region(cpu_regions.REGIONS["transpose_float32"]).cache_hits == 1
+    assert list(tmp_path.rglob("*.nbc"))
+    assert str(tmp_path) == numba.config.CACHE_DIR
 
 
 def test_an_unusable_cache_folder_is_said_and_survived(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    compile_ = numba.cfunc
-
-    def refuse(signature: object, cache: bool = False) -> object:
-        if cache:
-            raise RuntimeError("cannot cache function: no locator available")
-        return compile_(signature)
-
-    monkeypatch.setattr(numba, "cfunc", refuse)
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "file" / "below"))
+    monkeypatch.setattr(cpu_compile, "_cache_folder", cpu_compile._cache_folder.__wrapped__)
     with caplog.at_level(logging.WARNING):
-        region = cpu_threads._compile(cpu_kernels.REGIONS["transpose_float32"])
+        region = cpu_compile.compile_region(cpu_regions.REGIONS["transpose_float32"])
     assert region.address
     assert "NUMBA_CACHE_DIR" in caplog.text
-    assert "no locator available" in caplog.text
+    assert "Not a directory" in caplog.text
 
 
 def test_runs_on_one_thread_where_openmp_is_missing() -> None:
@@ -252,12 +263,6 @@ torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(
 
 
 def test_layouts_have_no_gaps() -> None:
-    for fields in (
-        cpu_kernels.StepField,
-        cpu_kernels.LinearField,
-        cpu_kernels.LayoutField,
-        cpu_kernels.ProjectionField,
-    ):
+    for fields in (cpu_layout.StepField, cpu_layout.LinearField, cpu_layout.LayoutField, cpu_layout.ProjectionField):
         assert sorted(fields) == list(range(len(fields)))
-        # The kernels look at a window of this many parameters.
-        assert len(fields) <= np.int64(cpu_kernels._FIELDS)
+        assert len(fields) <= cpu_regions._MOST_FIELDS

@@ -1,0 +1,86 @@
+"""Compiles a region, or takes it from the disk: the first use takes seconds, later ones in any process do not.
+
+numba's cache notices a change of the file a function is defined in, but not of the files it calls into. So its folder
+is named after the content of all of them: code from before an upgrade is never run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba import types
+
+__all__ = ["compile_region"]
+
+log = logging.getLogger(__name__)
+
+_SIGNATURE = types.void(types.CPointer(types.int64))
+_lock = threading.Lock()
+
+
+def compile_region(region: Callable[[Any], None]) -> Any:
+    """A region as machine code for this processor; keep the result alive as long as its ``address`` is used."""
+    folder = _cache_folder()
+    if folder is not None:
+        # numba takes the folder from its settings, which are the process's.
+        with _lock:
+            before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+            try:
+                return numba.cfunc(_SIGNATURE, cache=True)(region)
+            except OSError as error:  # the disk is full, say
+                _warn(str(error))
+            finally:
+                numba.config.CACHE_DIR = before
+    return numba.cfunc(_SIGNATURE)(region)
+
+
+@functools.cache
+def _cache_folder() -> Path | None:
+    """Where compiled code is kept: under NUMBA_CACHE_DIR if it is set, else by the source, else in the user's cache.
+
+    None if none of them can be written; a warning says so.
+    """
+    reasons = []
+    for parent in _candidates():
+        try:
+            folder = parent / f"wisparse-cpu-{_digest()}"
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            reasons.append(str(error))
+            continue
+        return folder
+    _warn("; ".join(reasons))
+    return None
+
+
+def _candidates() -> list[Path]:
+    if numba.config.CACHE_DIR:
+        return [Path(numba.config.CACHE_DIR)]
+    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return [Path(__file__).parent / "__pycache__", user / "wisparse"]
+
+
+def _digest() -> str:
+    """Twelve characters that change with any of the CPU back end's files."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("cpu_*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _warn(reason: str) -> None:
+    log.warning(
+        "the CPU kernels cannot be kept on disk and will be compiled again by every process, which takes seconds (%s); "
+        "set NUMBA_CACHE_DIR to a folder that can be written",
+        reason,
+    )
