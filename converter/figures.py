@@ -13,9 +13,17 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["render_figures"]
+__all__ = ["FIGURES", "render_figures"]
 
 _log = logging.getLogger("wisparse")
+
+# Every figure there may be, and what it shows.
+FIGURES: Mapping[str, str] = {
+    "figures/sparsity.png": "Sparsity by block and module, and by projection.",
+    "figures/alpha.png": "Alpha, the exponent of the weight norm, by projection.",
+    "figures/block_sensitivity.png": "KL(dense || sparse) with one block sparse at a time.",
+    "figures/quality.png": "Quality against sparsity.",
+}
 
 # Okabe and Ito's colours: told apart with any kind of colour vision, and in print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

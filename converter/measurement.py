@@ -9,6 +9,7 @@ corpus may give passages that were calibrated on, and the report says where the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from wisparse.formats.errors import AccessError, CalibrationError
 from wisparse.formats.recipe import ProjectionRecipe
 
 from .block_sensitivity import BlockSensitivity, block_sensitivity
@@ -27,6 +29,8 @@ from .source import SourceModel
 from .workbench import Workbench
 
 __all__ = ["MaskedLogits", "Measurement", "measure"]
+
+_log = logging.getLogger("wisparse")
 
 # Far from any seed that a person chooses beside the calibration's.
 _SEED_OFFSET = 1_000_003
@@ -117,10 +121,7 @@ def measure(
         calibration: where the tokens came from, as for `load_calibration`.
     """
     progress = progress or Progress(enabled=False)
-    seq_len = min(_SEQ_LEN, tokens.seq_len)
-    fresh = load_calibration(
-        calibration, source.tokenizer, source.model, _SAMPLES, seq_len, tokens.seed + _SEED_OFFSET, progress
-    )
+    fresh, text = _fresh_text(source, tokens, calibration, progress)
     with (
         MaskedLogits(source, projections, channel_scales) as logits,
         progress.stage("Measuring", fresh.num_samples) as stage,
@@ -132,5 +133,22 @@ def measure(
             bench.set_scale(name, channel_scales[name])
         with progress.stage("Block sensitivity", len(bench.groups)) as stage:
             sensitivity = block_sensitivity(bench, advance=stage.advance)
-    text = f"{fresh.num_samples} x {seq_len} tokens of {fresh.source}, another seed than the calibration's"
     return Measurement(quality, text, sensitivity)
+
+
+def _fresh_text(
+    source: SourceModel, tokens: CalibrationTokens, calibration: str | Sequence[str], progress: Progress
+) -> tuple[CalibrationTokens, str]:
+    """Tokens that were not calibrated on, and what they are in words."""
+    num_samples, seq_len = min(_SAMPLES, tokens.num_samples), min(_SEQ_LEN, tokens.seq_len)
+    seed = tokens.seed + _SEED_OFFSET
+    try:
+        fresh = load_calibration(calibration, source.tokenizer, source.model, num_samples, seq_len, seed, progress)
+    except (AccessError, CalibrationError) as error:
+        # A data set that has gone since must not cost the search's result.
+        _log.warning("quality is measured on the calibration text itself, which flatters it: %s", error)
+        ids, keep = tokens.input_ids[:num_samples, :seq_len], tokens.keep[:num_samples, :seq_len]
+        return CalibrationTokens(ids, keep, tokens.source, tokens.seed), "the calibration text itself"
+    if fresh.source == "self":
+        return fresh, "text that the model wrote, not what it was calibrated on"
+    return fresh, f"{fresh.source}, with another seed than the calibration's"

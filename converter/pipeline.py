@@ -22,16 +22,18 @@ from typing import Any
 import torch
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.card import read_inherited, render_card
+from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
-from wisparse.formats.safe_json import dump_json
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration
+from .figures import FIGURES
+from .measurement import Measurement, measure
 from .preflight import Plan, preflight
 from .progress import Progress
+from .report import render_report
 from .search import SearchResult, SearchSettings, search
 from .settings import ConvertSettings, default_output
 from .source import SourceModel, load_source
@@ -52,6 +54,7 @@ class Conversion:
     Attributes:
         folder: the bundle.
         recipe: what was decided.
+        measurement: what it costs, on fresh text.
         plan: what the preflight found.
         seconds: stage -> wall-clock seconds.
         url: where it was uploaded to, or None.
@@ -59,6 +62,7 @@ class Conversion:
 
     folder: Path
     recipe: Recipe
+    measurement: Measurement
     plan: Plan
     seconds: dict[str, float]
     url: str | None
@@ -144,17 +148,25 @@ def execute(plan: Plan, progress: Progress) -> Conversion:
             source = load_source(fetched.folder, plan.dtype, plan.device)
         tokens = plan.tokens or _self_calibration(source, settings, store, progress)
         result = search(source, tokens, _search_settings(settings), progress, store)
+        measurement = measure(
+            source,
+            tokens,
+            result.projections,
+            result.channel_scales,
+            calibration=settings.calibration,
+            progress=progress,
+        )
         del source  # the writer copies from the files and needs its memory more than a model does
         recipe = _recipe(plan, fetched, tokens, result)
         with progress.stage("Writing the bundle"):
-            folder = _write(plan, checkpoint, recipe, result)
+            folder = _write(plan, checkpoint, recipe, result, measurement)
         if isinstance(store, StateStore):
             store.remove()
     url = None
     if settings.upload_repo is not None:
         with progress.stage("Uploading"):
             url = push_bundle(folder, settings.upload_repo, settings.private)
-    return Conversion(folder, recipe, plan, dict(progress.seconds), url)
+    return Conversion(folder, recipe, measurement, plan, dict(progress.seconds), url)
 
 
 # ---------------------------------------------------------------------- state
@@ -269,10 +281,23 @@ def _recipe(plan: Plan, fetched: Source, tokens: CalibrationTokens, result: Sear
     )
 
 
-def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchResult) -> Path:
+def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchResult, measurement: Measurement) -> Path:
     settings = plan.settings
     masks = {entry.name: _mask(entry, result.channel_scales[entry.name]) for entry in recipe.projections}
-    card = render_card(recipe, read_inherited(checkpoint.folder), repo_id=settings.upload_repo)
+    report = render_report(
+        recipe,
+        plan.config,
+        quality=measurement.quality,
+        quality_text=measurement.text,
+        sensitivity=measurement.sensitivity,
+    )
+    card = render_card(
+        recipe,
+        read_inherited(checkpoint.folder),
+        evaluation=_evaluation(measurement),
+        figures=[(name, caption) for name, caption in FIGURES.items() if name in report],
+        repo_id=settings.upload_repo,
+    )
     return write_bundle(
         checkpoint,
         recipe,
@@ -280,7 +305,7 @@ def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchRes
         settings.output_dir,
         dtype=settings.dtype,
         max_shard_size=settings.max_shard_size,
-        extra_files={"README.md": card.encode(), "conversion_report.json": dump_json(_report(plan, recipe))},
+        extra_files={"README.md": card.encode(), **report},
         overwrite=settings.overwrite,
     )
 
@@ -289,17 +314,15 @@ def _mask(entry: ProjectionRecipe, channel_scale: torch.Tensor) -> ProjectionMas
     return ProjectionMask(channel_scale.detach().cpu().float().contiguous(), entry.threshold, entry.sparsity)
 
 
-def _report(plan: Plan, recipe: Recipe) -> dict[str, Any]:
-    sizes = [projection.num_parameters for projection in plan.config.projections()]
-    realised = sum(s * e.realised_sparsity for s, e in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
-    return {
-        "base_model": recipe.base_model,
-        "method": recipe.method,
-        "sparsity": recipe.sparsity,
-        "realised_sparsity": round(realised, 6),
-        "num_parameters": plan.num_parameters,
-        "projection_parameters": plan.projection_parameters,
-        "calibration": {"source": recipe.calibration.source, "num_tokens": recipe.calibration.num_tokens},
-        "search": dict(recipe.search),
-        "block_sparsities": list(recipe.block_sparsities),
-    }
+def _evaluation(measurement: Measurement) -> Evaluation:
+    found = measurement.quality.sparse
+    return Evaluation(
+        text=measurement.text,
+        num_tokens=found.num_tokens,
+        protocol="every token sparse",
+        dense_perplexity=found.dense_perplexity,
+        sparse_perplexity=found.perplexity,
+        kl=found.kl,
+        top1_agreement=found.top1_agreement,
+        realised_sparsity=measurement.quality.realised_sparsity or 0.0,
+    )

@@ -146,11 +146,12 @@ def make_report(
             "seq_len": recipe.calibration.seq_len,
             "seed": recipe.calibration.seed,
         },
-        "quality": None if quality is None else {"text": quality_text, **quality.to_dict()},
+        "quality": None if quality is None else {"text": quality_text, **_rounded(quality.to_dict())},
         "quality_against_sparsity": [
-            {"sparsity": sparsity, **found.to_dict()} for sparsity, found in sorted(curve, key=lambda point: point[0])
+            {"sparsity": sparsity, **_rounded(found.to_dict())}
+            for sparsity, found in sorted(curve, key=lambda point: point[0])
         ],
-        "block_sensitivity": None if sensitivity is None else sensitivity.to_dict(),
+        "block_sensitivity": None if sensitivity is None else _rounded(sensitivity.to_dict()),
         "search": _thinned(dict(recipe.search)),
         "blocks": blocks,
         "units": {
@@ -170,6 +171,14 @@ def _mean(projections: Sequence[Projection], decided: Mapping[str, Any], key: st
 def _number(value: float) -> float:
     # Six digits are more than any of these figures has, and easier on the eye.
     return float(f"{value:.6g}")
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _rounded(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_rounded(entry) for entry in value]
+    return _number(value) if isinstance(value, float) else value
 
 
 def _thinned(value: Any) -> Any:

@@ -85,7 +85,7 @@ def test_report_agrees_with_the_recipe() -> None:
     both = (attention * block["self_attn"] + mlp * block["mlp"]) / (attention + mlp)
     assert block["sparsity"] == pytest.approx(both, rel=1e-5)
     assert report["quality"]["text"] == "held out"
-    assert report["block_sensitivity"]["kl"][2] == (0.04,) * 3
+    assert report["block_sensitivity"]["kl"][2] == [0.04] * 3
 
 
 def test_report_is_the_same_twice_and_plain_json() -> None:

@@ -167,6 +167,8 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
 
 
 def _print_conversion(conversion: Conversion, as_json: bool) -> None:
+    from wisparse.converter.report import verdict
+
     recipe, plan = conversion.recipe, conversion.plan
     sizes = [projection.num_parameters for projection in plan.config.projections()]
     realised = sum(n * e.realised_sparsity for n, e in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
@@ -175,6 +177,7 @@ def _print_conversion(conversion: Conversion, as_json: bool) -> None:
             "bundle": str(conversion.folder),
             "url": conversion.url,
             "realised_sparsity": realised,
+            "quality": conversion.measurement.quality.to_dict(),
             "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
             "recipe": recipe.to_dict(),
         }
@@ -186,6 +189,7 @@ def _print_conversion(conversion: Conversion, as_json: bool) -> None:
         ("bundle", str(conversion.folder)),
         ("sparsity", f"{recipe.sparsity:.1%} asked for, {realised:.1%} on the calibration tokens"),
         ("by block", f"{min(blocks):.1%} to {max(blocks):.1%}"),
+        ("quality", verdict(recipe.sparsity, conversion.measurement.quality)),
         ("alpha", f"{min(alphas):g} to {max(alphas):g}"),
         ("calibration", f"{recipe.calibration.source}, {recipe.calibration.num_tokens:,} tokens"),
         (

@@ -1,0 +1,122 @@
+"""What a conversion measures at its end, against the runtime's own figures and against the model taken apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from bundle_maker import make_bundle
+
+from wisparse.converter import measurement
+from wisparse.converter.block_sensitivity import block_sensitivity
+from wisparse.converter.calibration import CalibrationTokens
+from wisparse.converter.divergence import kl_rows
+from wisparse.converter.measurement import MaskedLogits, measure
+from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.workbench import Workbench
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import AccessError
+from wisparse.runtime.loader import load
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("measurement") / "bundle", 0.5)
+
+
+@pytest.fixture(scope="module")
+def source(example_model: Path) -> SourceModel:
+    return load_source(example_model, dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def found(bundle: Path) -> Any:
+    """A search's outcome, read from a bundle."""
+    opened = Bundle.open(bundle)
+    return SimpleNamespace(
+        projections={entry.name: entry for entry in opened.recipe.projections},
+        channel_scales={name: mask.channel_scale for name, mask in opened.masks.items()},
+    )
+
+
+def tokens(samples: int = 3, length: int = 24) -> CalibrationTokens:
+    ids = torch.randint(4, 8000, (samples, length), generator=torch.Generator().manual_seed(1))
+    return CalibrationTokens.from_rows(ids.tolist(), "self", 0)
+
+
+@pytest.mark.parametrize("start", [0, 11, 24])
+def test_masked_logits_are_the_runtimes(source: SourceModel, found: Any, bundle: Path, start: int) -> None:
+    ids = tokens(1).input_ids[0]
+    with load(bundle, backend="torch", dtype="float32") as model:
+        model.decoder.measure_sparsity(True)
+        expected = model.decoder.logits(ids, start)
+        realised = model.decoder.realised_sparsity()
+    with MaskedLogits(source, found.projections, found.channel_scales) as logits:
+        logits.measure_sparsity(True)
+        torch.testing.assert_close(logits(ids, start), expected, atol=2e-3, rtol=1e-3)
+        if start < len(ids):
+            assert logits.realised_sparsity() == pytest.approx(realised, abs=1e-4)
+        logits.measure_sparsity(False)
+        assert logits.realised_sparsity() is None
+    plain = source.model(input_ids=ids[None]).logits[0]
+    assert torch.equal(plain, source.model(input_ids=ids[None]).logits[0])  # the masks are off again
+
+
+def test_measure(source: SourceModel, found: Any) -> None:
+    first, second = (measure(source, tokens(), found.projections, found.channel_scales) for _ in range(2))
+    assert first == second
+    assert first.text == "text that the model wrote, not what it was calibrated on"
+    assert first.quality.sparse.num_tokens == 3 * 24
+    assert 0.01 < first.quality.sparse.kl < 3
+    assert first.quality.realised_sparsity == pytest.approx(0.5, abs=0.15)
+    assert [len(row) for row in first.sensitivity.kl] == [6, 6, 6]
+    assert all(low < high for low, high in zip(first.sensitivity.kl[0], first.sensitivity.kl[2], strict=True))
+
+
+def test_a_data_set_that_went_away_does_not_cost_the_search(
+    source: SourceModel, found: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gone(*_: object) -> None:
+        raise AccessError("no network")
+
+    monkeypatch.setattr(measurement, "load_calibration", gone)
+    result = measure(source, tokens(), found.projections, found.channel_scales, calibration=["org/corpus"])
+    assert result.text == "the calibration text itself"
+    assert "flatters it: no network" in caplog.text
+
+
+def test_block_sensitivity_by_hand(source: SourceModel, found: Any) -> None:
+    level, index = 0.5, 2
+    with Workbench(source, tokens(), batch_size=2) as bench:
+        for name in bench.names:
+            bench.set_scale(name, found.channel_scales[name])
+        sensitivity = block_sensitivity(bench, (level,))
+    names = [name for name in source.projections if f".{index}." in name]
+    ids, keep = tokens().input_ids, tokens().keep
+    inputs: dict[str, torch.Tensor] = {}
+    hooks = [
+        source.projections[name].register_forward_pre_hook(lambda _, args, name=name: inputs.update({name: args[0]}))
+        for name in names
+    ]
+    dense = source.model(input_ids=ids).logits
+    for hook in hooks:
+        hook.remove()
+    hooks = []
+    for name in names:
+        scale = found.channel_scales[name]
+        threshold = torch.quantile((inputs[name][keep].abs() * scale).flatten(), level)
+
+        def drop(_: Any, args: Any, scale: Any = scale, threshold: Any = threshold) -> Any:
+            kept = (args[0].abs() * scale >= threshold) | ~keep[..., None]
+            return (torch.where(kept, args[0], 0.0),)
+
+        hooks.append(source.projections[name].register_forward_pre_hook(drop))
+    sparse = source.model(input_ids=ids).logits
+    for hook in hooks:
+        hook.remove()
+    expected = kl_rows(dense[keep].log_softmax(-1), sparse[keep]).mean()
+    assert sensitivity.num_tokens == int(keep.sum())
+    assert sensitivity.kl[0][index] == pytest.approx(float(expected), rel=0.02)
