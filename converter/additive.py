@@ -43,7 +43,8 @@ def interpolate(levels: Sequence[float], damages: Sequence[float], *, step: floa
         slope = (y1 - y0) / (x1 - x0)
         if x < x0:
             slope = max(slope, 1.0)
-        curve.append((s, math.exp(y0 + slope * (x - x0))))
+        # Two measurements of one size meet within a rounding error: the curve does not fall there either.
+        curve.append((s, max(math.exp(y0 + slope * (x - x0)), curve[-1][1])))
     return curve
 
 

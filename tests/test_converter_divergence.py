@@ -1,0 +1,76 @@
+"""KL, perplexity and agreement."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tiny_source import tiny_source, tiny_tokens
+
+from wisparse.converter.divergence import DenseReference, evaluate, kl_rows
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.masking import MaskedModel
+
+
+def test_kl_is_torchs() -> None:
+    p, q = torch.randn(5, 11).log_softmax(-1), torch.randn(5, 11)
+    expected = torch.nn.functional.kl_div(q.log_softmax(-1), p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(kl_rows(p, q), expected)
+    torch.testing.assert_close(kl_rows(p, p + 3.0), torch.zeros(5), atol=1e-6, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    source, tokens = tiny_source(), tiny_tokens(6)
+    masked = MaskedModel(source.projections)
+    for name, module in source.projections.items():
+        masked.set_scale(name, torch.ones(module.in_features))
+    yield source, tokens, masked
+    masked.close()
+
+
+@pytest.mark.parametrize(("limit", "tolerance"), [(1 << 30, 2e-4), (0, 1e-6)], ids=["float16", "hidden state"])
+def test_both_compact_forms_give_the_kl_of_the_whole_model(setting, limit: int, tolerance: float) -> None:
+    source, tokens, masked = setting
+    flow = BlockFlow(source.model, source.blocks, tokens.input_ids, tokens.keep, batch_size=4)
+    reference = DenseReference(flow, limit_bytes=limit)
+    assert reference.exact == (limit == 0)
+    masked.clear()
+    dense = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
+    for batch, hidden in enumerate(flow.start()):
+        reference.add(batch, flow.finish(0, batch, hidden))
+    assert reference.kl(flow.start()) == pytest.approx(0, abs=1e-6)
+    masked.set_thresholds(dict.fromkeys(source.projections, 0.5))
+    sparse = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
+    expected = float((dense.exp() * (dense - sparse)).sum(-1)[tokens.keep].mean())
+    assert expected > 0.01
+    assert reference.kl(flow.start()) == pytest.approx(expected, rel=tolerance)
+    masked.clear()
+
+
+def test_dense_against_itself(setting) -> None:
+    source, tokens, masked = setting
+    found = evaluate(source.model, masked, tokens.input_ids, dict.fromkeys(source.projections, 0.0), batch_size=4)
+    assert (found.kl, found.top1_agreement, found.realised_sparsity) == (pytest.approx(0, abs=1e-7), 1.0, 0.0)
+    assert found.perplexity == pytest.approx(found.dense_perplexity)
+    logits = source.model(input_ids=tokens.input_ids).logits
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens.input_ids[:, 1:].flatten())
+    assert found.perplexity == pytest.approx(math.exp(loss), rel=1e-5)
+    assert found.num_tokens == tokens.input_ids.numel()
+
+
+def test_half_measures_the_second_half_after_a_dense_first(setting) -> None:
+    source, tokens, masked = setting
+    thresholds = dict.fromkeys(source.projections, 0.5)
+    half = evaluate(source.model, masked, tokens.input_ids, thresholds, prefill="half")
+    whole = evaluate(source.model, masked, tokens.input_ids, thresholds)
+    assert half.num_tokens == whole.num_tokens // 2
+    masked.set_thresholds(thresholds)
+    masked.dense_tokens = (torch.arange(24) < 12).expand(6, -1)
+    sparse = source.model(input_ids=tokens.input_ids).logits[:, 12:].log_softmax(-1)
+    masked.dense_tokens = None
+    masked.clear()
+    dense = source.model(input_ids=tokens.input_ids).logits[:, 12:].log_softmax(-1)
+    assert half.kl == pytest.approx(float((dense.exp() * (dense - sparse)).sum(-1).mean()), rel=1e-5)
+    assert 0 < half.realised_sparsity < 1

@@ -1,0 +1,132 @@
+"""Column norms, scales, quantiles and the capture of a block's inputs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_source import tiny_source, tiny_tokens
+
+from wisparse.converter import statistics
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.statistics import block_inputs, channel_scale, score_quantiles, weight_norm
+from wisparse.converter.workbench import Workbench
+
+
+def dropped(scores: torch.Tensor, threshold: float) -> float:
+    return float((scores < threshold).double().mean())
+
+
+def test_weight_norm_is_the_l2_norm_of_columns() -> None:
+    norm = weight_norm(torch.tensor([[3.0, 0.0], [4.0, 2.0]], dtype=torch.bfloat16))
+    assert norm.dtype == torch.float32
+    assert norm.tolist() == [5.0, 2.0]
+
+
+def test_channel_scale_has_geometric_mean_one() -> None:
+    norm = torch.rand(100) + 0.01
+    assert float(channel_scale(norm, 0.7).log().mean()) == pytest.approx(0, abs=1e-6)
+    assert torch.equal(channel_scale(norm, 0.0), torch.ones(100))
+    torch.testing.assert_close(channel_scale(5000 * norm, 1.3), channel_scale(norm, 1.3))
+
+
+def test_a_zero_column_is_safe() -> None:
+    scale = channel_scale(torch.tensor([0.0, 2.0, 8.0]), 1.0)
+    assert scale.tolist() == pytest.approx([1e-4, 0.5, 2.0])
+    assert torch.isfinite(channel_scale(torch.zeros(4), 1.5)).all()
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 24], ids=["counting", "sorting"])
+@given(
+    values=st.lists(st.floats(0, 2.0**100, width=32), min_size=1, max_size=60),
+    sparsities=st.lists(st.floats(0, 0.95), min_size=1, max_size=8),
+)
+def test_quantiles_come_as_close_as_the_values_allow(limit: int, values: list[float], sparsities: list[float]) -> None:
+    scores = torch.tensor(values, dtype=torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(statistics, "_SORT_LIMIT", limit)
+        thresholds = score_quantiles(list(scores.split(7)), sparsities)
+    possible = [dropped(scores, t) for t in [0.0, *values, *(torch.nextafter(scores, scores + 1).tolist())]]
+    for sparsity, threshold in zip(sparsities, thresholds, strict=True):
+        off = abs(dropped(scores, threshold) - sparsity)
+        assert off <= min(abs(p - sparsity) for p in possible) + 1e-9
+        assert torch.tensor(threshold, dtype=torch.float32).item() == threshold
+
+
+def test_without_ties_the_target_is_met_within_one_value() -> None:
+    scores = torch.rand(1000, 37)
+    levels = [0.0, 0.005, 0.3, 0.5, 0.777, 0.95]
+    for level, threshold in zip(levels, score_quantiles([scores], levels), strict=True):
+        assert abs(dropped(scores, threshold) - level) <= 1 / scores.numel()
+
+
+def test_sorting_and_counting_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores = [torch.randn(50, 8).abs().bfloat16().float() for _ in range(3)]
+    levels = [i / 20 for i in range(19)]
+    sorted_ = score_quantiles(scores, levels)
+    monkeypatch.setattr(statistics, "_SORT_LIMIT", 0)
+    assert score_quantiles(scores, levels) == sorted_
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+def test_the_flow_of_blocks_is_the_model(kind: str) -> None:
+    # A sliding window in some blocks: what a block is called with differs from block to block.
+    changes = {} if kind == "llama" else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    source, tokens = tiny_source(kind, **changes), tiny_tokens(5)
+    flow = BlockFlow(source.model, source.blocks, tokens.input_ids, tokens.keep, batch_size=2)
+    expected = source.model(input_ids=tokens.input_ids, use_cache=False).logits
+    got = torch.cat([flow.logits(flow.finish(0, batch, h)) for batch, h in enumerate(flow.start())])
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+    hidden = flow.step(0, flow.start())
+    again = torch.cat([flow.logits(flow.finish(1, batch, h)) for batch, h in enumerate(hidden)])
+    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+    assert flow.num_counted == 5 * 23
+
+
+def test_block_inputs_are_what_the_projections_read() -> None:
+    source, tokens = tiny_source(), tiny_tokens(4)
+    caught: dict[str, torch.Tensor] = {}
+    handles = [
+        m.register_forward_pre_hook(lambda m, a, n=n: caught.__setitem__(n, a[0]))
+        for n, m in source.projections.items()
+    ]
+    source.model(input_ids=tokens.input_ids)
+    for handle in handles:
+        handle.remove()
+    with Workbench(source, tokens, batch_size=3) as bench:
+        for view in bench.blocks():
+            assert list(view.inputs) == bench.groups[view.index]
+            for name, x in view.inputs.items():
+                torch.testing.assert_close(x, caught[name][tokens.keep])
+            q, k = view.names[:2]
+            assert view.inputs[q] is view.inputs[k]
+
+
+def test_an_error_counts_only_the_tokens_that_count() -> None:
+    source, tokens = tiny_source(), tiny_tokens(4)
+    with Workbench(source, tokens) as bench:
+        for name in bench.names:
+            bench.set_scale(name, torch.ones(source.projections[name].in_features))
+        view = next(bench.blocks())
+        assert view.error(dict.fromkeys(view.names, 0.0)) == 0.0
+        thresholds = {name: view.threshold(name, bench.scales[name], 0.5) for name in view.names}
+        error = view.error(thresholds)
+        assert error > 0
+        # By hand: the first token of every sequence dense and not counted.
+        bench.masked.set_thresholds(thresholds)
+        bench.masked.dense_tokens = ~tokens.keep
+        out = bench.flow.block(0, 0, view.hidden[0])
+        assert error == pytest.approx(float((out - view.out[0])[tokens.keep].square().mean()), rel=1e-5)
+
+
+def test_projections_without_a_mask_are_observed_only_within_the_context() -> None:
+    source, tokens = tiny_source(), tiny_tokens(2)
+    flow = BlockFlow(source.model, source.blocks, tokens.input_ids, tokens.keep)
+    with MaskedModel(source.projections) as masked:
+        names = list(source.projections)[:7]
+        inputs, out = block_inputs(flow, masked, 0, flow.start(), names)
+        torch.testing.assert_close(out[0], flow.block(0, 0, flow.start()[0]))
+        assert set(inputs) == set(names)
+        assert masked._observer is None
