@@ -1,0 +1,86 @@
+"""Tokens of an ONNX export in onnxruntime-genai and in optimum-onnx, against the tokens of our runtime.
+
+    python benchmarks/onnx_peers.py EXPORT TOKENS.json
+
+Neither is installed beside this project: optimum-onnx wants an older transformers. So this file imports nothing of
+ours. In an environment with onnxruntime-genai and optimum-onnx it compares an exported folder with the prompts and
+answers that ``benchmarks/onnx_export.py --tokens TOKENS.json`` wrote. The last line is JSON; exit code 1 if any
+differs.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def genai_tokens(folder: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens of onnxruntime-genai, up to and without the end token."""
+    import onnxruntime_genai as genai
+
+    model = genai.Model(folder)
+    answers = []
+    for prompt in prompts:
+        params = genai.GeneratorParams(model)
+        params.set_search_options(max_length=len(prompt) + count, do_sample=False)
+        generator = genai.Generator(model, params)
+        generator.append_tokens(np.array([prompt], dtype=np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        answers.append([int(token) for token in generator.get_sequence(0)[len(prompt) :]])
+    return answers
+
+
+def optimum_tokens(folder: str, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """Greedy tokens of optimum-onnx, all prompts in one batch, padded on the left."""
+    import torch
+    from optimum.onnxruntime import ORTModelForCausalLM
+
+    model = ORTModelForCausalLM.from_pretrained(folder)
+    # optimum-onnx 0.1 takes hidden_size / num_attention_heads for the size of a head, and for some architectures one
+    # key head per query head; what the model says itself is right.
+    shape = next(value for value in model.session.get_inputs() if value.name == "past_key_values.0.key").shape
+    model.num_key_value_heads, model.embed_size_per_head = shape[1], shape[3]
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    out = model.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=count,
+        min_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return out[:, longest:].tolist()
+
+
+def until_end(tokens: list[int], ends: list[int]) -> list[int]:
+    """Tokens before the first end token."""
+    return next((tokens[:i] for i, token in enumerate(tokens) if token in ends), tokens)
+
+
+def main() -> None:
+    folder, expected_file = sys.argv[1:]
+    expected = json.loads(Path(expected_file).read_text())
+    prompts, answers, count = expected["prompts"], expected["answers"], len(expected["answers"][0])
+    ends = json.loads((Path(folder) / "genai_config.json").read_text())["model"].get("eos_token_id", [])
+    ends = ends if isinstance(ends, list) else [ends]
+    report: dict[str, Any] = {"folder": Path(folder).name, "prompts": len(prompts), "tokens": count}
+    report["optimum_onnx"] = optimum_tokens(folder, prompts, count) == answers
+    found = [until_end(tokens, ends) for tokens in genai_tokens(folder, prompts, count)]
+    report["onnxruntime_genai"] = found == [until_end(tokens, ends) for tokens in answers]
+    for package in ("onnxruntime", "onnxruntime-genai", "optimum-onnx", "transformers"):
+        report[f"{package} version"] = importlib.metadata.version(package)
+    print(json.dumps(report))
+    sys.exit(0 if report["optimum_onnx"] and report["onnxruntime_genai"] else 1)
+
+
+if __name__ == "__main__":
+    main()
