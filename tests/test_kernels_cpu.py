@@ -25,6 +25,7 @@ SHAPES = ((1, 1), (5, 7), (33, 8), (31, 9), (64, 17), (97, 130), (352, 256))
 
 @pytest.fixture(autouse=True)
 def two_threads() -> Iterator[None]:
+    """Tests may set their own number."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

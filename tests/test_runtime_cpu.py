@@ -1,0 +1,310 @@
+"""The CPU decoder gives what the reference decoder gives, alone and in a batch, on any number of threads."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from bundle_maker import make_bundle
+from runtime_models import make_checkpoint
+from torch import Tensor
+
+import wisparse
+from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
+from wisparse.runtime.cpu_decoder import CpuDecoder
+from wisparse.runtime.cpu_weights import read_matrix
+from wisparse.runtime.decoder import make_decoder
+from wisparse.runtime.model import Model
+from wisparse.runtime.torch_decoder import TorchDecoder
+
+# Every feature once: biases, odd head sizes, rotary scalings, windows, head norms, fused and untied weights.
+VARIANTS = (
+    "llama-bias",
+    "llama-head-dim",
+    "llama-3.1",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "phi3-window",
+    "phi3-partial",
+    "phi3-long",
+)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for each other on more threads; tests about threads set their own number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tiny_bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+    bundles = {}
+    for variant in VARIANTS:
+        folder = tmp_path_factory.mktemp(variant)
+        bundles[variant] = Bundle.open(make_bundle(make_checkpoint(variant, folder / "source"), folder / "bundle"))
+    return bundles
+
+
+@pytest.fixture(scope="module")
+def example_bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("cpu") / "bundle", 0.4)
+
+
+def dense(bundle: Bundle) -> Bundle:
+    """The same weights without masks."""
+    masks = {name: ProjectionMask(mask.channel_scale, 0.0, 0.0) for name, mask in bundle.masks.items()}
+    return dataclasses.replace(bundle, masks=masks)
+
+
+def cpu_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1, **settings: str) -> CpuDecoder:
+    return CpuDecoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch, **settings)
+
+
+def torch_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1) -> TorchDecoder:
+    return TorchDecoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch)
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(3, 101, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def decode_all(decoder: CpuDecoder | TorchDecoder, prompts: list[Tensor], steps: Tensor) -> Tensor:
+    """Prefill every slot, then feed ``steps`` (S, B); the logits (S, B, V)."""
+    for slot, prompt in enumerate(prompts):
+        decoder.prefill(slot, prompt, len(prompt))
+    return torch.stack([decoder.decode(step).clone() for step in steps])
+
+
+PROMPTS = [tokens(5, seed=1), tokens(28, seed=2), tokens(12, seed=3)]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decodes_as_the_reference_does(tiny_bundles: dict[str, Bundle], variant: str) -> None:
+    steps = tokens(25, 3)  # crosses the window, and for phi3-long the switch of the rotary factors
+    bundle = dense(tiny_bundles[variant])
+    mine = decode_all(cpu_decoder(bundle, max_batch=3), PROMPTS, steps)
+    wanted = decode_all(torch_decoder(bundle, max_batch=3), PROMPTS, steps)
+    torch.testing.assert_close(mine, wanted, atol=3e-4, rtol=1e-4)
+    # With masks a score at its threshold may fall on either side, which moves that sequence's logits from there on:
+    # most of them must agree all the same.
+    mine = decode_all(cpu_decoder(tiny_bundles[variant], max_batch=3), PROMPTS, steps)
+    wanted = decode_all(torch_decoder(tiny_bundles[variant], max_batch=3), PROMPTS, steps)
+    close = ((mine - wanted).abs().amax(-1) < 3e-4).float().mean()
+    assert close > 0.6
+    assert not torch.allclose(wanted, decode_all(torch_decoder(bundle, max_batch=3), PROMPTS, steps), atol=0.01)
+
+
+def test_greedy_tokens_of_the_real_model_equal_the_references(example_bundle: Path) -> None:
+    prompts = ["def f(", ">>> 12 + 30\n", "import os\n\n\nclass ", "for i in range(10):\n", "x = [1, 2", "# The "]
+    models = [
+        wisparse.load(example_bundle, dtype="float32", backend=backend, max_seq_len=256)
+        for backend in ("numba", "torch")
+    ]
+    for policy in ("dense", "half"):
+        mine, wanted = (
+            [model.generate(prompt, max_new_tokens=24, prefill=policy).token_ids for prompt in prompts]
+            for model in models
+        )
+        assert mine == wanted
+
+
+@pytest.mark.parametrize(("dtype", "weights"), [(torch.float32, "native"), (torch.bfloat16, "int8")])
+def test_bits_depend_neither_on_the_batch_nor_on_threads(
+    tiny_bundles: dict[str, Bundle], dtype: torch.dtype, weights: str
+) -> None:
+    bundle = tiny_bundles["llama-bias"]
+    steps = tokens(12, 3)
+    results = []
+    for threads, together in ((1, True), (2, True), (3, False), (6, True)):
+        decoder = cpu_decoder(bundle, dtype, max_batch=3, weights=weights)
+        torch.set_num_threads(1)  # the prefill is torch's, and its bits may depend on them
+        for slot, prompt in enumerate(PROMPTS):
+            decoder.prefill(slot, prompt, len(prompt))
+        torch.set_num_threads(threads)
+        rows = []
+        for step in steps:
+            if together:
+                rows.append(decoder.decode(step).clone())
+            else:  # a negative id is an idle row
+                alone = [decoder.decode(torch.where(torch.arange(3) == slot, step, -1)).clone() for slot in range(3)]
+                rows.append(torch.stack([alone[slot][slot] for slot in range(3)]))
+        assert decoder.lengths == [len(prompt) + 12 for prompt in PROMPTS]
+        results.append(torch.stack(rows))
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_no_worse_than_the_references(example_bundle: Path, dtype: torch.dtype) -> None:
+    bundle = dense(Bundle.open(example_bundle))
+    steps, prompt = tokens(20, 1), tokens(16, seed=5)
+    exact = decode_all(torch_decoder(bundle), [prompt], steps)
+    mine = (decode_all(cpu_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
+    theirs = (decode_all(torch_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
+    assert 0 < mine < theirs
+
+
+def test_int8_decodes_the_weights_it_prefills_with(tiny_bundles: dict[str, Bundle]) -> None:
+    for variant in ("llama-bias", "phi3-partial"):
+        decoder = cpu_decoder(dense(tiny_bundles[variant]), weights="int8")
+        sequence = tokens(20, seed=4)
+        whole = decoder.logits(sequence, len(sequence))
+        decoder.prefill(0, sequence[:1], 1)
+        stepwise = torch.stack([decoder.decode(token[None])[0].clone() for token in sequence[1:]])
+        torch.testing.assert_close(stepwise, whole[1:], atol=3e-4, rtol=1e-4)
+
+
+def test_int8_costs_little_quality(example_bundle: Path) -> None:
+    bundle = dense(Bundle.open(example_bundle))
+    sequence = tokens(90, seed=6)
+    full = torch_decoder(bundle).logits(sequence, 90).log_softmax(-1)
+    rounded = cpu_decoder(bundle, weights="int8").logits(sequence, 90).log_softmax(-1)
+    divergence = (full.exp() * (full - rounded)).sum(-1).mean()
+    assert 0 < divergence < 0.01
+
+
+def test_int8_refuses_weights_that_are_not_finite(
+    tiny_bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bundle = tiny_bundles["llama-bias"]
+    name = "model.layers.0.mlp.up_proj.weight"
+    weight = bundle.checkpoint.tensor(name)
+    weight[7, 3] = float("inf")  # what a larger weight becomes in float16
+    monkeypatch.setattr(type(bundle.checkpoint), "chunks", lambda *_: iter([weight.flatten()]))
+    with pytest.raises(BundleError, match="row 7"):
+        read_matrix(bundle, name, torch.float32, "int8", transposed=True)
+
+
+def test_counts_what_the_reference_counts(tiny_bundles: dict[str, Bundle]) -> None:
+    decoders = [make(tiny_bundles["qwen3"], max_batch=3) for make in (cpu_decoder, torch_decoder)]
+    assert decoders[0].realised_sparsity() is None
+    for decoder in decoders:
+        decoder.measure_sparsity(True)
+        decoder.prefill(0, PROMPTS[0], 2)
+        decode_all(decoder, PROMPTS, tokens(6, 3))
+    mine, wanted = (decoder.realised_sparsity() for decoder in decoders)
+    assert mine == pytest.approx(wanted, abs=2e-3)
+    torch.set_num_threads(3)  # a larger team keeps what was counted
+    decoders[0].decode(tokens(3))
+    assert decoders[0].realised_sparsity() == pytest.approx(wanted, abs=2e-2)
+    decoders[0].measure_sparsity(False)
+    assert decoders[0].realised_sparsity() is None
+
+
+def test_a_full_slot_ends_cleanly(tiny_bundles: dict[str, Bundle]) -> None:
+    decoder = cpu_decoder(tiny_bundles["llama-3.1"], max_batch=2)
+    decoder.prefill(0, tokens(99), 99)
+    decoder.prefill(1, tokens(5), 5)
+    decoder.decode(tokens(2))
+    with pytest.raises(ContextLengthError, match="slot 0 is full"):
+        decoder.decode(tokens(2))
+    assert decoder.lengths == [100, 6]
+    after = decoder.decode(torch.tensor([-1, 7]))[1].clone()
+    decoder.prefill(1, tokens(5), 5)
+    decoder.decode(torch.tensor([-1, int(tokens(2)[1])]))
+    assert torch.equal(decoder.decode(torch.tensor([-1, 7]))[1], after)
+    with pytest.raises(ContextLengthError):
+        decoder.prefill(0, tokens(101), 101)
+
+
+def test_is_the_default_on_cpus(tiny_bundles: dict[str, Bundle]) -> None:
+    settings = {"device": CPU, "max_seq_len": 50}
+    assert isinstance(make_decoder(tiny_bundles["qwen3"], dtype=torch.float32, **settings), CpuDecoder)
+    int8 = make_decoder(tiny_bundles["qwen3"], dtype=torch.float32, weights="int8", **settings)
+    assert isinstance(int8, CpuDecoder)
+    int8.close()
+    int8.close()
+    config = tiny_bundles["qwen3"].config
+    assert "float64" in (CpuDecoder.refusal(config, CPU, torch.float64, "native") or "")
+    assert "cuda" in (CpuDecoder.refusal(config, torch.device("cuda"), torch.float32, "native") or "")
+
+
+@pytest.fixture(scope="module")
+def model(example_bundle: Path) -> Model:
+    return wisparse.load(example_bundle, max_seq_len=256, max_batch=2)
+
+
+def test_threads_and_broken_streams_leave_the_model_right(model: Model) -> None:
+    assert model.decoder.name == "numba"
+    prompts = ["def f(", "import ", ">>> 2 + 2\n", "class A"]
+    wanted = [model.generate(prompt, max_new_tokens=12).token_ids for prompt in prompts]
+    stream = model.stream("def g(", max_new_tokens=50)
+    next(stream)
+    with pytest.raises(UsageError, match="unfinished"):
+        model.generate("x")
+    stream.close()
+    found: dict[int, tuple[int, ...]] = {}
+
+    def work(index: int) -> None:
+        found[index] = model.generate(prompts[index], max_new_tokens=12).token_ids
+
+    workers = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [found[index] for index in range(4)] == wanted
+    assert [answer.token_ids for answer in model.generate(prompts, max_new_tokens=12)] == wanted
+
+
+def test_two_thousand_prompts_leak_nothing(tiny_bundles: dict[str, Bundle]) -> None:
+    decoder = cpu_decoder(tiny_bundles["qwen3"], max_batch=2)
+
+    def prompts(count: int) -> int:
+        for index in range(count):
+            decoder.prefill(index % 2, tokens(3 + index % 7), 0)
+            decoder.decode(tokens(2, seed=index))
+        return psutil.Process().memory_info().rss
+
+    before = prompts(500)
+    assert prompts(2000) - before < 4 << 20
+
+
+@pytest.mark.slow
+def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
+    script = """
+import json, resource, sys, torch
+from wisparse.formats.bundle import Bundle
+from wisparse.runtime.cpu_decoder import CpuDecoder
+bundle = Bundle.open(sys.argv[1])
+settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8)
+from wisparse.kernels.cpu import quantize, transpose
+from wisparse.kernels.cpu_threads import prepare
+for region in ("step_float32", "step_int8_float32"):
+    prepare(region)
+transpose(torch.zeros(8, 8)), quantize(torch.zeros(8, 8))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+decoder = CpuDecoder(bundle, weights=sys.argv[2], **settings)
+decoder.prefill(0, torch.tensor([5, 6]), 2)
+decoder.decode(torch.tensor([7]))
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps([(after - before) * 1024, sum(info.nbytes for info in bundle.checkpoint.tensors.values())]))
+"""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "vocab_size": 101}
+    config = AutoConfig.for_model("llama", num_attention_heads=8, **settings)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
+    bundle = make_bundle(tmp_path / "source", tmp_path / "bundle")
+    for weights, share in (("native", 1.0), ("int8", 0.25)):
+        done = subprocess.run(
+            [sys.executable, "-c", script, bundle, weights], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        grown, size = json.loads(done.stdout)
+        assert size > 250e6
+        # Beside the weights: pieces in flight, and for int8 one widened matrix.
+        assert grown < share * size + 60e6
