@@ -1,4 +1,4 @@
-"""Small checkpoints of every architecture, and bundles with thresholds that really drop half of the channels."""
+"""Bundles with thresholds that really drop half of the channels."""
 
 from __future__ import annotations
 
@@ -11,72 +11,6 @@ from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import write_bundle
-
-# model_type -> what makes it differ from a plain Llama; every feature of the architecture table appears.
-VARIANTS: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True},
-    "llama-scaled": {
-        "attention_bias": True,
-        "mlp_bias": True,
-        "head_dim": 24,
-        "rope_parameters": {
-            "rope_type": "llama3",
-            "rope_theta": 10000.0,
-            "factor": 4.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 64,
-        },
-    },
-    "mistral": {"sliding_window": 7},
-    "qwen2": {},
-    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
-    "phi3": {},
-    "phi3-long": {
-        "original_max_position_embeddings": 32,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "rope_theta": 10000.0,
-            "short_factor": [1.0 + 0.1 * i for i in range(8)],
-            "long_factor": [2.0 + 0.2 * i for i in range(8)],
-            "original_max_position_embeddings": 32,
-        },
-    },
-}
-
-
-def make_checkpoint(variant: str, out: Path, seed: int = 0) -> Path:
-    """A model of 2 blocks with random weights, saved as transformers saves it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        variant.split("-")[0],
-        vocab_size=99,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        **VARIANTS[variant],
-    )
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            # The initial weights are so small that every token gives nearly the same logits, and zero biases hide a
-            # forgotten bias.
-            if name.endswith("norm.weight"):
-                parameter.uniform_(0.5, 1.5)
-            elif parameter.dim() == 2 and "embed" not in name:
-                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
-            else:
-                parameter.normal_(std=0.5)
-    model.save_pretrained(out)
-    return out
 
 
 @torch.inference_mode()

@@ -15,8 +15,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
+
+import pytest
+from huggingface_hub import constants
 
 TOKEN = "hf_test_token_of_alice"
 READ_TOKEN = "hf_test_token_that_reads"
@@ -95,6 +99,18 @@ class HubStandIn:
 
     def seen(self, pattern: str) -> list[Request]:
         return [request for request in self.requests if re.search(pattern, f"{request.method} {request.path}")]
+
+
+def point_client_at(server: HubStandIn, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make huggingface_hub in this process talk to the stand-in, as ``TOKEN``'s owner, with a cache of its own."""
+    template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    # Waiting between two attempts is not what is tested.
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
 
 
 class _Dropped(Exception):

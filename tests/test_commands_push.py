@@ -10,9 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from bundle_maker import make_bundle, make_checkpoint
-from hub_standin import TOKEN, Fault, HubStandIn
+from bundle_maker import make_bundle
+from hub_standin import TOKEN, Fault, HubStandIn, point_client_at
+from huggingface_hub import constants
+from runtime_models import make_checkpoint
 
+from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 
 
@@ -61,25 +64,47 @@ def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: P
     assert "it/s" not in inspected.stderr + empty.stderr  # progress bars are for terminals
 
 
-def test_a_failed_push_exits_with_7_and_keeps_the_bundle(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
-    # A refusal, not a passing failure: those are waited for, which takes the better part of a minute.
-    standin.faults.append(Fault(r"POST .*/commit/", 403, times=99))
-    failed = wisparse(standin, tmp_path / "home", "push", bundle, "alice/tiny-50")
-    assert failed.returncode == 7, failed.stderr
-    assert failed.stderr.rstrip().endswith(f"repeat with: wisparse push {bundle} alice/tiny-50")
-    assert "Traceback" not in failed.stderr
-    Bundle.open(bundle)
+def in_process(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
+    """Exit code and stderr of the command line."""
+    with pytest.raises(SystemExit) as caught:
+        main([str(arg) for arg in args])
+    return int(caught.value.code or 0), capsys.readouterr().err
 
 
-def test_permission_comes_before_everything_else(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
-    refused = wisparse(standin, tmp_path / "home", "push", bundle, "bob/tiny-50")
-    assert refused.returncode == 4, refused.stderr
-    assert "'alice', who may not create repositories under 'bob'" in refused.stderr
+def test_a_failed_push_exits_with_7_and_keeps_the_bundle(
+    standin: HubStandIn,
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    point_client_at(standin, tmp_path / "cache", monkeypatch)
+    for status in (403, 500):
+        standin.faults[:] = [Fault(r"POST .*/commit/", status, times=99)]
+        code, said = in_process(capsys, "push", bundle, "alice/tiny-50")
+        assert code == 7, said
+        assert said.rstrip().endswith(f"repeat with: wisparse push {bundle} alice/tiny-50")
+        Bundle.open(bundle)
+    standin.faults.clear()
+    assert in_process(capsys, "push", bundle, "alice/tiny-50")[0] == 0
+
+
+def test_permission_comes_before_everything_else(
+    standin: HubStandIn,
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    point_client_at(standin, tmp_path / "cache", monkeypatch)
+    code, said = in_process(capsys, "push", bundle, "bob/tiny-50")
+    assert code == 4, said
+    assert "'alice', who may not create repositories under 'bob'" in said
     assert not standin.seen("PUT|POST")
-    stranger = wisparse(standin, tmp_path / "home", "push", bundle, "alice/tiny-50", HF_TOKEN="")
-    assert stranger.returncode == 4, stranger.stderr
-    assert "hf auth login" in stranger.stderr
-    missing = wisparse(standin, tmp_path / "home", "push", tmp_path / "nothing", "alice/tiny-50")
-    assert missing.returncode == 4, missing.stderr
-    spelling = wisparse(standin, tmp_path / "home", "push", bundle, "tiny-50")
-    assert spelling.returncode == 2, spelling.stderr
+    assert in_process(capsys, "push", tmp_path / "nothing", "alice/tiny-50")[0] == 4
+    assert in_process(capsys, "push", bundle, "tiny-50")[0] == 2
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", os.devnull)
+    code, said = in_process(capsys, "push", bundle, "alice/tiny-50")
+    assert code == 4, said
+    assert "hf auth login" in said

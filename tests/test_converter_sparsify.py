@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import VARIANTS, make_bundle, make_checkpoint
+from bundle_maker import make_bundle
+from runtime_models import VARIANTS, make_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 

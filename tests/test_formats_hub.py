@@ -13,10 +13,9 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn
+from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn, point_client_at
 from huggingface_hub import constants
 
-from wisparse.formats import hub as hub_room
 from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
 from wisparse.formats.hub import (
     check_read_access,
@@ -63,14 +62,7 @@ BUNDLE = {
 @pytest.fixture
 def standin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubStandIn]:
     with HubStandIn().running() as server:
-        monkeypatch.setattr(constants, "ENDPOINT", server.url)
-        template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        use_cache(monkeypatch, tmp_path / "cache")
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        # The waits between attempts are not what is tested; the client's own retries wait in its module.
-        monkeypatch.setattr(hub_room.time, "sleep", lambda seconds: None)
+        point_client_at(server, tmp_path / "cache", monkeypatch)
         yield server
 
 
@@ -216,7 +208,6 @@ def test_a_passing_failure_of_the_listing_is_retried(standin: HubStandIn, status
 def test_a_download_cut_off_half_way_is_resumed(standin: HubStandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     standin.add("org/model", MODEL)
     standin.faults.append(Fault(r"GET /org/model/resolve/.*model-00002", None, times=1))
-    monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda seconds: None)
     source = fetch_source("org/model")
     assert (source.folder / "model-00002-of-00002.safetensors").read_bytes() == MODEL[
         "model-00002-of-00002.safetensors"
@@ -278,7 +269,6 @@ def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(stand
 def test_a_push_survives_a_passing_failure(
     standin: HubStandIn, bundle: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     standin.faults.append(replace(fault))
     push_bundle(bundle, "alice/model-50")
     assert len(standin.repos["alice/model-50"].commits) == 2
@@ -286,7 +276,6 @@ def test_a_push_survives_a_passing_failure(
 
 
 def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more" * 10_000)
     standin.faults.append(Fault(r"POST .*/commit/", 500, times=99))
     with pytest.raises(UploadError):
@@ -305,7 +294,6 @@ def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkey
 def test_a_failed_push_keeps_the_bundle_and_says_how_to_repeat(
     standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
     standin.faults.append(Fault(r"PUT /storage/", None, times=999))
     with pytest.raises(UploadError) as caught:
         push_bundle(bundle, "alice/model-50", private=True)

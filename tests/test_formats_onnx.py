@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from bundle_maker import VARIANTS, make_bundle, make_checkpoint
+from bundle_maker import make_bundle
 from click.testing import CliRunner
+from runtime_models import VARIANTS, make_checkpoint
 
 from wisparse.commands import export_onnx as verb
 from wisparse.formats.bundle import Bundle, ProjectionMask
@@ -44,7 +45,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("onnx")
-    return make_bundle(make_checkpoint("llama", folder / "source"), folder / "bundle")
+    return make_bundle(make_checkpoint("llama-tied", folder / "source"), folder / "bundle")
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +276,7 @@ def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["check"]["dense_error"] < 1e-4
-    assert report["num_sparse_projections"] == 13
+    assert report["num_sparse_projections"] == 20
     assert not (tmp_path / "out" / "check.onnx").exists()
     again = CliRunner().invoke(verb.command, [str(bundle), str(tmp_path / "out")])
     assert isinstance(again.exception, UsageError)
