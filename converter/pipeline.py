@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.hub import Source, fetch_source, push_bundle
@@ -31,7 +31,7 @@ from wisparse.formats.write import write_bundle
 from .calibration import CalibrationTokens, load_calibration
 from .figures import FIGURES
 from .measurement import Measurement, measure
-from .preflight import Plan, preflight
+from .preflight import FINISH, Plan, finish_mark, preflight
 from .progress import Progress
 from .report import render_report
 from .search import SearchResult, SearchSettings, search
@@ -54,7 +54,7 @@ class Conversion:
     Attributes:
         folder: the bundle.
         recipe: what was decided.
-        measurement: what it costs, on fresh text.
+        measurement: what it costs, on fresh text; None if an interrupted run had written the bundle already.
         plan: what the preflight found.
         seconds: stage -> wall-clock seconds.
         url: where it was uploaded to, or None.
@@ -62,7 +62,7 @@ class Conversion:
 
     folder: Path
     recipe: Recipe
-    measurement: Measurement
+    measurement: Measurement | None
     plan: Plan
     seconds: dict[str, float]
     url: str | None
@@ -140,6 +140,8 @@ def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversi
 def execute(plan: Plan, progress: Progress) -> Conversion:
     """Carry a plan out."""
     settings = plan.settings
+    if plan.finished:
+        return _take_up(plan, progress)
     with progress.stage("Fetching weights"):
         fetched = fetch_source(settings.model, plan.source.commit)
         checkpoint = Checkpoint.open(fetched.folder)
@@ -158,15 +160,30 @@ def execute(plan: Plan, progress: Progress) -> Conversion:
         )
         del source  # the writer copies from the files and needs its memory more than a model does
         recipe = _recipe(plan, fetched, tokens, result)
+        store.save(FINISH, finish_mark(settings, recipe))
         with progress.stage("Writing the bundle"):
-            folder = _write(plan, checkpoint, recipe, result, measurement)
+            _write(plan, checkpoint, recipe, result, measurement)
         if isinstance(store, StateStore):
-            store.remove()
+            store.remove(FINISH)
+    return _finish(plan, recipe, measurement, progress)
+
+
+def _take_up(plan: Plan, progress: Progress) -> Conversion:
+    """The bundle is in place, and the run that wrote it was killed before it could clean up."""
+    recipe = Bundle.open(plan.settings.output_dir).recipe
+    _log.warning("the bundle in %s was complete already", plan.settings.output_dir)
+    with StateStore.open(plan.settings.state_dir, None) as store:
+        store.remove(FINISH)
+    return _finish(plan, recipe, None, progress)
+
+
+def _finish(plan: Plan, recipe: Recipe, measurement: Measurement | None, progress: Progress) -> Conversion:
+    settings = plan.settings
     url = None
     if settings.upload_repo is not None:
         with progress.stage("Uploading"):
-            url = push_bundle(folder, settings.upload_repo, settings.private)
-    return Conversion(folder, recipe, measurement, plan, dict(progress.seconds), url)
+            url = push_bundle(settings.output_dir, settings.upload_repo, settings.private)
+    return Conversion(settings.output_dir, recipe, measurement, plan, dict(progress.seconds), url)
 
 
 # ---------------------------------------------------------------------- state
@@ -281,7 +298,7 @@ def _recipe(plan: Plan, fetched: Source, tokens: CalibrationTokens, result: Sear
     )
 
 
-def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchResult, measurement: Measurement) -> Path:
+def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchResult, measurement: Measurement) -> None:
     settings = plan.settings
     masks = {entry.name: _mask(entry, result.channel_scales[entry.name]) for entry in recipe.projections}
     report = render_report(
@@ -298,7 +315,7 @@ def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchRes
         figures=[(name, caption) for name, caption in FIGURES.items() if name in report],
         repo_id=settings.upload_repo,
     )
-    return write_bundle(
+    write_bundle(
         checkpoint,
         recipe,
         masks,

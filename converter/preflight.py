@@ -6,6 +6,7 @@ write it. What it finds is a `Plan`: for ``--dry-run`` to show, for the conversi
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from dataclasses import dataclass
@@ -15,10 +16,13 @@ from typing import Any
 import torch
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.expected import expected_tensors
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source
+from wisparse.formats.manifest import recipe_digest
+from wisparse.formats.recipe import Recipe
 from wisparse.formats.safe_json import read_json
 from wisparse.formats.write import check_output, parse_size
 
@@ -26,8 +30,12 @@ from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .progress import Progress
 from .settings import ConvertSettings
 from .source import choose_device, choose_dtype, load_tokenizer
+from .state import StateStore
 
-__all__ = ["Plan", "available_memory", "preflight"]
+__all__ = ["FINISH", "Plan", "available_memory", "finish_mark", "is_finished", "preflight"]
+
+# The key of the state under which `finish_mark` lies.
+FINISH = "finish"
 
 _MAX_CONFIG_BYTES = 1 << 20
 # What a Python process with torch and transformers takes before it holds a model.
@@ -48,6 +56,7 @@ class Plan:
         download_bytes: still to come from the Hub.
         bundle_bytes, disk_free_bytes: size of the result, and room where it goes.
         memory_bytes, memory_free_bytes: estimate for the device, and what is free there.
+        finished: an interrupted run of these very settings came as far as the bundle in the output folder.
     """
 
     settings: ConvertSettings
@@ -64,6 +73,7 @@ class Plan:
     disk_free_bytes: int
     memory_bytes: int
     memory_free_bytes: int
+    finished: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -104,7 +114,9 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     progress = progress or Progress(enabled=False)
     settings.check()
     parse_size(settings.max_shard_size)
-    check_output(settings.output_dir, settings.overwrite)
+    finished = is_finished(settings)
+    if not finished:
+        check_output(settings.output_dir, settings.overwrite)
     device = choose_device(settings.device)
     with progress.stage("Checking", 4) as stage:
         check_read_access(settings.model)
@@ -113,7 +125,8 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         config = _read_config(source.folder)
-        check_output(settings.output_dir, settings.overwrite, source=source.folder)
+        if not finished:
+            check_output(settings.output_dir, settings.overwrite, source=source.folder)
         if settings.seq_len > config.max_position_embeddings:
             raise UsageError(
                 f"--seq-len {settings.seq_len}: the model's context is {config.max_position_embeddings} tokens"
@@ -143,9 +156,26 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
         memory_bytes=_memory_bytes(config, num_parameters, dtype, settings),
         memory_free_bytes=available_memory(device),
+        finished=finished,
     )
-    _require_resources(plan)
+    if not finished:
+        _require_resources(plan)
     return plan
+
+
+def finish_mark(settings: ConvertSettings, recipe: Recipe) -> bytes:
+    """What the state holds while the bundle is written, so that a later run knows the bundle for its own."""
+    return json.dumps({"settings": repr(settings), "recipe": recipe_digest(recipe)}).encode()
+
+
+def is_finished(settings: ConvertSettings) -> bool:
+    """Whether a run of these very settings was interrupted after its bundle was in place, and before it was done."""
+    if not settings.resume or (mark := StateStore.peek(settings.state_dir, FINISH)) is None:
+        return False
+    try:
+        return mark == finish_mark(settings, Bundle.open(settings.output_dir).recipe)
+    except (BundleError, AccessError):
+        return False  # the output is not there, or not a bundle: check_output has the words for that
 
 
 def available_memory(device: torch.device) -> int:

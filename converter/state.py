@@ -30,6 +30,7 @@ __all__ = ["NO_STATE", "NoState", "StateStore", "Store"]
 
 _log = logging.getLogger("wisparse")
 _MAGIC = b"wisparse-state 1 "
+_OWN = {"lock", "fingerprint.json", "fingerprint.json.partial", "units"}
 _KEY = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
@@ -70,11 +71,12 @@ class StateStore:
         self._lock = lock
 
     @classmethod
-    def open(cls, folder: Path, fingerprint: Mapping[str, Any]) -> StateStore:
+    def open(cls, folder: Path, fingerprint: Mapping[str, Any] | None) -> StateStore:
         """The state in ``folder``, made if need be, emptied if it belongs to another ``fingerprint``.
 
         Args:
-            fingerprint: JSON values by name; the names appear in the message about what changed.
+            fingerprint: JSON values by name; the names appear in the message about what changed. None takes the state
+                as it is, to remove it.
 
         Raises:
             UsageError: another process works in this folder, or it holds something else than a state.
@@ -88,7 +90,7 @@ class StateStore:
             units = folder / "units"
             found = _read_fingerprint(folder)
             changed: tuple[str, ...] = ()
-            if found != wanted:
+            if fingerprint is not None and found != wanted:
                 if found is not None:
                     changed = _differences(found, wanted)
                 if units.exists():
@@ -112,8 +114,25 @@ class StateStore:
         """Let other processes have the folder; what is saved stays."""
         self._lock.close()
 
-    def remove(self) -> None:
-        """Delete the state: the bundle is written."""
+    @staticmethod
+    def peek(folder: Path, key: str) -> bytes | None:
+        """A result in ``folder``, whatever fingerprint it stands under; None if there is none or it is damaged."""
+        try:
+            return _checked(key, (folder / "units" / (key + ".state")).read_bytes())
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def remove(self, last: str) -> None:
+        """Delete the state: the bundle is written. The result under the key ``last`` goes last."""
+        kept = self._path(last)
+        for path in sorted((self.folder / "units").rglob("*"), reverse=True):
+            if path.is_dir():
+                path.rmdir()
+            elif path != kept:
+                path.unlink()
+        for name in ("fingerprint.json", "fingerprint.json.partial", "lock"):
+            (self.folder / name).unlink(missing_ok=True)
+        kept.unlink(missing_ok=True)
         shutil.rmtree(self.folder)
         self.close()
 
@@ -124,8 +143,8 @@ class StateStore:
             content = path.read_bytes()
         except FileNotFoundError:
             return None
-        header, newline, data = content.partition(b"\n")
-        if not newline or header != _header(key, data):
+        data = _checked(key, content)
+        if data is None:
             _log.warning("state of %s is damaged and will be computed again (%s)", key, path)
             path.unlink(missing_ok=True)
             return None
@@ -152,6 +171,12 @@ def _header(key: str, data: bytes) -> bytes:
     return _MAGIC + hashlib.sha256(key.encode() + b"\0" + data).hexdigest().encode()
 
 
+def _checked(key: str, content: bytes) -> bytes | None:
+    """What a result's file holds; None if it is damaged."""
+    header, newline, data = content.partition(b"\n")
+    return data if newline and header == _header(key, data) else None
+
+
 def _write(path: Path, content: bytes) -> None:
     partial = path.with_name(path.name + ".partial")
     try:
@@ -174,10 +199,9 @@ def _refuse_foreign(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"--work-dir {folder}: expected a folder, found a file")
     names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if names and "lock" not in names:
-        raise UsageError(
-            f"--work-dir {folder}: expected an empty folder or an earlier state, found {sorted(names)[0]!r}"
-        )
+    foreign = sorted(names - _OWN)
+    if foreign:
+        raise UsageError(f"--work-dir {folder}: expected an empty folder or an earlier state, found {foreign[0]!r}")
 
 
 def _lock(folder: Path) -> IO[str]:

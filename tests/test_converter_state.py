@@ -130,8 +130,42 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path: Path) -> None:
 def test_remove(tmp_path: Path) -> None:
     store = StateStore.open(tmp_path / "work", FINGERPRINT)
     store.save("a/b", b"1")
-    store.remove()
+    store.save("end", b"2")
+    store.remove("end")
     assert not (tmp_path / "work").exists()
+
+
+@pytest.mark.parametrize("survived", range(4))
+def test_removal_that_is_killed(survived: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = StateStore.open(tmp_path, FINGERPRINT)
+    store.save("a/b", b"1")
+    store.save("c", b"2")
+    store.save("end", b"3")
+    original, done = Path.unlink, []
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if len(done) == survived:
+            raise KeyboardInterrupt
+        done.append(path)
+        original(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(KeyboardInterrupt):
+        store.remove("end")
+    monkeypatch.undo()
+    store.close()
+    assert StateStore.peek(tmp_path, "end") == b"3"
+    with StateStore.open(tmp_path, FINGERPRINT) as again:
+        again.save("a/b", b"1")
+
+
+def test_peek(tmp_path: Path) -> None:
+    assert StateStore.peek(tmp_path / "none", "a") is None
+    with StateStore.open(tmp_path, FINGERPRINT) as store:
+        store.save("a", b"1")
+        assert StateStore.peek(tmp_path, "a") == b"1"
+        (tmp_path / "units" / "a.state").write_bytes(b"damaged")
+        assert StateStore.peek(tmp_path, "a") is None
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a/", "../a", "a/../b", "a b", "a//b"])

@@ -170,6 +170,7 @@ def _print_conversion(conversion: Conversion, as_json: bool) -> None:
     from wisparse.converter.report import verdict
 
     recipe, plan = conversion.recipe, conversion.plan
+    quality = conversion.measurement.quality if conversion.measurement else None
     sizes = [projection.num_parameters for projection in plan.config.projections()]
     realised = sum(n * e.realised_sparsity for n, e in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
     if as_json:
@@ -177,7 +178,7 @@ def _print_conversion(conversion: Conversion, as_json: bool) -> None:
             "bundle": str(conversion.folder),
             "url": conversion.url,
             "realised_sparsity": realised,
-            "quality": conversion.measurement.quality.to_dict(),
+            "quality": quality.to_dict() if quality else None,
             "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
             "recipe": recipe.to_dict(),
         }
@@ -189,7 +190,7 @@ def _print_conversion(conversion: Conversion, as_json: bool) -> None:
         ("bundle", str(conversion.folder)),
         ("sparsity", f"{recipe.sparsity:.1%} asked for, {realised:.1%} on the calibration tokens"),
         ("by block", f"{min(blocks):.1%} to {max(blocks):.1%}"),
-        ("quality", verdict(recipe.sparsity, conversion.measurement.quality)),
+        ("quality", verdict(recipe.sparsity, quality)),
         ("alpha", f"{min(alphas):g} to {max(alphas):g}"),
         ("calibration", f"{recipe.calibration.source}, {recipe.calibration.num_tokens:,} tokens"),
         (

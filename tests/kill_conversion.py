@@ -1,0 +1,82 @@
+"""Runs conversions that kill themselves: `python kill_conversion.py PLAN.json`, see test_converter_resume.py.
+
+One process imports everything and forks a child per attempt, so that an attempt costs a conversion and not the imports.
+Whenever something reaches the disk (fsync, rename, unlink) a child passes two points, before and after; each has a
+label. At the one it was told it sends itself SIGKILL: no handler, no clean-up, as when the machine goes down.
+
+PLAN.json: {"settings": {…}, "kill_at": [label | null, …]}; null lets the child finish, and the first that finishes is
+the last. Prints a JSON list, per attempt the child's exit status and the labels it passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from wisparse.converter.pipeline import convert
+
+
+def attempt(settings: dict[str, Any], kill_at: str | None) -> dict[str, Any]:
+    """Fork, convert, die at the first point labelled ``kill_at`` or finish."""
+    with tempfile.TemporaryFile() as trace:
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                _arm(kill_at, trace.fileno(), Path(settings["output_dir"]).name)
+                convert(**settings, progress=False)
+                status = 0
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(status)
+        _, status = os.waitpid(child, 0)
+        trace.seek(0)
+        return {"status": os.waitstatus_to_exitcode(status), "labels": trace.read().decode().splitlines()}
+
+
+def _arm(kill_at: str | None, trace: int, name: str) -> None:
+    def point(label: str) -> None:
+        os.write(trace, label.encode() + b"\n")
+        if label == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for verb in ("fsync", "replace", "rename", "unlink"):
+        original = getattr(os, verb)
+
+        def counted(target: Any, *args: Any, original: Any = original, verb: str = verb, **kwargs: Any) -> Any:
+            path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
+            # Runs into different folders must give equal labels.
+            label = f"{verb} {'/'.join(path.split('/')[-3:]).replace(name, 'OUT')}"
+            point(f"before {label}")
+            result = original(target, *args, **kwargs)
+            point(f"after {label}")
+            return result
+
+        setattr(os, verb, counted)
+
+
+def main() -> None:
+    torch.set_num_threads(1)  # threads do not survive a fork
+    import transformers.models.auto.modeling_auto
+    import transformers.models.llama.modeling_llama  # noqa: F401 - imported once, for all children
+
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    attempts = []
+    for kill_at in plan["kill_at"]:
+        attempts.append(attempt(plan["settings"], kill_at))
+        if attempts[-1]["status"] == 0:
+            break
+    print(json.dumps(attempts))
+
+
+if __name__ == "__main__":
+    main()
