@@ -1,9 +1,10 @@
 """From calibration tokens to one sparsity, scale and threshold per projection.
 
     uniform    alpha per projection, the target everywhere
+    greedy     the target in every block, greedy within blocks: TEAL's
     paper      alpha -> block sparsities by evolution -> greedy within blocks -> alpha again
     additive   alpha -> KL of each projection alone at a few sparsities -> allocation in closed form -> alpha again
-    fisher     loss-weighted norms from backward passes; scale, curve and allocation follow from them in closed form
+    fisher     loss-weighted norms and each projection's damage from two backward passes, allocation in closed form
 
 Every search ends alike: exact thresholds over all tokens, block after block, each from inputs that are as sparse as
 they will be at run time, so that what is realised is the target.
@@ -32,16 +33,14 @@ from .budget import check_target, mean_sparsity
 from .calibration import CalibrationTokens
 from .greedy import allocate_greedily
 from .progress import Progress
-from .sensitivity import damage_curve, fisher_diagonal
+from .sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
+from .settings import METHODS, SEARCHES
 from .source import SourceModel
 from .state import NO_STATE, Store
 from .statistics import channel_scale, final_thresholds, weight_norm
 from .workbench import Workbench
 
-__all__ = ["METHODS", "SEARCHES", "SearchResult", "SearchSettings", "search"]
-
-METHODS = ("wisparse", "teal", "wina")
-SEARCHES = ("fisher", "additive", "paper", "greedy", "uniform")
+__all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "search"]
 
 Allocation = dict[str, float]
 
@@ -53,8 +52,7 @@ class SearchSettings:
     Attributes:
         sparsity: the target, a fraction of the parameters of all projections.
         method: the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g.
-        search: how sparsity is spread; see the module's text. ``greedy`` is TEAL's: the target in every block, greedy
-            within.
+        search: how sparsity is spread; see the module's text.
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
         seed: of everything that is drawn.
         kl_tokens: how many tokens candidates are compared on, about; final thresholds rest on all tokens.
@@ -83,6 +81,11 @@ class SearchSettings:
         for option, given, known in (("method", self.method, METHODS), ("search", self.search, SEARCHES)):
             if given not in known:
                 raise UsageError(f"--{option}: expected one of {', '.join(known)}, found {given!r}")
+        if self.search == "fisher" and self.method != "wisparse":
+            raise UsageError(
+                f"--search fisher decides the score too, so it belongs to --method wisparse; "
+                f"with --method {self.method} choose additive, greedy, paper or uniform"
+            )
 
 
 @dataclass(frozen=True)
@@ -115,15 +118,15 @@ def search(
     """
     settings = settings or SearchSettings()
     with torch.no_grad():
-        run = _Run(source, tokens, settings, progress or Progress(enabled=False), store)
+        run = Run(source, tokens, settings, progress or Progress(enabled=False), store)
         try:
             return run.result(_PLANS[settings.search](run))
         finally:
             run.bench.masked.close()
 
 
-class _Run:
-    """One search under way: the workbench, and the stages as methods."""
+class Run:
+    """One search under way: the workbench, and the stages as methods; `search` chains them."""
 
     def __init__(
         self, source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, progress: Progress, store: Store
@@ -149,13 +152,21 @@ class _Run:
         return dict.fromkeys(self.bench.names, self.settings.sparsity)
 
     def unit(self, key: str, compute: Callable[[], Any]) -> Any:
-        """A unit of work whose outcome is JSON: from the store, else computed and kept."""
-        saved = self.store.load(f"{self.settings.search}/{key}")
+        """A unit of work with a JSON outcome: from the store, else computed and kept, with the evaluations it took."""
+        key = f"{self.settings.search}/{key}"
+        saved = self.store.load(key)
         if saved is not None:
-            return json.loads(saved)
+            value, evaluations = json.loads(saved)
+            self.bench.num_kl_evaluations += evaluations
+            return value
+        before = self.bench.num_kl_evaluations
         value = json.loads(json.dumps(compute()))
-        self.store.save(f"{self.settings.search}/{key}", json.dumps(value).encode())
+        self.store.save(key, json.dumps([value, self.bench.num_kl_evaluations - before]).encode())
         return value
+
+    def draw(self, index: int) -> torch.Generator:
+        """A generator of its own for every unit, so that a unit does not depend on those before it."""
+        return torch.Generator().manual_seed((self.settings.seed << 32) + index)
 
     def note(self, stage: str, allocation: Allocation) -> None:
         """The joint KL after a stage: reported, and in the recipe."""
@@ -205,10 +216,12 @@ class _Run:
         settings, bench = self.settings, self.bench
         generations, offspring = settings.num_generations or 60, settings.num_offspring or 24
         generator = torch.Generator().manual_seed(settings.seed)
+        before = bench.num_kl_evaluations
         start = None
         saved = self.store.load("paper/evolution")
         if saved is not None:
             state = torch.load(io.BytesIO(saved), weights_only=True)
+            bench.num_kl_evaluations += state.pop("kl_evaluations")
             generator.set_state(state.pop("generator"))
             start = evolution.Evolution(tuple(state.pop("parent")), history=tuple(state.pop("history")), **state)
 
@@ -222,7 +235,8 @@ class _Run:
 
             def keep(state: evolution.Evolution) -> None:
                 buffer = io.BytesIO()
-                torch.save({**asdict(state), "generator": generator.get_state()}, buffer)
+                spent = {"kl_evaluations": bench.num_kl_evaluations - before}
+                torch.save({**asdict(state), **spent, "generator": generator.get_state()}, buffer)
                 self.store.save("paper/evolution", buffer.getvalue())
                 stage.advance()
                 stage.note(f"KL {state.loss:.4f}")
@@ -276,37 +290,54 @@ class _Run:
                 stage.advance(len(view.names))
         return curves
 
-    def weigh(self) -> dict[str, additive.Curve]:
-        """Loss-weighted norms as scales, the tables that follow, and each projection's predicted damage."""
+    def weigh(self) -> None:
+        """Loss-weighted norms in the place of the weight norms, and the tables that follow."""
         bench, settings = self.bench, self.settings
-        sums = dict.fromkeys(bench.names, 0.0)
+        sums: dict[str, Tensor] = {}
         with self.progress.stage("Sensitivities", bench.flow.num_batches) as stage:
             for batch in range(bench.flow.num_batches):
-                generator = torch.Generator().manual_seed(settings.seed * 1_000_003 + batch)
                 found = self.unit(
-                    f"sensitivity/{batch}",
-                    lambda batch=batch, generator=generator: {
+                    f"fisher/{batch}",
+                    lambda batch=batch: {
                         name: values.tolist()
                         for name, values in fisher_diagonal(
-                            bench.flow, bench.masked, batch, generator, num_draws=settings.fisher_draws
+                            bench.flow, bench.masked, batch, self.draw(2 * batch), num_draws=settings.fisher_draws
                         ).items()
                     },
                 )
                 for name, values in found.items():
-                    sums[name] = sums[name] + torch.tensor(values, dtype=torch.float64)
+                    sums[name] = torch.tensor(values, dtype=torch.float64) + sums.get(name, 0.0)
                 stage.advance()
-        curves = {}
-        with self.progress.stage("Predicted damage", len(bench.groups)) as stage:
-            for view in bench.blocks():
-                for name in view.names:
-                    diagonal = sums[name] / bench.flow.num_counted
-                    self.norms[name] = diagonal.sqrt().float().to(self.norms[name].device)
-                    self.alphas[name] = 1.0
-                    bench.set_scale(name, self.scale(name, 1.0))
-                    curves[name] = damage_curve(view.inputs[name], diagonal, bench.scales[name], bench.levels)
-                view.build_tables()
+        for name, norm in self.norms.items():
+            self.norms[name] = loss_weighted_norm(norm, sums[name] / bench.flow.num_counted)
+            self.alphas[name] = 1.0
+            bench.set_scale(name, self.scale(name, 1.0))
+        self.tables()
+
+    def predict(self) -> dict[str, additive.Curve]:
+        """What `probe` measures, from backward passes."""
+        bench, settings = self.bench, self.settings
+        levels = settings.levels
+        thresholds = {name: [bench.thresholds({name: level})[name] for level in levels] for name in bench.names}
+        rows = {name: [0.0] * len(levels) for name in bench.names}
+        with self.progress.stage("Predicted damage", bench.flow.num_batches) as stage:
+            for batch in range(bench.flow.num_batches):
+                found = self.unit(
+                    f"damage/{batch}",
+                    lambda batch=batch: quadratic_damage(
+                        bench.flow,
+                        bench.masked,
+                        batch,
+                        self.draw(2 * batch + 1),
+                        bench.scales,
+                        thresholds,
+                        num_draws=settings.fisher_draws,
+                    ),
+                )
+                for name, row in found.items():
+                    rows[name] = [a + b / bench.flow.num_counted for a, b in zip(rows[name], row, strict=True)]
                 stage.advance()
-        return curves
+        return {name: additive.interpolate(levels, row) for name, row in rows.items()}
 
     # ------------------------------------------------------------------ the end
 
@@ -314,7 +345,6 @@ class _Run:
         bench, settings = self.bench, self.settings
         sparsity = mean_sparsity([allocation[n] for n in bench.names], [bench.sizes[n] for n in bench.names])
         self.note("final", allocation)
-        evaluations = self.unit("evaluations", lambda: bench.num_kl_evaluations)
         everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size)
         with everything, self.progress.stage("Thresholds", len(bench.groups)) as stage:
             found = final_thresholds(everything, bench.scales, allocation, stage.advance)
@@ -327,9 +357,9 @@ class _Run:
             details={
                 "settings": asdict(settings),
                 "kl_tokens": bench.flow.num_counted,
-                "kl_evaluations": evaluations,
+                "kl_evaluations": round(bench.num_kl_evaluations, 2),
                 "kl": self.losses,
-                "mean_sparsity": sparsity,
+                "mean_sparsity": round(sparsity, 9),
                 **({"history": self.history} if self.history else {}),
             },
         )
@@ -338,17 +368,17 @@ class _Run:
 # ---------------------------------------------------------------------- the searches
 
 
-def _uniform(run: _Run) -> Allocation:
+def _uniform(run: Run) -> Allocation:
     run.prepare()
     return run.uniform()
 
 
-def _greedy(run: _Run) -> Allocation:
+def _greedy(run: Run) -> Allocation:
     run.prepare()
     return run.spread_within([run.settings.sparsity] * len(run.bench.groups))
 
 
-def _paper(run: _Run) -> Allocation:
+def _paper(run: Run) -> Allocation:
     run.prepare()
     run.note("uniform", run.uniform())
     blocks = run.evolve_blocks()
@@ -359,7 +389,7 @@ def _paper(run: _Run) -> Allocation:
     return allocation
 
 
-def _additive(run: _Run) -> Allocation:
+def _additive(run: Run) -> Allocation:
     run.prepare()
     run.note("uniform", run.uniform())
     curves = run.probe()
@@ -370,17 +400,12 @@ def _additive(run: _Run) -> Allocation:
     return allocation
 
 
-def _fisher(run: _Run) -> Allocation:
-    if run.settings.method != "wisparse":
-        raise UsageError(
-            f"--search fisher changes the score, so it belongs to --method wisparse, not "
-            f"{run.settings.method}; choose additive, greedy or uniform"
-        )
-    curves = run.weigh()
-    return additive.allocate(curves, run.bench.sizes, run.settings.sparsity)
+def _fisher(run: Run) -> Allocation:
+    run.weigh()
+    return additive.allocate(run.predict(), run.bench.sizes, run.settings.sparsity)
 
 
-_PLANS: Mapping[str, Callable[[_Run], Allocation]] = {
+_PLANS: Mapping[str, Callable[[Run], Allocation]] = {
     "uniform": _uniform,
     "greedy": _greedy,
     "paper": _paper,

@@ -1,31 +1,34 @@
-"""How much the model's output minds an error in each channel of each projection: one backward pass, no trial and error.
+"""How much the model's output minds an error in each channel of each projection: backward passes, no trial and error.
 
-Dropping channels of one projection's input changes that input by -d. To second order
+Dropping channels of one projection's input changes that input by -d, and to second order
 
-    KL(dense || sparse) ~ 1/2 E[(grad . d)^2]         grad = d log p(y) / d input,  y drawn from the model's own p
+    KL(dense || sparse) ~ 1/2 E[(gradient . d)^2]      gradient = d log p(y) / d input,  y drawn from the model's own p
 
-and with the cross terms between channels left out, dropping channel i of token t costs 1/2 x_ti^2 h_i, with
+1. Without the cross terms between channels, dropping channel i of token t costs 1/2 x_ti^2 h_i, with
 
-    h_i = E[grad_i^2] = (W^T F W)_ii                   F: the Fisher information at the projection's output
+       h_i = E[gradient_i^2] = (W^T F W)_ii            F: the Fisher information at the projection's output
 
-So sqrt(h) is the norm of the weight's column, measured by what the loss sees of it: with F = 1 it is the paper's g. It
-takes g's place in channel_scale, and one and the same price per parameter then says for the whole model at once which
-scores to drop.
-Sources: Fisher-weighted pruning costs as in Optimal Brain Damage (LeCun et al., 1989) and SNIP-like saliencies; the
-derivation for thresholds over activations is ours.
+   So sqrt(h) is the norm of the weight's column, measured by what the loss sees of it; with F = 1 it is the paper's g,
+   and it takes g's place in channel_scale.
+2. With the cross terms, the same formula gives each projection's damage at any sparsity: the table that otherwise takes
+   a forward pass per entry.
+
+Sources: curvature as the price of removal is Optimal Brain Damage (LeCun et al., 1989); labels drawn from the model
+give the true Fisher (Kunstner et al., arXiv:1905.12558). Prices over thresholded activations are worked out here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .flow import BlockFlow
 from .masking import MaskedModel
+from .statistics import channel_scale
 
-__all__ = ["backward", "damage_curve", "fisher_diagonal"]
+__all__ = ["backward", "fisher_diagonal", "loss_weighted_norm", "quadratic_damage"]
 
 
 def backward(
@@ -76,10 +79,27 @@ def backward(
                     receive(name, x.detach()[counted], at_input[counted])
 
 
+def _label_losses(flow: BlockFlow, generator: torch.Generator, num_draws: int) -> Callable[[Tensor], list[Tensor]]:
+    """-log p(y) summed over tokens, once per draw of labels y from the model's own distribution."""
+
+    def losses(final: Tensor) -> list[Tensor]:
+        log_probs = flow.logits(final).log_softmax(-1)
+        cumulative = log_probs.detach().exp().cumsum(-1)
+        result = []
+        for _ in range(num_draws):
+            # By inversion, from numbers made on the CPU: the same on every device.
+            u = torch.rand(cumulative.shape[0], 1, generator=generator).to(cumulative.device) * cumulative[:, -1:]
+            label = torch.searchsorted(cumulative, u).clamp(max=cumulative.shape[1] - 1)
+            result.append(-log_probs.gather(1, label).sum())
+        return result
+
+    return losses
+
+
 def fisher_diagonal(
     flow: BlockFlow, masked: MaskedModel, batch: int, generator: torch.Generator, *, num_draws: int = 2
 ) -> dict[str, Tensor]:
-    """Sum over the counted tokens of one micro-batch of ``grad_i^2``: per projection (K,) float64.
+    """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU.
 
     Args:
         generator: on the CPU; draws the labels.
@@ -87,40 +107,52 @@ def fisher_diagonal(
     """
     sums = {name: torch.zeros(module.in_features, dtype=torch.float64) for name, module in masked.projections.items()}
 
-    def losses(final: Tensor) -> list[Tensor]:
-        log_probs = flow.logits(final).log_softmax(-1)
-        cumulative = log_probs.detach().exp().cumsum(-1)
-        result = []
-        for _ in range(num_draws):
-            # Drawn by inversion from numbers made on the CPU: the same on every device.
-            u = torch.rand(cumulative.shape[0], 1, generator=generator).to(cumulative.device) * cumulative[:, -1:]
-            label = torch.searchsorted(cumulative, u).clamp(max=cumulative.shape[1] - 1)
-            result.append(-log_probs.gather(1, label).sum())
-        return result
-
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
         sums[name] += gradient.float().square().sum(0, dtype=torch.float64).cpu() / num_draws
 
     masked.clear()
-    backward(flow, masked, batch, losses, add)
+    backward(flow, masked, batch, _label_losses(flow, generator, num_draws), add)
     return sums
 
 
-def damage_curve(x: Tensor, diagonal: Tensor, scale: Tensor, levels: Sequence[float]) -> list[tuple[float, float]]:
-    """Predicted KL per token of dropping the lowest scores: ``1/2 sum of x_i^2 h_i`` over what is dropped.
+def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:
+    """The norm that takes g's place in channel_scale: the geometric mean of g and sqrt(h), (K,) float32.
+
+    h is estimated from few tokens and g is exact: half-way (in logarithms) is better than either (benchmarks/LOG.md).
+    Both are divided by their geometric means first, which cancels in the threshold.
 
     Args:
-        x: (T, K), a projection's inputs.
+        norm: (K,) float32, g.
         diagonal: (K,) float64, h.
-        scale: (K,) float32, the score is ``|x| * scale``.
-        levels: sparsities, ascending from 0.
-
-    Returns:
-        (sparsity, damage) points.
     """
-    magnitude = x.float().abs()
-    order = (magnitude * scale.to(x.device)).reshape(-1).argsort()
-    cost = (magnitude.square() * diagonal.float().to(x.device)).reshape(-1)[order].cumsum(0, dtype=torch.float64)
-    ends = torch.tensor([round(level * cost.numel()) for level in levels], device=x.device)
-    totals = torch.cat([cost.new_zeros(1), cost])[ends] / (2 * x.shape[0])
-    return list(zip(levels, totals.tolist(), strict=True))
+    return (channel_scale(norm, 0.5) * channel_scale(diagonal.sqrt().float().to(norm.device), 0.5)).float()
+
+
+def quadratic_damage(
+    flow: BlockFlow,
+    masked: MaskedModel,
+    batch: int,
+    generator: torch.Generator,
+    scales: Mapping[str, Tensor],
+    thresholds: Mapping[str, Sequence[float]],
+    *,
+    num_draws: int = 2,
+) -> dict[str, list[float]]:
+    """Sum over the counted tokens of ``1/2 (gradient . d)^2``: per projection, one number per threshold.
+
+    Args:
+        scales: (K,) float32 per projection.
+        thresholds: per projection, of the scores ``|x| * scale``; d is what falls below.
+    """
+    sums = {name: [0.0] * len(levels) for name, levels in thresholds.items()}
+
+    def add(name: str, x: Tensor, gradient: Tensor) -> None:
+        x = x.float()
+        scores, products = x.abs() * scales[name].to(x.device), gradient.float() * x
+        for i, threshold in enumerate(thresholds[name]):
+            along = torch.where(scores < threshold, products, 0.0).sum(1)
+            sums[name][i] += float(along.square().sum(dtype=torch.float64)) / (2 * num_draws)
+
+    masked.clear()
+    backward(flow, masked, batch, _label_losses(flow, generator, num_draws), add)
+    return sums
