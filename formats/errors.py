@@ -33,6 +33,10 @@ class WisparseError(Exception):
 
     exit_code = 1
 
+    def __str__(self) -> str:
+        # A message can quote a stranger's file: nothing of it may steer the terminal or turn the text around.
+        return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in super().__str__())
+
 
 class UsageError(WisparseError):
     """Arguments that contradict each other or are out of range."""

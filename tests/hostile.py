@@ -62,6 +62,10 @@ LONGROPE = {
 PROMPTS: tuple[Any, ...] = ([1, 2, 3, 4, 5], "def f(x):", [{"role": "user", "content": "hi"}])
 
 
+# What a damage, or signing again, meets where an earlier damage was thorough.
+_TOO_BROKEN = (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError, struct.error)
+
+
 class _TooSlow(BaseException):
     """Not an Exception: nothing under test may catch it."""
 
@@ -211,24 +215,22 @@ class Case:
             return "identical"
         if not self.forged:
             raise AssertionError(f"other tokens or meaning than the intact bundle: {loaded}")
+        if verified is None:
+            raise AssertionError("load accepts what verify refuses")
         return "forged"
 
     def _damage(self) -> None:
         # One lie that all digests vouch for gets further than several.
         for _ in range(self.random.choice([1, 1, 1, 2, 3]) if not self.forged else 1):
             kind = self.random.choice(list(MUTATIONS))
-            with contextlib.suppress(
-                OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, struct.error
-            ):
+            with contextlib.suppress(*_TOO_BROKEN):
                 self.kinds.append(kind)
                 self.damage.append(f"{kind}: {MUTATIONS[kind](self.random, self.folder)}")
         if self.forged:
             sizes = [file.stat().st_size for file in self.folder.iterdir() if file.is_file()]
             if not sizes or max(sizes) > 64 << 20 or not all(f.is_file() or f.is_dir() for f in self.folder.iterdir()):
                 return
-            with contextlib.suppress(
-                OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error
-            ):
+            with contextlib.suppress(*_TOO_BROKEN):
                 resign(self.folder)
 
     def _try(self, act: Callable[[], Any]) -> Any:
@@ -257,7 +259,9 @@ class Case:
                 except SystemExit as status:
                     code = status.code or 0
             unlike = args[0] == "verify" and refused is not None and refused != (code == 6)
-            if code not in (0, 6) or unlike or "Traceback" in err.getvalue():
+            # A forged tokenizer may make the prompt empty (2), forged weights may overflow (1).
+            expected = (0, 1, 2, 6) if self.forged and args[0] == "generate" else (0, 6)
+            if code not in expected or unlike or "Traceback" in err.getvalue():
                 raise AssertionError(f"wisparse {args[0]}: exit code {code}, stderr {err.getvalue()[-500:]!r}")
 
 

@@ -32,9 +32,21 @@ _ODD_FLOATS = [np.nan, np.inf, -np.inf, 0.0, -0.0, -1.0, 1e-40, -1e-40, 1e-45, 3
 
 
 def _pick(random: Random, folder: Path, *patterns: str) -> Path:
-    found = {file for pattern in patterns or ("*",) for file in folder.glob(pattern) if file.is_file()}
+    found = {
+        file
+        for pattern in patterns or ("*",)
+        for file in folder.glob(pattern)
+        if file.is_file() and not file.is_symlink()
+    }
     # Not what an earlier damage made huge: the harness must not read it either.
     return random.choice(sorted(file for file in found if file.stat().st_size < 64 << 20))
+
+
+def _plain(file: Path) -> Path:
+    """``file``, unless an earlier damage made something of it that must not be read or written."""
+    if file.is_symlink() or not file.is_file() or file.stat().st_size > 64 << 20:
+        raise FileNotFoundError(file)
+    return file
 
 
 def _safetensors(random: Random, folder: Path) -> Path:
@@ -348,7 +360,7 @@ def json_bomb(random: Random, folder: Path) -> str:
 
 
 def bad_index(random: Random, folder: Path) -> str:
-    file = folder / "model.safetensors.index.json"
+    file = _plain(folder / "model.safetensors.index.json")
     document = json.loads(file.read_bytes())
     names = list(document["weight_map"])
     name = random.choice(names)
@@ -375,7 +387,7 @@ def bad_index(random: Random, folder: Path) -> str:
 
 
 def bad_tokenizer(random: Random, folder: Path) -> str:
-    file = folder / "tokenizer.json"
+    file = _plain(folder / "tokenizer.json")
     document = json.loads(file.read_bytes())
     vocab = document["model"]["vocab"]
     kind = random.choice(["ids", "huge", "long", "merges", "deep", "type", "regex", "added", "empty"])
@@ -446,7 +458,7 @@ _TEMPLATES = (
 
 def bad_template(random: Random, folder: Path) -> str:
     text = random.choice(_TEMPLATES)
-    (folder / "chat_template.jinja").write_text(text)
+    _plain(folder / "chat_template.jinja").write_text(text)
     return text[:60]
 
 
