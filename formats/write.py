@@ -36,7 +36,8 @@ from .verify import verify_files
 
 __all__ = ["check_output", "estimate_bytes", "parse_size", "write_bundle"]
 
-PREVIOUS = ".previous"
+# No name that anyone gives to a backup: what bears it is deleted.
+PREVIOUS = ".being-replaced"
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _COPIED = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
