@@ -11,7 +11,8 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +31,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
 
 from .errors import AccessError, BundleError, UploadError, UsageError
 
@@ -222,7 +223,8 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
 
     retry = f"wisparse push {shlex.quote(str(folder))} {repo_id}" + (" --private" if private else "")
     try:
-        return _reach(upload, repo_id, insist=True)
+        with _bars_on_terminals():
+            return _reach(upload, repo_id, insist=True)
     except Exception as error:  # whatever broke, the user keeps the bundle and must learn how to go on
         reason = str(error) if isinstance(error, AccessError) else f"{type(error).__name__}: {_first_line(error)}"
         raise UploadError(
@@ -237,6 +239,19 @@ class _Progress(tqdm):
         if not sys.stderr.isatty():
             kwargs["disable"] = True
         super().__init__(*args, **kwargs)
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """The same for uploads, whose bars cannot be passed in."""
+    if sys.stderr.isatty() or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _is_folder(model: str | Path) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,11 +13,15 @@ from pathlib import Path
 import pytest
 from bundle_maker import make_bundle
 from hub_standin import TOKEN, Fault, HubStandIn, point_client_at
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from runtime_models import make_checkpoint
 
+import wisparse
 from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
+
+# The client's own way of sending bytes, on the plain path.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +36,7 @@ def standin() -> Iterator[HubStandIn]:
         yield server
 
 
-def wisparse(standin: HubStandIn, home: Path, *args: object, **extra: str) -> subprocess.CompletedProcess[str]:
+def command(standin: HubStandIn, home: Path, *args: object, **extra: str) -> subprocess.CompletedProcess[str]:
     environment = {
         **os.environ,
         "HF_ENDPOINT": standin.url,
@@ -40,25 +45,25 @@ def wisparse(standin: HubStandIn, home: Path, *args: object, **extra: str) -> su
         "HF_TOKEN": TOKEN,
         **extra,
     }
-    command = [sys.executable, "-m", "wisparse", *map(str, args)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    line = [sys.executable, "-m", "wisparse", *map(str, args)]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=200)
 
 
 def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
-    pushed = wisparse(standin, tmp_path / "one", "push", bundle, "alice/tiny-50", "--private", "--json")
+    pushed = command(standin, tmp_path / "one", "push", bundle, "alice/tiny-50", "--private", "--json")
     assert pushed.returncode == 0, pushed.stderr
     assert json.loads(pushed.stdout)["url"] == f"{standin.url}/alice/tiny-50"
     assert standin.repos["alice/tiny-50"].private
     assert TOKEN not in pushed.stdout + pushed.stderr
-    inspected = wisparse(standin, tmp_path / "two", "inspect", "alice/tiny-50", "--json")
+    inspected = command(standin, tmp_path / "two", "inspect", "alice/tiny-50", "--json")
     assert inspected.returncode == 0, inspected.stderr
     assert json.loads(inspected.stdout)["projections"][0]["name"] == next(iter(Bundle.open(bundle).masks))
     before = len(standin.requests)
-    offline = wisparse(standin, tmp_path / "two", "verify", "alice/tiny-50", HF_HUB_OFFLINE="1")
+    offline = command(standin, tmp_path / "two", "verify", "alice/tiny-50", HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr
     assert len(standin.requests) == before
     commit = standin.repos["alice/tiny-50"].commits[0][0]
-    empty = wisparse(standin, tmp_path / "two", "inspect", "alice/tiny-50", "--revision", commit)
+    empty = command(standin, tmp_path / "two", "inspect", "alice/tiny-50", "--revision", commit)
     assert empty.returncode == 4, empty.stderr
     assert "holds no model at revision" in empty.stderr
     assert "it/s" not in inspected.stderr + empty.stderr  # progress bars are for terminals
@@ -68,7 +73,10 @@ def in_process(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, 
     """Exit code and stderr of the command line."""
     with pytest.raises(SystemExit) as caught:
         main([str(arg) for arg in args])
-    return int(caught.value.code or 0), capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "B/s" not in said  # no terminal, no progress bars
+    assert TOKEN not in said
+    return int(caught.value.code or 0), said
 
 
 def test_a_failed_push_exits_with_7_and_keeps_the_bundle(
@@ -108,3 +116,42 @@ def test_permission_comes_before_everything_else(
     code, said = in_process(capsys, "push", bundle, "alice/tiny-50")
     assert code == 4, said
     assert "hf auth login" in said
+
+
+@pytest.mark.slow
+def test_convert_and_upload_in_one_command_then_load_by_hub_id(
+    example_model: Path,
+    standin: HubStandIn,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """From a Hub id to a Hub id, with an upload that breaks off half-way and is repeated as the message says."""
+    point_client_at(standin, tmp_path / "cache", monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    files = {file.name: file.read_bytes() for file in example_model.iterdir()}
+    source = standin.add("org/pycode", {**files, "README.md": b"---\nlicense: mit\nlanguage: code\n---\n"})
+    convert = ["convert", "org/pycode", "-o", "out", "--upload-repo", "alice/pycode-50", "--search", "uniform"]
+    convert += ["--calibration", __file__, "--num-samples", "4", "--seq-len", "64", "--quiet"]
+    standin.faults.append(Fault(r"PUT /storage/", None, times=9999, after_bytes=1_000_000))
+    code, said = in_process(capsys, *convert)
+    assert code == 7, said
+    retry = said.rstrip().rpartition("repeat with: ")[2]
+    assert len(standin.repos["alice/pycode-50"].commits) == 1  # nothing half-done to be seen
+    standin.faults.clear()
+    assert in_process(capsys, *shlex.split(retry)[1:])[0] == 0
+    pushed = standin.repos["alice/pycode-50"].commits
+    assert len(pushed) == 2
+    kept = {path.relative_to("out").as_posix(): path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    assert {name: content for name, content in pushed[-1][1].items() if name != ".gitattributes"} == kept
+    card = ModelCard(pushed[-1][1]["README.md"].decode()).data
+    assert (card.license, card.language, card.library_name) == ("mit", ["code"], "wisparse")
+    assert (card.base_model, card.base_model_relation) == ("org/pycode", "quantized")
+    assert card.eval_results
+    assert Bundle.open("out").recipe.base_revision == source.commits[0][0]
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "another cache"))
+    prompt = ">>> 12 + 30\n"
+    there = wisparse.load("alice/pycode-50", device="cpu").generate(prompt, max_new_tokens=12)
+    here = wisparse.load("out", device="cpu").generate(prompt, max_new_tokens=12)
+    assert there.token_ids == here.token_ids

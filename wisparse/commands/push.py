@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import click
-from huggingface_hub.utils import disable_progress_bars
 
 from wisparse.formats.errors import AccessError
 from wisparse.formats.hub import check_write_access, push_bundle
@@ -35,8 +33,6 @@ def command(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
         raise AccessError(f"{str(bundle)!r}: there is no such folder")
     check_write_access(repo)
     report = verify_bundle(bundle)
-    if not sys.stderr.isatty():
-        disable_progress_bars()
     click.echo(f"uploading {report.num_files} files, {report.num_bytes / 1e6:,.1f} MB, to {repo}", err=True)
     url = push_bundle(bundle, repo, private=private)
     click.echo(json.dumps({"url": url, "num_bytes": report.num_bytes}, indent=2) if as_json else url)
