@@ -100,6 +100,7 @@ def evaluate(
     *,
     prefill: str = "all",
     batch_size: int = 4,
+    dense_log_probs: list[Tensor] | None = None,
 ) -> Divergence:
     """Run the model dense and masked over whole sequences without padding.
 
@@ -108,6 +109,8 @@ def evaluate(
         thresholds: per projection; their scales are on ``masked`` already.
         prefill: ``all``: every token is sparse (the first one too); ``half``: the last L // 2 tokens are, and only
             their predictions are measured.
+        dense_log_probs: a list that keeps the dense model's (B, L, V) per batch: filled if empty, used if filled. Same
+            tokens, prefill and batch size every time.
     """
     length = input_ids.shape[1]
     first = 0 if prefill == "all" else length - length // 2
@@ -118,10 +121,16 @@ def evaluate(
     previous = masked.dense_tokens
     masked.clear()
     with masked.counting() as realised:
-        for ids in input_ids.split(batch_size):
+        known = list(dense_log_probs or ())
+        for index, ids in enumerate(input_ids.split(batch_size)):
             ids = ids.to(device)
             masked.clear()
-            dense = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+            if known:
+                dense = known[index]
+            else:
+                dense = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+                if dense_log_probs is not None:
+                    dense_log_probs.append(dense)
             masked.dense_tokens = (torch.arange(length, device=device) < first).expand_as(ids) if first else None
             masked.set_thresholds(thresholds)
             sparse = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)

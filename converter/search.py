@@ -55,7 +55,8 @@ class SearchSettings:
         search: how sparsity is spread; see the module's text.
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
         seed: of everything that is drawn.
-        kl_tokens: how many tokens candidates are compared on, about; final thresholds rest on all tokens.
+        kl_tokens: how many tokens the search measures on, about; None is 16,384 for ``fisher``, which goes through them
+            only twice, and 4,096 for the others. Final thresholds rest on all tokens.
         stages: of the evolution, (survivors, micro-batches or None for all) in turn.
         levels: at which sparsities ``additive`` probes a projection.
         greedy_step: sparsity that one greedy step adds to a block.
@@ -69,7 +70,7 @@ class SearchSettings:
     num_generations: int | None = None
     num_offspring: int | None = None
     seed: int = 0
-    kl_tokens: int = 4096
+    kl_tokens: int | None = None
     stages: tuple[tuple[int, int | None], ...] = ((1, None),)
     levels: tuple[float, ...] = additive.LEVELS
     greedy_step: float = 0.05
@@ -133,7 +134,8 @@ class Run:
     ) -> None:
         self.source, self.tokens, self.settings = source, tokens, settings
         self.progress, self.store = progress, store
-        num_samples = min(tokens.num_samples, max(1, round(settings.kl_tokens / tokens.seq_len)))
+        kl_tokens = settings.kl_tokens or (16384 if settings.search == "fisher" else 4096)
+        num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
         batch_size = min(settings.batch_size, num_samples)
         self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
         self.norms = {name: weight_norm(module.weight) for name, module in source.projections.items()}

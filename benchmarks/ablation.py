@@ -1,0 +1,158 @@
+"""What each part of a search is worth: the rows of the paper's ablation, the baselines and the default, on one model.
+
+    python benchmarks/ablation.py                              # the example model; about ten minutes on two cores
+    python benchmarks/ablation.py --model PATH --out DIR       # another one; writes ablation-NAME.{md,json}
+
+Calibrated on standard-library files, measured on other ones, every token sparse. KL in nats per token, to the dense
+model. ``seconds`` and ``KL evaluations`` are those of the search up to that row; an evaluation is one pass over the
+search's tokens, a pass over a part of them that part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from quality import Clock, Evaluator, describe_machine, markdown_table, print_head, row, stdlib_tokens
+
+from wisparse.converter import additive
+from wisparse.converter.progress import Progress
+from wisparse.converter.search import Run, SearchSettings, search
+from wisparse.converter.source import load_source
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
+
+
+class SharedAlphas:
+    """Keeps what several runs have in common: the alphas at uniform sparsity."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, bytes] = {}
+
+    def load(self, key: str) -> bytes | None:
+        return self._kept.get(key.partition("/")[2])
+
+    def save(self, key: str, data: bytes) -> None:
+        key = key.partition("/")[2]
+        if key.startswith("alpha/"):
+            self._kept[key] = data
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=EXAMPLE)
+    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--kl-tokens", type=int, default=2048, help="for the searches that compare candidates")
+    parser.add_argument("--eval-tokens", type=int, default=24576)
+    parser.add_argument("--num-generations", type=int, default=60)
+    parser.add_argument("--num-offspring", type=int, default=24)
+    parser.add_argument("--staged", action="store_true", help="offspring on a quarter of the tokens, the best 4 on all")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    source = load_source(options.model, device=options.device)
+    tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len, options.seed)
+    held_out = stdlib_tokens(source, "evaluation", options.eval_tokens // options.seq_len, options.seq_len, 1)
+    evaluator = Evaluator(source, held_out.input_ids)
+    facts = {
+        "model": options.model.name,
+        "sparsity": options.sparsity,
+        "calibration tokens": tokens.input_ids.numel(),
+        "search tokens": options.kl_tokens,
+        "evaluation tokens": held_out.input_ids.numel(),
+        "evolution": f"{options.num_generations} generations x {options.num_offspring}, "
+        + ("in two stages" if options.staged else "all on all search tokens"),
+        **describe_machine(source.device),
+    }
+    print_head("Ablation", facts)
+    rows: list[dict[str, Any]] = []
+
+    def settings(method: str, kind: str) -> SearchSettings:
+        quarter = max(1, round(options.kl_tokens / options.seq_len) // 4)
+        return SearchSettings(
+            sparsity=options.sparsity,
+            method=method,
+            search=kind,
+            num_generations=options.num_generations,
+            num_offspring=options.num_offspring,
+            kl_tokens=options.kl_tokens if kind != "fisher" else None,
+            stages=((4, quarter), (1, None)) if options.staged else ((1, None),),
+            batch_size=1 if kind == "paper" else 4,
+            seed=options.seed,
+        )
+
+    def add(label: str, result: Any, clock: Clock) -> None:
+        entry = row(label, evaluator(result), clock.spent, result)
+        entry["of_uniform"] = entry["kl"] / (rows[0]["kl"] if rows else entry["kl"])
+        rows.append(entry)
+        print(
+            f"{label}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}, {clock.spent:.0f} s", flush=True
+        )
+
+    def whole(label: str, method: str, kind: str) -> None:
+        with Clock() as clock:
+            result = search(source, tokens, settings(method, kind))
+        add(label, result, clock)
+
+    whole("|x|, uniform (TEAL uniform)", "teal", "uniform")
+    whole("|x|·g, uniform (WINA's score everywhere)", "wina", "uniform")
+    whole("|x|, greedy within blocks (TEAL)", "teal", "greedy")
+    whole("loss-weighted norm and damage (default)", "wisparse", "fisher")
+    shared = SharedAlphas()
+    with torch.no_grad():
+        run = Run(source, tokens, settings("wisparse", "paper"), Progress(enabled=False), shared)
+        clock = Clock()
+        with clock:
+            run.prepare()
+            result = run.result(run.uniform())
+        add("alpha per projection, uniform", result, clock)
+        with clock:
+            blocks = run.evolve_blocks()
+            spread = {n: p for group, p in zip(run.bench.groups, blocks, strict=True) for n in group}
+            result = run.result(spread)
+        add("+ evolutionary block search", result, clock)
+        with clock:
+            spread = run.spread_within(blocks)
+            result = run.result(spread)
+        add("+ greedy within blocks", result, clock)
+        with clock:
+            run.choose_alphas(spread, "alpha-again")
+            result = run.result(spread)
+        add("+ alpha again (the paper's pipeline)", result, clock)
+        run.bench.masked.close()
+        run = Run(source, tokens, settings("wisparse", "additive"), Progress(enabled=False), shared)
+        clock = Clock()
+        with clock:
+            run.prepare()
+            spread = additive.allocate(run.probe(), run.bench.sizes, options.sparsity)
+            result = run.result(spread)
+        add("alpha, additive table of measured KL", result, clock)
+        with clock:
+            run.choose_alphas(spread, "alpha-again")
+            result = run.result(spread)
+        add("alpha, additive table, alpha again", result, clock)
+        run.bench.masked.close()
+
+    order = [0, 1, 4, 5, 6, 7, 2, 8, 9, 3]
+    rows = [rows[i] for i in order]
+    table = markdown_table(rows)
+    print(f"\n{table}\n\ndense perplexity {rows[0]['dense_perplexity']:.3f}\n")
+    document = {"benchmark": "ablation", **facts, "rows": rows}
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = options.out / f"ablation-{options.model.name}"
+        head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+        name.with_suffix(".md").write_text(f"# Ablation: {options.model.name}\n\n{head}\n\n{table}\n")
+        name.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""What the quality benchmarks share: text no model here was trained on, an evaluation, tables, and the machine.
+
+Calibration and evaluation text are different files of the Python standard library: every other one, by name.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import sysconfig
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wisparse.converter.calibration import CalibrationTokens
+from wisparse.converter.divergence import Divergence, evaluate
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.search import SearchResult
+from wisparse.converter.source import SourceModel
+
+__all__ = ["Evaluator", "describe_machine", "markdown_table", "stdlib_tokens"]
+
+# A file shorter than this gives no full sequence.
+_SMALLEST_FILE = 8192
+
+
+def stdlib_tokens(source: SourceModel, kind: str, num_samples: int, seq_len: int, seed: int = 0) -> CalibrationTokens:
+    """``num_samples`` passages of standard-library source; ``kind`` is calibration or evaluation: disjoint files."""
+    files = sorted(path for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    files = [path for path in files if path.stat().st_size > _SMALLEST_FILE]
+    files = files[0::2] if kind == "calibration" else files[1::2]
+    order = random.Random(seed)
+    order.shuffle(files)
+    texts = [source.tokenizer(path.read_text("utf-8", "replace"), verbose=False).input_ids for path in files]
+    texts = [ids for ids in texts if len(ids) >= seq_len]
+    rows: list[list[int]] = []
+    # Round after round, one passage of every file, so that no file dominates.
+    while len(rows) < num_samples:
+        for ids in texts:
+            begin = order.randrange(len(ids) - seq_len + 1)
+            rows.append(ids[begin : begin + seq_len])
+    return CalibrationTokens.from_rows(rows[:num_samples], f"standard library, {kind} files", seed)
+
+
+class Evaluator:
+    """Scores search results on held-out tokens, every token sparse; the dense model runs once."""
+
+    def __init__(self, source: SourceModel, input_ids: Tensor, batch_size: int = 4) -> None:
+        self.source, self.input_ids, self.batch_size = source, input_ids, batch_size
+        self._dense: list[Tensor] = []
+
+    def __call__(self, result: SearchResult) -> Divergence:
+        with MaskedModel(self.source.projections) as masked:
+            for name, scale in result.channel_scales.items():
+                masked.set_scale(name, scale)
+            thresholds = {name: entry.threshold for name, entry in result.projections.items()}
+            return evaluate(
+                self.source.model,
+                masked,
+                self.input_ids,
+                thresholds,
+                batch_size=self.batch_size,
+                dense_log_probs=self._dense,
+            )
+
+
+def row(label: str, found: Divergence, seconds: float, result: SearchResult) -> dict[str, Any]:
+    """One line of a table."""
+    return {
+        "recipe": label,
+        **asdict(found),
+        "seconds": round(seconds, 1),
+        "kl_evaluations": result.details["kl_evaluations"],
+    }
+
+
+def markdown_table(rows: list[dict[str, Any]]) -> str:
+    """The columns of the design's table."""
+    lines = [
+        "| recipe | KL | of uniform | perplexity | top-1 | realised sparsity | seconds | KL evaluations |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in rows:
+        name = r["recipe"].replace("|", "\\|")
+        lines.append(
+            f"| {name} | {r['kl']:.4f} | {r['of_uniform']:.3f} | {r['perplexity']:.3f} | {r['top1_agreement']:.3f} "
+            f"| {100 * r['realised_sparsity']:.2f}% | {r['seconds']:.0f} | {r['kl_evaluations']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Machine and versions, for the head of an output."""
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        names = [
+            line.split(":", 1)[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")
+        ]
+        cpu = names[0] if names else cpu
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        **{name: metadata.version(name) for name in ("wisparse", "torch", "transformers")},
+    }
+
+
+class Clock:
+    """Seconds since the last `restart`, over stages that are timed apart from their evaluation."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+        self._began: float | None = None
+
+    def __enter__(self) -> Clock:
+        self._began = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.spent += time.perf_counter() - (self._began or 0.0)
+
+
+def print_head(title: str, facts: Mapping[str, Any]) -> None:
+    """Title and facts, one line each."""
+    print(f"# {title}\n")
+    for name, value in facts.items():
+        print(f"- {name}: {value}")
+    print()
