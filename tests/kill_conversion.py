@@ -1,11 +1,12 @@
-"""Runs conversions that kill themselves: `python kill_conversion.py PLAN.json`, see test_converter_resume.py.
+"""Runs conversions that kill themselves, see test_converter_resume.py.
 
 One process imports everything and forks a child per attempt, so that an attempt costs a conversion and not the imports.
 Whenever something reaches the disk (fsync, rename, unlink) a child passes two points, before and after; each has a
 label. At the one it was told it sends itself SIGKILL: no handler, no clean-up, as when the machine goes down.
 
-PLAN.json: {"settings": {…}, "kill_at": [label | null, …]}; null lets the child finish, and the first that finishes is
-the last. Prints a JSON list, per attempt the child's exit status and the labels it passed.
+Reads one JSON object per line, {"settings": {…}, "kill_at": [label | null, …]}, where null lets the child finish, and
+the first that finishes is the last; answers each with one line, a JSON list: per attempt the child's exit status and
+the labels it passed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import signal
 import sys
 import tempfile
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def attempt(settings: dict[str, Any], kill_at: str | None) -> dict[str, Any]:
         if child == 0:
             status = 1
             try:
-                _arm(kill_at, trace.fileno(), Path(settings["output_dir"]).name)
+                _arm(kill_at, trace.fileno(), settings["output_dir"])
                 convert(**settings, progress=False)
                 status = 0
             except BaseException:
@@ -43,7 +43,7 @@ def attempt(settings: dict[str, Any], kill_at: str | None) -> dict[str, Any]:
         return {"status": os.waitstatus_to_exitcode(status), "labels": trace.read().decode().splitlines()}
 
 
-def _arm(kill_at: str | None, trace: int, name: str) -> None:
+def _arm(kill_at: str | None, trace: int, out: str) -> None:
     def point(label: str) -> None:
         os.write(trace, label.encode() + b"\n")
         if label == kill_at:
@@ -55,7 +55,7 @@ def _arm(kill_at: str | None, trace: int, name: str) -> None:
         def counted(target: Any, *args: Any, original: Any = original, verb: str = verb, **kwargs: Any) -> Any:
             path = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
             # Runs into different folders must give equal labels.
-            label = f"{verb} {'/'.join(path.split('/')[-3:]).replace(name, 'OUT')}"
+            label = f"{verb} {path.replace(out, 'OUT')}"
             point(f"before {label}")
             result = original(target, *args, **kwargs)
             point(f"after {label}")
@@ -69,13 +69,14 @@ def main() -> None:
     import transformers.models.auto.modeling_auto
     import transformers.models.llama.modeling_llama  # noqa: F401 - imported once, for all children
 
-    plan = json.loads(Path(sys.argv[1]).read_text())
-    attempts = []
-    for kill_at in plan["kill_at"]:
-        attempts.append(attempt(plan["settings"], kill_at))
-        if attempts[-1]["status"] == 0:
-            break
-    print(json.dumps(attempts))
+    for line in sys.stdin:
+        plan = json.loads(line)
+        attempts = []
+        for kill_at in plan["kill_at"]:
+            attempts.append(attempt(plan["settings"], kill_at))
+            if attempts[-1]["status"] == 0:
+                break
+        print(json.dumps(attempts), flush=True)
 
 
 if __name__ == "__main__":

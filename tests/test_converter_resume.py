@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("source") / "tiny", tiny_config(num_hidden_layers=3))
 
 
-def conversions(folder: Path, settings: dict[str, Any], kill_at: list[str | None]) -> list[dict[str, Any]]:
-    plan = folder / "plan.json"
-    plan.write_text(json.dumps({"settings": settings, "kill_at": kill_at}))
-    done = subprocess.run([sys.executable, HARNESS, plan], capture_output=True, text=True, timeout=280)
-    print(done.stderr)
-    assert done.returncode == 0
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def conversions() -> Iterator[Callable[..., list[dict[str, Any]]]]:
+    """``conversions(settings, kill_at)``: see kill_conversion.py."""
+    with subprocess.Popen(
+        [sys.executable, HARNESS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as harness:
+
+        def ask(settings: dict[str, Any], kill_at: list[str | None]) -> list[dict[str, Any]]:
+            print(json.dumps({"settings": settings, "kill_at": kill_at}), file=harness.stdin, flush=True)
+            return json.loads(harness.stdout.readline())
+
+        yield ask
+        harness.stdin.close()
 
 
 def digests(bundle: Path) -> dict[str, str]:
@@ -58,24 +65,22 @@ def settings_for(model: Path, out: Path, search: str) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("search", SEARCHES)
-def test_killed_runs_end_with_the_same_bytes(search: str, model: Path, tmp_path: Path) -> None:
-    undisturbed = settings_for(model, tmp_path / "undisturbed", search)
-    killed = settings_for(model, tmp_path / "killed", search)
-    [reference] = conversions(tmp_path, undisturbed, [None])
+def test_killed_runs_end_with_the_same_bytes(search: str, conversions: Any, model: Path, tmp_path: Path) -> None:
+    [reference] = conversions(settings_for(model, tmp_path / "undisturbed", search), [None])
     assert reference["status"] == 0
-    # Seeded points in the order in which a run passes them, so that every attempt comes further than the one before.
+    # Seeded points in the order in which a run passes them, so that every attempt comes further than the one before:
+    # three while results are saved, one while the bundle is written, one while the state is removed.
     labels = list(dict.fromkeys(reference["labels"]))
+    written = next(index for index, label in enumerate(labels) if label.startswith("after rename"))
     # After the last trace is gone the conversion is over, not killed.
-    labels = labels[: labels.index("after unlink OUT.work/units/finish.state")]
-    saves = [label for label in labels if "OUT.work/units" in label and " unlink " not in label]
-    others = [label for label in labels if label not in saves]
+    over = labels.index("after unlink OUT.work/units/finish.state")
+    saves = [label for label in labels[:written] if "OUT.work/units" in label]
+    bundle = [label for label in labels[:written] if "OUT.partial" in label]
     choose = random.Random(f"kill {search}")
-    chosen = {*choose.sample(saves, 3), *choose.sample(others, 2)}
-    attempts = conversions(tmp_path, killed, [*sorted(chosen, key=labels.index), None])
-    # A point around the cleaning up may be passed no more once the bundle is found complete; the others all kill.
-    statuses = [one["status"] for one in attempts]
-    assert statuses[-1] == 0
-    assert statuses[:-1] in ([-signal.SIGKILL] * 4, [-signal.SIGKILL] * 5)
+    chosen = [*choose.sample(saves, 3), choose.choice(bundle), choose.choice(labels[written:over])]
+    chosen.sort(key=labels.index)
+    attempts = conversions(settings_for(model, tmp_path / "killed", search), [*chosen, None])
+    assert [one["status"] for one in attempts] == [-signal.SIGKILL] * 5 + [0], chosen
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"plan.json", "killed", "undisturbed"}, "neither state nor partial folders stay"
+    assert left == {"killed", "undisturbed"}, "neither state nor partial folders stay"
