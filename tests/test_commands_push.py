@@ -15,6 +15,7 @@ from bundle_maker import make_bundle
 from hub_standin import TOKEN, Fault, HubStandIn, point_client_at
 from huggingface_hub import ModelCard, constants
 from runtime_models import make_checkpoint
+from tiny_bundle import write_tiny_model
 
 import wisparse
 from wisparse.cli import main
@@ -118,9 +119,7 @@ def test_permission_comes_before_everything_else(
     assert "hf auth login" in said
 
 
-@pytest.mark.slow
 def test_convert_and_upload_in_one_command_then_load_by_hub_id(
-    example_model: Path,
     standin: HubStandIn,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -129,11 +128,11 @@ def test_convert_and_upload_in_one_command_then_load_by_hub_id(
     """From a Hub id to a Hub id, with an upload that breaks off half-way and is repeated as the message says."""
     point_client_at(standin, tmp_path / "cache", monkeypatch)
     monkeypatch.chdir(tmp_path)
-    files = {file.name: file.read_bytes() for file in example_model.iterdir()}
+    files = {file.name: file.read_bytes() for file in write_tiny_model(tmp_path / "model").iterdir()}
     source = standin.add("org/pycode", {**files, "README.md": b"---\nlicense: mit\nlanguage: code\n---\n"})
     convert = ["convert", "org/pycode", "-o", "out", "--upload-repo", "alice/pycode-50", "--search", "uniform"]
-    convert += ["--calibration", __file__, "--num-samples", "4", "--seq-len", "64", "--quiet"]
-    standin.faults.append(Fault(r"PUT /storage/", None, times=9999, after_bytes=1_000_000))
+    convert += ["--calibration", __file__, "--num-samples", "4", "--seq-len", "24", "--quiet"]
+    standin.faults.append(Fault(r"PUT /storage/", None, times=9999, after_bytes=1000))
     code, said = in_process(capsys, *convert)
     assert code == 7, said
     retry = said.rstrip().rpartition("repeat with: ")[2]
