@@ -1,0 +1,341 @@
+"""The whole conversion on tiny models: what is written, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_bundle import CLASSES, tiny_config, write_tiny_model
+
+import wisparse
+from wisparse.cli import convert_main
+from wisparse.converter import pipeline, settings
+from wisparse.converter import search as search_module
+from wisparse.converter.pipeline import convert, model_digest
+from wisparse.converter.state import StateStore
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError
+from wisparse.formats.verify import verify_bundle
+
+FAST: dict[str, Any] = {"search": "uniform", "method": "teal", "num_samples": 2, "seq_len": 16, "device": "cpu"}
+FLAGS = ["--search", "uniform", "--method", "teal", "--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "source" / "tiny")
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    (tmp_path / "result").mkdir()
+    return tmp_path / "result" / "bundle"
+
+
+def digests(bundle: Path) -> dict[str, str]:
+    files = (path for path in sorted(bundle.rglob("*")) if path.is_file())
+    return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def run_command(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        convert_main([str(argument) for argument in arguments])
+    return int(exit_.value.code or 0)
+
+
+# ---------------------------------------------------------------------- what is written
+
+
+@pytest.mark.parametrize("model_type", CLASSES)
+def test_every_architecture_converts(model_type: str, tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "tiny", tiny_config(model_type), shards=2)
+    folder = convert(source, tmp_path / "out", **FAST)
+    verify_bundle(folder)
+    bundle = Bundle.open(folder)
+    recipe = bundle.recipe
+    assert recipe.base_model == "tiny"
+    assert recipe.base_revision is None
+    assert recipe.calibration.source == "self"
+    assert recipe.calibration.num_tokens == 2 * 15
+    sizes = [projection.num_parameters for projection in bundle.config.projections()]
+    mean = sum(n * entry.sparsity for n, entry in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
+    assert mean == pytest.approx(0.5, abs=1e-6)
+    dense = Checkpoint.open(source)
+    assert all(torch.equal(bundle.checkpoint.tensor(name), dense.tensor(name)) for name in bundle.checkpoint.tensors)
+
+
+def test_default_search_end_to_end(model: Path, out: Path) -> None:
+    recipe = Bundle.open(convert(model, out, num_samples=2, seq_len=16, device="cpu", sparsity=0.4)).recipe
+    assert recipe.method == "wisparse"
+    assert recipe.search["settings"]["search"] == "fisher"
+    assert recipe.sparsity == 0.4
+    assert len({entry.sparsity for entry in recipe.projections}) > 1
+
+
+def test_sparsity_zero_is_dense(model: Path, out: Path) -> None:
+    bundle = Bundle.open(convert(model, out, **FAST, sparsity=0.0))
+    assert {mask.threshold for mask in bundle.masks.values()} == {0.0}
+
+
+def test_same_seed_same_bytes_whatever_is_shown(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch.manual_seed(1)
+    first = digests(convert(model, tmp_path / "first", **FAST, seed=3))
+    torch.manual_seed(2)
+    monkeypatch.chdir(tmp_path)
+    with caplog.at_level(logging.DEBUG):
+        second = digests(convert(os.path.relpath(model), "second", **FAST, seed=3, progress=True, resume=False))
+    assert first == second
+    assert digests(convert(model, tmp_path / "third", **FAST, seed=4)) != first
+
+
+def test_nothing_of_this_machine_is_in_the_bundle(model: Path, out: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a text to calibrate on, long enough. " * 30)
+    convert(model, out, **FAST, calibration=text)
+    for path in out.rglob("*"):
+        if path.is_file():
+            assert str(tmp_path).encode() not in path.read_bytes(), path.name
+    assert Bundle.open(out).recipe.calibration.source == "text.txt"
+
+
+def test_nothing_but_the_bundle_stays(model: Path, out: Path) -> None:
+    convert(model, out, **FAST)
+    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+
+
+def test_public_name() -> None:
+    assert wisparse.convert is convert
+
+
+def test_names_of_methods_and_searches_are_the_searchs() -> None:
+    assert settings.METHODS == search_module.METHODS
+    assert settings.SEARCHES == search_module.SEARCHES
+
+
+def test_dtype_and_shards(model: Path, out: Path) -> None:
+    convert(model, out, **FAST, dtype="bfloat16", max_shard_size="8KB")
+    bundle = Bundle.open(out)
+    assert {info.dtype for info in bundle.checkpoint.tensors.values()} == {torch.bfloat16}
+    assert len(bundle.checkpoint.files()) > 1
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def test_command_prints_what_it_did(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(model, "-o", out, *FLAGS) == 0
+    shown = capsys.readouterr()
+    assert f"wisparse generate {out}" in shown.out
+    assert "50.0% asked for" in shown.out
+    assert shown.err == ""  # no progress bars where there is no terminal
+
+
+def test_command_prints_json(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(model, "-o", out, "--json", *FLAGS) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["bundle"] == str(out)
+    assert document["realised_sparsity"] == pytest.approx(0.5, abs=0.05)
+    assert document["recipe"]["base_model"] == "tiny"
+    assert document["seconds"]["Writing the bundle"] >= 0
+
+
+def test_default_folder_is_named_after_the_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(model, "--sparsity", "0.4", *FLAGS) == 0
+    assert Bundle.open(tmp_path / "tiny-wisparse-40").recipe.sparsity == 0.4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--sparsity", "0.96"], 2, "0 to 0.95"),
+        (["--sparsity", "much"], 2, "not a valid float"),
+        (["--method", "wisparce"], 2, "wisparce"),
+        (["--calibration", "nothing-here.txt"], 2, "no such file or folder"),
+        (["--calibration", "no/such-data"], 4, "no/such-data"),
+        (["--num-generations", "5"], 2, "--search paper"),
+        (["-v", "-q"], 2, "exclude"),
+        (["--device", "cuda:77"], 2, "CUDA"),
+        (["--upload-repo", "no-owner"], 2, "USER/NAME"),
+    ],
+)
+def test_misuse_is_one_sentence_and_leaves_nothing(
+    arguments: list[str],
+    code: int,
+    words: str,
+    model: Path,
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert run_command(model, "-o", out, *FLAGS, *arguments) == code
+    error = capsys.readouterr().err
+    assert words in error
+    assert "Traceback" not in error
+    assert not list(out.parent.iterdir())
+
+
+def test_interrupt_says_how_to_go_on(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "search", interrupted)
+    monkeypatch.setattr("sys.argv", ["wisparse-convert", str(model), "-o", str(out)])
+    assert run_command(model, "-o", out, *FLAGS) == 130
+    error = capsys.readouterr().err
+    assert f"go on with: wisparse convert {model} -o {out}" in error
+    assert "Traceback" not in error
+    assert [path.name for path in out.parent.iterdir()] == ["bundle.work"]
+    monkeypatch.undo()
+    assert run_command(model, "-o", out, *FLAGS) == 0
+    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+
+
+# ---------------------------------------------------------------------- what goes wrong on the way
+
+
+def test_nan_in_the_weights(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][2, 3] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert run_command(model, "-o", out, *FLAGS) == 3
+    assert "model.layers.0.mlp.up_proj.weight" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_disk_full_while_writing_keeps_the_search(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = digests(convert(model, out.with_name("expected"), **FAST))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise ResourceError("the disk is full")
+
+    monkeypatch.setattr(pipeline, "write_bundle", full)
+    with pytest.raises(ResourceError):
+        convert(model, out, **FAST)
+    monkeypatch.undo()
+    assert not out.exists()
+    computed = []
+    monkeypatch.setattr(pipeline, "load_calibration", lambda *_: computed.append(1))
+    assert digests(convert(model, out, **FAST)) == expected
+    assert not computed, "the calibration text came from the state"
+
+
+def test_disk_full_in_mid_search(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = os.fsync
+
+    def full(descriptor: int) -> None:
+        if "kl-final" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert run_command(model, "-o", out, *FLAGS) == 5
+    assert "full" in capsys.readouterr().err
+    assert not out.exists()
+    assert StateStore.peek(out.with_name("bundle.work"), "calibration") is not None
+
+
+def test_changed_setting_starts_over_and_says_which(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = digests(convert(model, out.with_name("expected"), **FAST, sparsity=0.3))
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "search", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(model, out, **FAST, sparsity=0.4)
+    monkeypatch.undo()
+    with caplog.at_level(logging.WARNING, "wisparse"):
+        convert(model, out, **FAST, sparsity=0.3)
+    assert "sparsity: was 0.4, is 0.3" in caplog.text
+    assert digests(out) == expected
+
+
+@pytest.mark.parametrize("damage", ["one", "all"])
+def test_damaged_state_is_computed_again(
+    damage: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = digests(convert(model, out.with_name("expected"), **FAST))
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "write_bundle", stop)
+    with pytest.raises(KeyboardInterrupt):
+        convert(model, out, **FAST)
+    monkeypatch.undo()
+    units = sorted(out.with_name("bundle.work").rglob("*.state"))
+    assert len(units) >= 3
+    for path in units if damage == "all" else units[:1]:
+        path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    with caplog.at_level(logging.WARNING, "wisparse"):
+        convert(model, out, **FAST)
+    assert caplog.text.count("damaged") >= 1
+    assert digests(out) == expected
+
+
+def test_other_model_in_the_same_folder_starts_over(model: Path, tmp_path: Path) -> None:
+    before = model_digest(Checkpoint.open(model))
+    assert before == model_digest(Checkpoint.open(model))
+    write_tiny_model(model, seed=1)
+    assert model_digest(Checkpoint.open(model)) != before
+    write_tiny_model(model)
+    assert model_digest(Checkpoint.open(model)) == before
+    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + "\n")
+    assert model_digest(Checkpoint.open(model)) != before
+
+
+def test_overwrite_replaces_only_after_success(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    convert(model, out, **FAST, seed=1)
+    before = digests(out)
+
+    def fail(*_: Any) -> None:
+        raise UnsupportedModelError("no")
+
+    monkeypatch.setattr(pipeline, "search", fail)
+    with pytest.raises(UnsupportedModelError):
+        convert(model, out, **FAST, seed=2, overwrite=True)
+    assert digests(out) == before
+    monkeypatch.undo()
+    convert(model, out, **FAST, seed=2, overwrite=True)
+    assert digests(out) != before
+
+
+def test_failed_upload_keeps_the_bundle(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(folder: Path, repo: str, private: bool) -> str:
+        raise UploadError(f"the upload failed; repeat with: wisparse push {folder} {repo}")
+
+    monkeypatch.setattr("wisparse.converter.preflight.check_write_access", lambda repo: None)
+    monkeypatch.setattr(pipeline, "push_bundle", fail)
+    assert run_command(model, "-o", out, "--upload-repo", "me/it", *FLAGS) == 7
+    assert f"wisparse push {out} me/it" in capsys.readouterr().err
+    verify_bundle(out)
+
+
+def test_upload(model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pushed = []
+    monkeypatch.setattr("wisparse.converter.preflight.check_write_access", lambda repo: None)
+    monkeypatch.setattr(pipeline, "push_bundle", lambda *given: pushed.append(given) or "https://hub/me/it")
+    assert run_command(model, "-o", out, "--upload-repo", "me/it", "--private", *FLAGS) == 0
+    assert pushed == [(out, "me/it", True)]
+    assert "https://hub/me/it" in capsys.readouterr().out
