@@ -51,7 +51,8 @@ class SearchSettings:
 
     Attributes:
         sparsity: the target, a fraction of the parameters of all projections.
-        method: the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g.
+        method: the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g; ``wina-code`` as WINA's published
+            code has it, |x| g for k and gate and |x| elsewhere.
         search: how sparsity is spread; see the module's text.
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
         seed: of everything that is drawn.
@@ -139,7 +140,7 @@ class Run:
         batch_size = min(settings.batch_size, num_samples)
         self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
         self.norms = {name: weight_norm(module.weight) for name, module in source.projections.items()}
-        self.alphas = dict.fromkeys(self.bench.names, 1.0 if settings.method == "wina" else 0.0)
+        self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
         self.history: dict[str, Any] = {}
         for name in self.bench.names:
@@ -365,6 +366,11 @@ class Run:
                 **({"history": self.history} if self.history else {}),
             },
         )
+
+
+def _first_alpha(method: str, name: str) -> float:
+    weighted = method == "wina" or (method == "wina-code" and name.endswith(("k_proj", "gate_proj")))
+    return 1.0 if weighted else 0.0
 
 
 # ---------------------------------------------------------------------- the searches

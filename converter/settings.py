@@ -12,12 +12,12 @@ from wisparse.formats.errors import UsageError
 __all__ = ["DTYPES", "MAX_SPARSITY", "METHODS", "SEARCHES", "ConvertSettings", "default_output"]
 
 MAX_SPARSITY = 0.95
-METHODS = ("wisparse", "teal", "wina")
+METHODS = ("wisparse", "teal", "wina", "wina-code")
 SEARCHES = ("fisher", "additive", "paper", "greedy", "uniform")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # TEAL spreads each block's sparsity greedily, WINA takes the same everywhere.
-_OWN_SEARCH = {"wisparse": "fisher", "teal": "greedy", "wina": "uniform"}
+_OWN_SEARCH = {"wisparse": "fisher", "teal": "greedy", "wina": "uniform", "wina-code": "uniform"}
 
 # Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
 _SHORTEST = 8

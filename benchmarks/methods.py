@@ -1,0 +1,96 @@
+"""Methods against sparsities, on one model: KL(dense || sparse), perplexity, top-1 agreement.
+
+    python benchmarks/methods.py                               # the example model, 30% to 60%
+    python benchmarks/methods.py --model PATH --out DIR        # another one; writes methods-NAME.{md,json}
+
+All methods share the tokens, the final thresholds' rule and the protocol: calibrated on standard-library files,
+measured on other ones, every token sparse, the realised sparsity beside the target.
+
+    teal-uniform   |x|, the same sparsity everywhere
+    teal           |x|, greedy within blocks
+    wina           |x| g, the same sparsity everywhere
+    wina-code      |x| g for k and gate, |x| elsewhere, as WINA's code does (without its rotation of weights)
+    wisparse       the default: loss-weighted norms, damage and allocation from backward passes
+    additive       the paper's score, allocation from a table of measured KL
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from quality import Clock, Evaluator, describe_machine, markdown_table, print_head, row, stdlib_tokens
+
+from wisparse.converter.search import SearchSettings, search
+from wisparse.converter.source import load_source
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
+METHODS = {
+    "teal-uniform": ("teal", "uniform"),
+    "teal": ("teal", "greedy"),
+    "wina": ("wina", "uniform"),
+    "wina-code": ("wina-code", "uniform"),
+    "wisparse": ("wisparse", "fisher"),
+    "additive": ("wisparse", "additive"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=EXAMPLE)
+    parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != "additive"])
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--kl-tokens", type=int, default=2048)
+    parser.add_argument("--eval-tokens", type=int, default=24576)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+
+    source = load_source(options.model, device=options.device)
+    tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len, options.seed)
+    held_out = stdlib_tokens(source, "evaluation", options.eval_tokens // options.seq_len, options.seq_len, 1)
+    evaluator = Evaluator(source, held_out.input_ids)
+    facts = {
+        "model": options.model.name,
+        "calibration tokens": tokens.input_ids.numel(),
+        "evaluation tokens": held_out.input_ids.numel(),
+        **describe_machine(source.device),
+    }
+    print_head("Methods and sparsities", facts)
+    rows: list[dict[str, Any]] = []
+    for sparsity in options.sparsities:
+        first = len(rows)
+        for label in options.methods:
+            method, kind = METHODS[label]
+            settings = SearchSettings(
+                sparsity=sparsity,
+                method=method,
+                search=kind,
+                kl_tokens=None if kind == "fisher" else options.kl_tokens,
+                seed=options.seed,
+            )
+            with Clock() as clock:
+                result = search(source, tokens, settings)
+            entry = row(f"{label} {100 * sparsity:g}%", evaluator(result), clock.spent, result)
+            rows.append({"method": label, "sparsity": sparsity, **entry})
+            rows[-1]["of_uniform"] = rows[-1]["kl"] / rows[first]["kl"]
+            print(f"{label} {sparsity}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}", flush=True)
+    table = markdown_table(rows)
+    print(f"\n{table}\n")
+    document = {"benchmark": "methods", **facts, "rows": rows}
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = options.out / f"methods-{options.model.name}"
+        head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+        name.with_suffix(".md").write_text(f"# Methods: {options.model.name}\n\n{head}\n\n{table}\n")
+        name.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
