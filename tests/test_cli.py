@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 import types
@@ -109,3 +110,28 @@ def test_closed_pipe_shows_no_traceback() -> None:
         text=True,
     )
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("program", "typed", "expected"),
+    [
+        ("wisparse", "wisparse ", {"convert", "generate", "export-onnx", "push"}),
+        ("wisparse", "wisparse exp", {"export-onnx"}),
+        ("wisparse", "wisparse push --pri", {"--private"}),
+        ("wisparse-convert", "wisparse-convert --spars", {"--sparsity"}),
+    ],
+)
+def test_shell_completion(program: str, typed: str, expected: set[str]) -> None:
+    entry = {"wisparse": "main", "wisparse-convert": "convert_main"}[program]
+    variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
+    script = f"import sys; from wisparse import cli; sys.argv[0] = {program!r}; cli.{entry}()"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), variable: "bash_complete"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert expected <= {line.partition(",")[2] for line in done.stdout.splitlines()}, done.stderr
+    if typed == "wisparse exp":
+        assert done.stdout.splitlines() == ["plain,export-onnx"]

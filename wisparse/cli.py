@@ -16,6 +16,7 @@ import sys
 from collections.abc import Sequence
 
 import click
+from click.shell_completion import CompletionItem
 
 from . import __version__
 from .formats.errors import WisparseError
@@ -46,6 +47,11 @@ class _Verbs(click.Group):
         module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
         command: click.Command = module.command
         return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        # click would import every verb for its help text.
+        verbs = [CompletionItem(name, help=text) for name, text in _VERBS.items() if name.startswith(incomplete)]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -81,6 +87,8 @@ def convert_main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``wisparse-convert``, the same as ``wisparse convert``."""
     if args is None:
         args = sys.argv[1:]
+    if "_WISPARSE_CONVERT_COMPLETE" in os.environ:  # the shell asks what could follow; it knows this program's name
+        _run(importlib.import_module(".commands.convert", __package__).command, args, "wisparse-convert")
     _run(cli, ["convert", *args], "wisparse")
 
 
