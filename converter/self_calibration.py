@@ -6,10 +6,10 @@ Every sequence is a row of one batch and is sampled token by token, in one of tw
     conversation   the chat template's user turn is opened and the model writes the question; then the template's
                    assistant turn is opened and it writes the answer; then the next conversation begins
 
-Half of the rows are conversations where the model has a chat template. The first tokens after an opening are drawn
-hotter, falling from 2 to 1 over ten tokens: there the model has hardly any context, and without it the same few
-openings come back (Williams et al., "Self-calibration for language model quantization and pruning", 2024, propose such
-a schedule).
+Half of the rows are conversations where the model has a chat template that it was trained on. The first tokens after
+an opening are drawn hotter, falling from 2 to 1 over ten tokens: there the model has hardly any context, and without it
+the same few openings come back (Williams et al., "Self-calibration for language model quantization and pruning", 2024,
+propose such a schedule).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def write_calibration(
     """
     device = next(model.parameters()).device
     opening = [_first_token(model, tokenizer)]
-    turns = _turns(tokenizer, opening[0])
     ends = _end_ids(model, tokenizer)
+    turns = _turns(tokenizer, opening[0], ends)
     conversations = num_samples // 2 if turns else 0
     writers = [
         _Writer(seq_len, ends, *(turns if turns and row < conversations else (opening, None)))
@@ -183,8 +183,12 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _turns(tokenizer: Any, first: int) -> tuple[list[int], list[int]] | None:
-    """The template's tokens that open a user turn, and those between the question and its answer; None without one."""
+def _turns(tokenizer: Any, first: int, ends: frozenset[int]) -> tuple[list[int], list[int]] | None:
+    """The template's tokens that open a user turn, and those between the question and its answer; None without one.
+
+    None as well where the template does not close an assistant's turn with an end-of-text token: a base model that
+    ships a template none the less was never trained on its tokens, and what it writes after them is noise.
+    """
     if not tokenizer.chat_template:
         return None
     try:
@@ -193,8 +197,12 @@ def _turns(tokenizer: Any, first: int) -> tuple[list[int], list[int]] | None:
                 [{"role": "user", "content": _PLACEHOLDER}], tokenize=False, add_generation_prompt=True
             )
         )
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
+        closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PLACEHOLDER)[2]
     except Exception:
         # The template wants something else than a user turn (a system prompt, tools): documents alone will do.
+        return None
+    if ends.isdisjoint(tokenizer.encode(closing, add_special_tokens=False)):
         return None
     before, found, after = text.partition(_PLACEHOLDER)
     question = tokenizer.encode(before, add_special_tokens=False)

@@ -314,6 +314,17 @@ def test_self_writes_what_the_model_says(example_model: Path) -> None:
     logits = source.model(tokens.input_ids).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.input_ids[:, 1:].flatten())
     assert loss < 4.5
+    # Its template does not end an answer with an end-of-text token: it was never trained on conversations.
+    assert not torch.isin(tokens.input_ids, torch.tensor([1, 2])).any()
+
+
+def test_self_writes_conversations_where_the_template_ends_turns(example_model: Path) -> None:
+    source = load_source(example_model, device="cpu")
+    source.tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|endoftext|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    tokens = load_calibration("self", source.tokenizer, source.model, 4, 96, 0)
     user, assistant = source.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
     conversations = tokens.input_ids[:2]
     assert (conversations[:, 1] == user).all()
