@@ -133,7 +133,7 @@ class WisparseLM(TemplateLM):
         self,
         requests: list[tuple[tuple[str, str], list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_: Any,
+        **ignored: Any,
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""
         result: list[tuple[float, bool]] = [(0.0, True)] * len(requests)
