@@ -1,0 +1,43 @@
+"""docs/bring-your-own-architecture.md is true: the row it shows makes an unknown model work."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import runtime_models
+import torch
+from bundle_maker import make_bundle
+from transformers import AutoModelForCausalLM
+
+from wisparse.formats import architectures
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import UnsupportedModelError
+from wisparse.runtime.torch_decoder import TorchDecoder
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"
+
+
+def test_the_row_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, variant = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    rows = eval(f"{{{row}}}", vars(architectures))
+    ((name, settings),) = eval(f"{{{variant}}}").items()
+    monkeypatch.setitem(runtime_models.VARIANTS, name, settings)
+    source = runtime_models.make_checkpoint(name, tmp_path / "source")
+    message = re.search(r"^wisparse: (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+    with pytest.raises(UnsupportedModelError) as refused:
+        Checkpoint.open(source)
+    assert message is not None
+    assert str(refused.value) == message[1]
+
+    monkeypatch.setattr(architectures, "ARCHITECTURES", {**architectures.ARCHITECTURES, **rows})
+    folder = make_bundle(source, tmp_path / "bundle")
+    bundle = Bundle.open(folder)
+    assert bundle.config.o_bias
+    tokens = torch.arange(3, 40)
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    with torch.inference_mode():
+        expected = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens[None]).logits[0]
+    assert (decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
