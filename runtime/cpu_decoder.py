@@ -11,7 +11,6 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import Bundle
@@ -28,8 +27,6 @@ from .torch_decoder import Block, TorchDecoder, rms_norm
 __all__ = ["CpuDecoder"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Rows of an int8 output layer widened at a time.
-_HEAD_ROWS = 8192
 
 
 class CpuDecoder(TorchDecoder):
@@ -121,15 +118,7 @@ class CpuDecoder(TorchDecoder):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         x = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        if self._output.scale is None:
-            return functional.linear(x, self._output.data).float()
-        parts = [
-            Matrix(data, scale, transposed=False).linear(x, None)
-            for data, scale in zip(
-                self._output.data.split(_HEAD_ROWS), self._output.scale.split(_HEAD_ROWS), strict=True
-            )
-        ]
-        return torch.cat(parts, dim=-1).float()
+        return self._output.linear(x, None).float()
 
 
 def _read_block(bundle: Bundle, index: int, dtype: torch.dtype, matrices: dict[str, Matrix]) -> Block:

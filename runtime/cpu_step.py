@@ -22,6 +22,9 @@ from .torch_decoder import Block
 
 __all__ = ["Step"]
 
+# A thread that reads less than this per step waits at the barriers for longer than it helps.
+_BYTES_PER_THREAD = 1 << 20
+
 
 class Step:
     """Decodes one token for some of the slots.
@@ -58,6 +61,8 @@ class Step:
         self._parameters = np.zeros(len(StepField), dtype=np.int64)
         self._kept_alive: list[Tensor] = []
         self._threads = self._capacity = 0
+        weights = output.data.nbytes + sum(p.matrix.data.nbytes for p in self._projections)
+        self._most_threads = max(1, weights // _BYTES_PER_THREAD)
         self._counts = torch.zeros(0, dtype=torch.int64)
 
         set_ = self._set
@@ -102,7 +107,7 @@ class Step:
 
     def run(self, rows: Sequence[tuple[int, int, int]]) -> None:
         """Append a token to some slots: ``rows`` are (slot, token, position), each slot at most once."""
-        threads = team_size()
+        threads = min(team_size(), self._most_threads)
         if threads > self._threads or len(rows) > self._capacity:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
         self._rows_np[:, : len(rows)] = np.array(rows).T

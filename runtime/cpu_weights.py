@@ -24,6 +24,8 @@ from wisparse.kernels.reference import keep_mask
 __all__ = ["CpuProjection", "Matrix", "read_matrices", "read_matrix"]
 
 _PIECE_BYTES = 4 << 20
+# Small enough for the allocator to hand out the same memory again, instead of fresh pages every time.
+_WIDENED_BYTES = 8 << 20
 # Rows of a piece: whole cache lines of the transposed weight, whatever its type.
 _ROW_STEP = 64
 
@@ -42,13 +44,17 @@ class Matrix:
     transposed: bool
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x (T, K) times the weight, as a dense product in x's type: (T, N). int8 is widened for the moment."""
+        """x (T, K) times the weight, as a dense product in x's type: (T, N); int8 is widened piece by piece."""
         weight = self.data.t() if self.transposed else self.data
         if self.scale is None:
             return functional.linear(x, weight, bias)
-        # int8 is exact in bfloat16 and float16; the scale is applied to the sums.
-        y = functional.linear(x, weight.to(x.dtype)).float() * self.scale
-        return (y if bias is None else y + bias.float()).to(x.dtype)
+        y = torch.empty(len(x), len(weight))
+        columns = max(1, _WIDENED_BYTES // (x.element_size() * weight.shape[1]))
+        for first in range(0, len(weight), columns):
+            # int8 is exact in bfloat16 and float16; the scale is applied to the sums.
+            y[:, first : first + columns] = functional.linear(x, weight[first : first + columns].to(x.dtype))
+        y *= self.scale
+        return (y if bias is None else y + bias).to(x.dtype)
 
 
 class CpuProjection:
