@@ -45,20 +45,22 @@ class WisparseQuantizer(HfQuantizer):
 
     requires_calibration = False
 
-    def preprocess_model(self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any) -> None:
+    def preprocess_model(self, model: Any, dtype: Any = None, **kwargs: Any) -> None:
         # Where transformers found the weights. From the Hub, that is our cache entry as well.
-        self._folder = Path(checkpoint_files[0]).parent if checkpoint_files else None
-        super().preprocess_model(model, **kwargs)
+        files = kwargs.get("checkpoint_files")
+        self._folder = Path(files[0]).parent if files else None
+        super().preprocess_model(model, dtype=dtype, **kwargs)
 
     def postprocess_model(self, model: Any, **kwargs: Any) -> Any:
+        prefill = vars(self.quantization_config)["prefill"]
         self.remove_quantization_config(model)
         folder = self._folder
         if folder is not None and (folder / "wisparse.safetensors").is_file():
-            return sparsify(model, folder, prefill=self.quantization_config.prefill)
+            return sparsify(model, folder, prefill=prefill)
         # transformers fetched the weights only.
         name, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
         local = Path(name).is_dir()
-        return sparsify(model, name, prefill=self.quantization_config.prefill, revision=None if local else commit)
+        return sparsify(model, name, prefill=prefill, revision=None if local else commit)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True

@@ -140,7 +140,7 @@ def _append(data: BinaryIO, name: str, values: torch.Tensor, dtype: int) -> Tens
     """Write a weight to the data file; returns the initializer that points at it."""
     data.write(b"\0" * (-data.tell() % _ALIGNMENT))
     offset = data.tell()
-    data.write(memoryview(values.contiguous().numpy()).cast("B"))
+    data.write(values.contiguous().numpy().data.cast("B"))
     tensor = TensorProto(name=name, data_type=dtype, dims=list(values.shape), data_location=TensorProto.EXTERNAL)
     for key, value in (("location", DATA), ("offset", offset), ("length", data.tell() - offset)):
         tensor.external_data.add(key=key, value=str(value))

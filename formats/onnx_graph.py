@@ -80,11 +80,11 @@ class _Graph:
         self.nodes.append(helper.make_node(kind, inputs, outputs, name=node, domain=domain, **attributes))
         return outputs
 
-    def constant(self, value: np.ndarray, name: str = "") -> str:
+    def constant(self, value: np.ndarray | np.float32, name: str = "") -> str:
         """An inline constant; unnamed ones with equal content are one."""
-        value = np.ascontiguousarray(value)
-        name = name or f"const/{value.dtype}/{'x'.join(map(str, value.shape))}/{value.tobytes().hex()}"
-        self.constants.setdefault(name, numpy_helper.from_array(value, name))
+        array = np.asarray(value, order="C")
+        name = name or f"const/{array.dtype}/{'x'.join(map(str, array.shape))}/{array.tobytes().hex()}"
+        self.constants.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
     def ints(self, *values: int) -> str:
@@ -325,10 +325,12 @@ def _signature(config: ModelConfig, dtype: int) -> tuple[list[onnx.ValueInfoProt
         value("position_ids", TensorProto.INT64, ["batch_size", "sequence_length"]),
     ]
     outputs = [value("logits", TensorProto.FLOAT, ["batch_size", "sequence_length", config.vocab_size])]
+
+    def cache(length: str) -> list[str | int | None]:
+        return ["batch_size", config.num_kv_heads, length, config.head_dim]
+
     for index in range(config.num_blocks):
         for what in ("key", "value"):
-            past = ["batch_size", config.num_kv_heads, "past_sequence_length", config.head_dim]
-            present = ["batch_size", config.num_kv_heads, "total_sequence_length", config.head_dim]
-            inputs.append(value(f"past_key_values.{index}.{what}", dtype, past))
-            outputs.append(value(f"present.{index}.{what}", dtype, present))
+            inputs.append(value(f"past_key_values.{index}.{what}", dtype, cache("past_sequence_length")))
+            outputs.append(value(f"present.{index}.{what}", dtype, cache("total_sequence_length")))
     return inputs, outputs
