@@ -1,0 +1,269 @@
+"""Decoding speed of a bundle, dense and sparse in one run, beside the ceiling that the bytes set.
+
+    ideal ms = (projections * (1 - realised sparsity) + lm_head + cache read) bytes / measured read bandwidth
+
+A run is a random prompt, then greedy steps whose token is read by the host before the next one, as a program that shows
+text does. Stop tokens are ignored. Dense is the same bundle on the same back end with its masks off.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.architectures import ModelConfig
+
+from .decoder import Decoder, SamplingSettings
+from .dense import without_masks
+from .memory import available_bytes, peak_bytes
+from .model import Model
+
+__all__ = ["Comparison", "Speed", "Workload", "compare", "machine", "read_bandwidth_gbps", "time_launches"]
+
+_GREEDY = SamplingSettings()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is timed, ``runs`` times: ``batch`` random prompts of ``prompt_length`` and ``new_tokens`` after each."""
+
+    prompt_length: int = 5
+    new_tokens: int = 200
+    batch: int = 1
+    runs: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How fast one decoder was.
+
+    Attributes:
+        tok_per_s: median over the runs, all rows of the batch together; ``runs`` holds each.
+        step_ms: one step, median over the runs of their mean.
+        prefill_tok_per_s: median over the runs.
+        bytes_per_step: weights and cache that a step has to read, as in the module's text.
+        gbps: those bytes over the time they took.
+        ideal_ms: the same bytes at the measured bandwidth.
+    """
+
+    tok_per_s: float
+    step_ms: float
+    prefill_tok_per_s: float
+    realised_sparsity: float
+    bytes_per_step: int
+    gbps: float
+    ideal_ms: float
+    peak_memory_bytes: int
+    runs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Dense and sparse, with what they were measured on."""
+
+    machine: dict[str, str]
+    backend: str
+    dtype: str
+    weights: str
+    workload: Workload
+    read_gbps: float
+    interleaved: bool
+    dense: Speed
+    sparse: Speed
+    kernels: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def speedup(self) -> float:
+        """Sparse over dense, in tokens per second."""
+        return self.sparse.tok_per_s / self.dense.tok_per_s
+
+    def to_dict(self) -> dict[str, object]:
+        """JSON values."""
+        return {**asdict(self), "speedup": self.speedup}
+
+
+def compare(model: Model, workload: Workload, *, weights: str = "native", kernels: bool = False) -> Comparison:
+    """Time a loaded bundle and its dense twin; closes ``model``.
+
+    Runs alternate between the two where both fit into memory, so that a change of the machine's speed meets both;
+    otherwise one follows the other, which ``interleaved`` tells.
+
+    Args:
+        model: loaded with at least ``workload.batch`` slots and room for prompt and new tokens.
+        weights: as for `load`: what the model was loaded with.
+        kernels: time the sparse step's kernels one by one as well.
+
+    Raises:
+        UsageError: ``kernels`` with a decoder that has none to show.
+    """
+    decoder = model.decoder
+    device, config = decoder.device, decoder.config
+    bandwidth = read_bandwidth_gbps(device)
+    sparsity = _realised(decoder, workload)
+    table: dict[str, dict[str, float]] = {}
+    if kernels:
+        from .gpu_kernels import time_kernels
+
+        table = time_kernels(decoder, batch=workload.batch, sparsity=sparsity)
+    weight_bytes = sum(info.nbytes for info in model.bundle.checkpoint.tensors.values())
+    interleaved = available_bytes(device) > 2 * weight_bytes
+    if interleaved:
+        twin = without_masks(model, weights=weights)
+        sparse_runs, dense_runs = [], []
+        _run(decoder, workload)
+        _run(twin.decoder, workload)
+        for _ in range(workload.runs):
+            sparse_runs.append(_run(decoder, workload))
+            dense_runs.append(_run(twin.decoder, workload))
+        model.close()
+    else:
+        _run(decoder, workload)
+        sparse_runs = [_run(decoder, workload) for _ in range(workload.runs)]
+        model.close()
+        twin = without_masks(model, weights=weights)
+        _run(twin.decoder, workload)
+        dense_runs = [_run(twin.decoder, workload) for _ in range(workload.runs)]
+    twin.close()
+
+    def speed(runs: list[tuple[float, float]], realised: float) -> Speed:
+        needed = _bytes_per_step(config, decoder.dtype, weights, realised, workload)
+        step_ms = statistics.median(seconds for _, seconds in runs) / workload.new_tokens * 1e3
+        rates = tuple(workload.batch * workload.new_tokens / seconds for _, seconds in runs)
+        return Speed(
+            tok_per_s=statistics.median(rates),
+            step_ms=step_ms,
+            prefill_tok_per_s=statistics.median(workload.batch * workload.prompt_length / s for s, _ in runs),
+            realised_sparsity=realised,
+            bytes_per_step=needed,
+            gbps=needed / step_ms * 1e-6,
+            ideal_ms=needed / bandwidth * 1e-6,
+            peak_memory_bytes=peak_bytes(device),
+            runs=rates,
+        )
+
+    return Comparison(
+        machine=machine(device),
+        backend=decoder.name,
+        dtype=str(decoder.dtype).removeprefix("torch."),
+        weights=weights,
+        workload=workload,
+        read_gbps=bandwidth,
+        interleaved=interleaved,
+        dense=speed(dense_runs, 0.0),
+        sparse=speed(sparse_runs, sparsity),
+        kernels=table,
+    )
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What a figure was measured on: chip, threads or driver's CUDA, and versions."""
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    if device.type == "cuda":
+        import triton
+
+        found |= {"device": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
+        found["triton"] = triton.__version__
+    else:
+        found |= {"device": _cpu_name(), "threads": str(torch.get_num_threads()), "cores": str(os.cpu_count())}
+    return found
+
+
+def read_bandwidth_gbps(device: torch.device) -> float:
+    """GB/s at which ``device`` reads memory: the best of several sums over a buffer far larger than any cache."""
+    count = (1 << 30) if device.type == "cuda" else (1 << 27)
+    buffer = torch.ones(count, dtype=torch.float32, device=device)
+    buffer.sum()
+    best = float("inf")
+    for _ in range(6):
+        _wait(device)
+        began = time.perf_counter()
+        buffer.sum()
+        _wait(device)
+        best = min(best, time.perf_counter() - began)
+    return buffer.nbytes / best * 1e-9
+
+
+def time_launches(launch: Callable[[], None], count: int, *, repetitions: int = 20) -> float:
+    """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()  # compiles outside of the capture
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    times = []
+    for _ in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times)
+
+
+def _run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
+    """Seconds of the prefill and of the steps."""
+    last = None
+    began = time.perf_counter()
+    for slot, prompt in enumerate(_prompts(decoder.config, workload)):
+        last = decoder.prefill(slot, prompt, len(prompt)).argmax()
+    _wait(decoder.device)
+    middle = time.perf_counter()
+    ids = torch.full((workload.batch,), int(last if last is not None else 0))
+    for _ in range(workload.new_tokens):
+        ids = decoder.step(ids, [_GREEDY] * workload.batch)
+        ids.tolist()
+    _wait(decoder.device)
+    return middle - began, time.perf_counter() - middle
+
+
+def _realised(decoder: Decoder, workload: Workload) -> float:
+    """Sparsity of a short run; counting costs time, so it is not one of those timed."""
+    decoder.measure_sparsity(True)
+    short = Workload(workload.prompt_length, min(workload.new_tokens, 32), workload.batch, 1, workload.seed)
+    _run(decoder, short)
+    found = decoder.realised_sparsity()
+    decoder.measure_sparsity(False)
+    return found or 0.0
+
+
+def _prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(workload.seed)
+    shape = (workload.batch, workload.prompt_length)
+    return list(torch.randint(config.vocab_size, shape, generator=generator))
+
+
+def _bytes_per_step(config: ModelConfig, dtype: torch.dtype, weights: str, sparsity: float, workload: Workload) -> int:
+    width = 1 if weights == "int8" else dtype.itemsize
+    projections = sum(projection.num_parameters for projection in config.projections())
+    head = config.vocab_size * config.hidden_size
+    context = workload.prompt_length + workload.new_tokens // 2
+    cache = 2 * config.num_blocks * config.kv_size * context * workload.batch * dtype.itemsize
+    return round((projections * (1 - sparsity) + head) * width) + cache
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass  # not Linux; the platform's own word will do
+    return platform.processor() or platform.machine()

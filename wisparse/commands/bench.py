@@ -1,0 +1,109 @@
+"""``wisparse bench``: how much faster a bundle decodes than its dense self, on this machine."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import device_options, set_up_logging
+
+if TYPE_CHECKING:
+    from wisparse.runtime.benchmark import Comparison
+
+__all__ = ["command"]
+
+
+@click.command("bench", context_settings={"show_default": True})
+@click.argument("bundle")
+@click.option("--prompt-length", type=click.IntRange(min=1), default=5, help="Tokens of the random prompt.")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, help="Tokens decoded in one run.")
+@click.option("--batch", type=click.IntRange(min=1), default=1, help="Prompts decoded side by side.")
+@click.option("--runs", type=click.IntRange(min=1), default=5, help="Timed runs; medians are shown.")
+@click.option("--kernels", is_flag=True, help="Time every kernel of a block too (NVIDIA GPUs).")
+@click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
+@device_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+def command(
+    bundle: str,
+    prompt_length: int,
+    max_new_tokens: int,
+    batch: int,
+    runs: int,
+    kernels: bool,
+    tune: bool,
+    verbose: bool,
+    as_json: bool,
+    **loading: Any,
+) -> None:
+    """Time BUNDLE, a folder or a Hub id, against its dense self: same weights, same back end, masks off.
+
+    The ceiling is what the bytes allow: those that a step has to read, at the read bandwidth measured in the same run.
+
+    \b
+    wisparse bench out
+    wisparse bench out --prompt-length 1024 --batch 4
+    wisparse bench out --device cuda --kernels --json
+    """
+    set_up_logging(verbose)
+    from wisparse.runtime.benchmark import Workload, compare
+    from wisparse.runtime.loader import load
+
+    if loading["max_seq_len"] is None:
+        loading["max_seq_len"] = prompt_length + max_new_tokens
+    model = load(bundle, max_batch=batch, **loading)
+    if tune:
+        from wisparse.runtime.gpu_kernels import tune as tune_tiles
+
+        tune_tiles(model.decoder, batch=batch)
+        model.close()
+        model = load(bundle, max_batch=batch, **loading)
+    workload = Workload(prompt_length, max_new_tokens, batch, runs)
+    found = compare(model, workload, weights=loading["weights"], kernels=kernels)
+    if as_json:
+        click.echo(json.dumps(found.to_dict()))
+        return
+    _show(found)
+
+
+def _show(found: Comparison) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(", ".join(f"{key} {value}" for key, value in found.machine.items()))
+    work = found.workload
+    console.print(
+        f"{found.backend}, {found.dtype}, weights {found.weights}; prompt {work.prompt_length}, "
+        f"{work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
+        f"{'alternating' if found.interleaved else 'one after the other'}; memory reads {found.read_gbps:,.1f} GB/s"
+    )
+    table = Table()
+    table.add_column("")
+    for name in ("tok/s", "ms/step", "ceiling tok/s", "share", "GB/s", "sparsity", "prefill tok/s", "peak GB"):
+        table.add_column(name, justify="right")
+    for name, speed in (("dense", found.dense), ("sparse", found.sparse)):
+        ceiling = work.batch / speed.ideal_ms * 1e3
+        table.add_row(
+            name,
+            f"{speed.tok_per_s:,.1f}",
+            f"{speed.step_ms:.3f}",
+            f"{ceiling:,.1f}",
+            f"{speed.tok_per_s / ceiling:.0%}",
+            f"{speed.gbps:,.1f}",
+            f"{speed.realised_sparsity:.1%}",
+            f"{speed.prefill_tok_per_s:,.0f}",
+            f"{speed.peak_memory_bytes / 1e9:.2f}",
+        )
+    console.print(table)
+    console.print(f"sparse over dense: {found.speedup:.2f}x")
+    if found.kernels:
+        rows = Table()
+        for name in ("kernel", "us", "ideal us", "share"):
+            rows.add_column(name, justify="left" if name == "kernel" else "right")
+        for role, row in found.kernels.items():
+            ideal = row.get("ideal_us")
+            share = f"{ideal / row['us']:.0%}" if ideal else ""
+            rows.add_row(role, f"{row['us']:.2f}", f"{ideal:.2f}" if ideal else "", share)
+        console.print(rows)
