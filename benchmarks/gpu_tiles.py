@@ -30,7 +30,7 @@ from wisparse.kernels.triton_tiles import remember_tiles, tile_key
 
 __all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "time_graph"]
 
-KV_SPLITS = 16
+KV_SPLITS = 4
 
 
 class Case:
@@ -83,7 +83,7 @@ class Case:
         width = widths[0] if target == "silu" else n
         self.out = torch.zeros(batch, width, device="cuda", dtype=dtype)
 
-    def launcher(self, tile: GemvTile, pdl: bool):
+    def launcher(self, tile: GemvTile, pdl: bool, **keywords):
         """A function that launches every copy once."""
         scratch = Scratch(self.x.device, self.out.dtype)
         scratch.reserve(self.groups[0], tile, self.batch)
@@ -94,7 +94,7 @@ class Case:
                 launch_gemv(
                     group, self.x, self.out, scratch, tile, batch=self.batch, source=self.source, target=self.target,
                     norm=self.norm if self.source == "hidden" else None, eps=self.eps, ssq_in=self.ssq,
-                    ssq_out=ssq_out, softmax=self.softmax, head_dim=self.head_dim, pdl=pdl,
+                    ssq_out=ssq_out, softmax=self.softmax, head_dim=self.head_dim, pdl=pdl, **keywords,
                 )  # fmt: skip
 
         return launch
@@ -114,28 +114,27 @@ def case_for(config: ModelConfig, role: str, sparsity: float, **keywords) -> Cas
 
 def candidates(k: int, widths: tuple[int, ...], batch: int, processors: int) -> list[GemvTile]:
     """Tiles worth trying: one to eight programs for each multiprocessor, 8 to 64 numbers a thread in flight."""
+    # block_n, warps, unroll: block_k is then what one 16-byte load of every thread covers.
     found = []
-    for block_n in (128, 256, 512):
+    if batch == 1:
+        for block_n, warps in ((256, 2), (256, 4), (512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8)):
+            tiles = sum(triton.cdiv(width, block_n) for width in widths)
+            splits = {max(1, min(round(processors * m / tiles - 0.45), k // 32)) for m in (1, 2, 3, 4, 5, 6)}
+            # The last program adds up to 32 partial sums in one turn.
+            splits |= {split for split in (16, 32) if max(splits) > split}
+            for split in sorted(splits):
+                for unroll in (4, 8):
+                    found.append(GemvTile(block_n, warps * 256 // block_n, split, warps, 1, unroll=unroll))
+        return found
+    found = []
+    ways = [(16, 4, 3, 1), (32, 4, 3, 1), (64, 4, 3, 1), (32, 8, 3, 1), (64, 8, 3, 1)]
+    for block_n in (64, 128, 256):
         tiles = sum(triton.cdiv(width, block_n) for width in widths)
-        splits = {max(1, min(round(processors * m / tiles - 0.45), k // 64)) for m in (1, 2, 3, 4, 6, 8)}
+        splits = {max(1, min(round(processors * m / tiles - 0.45), k // 32)) for m in (1, 2, 3, 4, 6)}
         for split in sorted(splits):
-            for block_k, warps, stages in (
-                (
-                    (8, 4, 1),
-                    (16, 4, 1),
-                    (32, 4, 1),
-                    (16, 8, 1),
-                    (32, 8, 1),
-                    (16, 4, 3),
-                    (32, 4, 3),
-                    (8, 4, 4),
-                    (32, 8, 3),
-                )
-                if batch == 1
-                else ((16, 4, 3), (32, 4, 3), (64, 4, 3), (32, 8, 3))
-            ):
+            for block_k, warps, stages, unroll in ways:
                 if 8 <= block_k * block_n // (32 * warps) <= 64:
-                    found.append(GemvTile(block_n, block_k, split, warps, stages))
+                    found.append(GemvTile(block_n, block_k, split, warps, stages, unroll=unroll))
     return found
 
 
@@ -220,12 +219,16 @@ def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: fl
             except triton.runtime.errors.OutOfResources:
                 continue
         rows.sort(key=lambda row: row[0])
-        if extra and batch == 1 and sparsity > 0:  # does the list pay, does the early launch pay
-            for tile in [tile for _, tile in rows[:4]]:
-                masked = GemvTile(**{**asdict(tile), "mode": "masked"})
-                rows.append((time_graph(case.launcher(masked, pdl), len(case.groups)), masked))
-            late = time_graph(case.launcher(rows[0][1], False), len(case.groups), 15)
-            print(f"{role}: best without programmatic dependent launch: {late:.2f} us")
+        if extra and batch == 1:
+            best = [tile for _, tile in rows[:2]]
+            for tile in best:
+                line = [f"late {time_graph(case.launcher(tile, False), len(case.groups)):.2f}"]
+                for chunk in (32,):
+                    other = GemvTile(**{**asdict(tile), "chunk": chunk})
+                    us = time_graph(case.launcher(other, pdl), len(case.groups))
+                    line.append(f"chunk {chunk} {us:.2f}")
+                    rows.append((us, other))
+                print(f"{role} {tile}: " + ", ".join(line))
             rows.sort(key=lambda row: row[0])
         results[role] = rows
         print(
@@ -234,7 +237,7 @@ def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: fl
         for us, tile in rows[:8]:
             print(f"  {us:7.2f} us {100 * ideal / us:5.1f}%  {tile}")
         # The best of each family, to see what matters.
-        for name in ("block_n", "block_k", "splits", "warps", "stages", "mode"):
+        for name in ("block_n", "block_k", "splits", "warps", "stages", "unroll"):
             best = {}
             for us, tile in rows:
                 best.setdefault(getattr(tile, name), us)
@@ -251,7 +254,7 @@ def main() -> None:
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--ceiling", type=float, default=4530.0, help="read bandwidth in GB/s")
-    parser.add_argument("--extra", action="store_true", help="also time the masked form and late launches")
+    parser.add_argument("--extra", action="store_true", help="also time the best without programmatic dependent launch")
     arguments = parser.parse_args()
     major, minor = torch.cuda.get_device_capability()
     results = sweep(

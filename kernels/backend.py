@@ -68,6 +68,4 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
         capability = torch.cuda.get_device_capability(device)
         if capability < _LEAST_CAPABILITY:
             return f"it needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"
-        if dtype == torch.float32:
-            return "it knows bfloat16 and float16 weights, not float32"
     return None

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import wait_for_previous_kernel
+from .triton_common import let_next_kernel_start, wait_for_previous_kernel
 
 __all__ = ["launch_attention"]
 
@@ -94,6 +94,7 @@ def _attention_kernel(
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
     wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
 
     g = tl.arange(0, GROUP_PAD)
     head = kv_head * GROUP + g

@@ -16,6 +16,7 @@ __all__ = [
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
+    "let_next_kernel_start",
     "normalise",
     "segment_channel",
     "wait_for_previous_kernel",
@@ -34,12 +35,18 @@ TO_SILU = tl.constexpr(2)  # gate and up: silu(gate) * up
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Let the next kernel's programs start, then wait until the kernel before this one has written everything.
+    """Wait until the kernel before this one has written everything.
 
     What stands before this call may only read constants (weights, scales): it overlaps the previous kernel's tail.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_kernel_start(PDL: tl.constexpr):
+    """Let the next kernel's programs take their places; they wait for this kernel's end before they read its results."""
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -29,6 +29,7 @@ from .triton_common import (
     TO_SILU,
     normalise,
     segment_channel,
+    let_next_kernel_start,
     wait_for_previous_kernel,
 )
 
@@ -71,18 +72,18 @@ def _load_input(
 
 
 @triton.jit
-def _rstd(ssq_ptr, row, eps, K: tl.constexpr, SSQ: tl.constexpr, SSQ_PAD: tl.constexpr):
+def _rstd(ssq_ptr, row, eps, parts, K: tl.constexpr, SSQ_PAD: tl.constexpr):
     """1 / rms of a row of the residual stream, from the partial sums of squares its writers left."""
     i = tl.arange(0, SSQ_PAD)
-    return tl.rsqrt(tl.sum(tl.load(ssq_ptr + row * SSQ + i, mask=i < SSQ, other=0.0), axis=0) / K + eps)
+    return tl.rsqrt(tl.sum(tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0), axis=0) / K + eps)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["ssq_parts"])
 def _gemv_kernel(
     x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) float32
     m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) float32, log2 domain
     l_ptr,  # the same shape
-    ssq_in_ptr,  # FROM_HIDDEN: (B, SSQ) float32
+    ssq_in_ptr,  # FROM_HIDDEN: (B, ssq_parts) float32
     norm_ptr,  # FROM_HIDDEN: (K,) dtype
     weight_ptr,  # (K, stride) dtype, channel-major; the projections' columns side by side
     bias_ptr,  # (N0 + N1 + N2,) dtype
@@ -95,6 +96,7 @@ def _gemv_kernel(
     value_ptr,  # scratch: (programs, B, SEGMENT) dtype
     counter_ptr,  # (tiles,) int32, 0 before and after
     eps,
+    ssq_parts,  # columns of ssq_in
     K: tl.constexpr,
     N0: tl.constexpr,
     N1: tl.constexpr,
@@ -102,7 +104,6 @@ def _gemv_kernel(
     STRIDE: tl.constexpr,
     BATCH: tl.constexpr,
     ROWS: tl.constexpr,
-    SSQ: tl.constexpr,
     SSQ_PAD: tl.constexpr,
     KV_SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -117,7 +118,7 @@ def _gemv_kernel(
     SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
     UNROLL: tl.constexpr,
-    TILED: tl.constexpr,
+    TRIGGER: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -146,8 +147,6 @@ def _gemv_kernel(
     in_width = n < width
     columns = first + n
     weight_column_ptr = weight_ptr + columns
-    if TILED:
-        weight_column_ptr = weight_ptr + tile.to(tl.int64) * (K * BLOCK_N) + tl.arange(0, BLOCK_N)
 
     # --- this program's channels: x, which of them are kept, and their list in scratch memory
     position = tl.arange(0, SEGMENT)
@@ -160,11 +159,13 @@ def _gemv_kernel(
     if INPUT == FROM_HIDDEN:
         norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
     wait_for_previous_kernel(PDL)
+    if TRIGGER == 1 or BATCH > 1:
+        let_next_kernel_start(PDL)
     rstd = 1.0
     keep = position < 0
     for row in tl.static_range(BATCH):
         if INPUT == FROM_HIDDEN:
-            rstd = _rstd(ssq_in_ptr, row, eps, K, SSQ, SSQ_PAD)
+            rstd = _rstd(ssq_in_ptr, row, eps, ssq_parts, K, SSQ_PAD)
         x = _load_input(x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, K, INPUT, KV_SPLITS, HEAD_DIM, dtype)
         if DENSE:
             tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, x)
@@ -189,29 +190,28 @@ def _gemv_kernel(
 
     # --- the product
     if BATCH == 1:
+        STEP: tl.constexpr = BLOCK_K * UNROLL
         lane = tl.arange(0, BLOCK_K)
         acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-        for start in tl.range(0, count, BLOCK_K * UNROLL, num_stages=STAGES):
-            xs = ()
-            ws = ()
+        list_ptr = index_ptr + program * SEGMENT
+        list_value_ptr = value_ptr + program * SEGMENT
+        # Two steps ahead with the indices, one with the weights: the memory is never idle while a program multiplies.
+        ks = _indices(list_ptr, lane, 0, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
+        ws = _rows(weight_column_ptr, ks, in_width, lane, 0, count, K, STRIDE, UNROLL, BLOCK_K)
+        ks = _indices(list_ptr, lane, STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
+        for start in tl.range(0, count, STEP, num_stages=1):
+            ahead = _rows(weight_column_ptr, ks, in_width, lane, start + STEP, count, K, STRIDE, UNROLL, BLOCK_K)
+            ks = _indices(list_ptr, lane, start + 2 * STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
+            # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
+            # flight; it moves nothing across a barrier.
+            tl.debug_barrier()
             for i in tl.static_range(UNROLL):
                 at = start + i * BLOCK_K + lane
-                live_k = at < count
-                if DENSE:
-                    k_now = segment_channel(at, split, SPLITS, CHUNK)
-                    live_k = live_k & (k_now < K)
-                else:
-                    k_now = tl.load(index_ptr + program * SEGMENT + at, mask=live_k, other=0)
-                xs = xs + (tl.load(value_ptr + program * SEGMENT + at, mask=live_k, other=0.0),)
-                w = tl.load(
-                    weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
-                    mask=live_k[:, None] & in_width[None, :],
-                    other=0.0,
-                    eviction_policy="evict_first",
-                )
-                ws = ws + (w,)
-            for i in tl.static_range(UNROLL):
-                acc += xs[i].to(tl.float32)[:, None] * ws[i].to(tl.float32)
+                x_now = tl.load(list_value_ptr + at, mask=at < count, other=0.0)
+                acc += x_now.to(tl.float32)[:, None] * ws[i].to(tl.float32)
+            ws = ahead
+        if TRIGGER == 2:
+            let_next_kernel_start(PDL)
         y = tl.sum(acc, axis=0)
         if SPLITS > 1:
             tl.store(partial_ptr + split * N + columns, y, mask=in_width)
@@ -281,6 +281,58 @@ def _gemv_kernel(
 
 
 @triton.jit
+def _indices(
+    list_ptr,
+    lane,
+    start,
+    count,
+    split,
+    DENSE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The channels at positions ``start``.. of the program's list, as UNROLL tensors of BLOCK_K."""
+    ks = ()
+    for i in tl.static_range(UNROLL):
+        at = start + i * BLOCK_K + lane
+        if DENSE:
+            k = segment_channel(at, split, SPLITS, CHUNK)
+        else:
+            k = tl.load(list_ptr + at, mask=at < count, other=0)
+        ks = ks + (k,)
+    return ks
+
+
+@triton.jit
+def _rows(
+    weight_column_ptr,
+    ks,
+    in_width,
+    lane,
+    start,
+    count,
+    K: tl.constexpr,
+    STRIDE: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """The program's stretch of the rows ``ks``, as UNROLL tensors (BLOCK_K, BLOCK_N); zeros past ``count``."""
+    ws = ()
+    for i in tl.static_range(UNROLL):
+        live = (start + i * BLOCK_K + lane < count) & (ks[i] < K)
+        w = tl.load(
+            weight_column_ptr[None, :] + ks[i].to(tl.int64)[:, None] * STRIDE,
+            mask=live[:, None] & in_width[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        ws = ws + (w,)
+    return ws
+
+
+@triton.jit
 def segment_length(split, K: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
     """Positions in a split's segment; the last chunk may run past K and is masked where it is read."""
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
@@ -301,7 +353,8 @@ def _add_partials(
     HAS_BIAS: tl.constexpr,
 ):
     """Sum over the splits, in a fixed order, plus bias. Read past L1: other multiprocessors wrote them."""
-    AT_ONCE: tl.constexpr = min(SPLITS_PAD, 16)
+    # All at once if they fit the registers: each further turn waits for the L2 cache again.
+    AT_ONCE: tl.constexpr = min(SPLITS_PAD, 32)
     y = tl.zeros(columns.shape, tl.float32)
     for start in tl.static_range(0, SPLITS, AT_ONCE):
         s = start + tl.arange(0, AT_ONCE)
@@ -325,17 +378,21 @@ _OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_S
 class GemvTile:
     """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns.
 
-    A program reads ``block_k`` rows of its tile at a time, and ``stages`` such pieces ahead (1: only through the programs
-    beside it). Channels are dealt to the splits ``chunk`` at a time.
+    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time (for batches ``block_k`` rows, ``stages``
+    pieces ahead). Channels are dealt to the splits ``chunk`` at a time. With programmatic dependent launch, ``early`` lets
+    the launch begin before the one before it has ended, and ``trigger`` says when it lets the next one begin: 1 at its
+    start, 2 after its product.
     """
 
-    block_n: int = 256
-    block_k: int = 16
+    block_n: int = 512
+    block_k: int = 2
     splits: int = 8
     warps: int = 4
     stages: int = 1
     chunk: int = 8
-    unroll: int = 1
+    unroll: int = 4
+    trigger: int = 1
+    early: bool = True
 
 
 @dataclass(frozen=True)
@@ -416,7 +473,6 @@ def launch_gemv(
     softmax: tuple[Tensor, Tensor] | None = None,
     head_dim: int = 1,
     pdl: bool = False,
-    tiled: bool = False,
 ) -> None:
     """Launch one group of projections on the current stream. Nothing is checked or allocated here.
 
@@ -439,7 +495,7 @@ def launch_gemv(
     tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
-    options = {"launch_pdl": True} if pdl else {}
+    options = {"launch_pdl": True} if pdl and tile.early else {}
     _gemv_kernel[(tiles * tile.splits,)](
         x,
         unused if softmax is None else softmax[0],
@@ -457,16 +513,17 @@ def launch_gemv(
         scratch.value,
         scratch.counter,
         eps,
+        parts,
         K=group.in_features,
         N0=widths[0],
         N1=widths[1],
         N2=widths[2],
-        STRIDE=tile.block_n if tiled else group.weight_t.stride(0),
-        TILED=tiled,
+        STRIDE=group.weight_t.stride(0),
+        TRIGGER=tile.trigger,
         BATCH=batch,
         ROWS=16,
-        SSQ=parts,
-        SSQ_PAD=triton.next_power_of_2(parts),
+        # A fixed size for all usual models: one compiled kernel serves whatever tile wrote the sums.
+        SSQ_PAD=max(64, triton.next_power_of_2(parts)),
         KV_SPLITS=1 if softmax is None else softmax[0].shape[2],
         HEAD_DIM=head_dim,
         HAS_BIAS=group.bias is not None,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import normalise, wait_for_previous_kernel
+from .triton_common import let_next_kernel_start, normalise, wait_for_previous_kernel
 from .triton_gemv import _rstd
 
 __all__ = ["HEAD_ROWS", "HEAD_ROWS_BATCHED", "launch_embed", "launch_logits", "launch_next"]
@@ -38,6 +38,7 @@ def _embed_kernel(
     row = tl.program_id(1)
     k = tile * BLOCK + tl.arange(0, BLOCK)
     wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
     token = tl.load(token_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
     tl.store(hidden_ptr + row * K + k, x, mask=k < K)
@@ -72,8 +73,9 @@ def _logits_kernel(
     lane = tl.arange(0, BLOCK_K)
     weight_row_ptr = weight_ptr + v.to(tl.int64) * K
     wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
     if BATCH == 1:
-        rstd = _rstd(ssq_ptr, 0, eps, K, SSQ, SSQ_PAD)
+        rstd = _rstd(ssq_ptr, 0, eps, SSQ, K, SSQ_PAD)
         acc = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = start + lane
@@ -140,6 +142,7 @@ def _next_kernel(
 ):
     row = tl.program_id(0)
     wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
     i = tl.arange(0, BLOCK)
     value = tl.load(best_ptr + row * tiles + i, mask=i < tiles, other=float("-inf"))
     token = tl.load(best_id_ptr + row * tiles + i, mask=i < tiles, other=2147483647)

@@ -38,11 +38,15 @@ def cache_file() -> Path:
 
 
 def default_tile(multiprocessors: int, in_features: int, out_features: int, batch: int = 1) -> GemvTile:
-    """A tile for a shape nobody measured: about four programs for each multiprocessor, segments of at least 64 channels."""
-    block_n = 256 if out_features >= 2048 else 128 if out_features >= 512 else 64
-    tiles = triton.cdiv(out_features, block_n)
-    splits = max(1, min(4 * multiprocessors // tiles, in_features // 64, 64))
-    return GemvTile(block_n=block_n, block_k=16 if batch == 1 else 32, splits=splits, stages=1 if batch == 1 else 3)
+    """A tile for a shape nobody measured: about three programs for each multiprocessor, segments of at least 64 channels."""
+    if batch > 1:
+        block_n = 128 if out_features >= 512 else 64
+        splits = max(1, min(3 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 64))
+        return GemvTile(block_n=block_n, block_k=32, splits=splits, stages=3)
+    block_n = 512 if out_features >= 2048 else 256 if out_features >= 512 else 64
+    splits = max(1, min(3 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 64))
+    # block_k is what one 16-byte load of each of the 128 threads covers.
+    return GemvTile(block_n=block_n, block_k=1024 // block_n, splits=splits)
 
 
 def choose_tile(

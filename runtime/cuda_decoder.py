@@ -21,7 +21,7 @@ from wisparse.kernels.triton_gemv import Group
 
 from .cache import KVCache
 from .cuda_prefill import read_sequence, rms_norm, run_blocks
-from .cuda_step import MAX_ROWS, DecodeStep
+from .cuda_step import KV_SPLITS, MAX_ROWS, SHORT_CONTEXT, SHORT_KV_SPLITS, DecodeStep
 from .cuda_weights import load_weights
 from .decoder import Decoder, SamplingSettings, check_prompt
 from .rotary import Rotary, switch_length
@@ -58,10 +58,11 @@ class CudaDecoder(Decoder):
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
             self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
-        self._steps: dict[tuple[int, int], DecodeStep] = {}
-        # What step() gave last, and which of its rows are idle: handed back unread, it needs no copy and no wait.
-        self._returned: Tensor | None = None
-        self._idle: list[bool] = []
+        self._steps: dict[tuple[int, int, int], DecodeStep] = {}
+        # A greedy step's successor, started before anybody asked for it: its input ids, and its step.
+        self._ahead: tuple[list[int], DecodeStep] | None = None
+        self._landing = torch.empty(MAX_ROWS, dtype=torch.int64, pin_memory=True)
+        self._landed = torch.cuda.Event()
         self._kept: list[Tensor] | None = None
         self._counted = 0.0
 
@@ -84,6 +85,7 @@ class CudaDecoder(Decoder):
     @torch.inference_mode()
     def prefill(self, slot: int, token_ids: Tensor, sparse_from: int) -> Tensor:
         check_prompt(len(token_ids), self.max_seq_len)
+        self._forget_ahead()
         self._cache.lengths[slot] = 0
         last = None
         for hidden in self._read(self._cache, slot, token_ids, sparse_from):
@@ -96,14 +98,34 @@ class CudaDecoder(Decoder):
     def decode(self, token_ids: Tensor) -> Tensor:
         if self._kept is not None:
             return self._decode_counting(token_ids)
-        return self._replay(token_ids)[1]
+        return self._replay(token_ids)
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-        if self._kept is not None or not all(setting.greedy for setting in settings):
+        """As in the protocol. A greedy step starts the one after it before it returns, as its input is known by then: the
+        GPU does not wait for the host to read the token. If something else is asked for next, that step is forgotten."""
+        batch = len(token_ids)
+        if self._kept is not None or batch > MAX_ROWS or not all(setting.greedy for setting in settings):
             return super().step(token_ids, settings)
-        chosen = self._replay(token_ids)[0].clone()  # the graph has chosen already
-        self._returned = chosen
+        tokens = token_ids.tolist()
+        if self._ahead is not None and self._ahead[0] == tokens:
+            step = self._ahead[1]
+            self._ahead = None
+            self._count(tokens)
+        else:
+            self._replay(token_ids)
+            step = self._step_of(batch)
+        self._landing[: step.rows].copy_(step.tokens, non_blocking=True)
+        self._landed.record()
+        lengths = self._cache.lengths
+        room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
+        follows = room and self._step_of(batch) is step
+        if follows:
+            step.replay()
+        self._landed.synchronize()
+        chosen = self._landing[:batch].clone()
+        if follows:
+            self._ahead = chosen.tolist(), step
         return chosen
 
     @torch.inference_mode()
@@ -129,20 +151,18 @@ class CudaDecoder(Decoder):
         return 1.0 - float(torch.stack(self._kept).sum()) / self._counted
 
     def close(self) -> None:
-        for name in ("weights", "_steps", "_cache", "_cos", "_sin", "_positions", "_returned"):
+        for name in ("weights", "_steps", "_cache", "_cos", "_sin", "_positions", "_ahead", "_landing"):
             self.__dict__.pop(name, None)
 
-    def step_for(self, rows: int, first: int = 0, **overrides) -> DecodeStep:
-        """The captured step of ``rows`` slots; ``overrides`` (for measurements) make a fresh one."""
-        key = (first, rows)
-        if overrides or key not in self._steps:
-            step = DecodeStep(
+    def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
+        """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""
+        kv_splits = SHORT_KV_SPLITS if context <= SHORT_CONTEXT else KV_SPLITS
+        key = (first, rows, kv_splits)
+        if key not in self._steps:
+            self._steps[key] = DecodeStep(
                 self.weights, self.config, self._cache, self._positions, self._cos, self._sin,
-                first=first, rows=rows, **overrides,
+                first=first, rows=rows, kv_splits=kv_splits,
             )  # fmt: skip
-            if overrides:
-                return step
-            self._steps[key] = step
         return self._steps[key]
 
     def _decode_tables(self) -> tuple[Tensor, Tensor]:
@@ -155,39 +175,46 @@ class CudaDecoder(Decoder):
         cos, sin = (torch.cat(tables)[:, :half].contiguous() for tables in zip(*parts, strict=True))
         return cos, sin
 
-    def _replay(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the tokens: (B,) greedy choices and (B, V) logits, both the steps' own memory if B fits one step."""
+    def _replay(self, token_ids: Tensor) -> Tensor:
+        """Append the tokens: (B, V) logits, the step's own memory if B fits one step."""
         batch = len(token_ids)
         if not 1 <= batch <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
-        known = token_ids is self._returned
-        self._returned = None
-        if not known:
-            self._idle = [token < 0 for token in token_ids.tolist()]
-        idle = self._idle
+        tokens = token_ids.tolist()
         lengths = self._cache.lengths
-        for slot in range(batch):
-            if not idle[slot] and lengths[slot] >= self.max_seq_len:
+        for slot, token in enumerate(tokens):
+            if token >= 0 and lengths[slot] >= self.max_seq_len:
                 raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
-        chosen, logits = [], []
+        self._forget_ahead()
+        logits = []
         for first in range(0, batch, MAX_ROWS):
             count = min(batch - first, MAX_ROWS)
-            step = self.step_for(min(triton.next_power_of_2(count), MAX_ROWS), first)
-            if not known or batch > MAX_ROWS:
-                step.tokens[:count].copy_(token_ids[first : first + count], non_blocking=True)
-            if count < step.rows and not known:
-                step.tokens[count:].fill_(-1)
+            step = self._step_of(count, first)
+            padded = tokens[first : first + count] + [-1] * (step.rows - count)
+            step.tokens.copy_(torch.tensor(padded), non_blocking=True)
             step.replay()
-            chosen.append(step.tokens[:count])
             logits.append(step.logits[:count])
-        for slot in range(batch):
-            if not idle[slot]:
-                lengths[slot] += 1
-        if len(chosen) == 1:
-            return chosen[0], logits[0]
-        return torch.cat(chosen), torch.cat(logits)
+        self._count(tokens)
+        return logits[0] if len(logits) == 1 else torch.cat(logits)
+
+    def _step_of(self, count: int, first: int = 0) -> DecodeStep:
+        """The step for the next token of slots ``first`` to ``first + count - 1``."""
+        context = max(self._cache.lengths[first : first + count]) + 1
+        return self.step_for(triton.next_power_of_2(count), first, context)
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        for slot, token in enumerate(tokens):
+            if token >= 0:
+                self._cache.lengths[slot] += 1
+
+    def _forget_ahead(self) -> None:
+        """Undo a step that ran ahead: what it wrote lies beyond every slot's length; only the positions moved."""
+        if self._ahead is not None:
+            self._ahead = None
+            self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
 
     def _decode_counting(self, token_ids: Tensor) -> Tensor:
+        self._forget_ahead()
         lengths = self._cache.lengths
         result = torch.zeros(len(token_ids), self.config.vocab_size, device=self.device)
         for slot, token in enumerate(token_ids.tolist()):

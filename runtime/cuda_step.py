@@ -20,11 +20,12 @@ from wisparse.kernels.triton_tiles import choose_tile
 from .cache import KVCache
 from .cuda_weights import CudaWeights
 
-__all__ = ["MAX_ROWS", "DecodeStep"]
+__all__ = ["KV_SPLITS", "MAX_ROWS", "SHORT_CONTEXT", "SHORT_KV_SPLITS", "DecodeStep"]
 
 MAX_ROWS = 16
-# Stretches the context is split into; with 8 KV heads that is about one program for each of an H200's multiprocessors.
-KV_SPLITS = 16
+# Stretches the context is split into: with 8 KV heads 16 make about one program for each of an H200's multiprocessors. A
+# short context needs fewer, and o_proj then has less to combine.
+KV_SPLITS, SHORT_KV_SPLITS, SHORT_CONTEXT = 16, 4, 512
 
 
 def _describe(device: torch.device) -> tuple[int, int]:

@@ -73,9 +73,9 @@ def rows(batch: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
 
 
 TILES = [
-    GemvTile(block_n=128, block_k=16, splits=1, mode="compact"),
-    GemvTile(block_n=64, block_k=32, splits=3, mode="compact"),
-    GemvTile(block_n=128, block_k=16, splits=5, mode="masked"),
+    GemvTile(block_n=128, block_k=16, splits=1, unroll=2),
+    GemvTile(block_n=64, block_k=32, splits=3, chunk=4, unroll=1),
+    GemvTile(block_n=128, block_k=8, splits=5, unroll=4),
 ]
 
 

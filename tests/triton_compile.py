@@ -68,15 +68,14 @@ def gemv(
         "x_ptr": input_type, "m_ptr": "*fp32", "l_ptr": "*fp32", "ssq_in_ptr": "*fp32", "norm_ptr": f"*{dtype}",
         "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32", "threshold_ptr": "*fp32",
         "out_ptr": f"*{dtype}", "ssq_out_ptr": "*fp32", "partial_ptr": "*fp32", "index_ptr": "*i32",
-        "value_ptr": f"*{dtype}", "counter_ptr": "*i32", "eps": "fp32",
+        "value_ptr": f"*{dtype}", "counter_ptr": "*i32", "eps": "fp32", "ssq_parts": "i32",
     }  # fmt: skip
-    mode = triton_gemv.DENSE.value if dense else triton_gemv._MODES[tile.mode]
     constants = dict(
-        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ=16, SSQ_PAD=16,
-        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, MODE=mode, INPUT=triton_gemv._INPUTS[source],
+        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=64,
+        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv._INPUTS[source],
         OUTPUT=triton_gemv._OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=triton_gemv._segment(k, tile.splits),
-        CHUNK=triton_gemv._CHUNK, STAGES=tile.stages, PDL=arch >= 90 if pdl is None else pdl,
+        SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=triton_gemv._segment(k, tile),
+        CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, PDL=arch >= 90 if pdl is None else pdl,
     )  # fmt: skip
     return compile_kernel(triton_gemv._gemv_kernel, arch, types, constants, tile.warps, tile.stages)
 
@@ -105,11 +104,17 @@ def logits(arch: int, batch: int = 1, block_v: int = 32, block_k: int = 512, dty
 
 
 def main(archs: list[int]) -> None:
-    from wisparse.kernels.triton_gemv import GemvTile
+    from wisparse.kernels.triton_tiles import default_tile
 
     for arch in archs:
         cases = {
-            f"gemv {group}{' dense' if dense else ''} batch {batch}": (gemv, GemvTile(), group, batch, dense)
+            f"gemv {group}{' dense' if dense else ''} batch {batch}": (
+                gemv,
+                default_tile(132, 4096, 4096, batch),
+                group,
+                batch,
+                dense,
+            )
             for group in ("qkv", "o", "gate_up", "down")
             for batch, dense in ((1, False), (1, True), (4, False))
         }

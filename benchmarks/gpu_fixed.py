@@ -1,0 +1,33 @@
+"""What a launch costs besides its bytes: times at several sparsities, their slope and intercept.
+
+PYTHONPATH=. python benchmarks/gpu_fixed.py gate_up 512 16 7 4 1
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from gpu_models import SHAPES
+from gpu_tiles import case_for, time_graph
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.triton_gemv import GemvTile
+
+
+def main() -> None:
+    role, *numbers = sys.argv[1:]
+    tile = GemvTile(*map(int, numbers))
+    config = ModelConfig.from_dict(SHAPES["llama-3.1-8b"])
+    for sparsity in (1.0, 0.9, 0.7, 0.5, 0.3, 0.0001, 0.0):
+        case = case_for(config, role, sparsity, copies=8)
+        times = [time_graph(case.launcher(tile, pdl), len(case.groups)) for pdl in (True, False)]
+        print(
+            f"{role} {tile} sparsity {sparsity}: {times[0]:.2f} us, late {times[1]:.2f}, bytes {case.bytes / 4.6e6:.2f} us"
+        )
+        del case
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()
