@@ -14,7 +14,7 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from .report import render_report
 from .search import SearchResult, SearchSettings, search
 from .settings import ConvertSettings, default_output
 from .source import SourceModel, load_source
-from .state import NO_STATE, StateStore, Store
+from .state import NO_STATE, SharedStore, StateStore, Store
 
 __all__ = ["Conversion", "convert", "execute", "run"]
 
@@ -45,6 +45,10 @@ _log = logging.getLogger("wisparse")
 
 # What a recipe's numbers depend on besides the settings; recorded, and part of the state's fingerprint.
 _LIBRARIES = ("wisparse", "torch", "transformers", "tokenizers")
+
+# Results that do not depend on the sparsity: the text a model writes, and what the default search measures by backward
+# passes. By far the most of the work.
+_SPARSITY_FREE = ("calibration", "fisher/fisher/", "fisher/damage/")
 
 
 @dataclass(frozen=True)
@@ -134,20 +138,48 @@ def convert(
 def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion:
     """Preflight and conversion; arguments and errors as `convert`."""
     progress = progress or Progress(enabled=False)
-    return execute(preflight(settings, progress), progress)
+    [conversion] = execute([preflight(settings, progress)], progress)
+    return conversion
 
 
-def execute(plan: Plan, progress: Progress) -> Conversion:
-    """Carry a plan out."""
+def execute(plans: Sequence[Plan], progress: Progress) -> list[Conversion]:
+    """Carry plans out that differ in their sparsity alone: the model is loaded once, and statistics are shared.
+
+    Each bundle has the bytes it would have by itself. State is removed when all are done, so that an interrupted run
+    knows the bundles it has written.
+    """
+    common = _Common() if len(plans) > 1 else None
+    conversions = [_execute(plan, progress, common) for plan in plans]
+    for plan in plans:
+        _remove_state(plan.settings)
+    return [_upload(conversion, progress) for conversion in conversions]
+
+
+@dataclass
+class _Common:
+    """What several conversions of one model share: the model, and results that do not depend on the sparsity."""
+
+    source: SourceModel | None = None
+    results: dict[str, bytes] = field(default_factory=dict)
+
+
+def _execute(plan: Plan, progress: Progress, common: _Common | None) -> Conversion:
     settings = plan.settings
     if plan.finished:
-        return _take_up(plan, progress)
+        # The run that wrote it was killed before it could clean up.
+        _log.warning("the bundle in %s was complete already", settings.output_dir)
+        recipe = Bundle.open(settings.output_dir).recipe
+        return Conversion(settings.output_dir, recipe, None, plan, dict(progress.seconds), None)
     with progress.stage("Fetching weights"):
         fetched = fetch_source(settings.model, plan.source.commit)
         checkpoint = Checkpoint.open(fetched.folder)
-    with _state(plan, checkpoint) as store:
-        with progress.stage("Loading the model"):
-            source = load_source(fetched.folder, plan.dtype, plan.device)
+    with _state(plan, checkpoint, common) as store:
+        source = common.source if common else None
+        if source is None:
+            with progress.stage("Loading the model"):
+                source = load_source(fetched.folder, plan.dtype, plan.device)
+        if common:
+            common.source = source
         tokens = plan.tokens or _self_calibration(source, settings, store, progress)
         result = search(source, tokens, _search_settings(settings), progress, store)
         measurement = measure(
@@ -163,44 +195,39 @@ def execute(plan: Plan, progress: Progress) -> Conversion:
         store.save(FINISH, finish_mark(settings, recipe))
         with progress.stage("Writing the bundle"):
             _write(plan, checkpoint, recipe, result, measurement)
-        if isinstance(store, StateStore):
-            store.remove(FINISH)
-    return _finish(plan, recipe, measurement, progress)
+    return Conversion(settings.output_dir, recipe, measurement, plan, dict(progress.seconds), None)
 
 
-def _take_up(plan: Plan, progress: Progress) -> Conversion:
-    """The bundle is in place, and the run that wrote it was killed before it could clean up."""
-    recipe = Bundle.open(plan.settings.output_dir).recipe
-    _log.warning("the bundle in %s was complete already", plan.settings.output_dir)
-    with StateStore.open(plan.settings.state_dir, None) as store:
-        store.remove(FINISH)
-    return _finish(plan, recipe, None, progress)
-
-
-def _finish(plan: Plan, recipe: Recipe, measurement: Measurement | None, progress: Progress) -> Conversion:
-    settings = plan.settings
-    url = None
-    if settings.upload_repo is not None:
-        with progress.stage("Uploading"):
-            url = push_bundle(settings.output_dir, settings.upload_repo, settings.private)
-    return Conversion(settings.output_dir, recipe, measurement, plan, dict(progress.seconds), url)
+def _upload(conversion: Conversion, progress: Progress) -> Conversion:
+    settings = conversion.plan.settings
+    if settings.upload_repo is None:
+        return conversion
+    with progress.stage("Uploading"):
+        url = push_bundle(settings.output_dir, settings.upload_repo, settings.private)
+    return replace(conversion, url=url, seconds=dict(progress.seconds))
 
 
 # ---------------------------------------------------------------------- state
 
 
 @contextmanager
-def _state(plan: Plan, checkpoint: Checkpoint) -> Iterator[Store]:
+def _state(plan: Plan, checkpoint: Checkpoint, common: _Common | None) -> Iterator[Store]:
     settings = plan.settings
     if not settings.resume:
-        yield NO_STATE
+        yield SharedStore(NO_STATE, common.results, _SPARSITY_FREE) if common else NO_STATE
         return
     with StateStore.open(settings.state_dir, _fingerprint(plan, checkpoint)) as store:
         if store.changed:
             _log.warning("starting over, because this differs from the interrupted run: %s", "; ".join(store.changed))
         elif store.resumed:
             _log.warning("resuming from %s (%d results)", settings.state_dir, store.resumed)
-        yield store
+        yield SharedStore(store, common.results, _SPARSITY_FREE) if common else store
+
+
+def _remove_state(settings: ConvertSettings) -> None:
+    if settings.resume:
+        with StateStore.open(settings.state_dir, None) as store:
+            store.remove(FINISH)
 
 
 def _fingerprint(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from wisparse.formats.write import check_output, parse_size
 
 from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .progress import Progress
-from .settings import ConvertSettings
+from .settings import ConvertSettings, auto_seq_len
 from .source import choose_device, choose_dtype, load_tokenizer
 from .state import StateStore
 
@@ -114,9 +114,6 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     progress = progress or Progress(enabled=False)
     settings.check()
     parse_size(settings.max_shard_size)
-    finished = is_finished(settings)
-    if not finished:
-        check_output(settings.output_dir, settings.overwrite)
     device = choose_device(settings.device)
     with progress.stage("Checking", 4) as stage:
         check_read_access(settings.model)
@@ -125,6 +122,9 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         config = _read_config(source.folder)
+        if settings.seq_len is None:
+            settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
+        finished = is_finished(settings)
         if not finished:
             check_output(settings.output_dir, settings.overwrite, source=source.folder)
         if settings.seq_len > config.max_position_embeddings:

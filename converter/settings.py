@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from wisparse.formats.errors import UsageError
 
-__all__ = ["DTYPES", "MAX_SPARSITY", "METHODS", "SEARCHES", "ConvertSettings", "default_output"]
+__all__ = [
+    "DTYPES",
+    "MAX_SPARSITY",
+    "METHODS",
+    "SEARCHES",
+    "ConvertSettings",
+    "auto_seq_len",
+    "default_output",
+    "for_sparsities",
+]
 
 MAX_SPARSITY = 0.95
 METHODS = ("wisparse", "teal", "wina", "wina-code")
@@ -36,7 +46,7 @@ class ConvertSettings:
             there is for ``wisparse``, what its authors do for the others.
         num_generations, num_offspring: of an evolutionary search; None is the search's own default.
         calibration: ``self``, ``paper``, a Hub data set, or paths.
-        num_samples, seq_len: how many sequences of how many tokens.
+        num_samples, seq_len: how many sequences of how many tokens; a length of None is `auto_seq_len`'s.
         seed: of everything that is drawn.
         dtype: of the bundle's weights; ``auto`` copies the source's bytes.
         device: to compute on.
@@ -58,7 +68,7 @@ class ConvertSettings:
     num_offspring: int | None = None
     calibration: tuple[str, ...] = ("self",)
     num_samples: int = 16
-    seq_len: int = 512
+    seq_len: int | None = None
     seed: int = 0
     dtype: str = "auto"
     device: str = "auto"
@@ -129,11 +139,45 @@ class ConvertSettings:
                 raise UsageError(f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other")
 
 
-def default_output(model: str, sparsity: float) -> Path:
-    """``<model-name>-wisparse-50`` in the current folder, for 50%."""
-    percent = f"{100 * sparsity:.4g}".replace(".", "p")
+def auto_seq_len(device_type: str, context: int) -> int:
+    """Tokens per sequence where nobody says: what a machine does in minutes, and no more than the model's context."""
+    return min(2048 if device_type == "cuda" else 512, context)
+
+
+def for_sparsities(settings: ConvertSettings, sparsities: Sequence[float]) -> list[ConvertSettings]:
+    """One conversion per sparsity; several get the percentage behind their output's name, ``OUT-40``.
+
+    Raises:
+        UsageError: a sparsity stands there twice, or something that only one bundle can have was given.
+    """
+    if len(sparsities) == 1:
+        return [replace(settings, sparsity=sparsities[0])]
+    names = [_percent(sparsity) for sparsity in sparsities]
+    if not names or len(set(names)) < len(names):
+        raise UsageError(f"--sparsity: expected one or several different numbers, found {', '.join(names) or 'none'}")
+    if settings.upload_repo is not None:
+        raise UsageError("--upload-repo holds one bundle; upload several with wisparse push, each to its own")
+    out, work = settings.output_dir, settings.work_dir
+    return [
+        replace(
+            settings,
+            sparsity=sparsity,
+            output_dir=out.with_name(f"{out.name}-{name}"),
+            work_dir=work / name if work else None,
+        )
+        for sparsity, name in zip(sparsities, names, strict=True)
+    ]
+
+
+def default_output(model: str, sparsity: float | None = None) -> Path:
+    """``<model-name>-wisparse-50`` in the current folder, for 50%; without a sparsity nothing follows ``-wisparse``."""
+    percent = "" if sparsity is None else f"-{_percent(sparsity)}"
     name = Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
-    return Path(f"{name or 'model'}-wisparse-{percent}")
+    return Path(f"{name or 'model'}-wisparse{percent}")
+
+
+def _percent(sparsity: float) -> str:
+    return f"{100 * sparsity:.4g}".replace(".", "p")
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:

@@ -26,7 +26,7 @@ from typing import IO, Any, Protocol
 
 from wisparse.formats.errors import ResourceError, UsageError
 
-__all__ = ["NO_STATE", "NoState", "StateStore", "Store"]
+__all__ = ["NO_STATE", "NoState", "SharedStore", "StateStore", "Store"]
 
 _log = logging.getLogger("wisparse")
 _MAGIC = b"wisparse-state 1 "
@@ -55,6 +55,33 @@ class NoState:
 
 
 NO_STATE = NoState()
+
+
+class SharedStore:
+    """A store whose results under certain keys other conversions of this process have as well.
+
+    Args:
+        own: keeps everything, also what came from another conversion: each can be resumed alone.
+        shared: key -> data, common to the conversions.
+        prefixes: which keys are shared.
+    """
+
+    def __init__(self, own: Store, shared: dict[str, bytes], prefixes: tuple[str, ...]) -> None:
+        self._own, self._shared, self._prefixes = own, shared, prefixes
+
+    def load(self, key: str) -> bytes | None:
+        data = self._own.load(key)
+        if data is None and key in self._shared:
+            data = self._shared[key]
+            self._own.save(key, data)
+        elif data is not None and key.startswith(self._prefixes):
+            self._shared[key] = data
+        return data
+
+    def save(self, key: str, data: bytes) -> None:
+        self._own.save(key, data)
+        if key.startswith(self._prefixes):
+            self._shared[key] = data
 
 
 class StateStore:

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,14 @@ def test_default_folder_is_named_after_the_model(model: Path, tmp_path: Path, mo
     ("arguments", "code", "words"),
     [
         (["--sparsity", "0.96"], 2, "0 to 0.95"),
-        (["--sparsity", "much"], 2, "not a valid float"),
+        (["--sparsity", "much"], 2, "several with commas between"),
         (["--method", "wisparce"], 2, "wisparce"),
         (["--calibration", "nothing-here.txt"], 2, "no such file or folder"),
         (["--calibration", "no/such-data"], 4, "no/such-data"),
         (["--num-generations", "5"], 2, "--search paper"),
         (["-v", "-q"], 2, "exclude"),
+        (["--sparsity", "0.3,0.3"], 2, "different numbers"),
+        (["--sparsity", "0.3,0.4", "--upload-repo", "me/it"], 2, "wisparse push"),
         (["--device", "cuda:77"], 2, "CUDA"),
         (["--upload-repo", "no-owner"], 2, "USER/NAME"),
     ],
@@ -197,12 +200,54 @@ def test_interrupt_says_how_to_go_on(
     monkeypatch.setattr("sys.argv", ["wisparse-convert", str(model), "-o", str(out)])
     assert run_command(model, "-o", out, *FLAGS) == 130
     error = capsys.readouterr().err
-    assert f"go on with: wisparse convert {model} -o {out}" in error
+    assert f"what was computed is kept; go on with: wisparse convert {model} -o {out}" in error
     assert "Traceback" not in error
     assert [path.name for path in out.parent.iterdir()] == ["bundle.work"]
     monkeypatch.undo()
     assert run_command(model, "-o", out, *FLAGS) == 0
     assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+
+
+# ---------------------------------------------------------------------- several sparsities
+
+
+def test_several_sparsities_give_the_bundles_each_gives_alone(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
+    loads, drawn = [], []
+    original, fisher = pipeline.load_source, search_module.fisher_diagonal
+    monkeypatch.setattr(pipeline, "load_source", lambda *given: loads.append(1) or original(*given))
+    monkeypatch.setattr(search_module, "fisher_diagonal", lambda *a, **k: drawn.append(1) or fisher(*a, **k))
+    assert run_command(model, "-o", out, "--sparsity", "0.3,0.55", "--json", *flags) == 0
+    documents = json.loads(capsys.readouterr().out)
+    assert [document["bundle"] for document in documents] == [f"{out}-30", f"{out}-55"]
+    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle-30", "bundle-55"]
+    assert len(loads) == 1
+    shared = len(drawn)
+    for percent in ("30", "55"):
+        assert run_command(model, "-o", out, "--sparsity", f"0.{percent}", *flags) == 0
+        assert digests(out) == digests(out.with_name(f"bundle-{percent}"))
+        shutil.rmtree(out)
+    assert len(drawn) == 3 * shared, "the second of both did not measure again"
+
+
+def test_several_sparsities_go_on_where_they_stopped(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, count = pipeline.search, []
+
+    def second_fails(*given: Any) -> Any:
+        count.append(1)
+        if len(count) == 2:
+            raise KeyboardInterrupt
+        return original(*given)
+
+    monkeypatch.setattr(pipeline, "search", second_fails)
+    assert run_command(model, "-o", out, "--sparsity", "0.3,0.5", *FLAGS) == 130
+    before = digests(out.with_name("bundle-30"))
+    monkeypatch.undo()
+    assert run_command(model, "-o", out, "--sparsity", "0.3,0.5", *FLAGS) == 0
+    assert digests(out.with_name("bundle-30")) == before
+    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle-30", "bundle-50"]
 
 
 # ---------------------------------------------------------------------- what goes wrong on the way

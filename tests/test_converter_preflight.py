@@ -18,7 +18,7 @@ from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 from wisparse.commands.convert import command
 from wisparse.converter import preflight as module
 from wisparse.converter.preflight import available_memory, preflight
-from wisparse.converter.settings import ConvertSettings, default_output
+from wisparse.converter.settings import ConvertSettings, auto_seq_len, default_output
 from wisparse.formats.errors import (
     AccessError,
     CalibrationError,
@@ -102,6 +102,13 @@ def test_memory_of_this_machine_is_plausible() -> None:
 )
 def test_default_output(model: str, sparsity: float, expected: str) -> None:
     assert default_output(model, sparsity) == Path(expected)
+
+
+def test_length_of_the_sequences_fits_the_device_and_the_model(settings: ConvertSettings) -> None:
+    plan = preflight(replace(settings, seq_len=None))
+    assert plan.settings.seq_len == 128  # the model's context
+    assert auto_seq_len("cpu", 4096) == 512
+    assert auto_seq_len("cuda", 131072) == 2048
 
 
 def test_default_output_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,13 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wisparse.converter.settings import DTYPES, METHODS, SEARCHES, ConvertSettings, default_output
+from wisparse.converter.settings import DTYPES, METHODS, SEARCHES, ConvertSettings, default_output, for_sparsities
 
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
     from wisparse.converter.preflight import Plan
 
 __all__ = ["command"]
+
+
+def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> list[float]:
+    try:
+        return [float(number) for number in value.split(",")]
+    except ValueError:
+        raise click.BadParameter(f"expected a number, or several with commas between, found {value!r}") from None
 
 
 @click.command("convert", context_settings={"show_default": True})
@@ -31,9 +38,12 @@ __all__ = ["command"]
 )
 @click.option(
     "--sparsity",
-    type=float,
-    default=ConvertSettings.sparsity,
-    help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95.",
+    "sparsities",
+    metavar="FRACTION[,…]",
+    callback=_numbers,
+    default=str(ConvertSettings.sparsity),
+    help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several give several "
+    "bundles from one calibration, each with its percentage behind the folder's name.",
 )
 @click.option("--method", type=click.Choice(METHODS), default=ConvertSettings.method, help="How channels are scored.")
 @click.option(
@@ -54,7 +64,9 @@ __all__ = ["command"]
     "file, a folder of them, or a Hub data set (USER/NAME). Repeat it for several.",
 )
 @click.option("--num-samples", type=int, default=ConvertSettings.num_samples, help="Calibration sequences.")
-@click.option("--seq-len", type=int, default=ConvertSettings.seq_len, help="Tokens per calibration sequence.")
+@click.option(
+    "--seq-len", type=int, show_default="2048 on a GPU, 512 on a CPU", help="Tokens per calibration sequence."
+)
 @click.option("--seed", type=int, default=ConvertSettings.seed, help="The same seed gives the same bundle.")
 @click.option(
     "--dtype",
@@ -82,6 +94,7 @@ __all__ = ["command"]
 def command(
     model: str,
     output_dir: Path | None,
+    sparsities: list[float],
     dry_run: bool,
     verbose: bool,
     quiet: bool,
@@ -93,31 +106,33 @@ def command(
     \b
     wisparse-convert meta-llama/Llama-3.1-8B-Instruct
     wisparse-convert ./my-fine-tune --sparsity 0.4 --calibration corpus/ -o out
+    wisparse-convert ./my-fine-tune --sparsity 0.3,0.4,0.5
     wisparse-convert Qwen/Qwen2.5-7B --dry-run
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet exclude each other")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     logging.getLogger("wisparse").setLevel(logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING)
-    settings = ConvertSettings(
-        model=model, output_dir=output_dir or default_output(model, options["sparsity"]), **options
-    )
-    settings.check()  # before torch and transformers are imported: a typing error is answered at once
+    named_after = sparsities[0] if len(sparsities) == 1 else None
+    base = ConvertSettings(model=model, output_dir=output_dir or default_output(model, named_after), **options)
+    all_settings = for_sparsities(base, sparsities)
+    for settings in all_settings:
+        settings.check()  # before torch and transformers are imported: a typing error is answered at once
     from wisparse.converter.preflight import preflight
     from wisparse.converter.progress import Progress
 
     progress = Progress(False if quiet else None)
     try:
-        plan = preflight(settings, progress)
+        plans = [preflight(settings, progress) for settings in all_settings]
         if dry_run:
-            _print_plan(plan, as_json)
+            _print_plans(plans, as_json)
             return
         from wisparse.converter.pipeline import execute
 
-        conversion = execute(plan, progress)
+        conversions = execute(plans, progress)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(_resume_hint(settings)) from None
-    _print_conversion(conversion, as_json)
+        raise KeyboardInterrupt(_resume_hint(base)) from None
+    _print_conversions(conversions, as_json)
 
 
 def _resume_hint(settings: ConvertSettings) -> str:
@@ -125,7 +140,7 @@ def _resume_hint(settings: ConvertSettings) -> str:
     if not settings.resume:
         return "nothing was kept (--no-resume)"
     again = shlex.join(["wisparse", "convert", *_arguments()])
-    return f"what was computed is kept in {settings.state_dir}; go on with: {again}"
+    return f"what was computed is kept; go on with: {again}"
 
 
 def _arguments() -> list[str]:
@@ -134,10 +149,16 @@ def _arguments() -> list[str]:
     return arguments[1:] if arguments[:1] == ["convert"] else arguments
 
 
-def _print_plan(plan: Plan, as_json: bool) -> None:
+def _print_plans(plans: list[Plan], as_json: bool) -> None:
     if as_json:
-        click.echo(json.dumps(plan.to_dict(), indent=2))
+        documents = [plan.to_dict() for plan in plans]
+        click.echo(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
         return
+    for plan in plans:
+        _print_plan(plan)
+
+
+def _print_plan(plan: Plan) -> None:
     settings, config = plan.settings, plan.config
 
     rows = [
@@ -166,24 +187,37 @@ def _print_plan(plan: Plan, as_json: bool) -> None:
     _print_rows("Plan (nothing was converted)", rows)
 
 
-def _print_conversion(conversion: Conversion, as_json: bool) -> None:
+def _print_conversions(conversions: list[Conversion], as_json: bool) -> None:
+    if as_json:
+        documents = [_document(conversion) for conversion in conversions]
+        click.echo(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
+        return
+    for conversion in conversions:
+        _print_conversion(conversion)
+
+
+def _realised(conversion: Conversion) -> float:
+    sizes = [projection.num_parameters for projection in conversion.plan.config.projections()]
+    entries = conversion.recipe.projections
+    return sum(n * entry.realised_sparsity for n, entry in zip(sizes, entries, strict=True)) / sum(sizes)
+
+
+def _document(conversion: Conversion) -> dict[str, Any]:
+    return {
+        "bundle": str(conversion.folder),
+        "url": conversion.url,
+        "realised_sparsity": _realised(conversion),
+        "quality": conversion.measurement.quality.to_dict() if conversion.measurement else None,
+        "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
+        "recipe": conversion.recipe.to_dict(),
+    }
+
+
+def _print_conversion(conversion: Conversion) -> None:
     from wisparse.converter.report import verdict
 
-    recipe, plan = conversion.recipe, conversion.plan
+    recipe, realised = conversion.recipe, _realised(conversion)
     quality = conversion.measurement.quality if conversion.measurement else None
-    sizes = [projection.num_parameters for projection in plan.config.projections()]
-    realised = sum(n * e.realised_sparsity for n, e in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
-    if as_json:
-        document = {
-            "bundle": str(conversion.folder),
-            "url": conversion.url,
-            "realised_sparsity": realised,
-            "quality": quality.to_dict() if quality else None,
-            "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
-            "recipe": recipe.to_dict(),
-        }
-        click.echo(json.dumps(document, indent=2))
-        return
     alphas = [entry.alpha for entry in recipe.projections]
     blocks = recipe.block_sparsities
     rows = [
