@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
 _lock = threading.Lock()
+_config: Any = numba.config  # its names come from the environment, so a type checker knows none of them
 
 
 def compile_region(region: Callable[[Any], None]) -> Any:
@@ -33,13 +34,13 @@ def compile_region(region: Callable[[Any], None]) -> Any:
     if folder is not None:
         # numba takes the folder from its settings, which are the process's.
         with _lock:
-            before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+            before, _config.CACHE_DIR = _config.CACHE_DIR, str(folder)
             try:
                 return numba.cfunc(_SIGNATURE, cache=True)(region)
             except OSError as error:  # the disk is full, say
                 _warn(str(error))
             finally:
-                numba.config.CACHE_DIR = before
+                _config.CACHE_DIR = before
     return numba.cfunc(_SIGNATURE)(region)
 
 
@@ -64,8 +65,8 @@ def _cache_folder() -> Path | None:
 
 
 def _candidates() -> list[Path]:
-    if numba.config.CACHE_DIR:
-        return [Path(numba.config.CACHE_DIR)]
+    if _config.CACHE_DIR:
+        return [Path(_config.CACHE_DIR)]
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return [Path(__file__).parent / "__pycache__", user / "wisparse"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ from .rotary import Rotary, rotate
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Block", "TorchDecoder", "rms_norm"]
+__all__ = ["Block", "MaskedLinear", "TorchDecoder", "rms_norm"]
 
 # Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt.
 _PIECE = 512
@@ -40,6 +40,7 @@ class _Projection:
 
     def __init__(self, bundle: Bundle, name: str, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
         self.weight = bundle.checkpoint.tensor(f"{name}.weight", device).to(dtype)
+        self.out_features, self.in_features = self.weight.shape
         self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if bias else None
         mask = bundle.masks.get(name)
         if mask is not None and mask.sparsity > 0:
@@ -60,22 +61,40 @@ class _Projection:
         return functional.linear(x, self.weight, self.bias)
 
 
+class MaskedLinear(Protocol):
+    """What a block needs of a projection, however its weight is stored.
+
+    Attributes:
+        channel_scale: (K,) float32, or None for a dense projection.
+        kept: () int64 while kept channels are counted, else None.
+    """
+
+    in_features: int
+    out_features: int
+    channel_scale: Tensor | None
+    kept: Tensor | None
+
+    def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
+        """x (T, K) to (T, N); rows from ``first_sparse`` on are masked."""
+        ...
+
+
 @dataclass(frozen=True)
 class Block:
     """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N)."""
 
     attention_norm: Tensor
     mlp_norm: Tensor
-    qkv: list[_Projection]
-    o: _Projection
-    gate_up: list[_Projection]
-    down: _Projection
+    qkv: list[MaskedLinear]
+    o: MaskedLinear
+    gate_up: list[MaskedLinear]
+    down: MaskedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
     window: int | None
 
     @property
-    def projections(self) -> list[_Projection]:
+    def projections(self) -> list[MaskedLinear]:
         return [*self.qkv, self.o, *self.gate_up, self.down]
 
 
@@ -166,7 +185,7 @@ class TorchDecoder(Decoder):
             for projection in block.projections:
                 if projection.kept is None or not self._sparse_positions:
                     return None
-                outputs, channels = projection.weight.shape
+                outputs, channels = projection.out_features, projection.in_features
                 total += outputs * channels * self._sparse_positions
                 if projection.channel_scale is not None:
                     dropped += outputs * (channels * self._sparse_positions - int(projection.kept))
@@ -245,7 +264,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def _fan_out(projections: Sequence[_Projection], x: Tensor, first_sparse: int, sizes: tuple[int, ...]) -> list[Tensor]:
+def _fan_out(projections: Sequence[MaskedLinear], x: Tensor, first_sparse: int, sizes: tuple[int, ...]) -> list[Tensor]:
     """Apply the projections that share an input; a fused one's output is split into the parts it stands for."""
     outputs = [projection(x, first_sparse) for projection in projections]
     return outputs if len(outputs) == len(sizes) else list(outputs[0].split(sizes, dim=-1))
