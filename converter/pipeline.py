@@ -83,7 +83,7 @@ def convert(
     num_offspring: int | None = None,
     calibration: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = "self",
     num_samples: int = ConvertSettings.num_samples,
-    seq_len: int = ConvertSettings.seq_len,
+    seq_len: int | None = None,
     seed: int = ConvertSettings.seed,
     dtype: str = "auto",
     device: str = "auto",
@@ -269,7 +269,7 @@ def model_digest(checkpoint: Checkpoint) -> str:
 def _self_calibration(
     source: SourceModel, settings: ConvertSettings, store: Store, progress: Progress
 ) -> CalibrationTokens:
-    shape = (settings.num_samples, settings.seq_len)
+    shape = (settings.num_samples, settings.length)
     saved = store.load("calibration")
     if saved is not None:
         ids = torch.frombuffer(bytearray(saved), dtype=torch.int64).reshape(shape)

@@ -90,7 +90,7 @@ class Plan:
             "dtype": str(self.dtype).removeprefix("torch."),
             **settings.deciding(),
             "calibration": self.calibration,
-            "calibration_tokens": settings.num_samples * settings.seq_len,
+            "calibration_tokens": settings.num_samples * settings.length,
             "download_bytes": self.download_bytes,
             "bundle_bytes": self.bundle_bytes,
             "disk_free_bytes": self.disk_free_bytes,
@@ -127,7 +127,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         finished = is_finished(settings)
         if not finished:
             check_output(settings.output_dir, settings.overwrite, source=source.folder)
-        if settings.seq_len > config.max_position_embeddings:
+        if settings.length > config.max_position_embeddings:
             raise UsageError(
                 f"--seq-len {settings.seq_len}: the model's context is {config.max_position_embeddings} tokens"
             )
@@ -212,7 +212,7 @@ def _calibration(
         settings.calibration,
         tokenizer,
         num_samples=settings.num_samples,
-        seq_len=settings.seq_len,
+        seq_len=settings.length,
         seed=settings.seed,
         progress=progress,
     )
@@ -232,7 +232,7 @@ def _bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str) -> int:
 
 def _memory_bytes(config: ModelConfig, num_parameters: int, dtype: torch.dtype, settings: ConvertSettings) -> int:
     """A bound from experience: weights, hidden states of the calibration tokens, logits of a micro-batch."""
-    tokens = settings.num_samples * settings.seq_len
+    tokens = settings.num_samples * settings.length
     hidden = tokens * config.hidden_size * dtype.itemsize * 4
     logits = min(tokens, 4096) * config.vocab_size * 4 * 3
     return num_parameters * dtype.itemsize + hidden + logits + _BASE_BYTES

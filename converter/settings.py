@@ -81,6 +81,13 @@ class ConvertSettings:
     private: bool = False
 
     @property
+    def length(self) -> int:
+        """``seq_len`` where it is settled: given, or filled in by the preflight."""
+        if self.seq_len is None:
+            raise ValueError("seq_len is settled by the preflight, which knows the device")
+        return self.seq_len
+
+    @property
     def chosen_search(self) -> str:
         """The search that ``auto`` stands for, or the one asked for."""
         return _OWN_SEARCH[self.method] if self.search == "auto" else self.search

@@ -121,7 +121,7 @@ def load_source(
             # Shard by shard onto the GPU: host memory never holds the model.
             placement = {"device_map": {"": device}}
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=hf_config,
                 dtype=dtype,
@@ -139,6 +139,7 @@ def load_source(
         except Exception as error:
             # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
             raise UnsupportedModelError(f"{folder.name}: the weights cannot be loaded: {_first_line(error)}") from error
+    model, info = loaded
     _refuse_incomplete(folder, info)
     if not placement:
         model.to(device)

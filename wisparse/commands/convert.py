@@ -173,7 +173,7 @@ def _print_plan(plan: Plan) -> None:
         (
             "calibration",
             f"{plan.calibration}: {settings.num_samples} x {settings.seq_len} = "
-            f"{settings.num_samples * settings.seq_len:,} tokens, seed {settings.seed}",
+            f"{settings.num_samples * settings.length:,} tokens, seed {settings.seed}",
         ),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
         ("memory", f"about {_size(plan.memory_bytes)} of {_size(plan.memory_free_bytes)} free"),
