@@ -44,6 +44,8 @@ __all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "sear
 
 Allocation = dict[str, float]
 
+_LARGEST_LOGITS = 1 << 27
+
 
 @dataclass(frozen=True)
 class SearchSettings:
@@ -137,7 +139,7 @@ class Run:
         self.progress, self.store = progress, store
         kl_tokens = settings.kl_tokens or (16384 if settings.search == "fisher" else 4096)
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
-        batch_size = min(settings.batch_size, num_samples)
+        batch_size = _batch_size(settings, source.config.vocab_size, tokens.seq_len)
         self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
         self.norms = {name: weight_norm(module.weight) for name, module in source.projections.items()}
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
@@ -366,6 +368,11 @@ class Run:
                 **({"history": self.history} if self.history else {}),
             },
         )
+
+
+def _batch_size(settings: SearchSettings, vocab_size: int, seq_len: int) -> int:
+    # A backward pass holds a few float32 tensors (tokens, vocabulary): 512 MiB each at most.
+    return max(1, min(settings.batch_size, _LARGEST_LOGITS // (vocab_size * seq_len)))
 
 
 def _first_alpha(method: str, name: str) -> float:

@@ -20,9 +20,11 @@ give the true Fisher (Kunstner et al., arXiv:1905.12558). Prices over thresholde
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .flow import BlockFlow
 from .masking import MaskedModel
@@ -49,6 +51,18 @@ def backward(
         receive: called with a projection's name, its input as multiplied (T, K) and the gradient (T, K), both at the
             counted tokens.
     """
+    # The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
+    with sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext():
+        _backward(flow, masked, batch, loss, receive)
+
+
+def _backward(
+    flow: BlockFlow,
+    masked: MaskedModel,
+    batch: int,
+    loss: Callable[[Tensor], list[Tensor]],
+    receive: Callable[[str, Tensor, Tensor], None],
+) -> None:
     counted = flow.counted[batch]
     states = [flow.start()[batch]]
     with torch.no_grad():
