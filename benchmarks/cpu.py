@@ -48,8 +48,8 @@ SPARSITY = 0.5
 
 
 def clock() -> float:
-    """Seconds; of this thread's own work under --cpu-time, which other programs disturb least."""
-    return time.thread_time() if _cpu_time else time.perf_counter()
+    """Seconds; of this process's own work under --cpu-time, which other programs disturb least."""
+    return time.process_time() if _cpu_time else time.perf_counter()
 
 
 _cpu_time = False

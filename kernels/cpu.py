@@ -10,8 +10,6 @@ second.
 
 from __future__ import annotations
 
-import mmap
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,7 +19,7 @@ from .cpu_threads import launch, team_size
 
 __all__ = ["aligned_empty", "quantize", "quantize_into", "sparse_linear", "transpose", "transpose_into", "type_name"]
 
-_HUGE_PAGE = 2 << 20
+_CACHE_LINE = 64
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16", torch.int8: "int8"}
 
 
@@ -37,33 +35,11 @@ def type_name(dtype: torch.dtype) -> str:
 
 
 def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory on whole cache lines, in huge pages where the system has them ready.
-
-    Rows of a weight are read at random: with huge pages the processor looks up 512 times fewer addresses, and decoding
-    gains 7 to 9%. Where none are ready the system would move other memory about to make some, which takes longer than
-    it is worth.
-    """
-    count = int(np.prod(shape, dtype=np.int64))
-    size = max(1, count * dtype.itemsize)
-    if size < _HUGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE") or _ready_huge_bytes() < size:
-        buffer = torch.empty(size + 63, dtype=torch.uint8)
-        skip = -buffer.data_ptr() % 64
-        return buffer[skip : skip + count * dtype.itemsize].view(dtype).view(shape)
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=count).view(shape)
-
-
-def _ready_huge_bytes() -> int:
-    """Free memory that Linux holds in contiguous pieces of at least a huge page; 0 where it does not tell."""
-    try:
-        with open("/proc/buddyinfo", encoding="ascii") as file:
-            zones = [line.split()[4:] for line in file]
-        # Column i counts pieces of 2**i pages.
-        sizes = [(int(count), mmap.PAGESIZE << order) for zone in zones for order, count in enumerate(zone)]
-    except (OSError, ValueError):
-        return 0
-    return sum(count * size for count, size in sizes if size >= _HUGE_PAGE)
+    """Uninitialised memory that starts on a cache line, so that rows of whole lines do."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    buffer = torch.empty(size + _CACHE_LINE - 1, dtype=torch.uint8)
+    skip = -buffer.data_ptr() % _CACHE_LINE
+    return buffer[skip : skip + size].view(dtype).view(shape)
 
 
 def transpose(weight: Tensor) -> Tensor:
