@@ -228,8 +228,9 @@ def test_weights_too_large_for_float16(tmp_path: Path) -> None:
     assert not (tmp_path / "out.partial").exists()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("what", ["threshold", "channel_scale", "rotary"])
-def test_a_wrong_graph_is_noticed_and_not_written(bundle: Path, tmp_path: Path, what: str) -> None:
+def test_a_wrong_graph_is_noticed_and_not_written(bundle: Path, tmp_path: Path, what: str, dtype: str) -> None:
     right = Bundle.open(bundle)
     rotary = rotary_tables(right.config)
     masks = dict(right.masks)
@@ -240,10 +241,12 @@ def test_a_wrong_graph_is_noticed_and_not_written(bundle: Path, tmp_path: Path, 
     elif what == "channel_scale":
         masks[name] = dataclasses.replace(mask, channel_scale=mask.channel_scale.flip(0))
     else:
-        rotary = dataclasses.replace(rotary, frequencies=rotary.frequencies * 1.01)
+        rotary = dataclasses.replace(rotary, frequencies=rotary.frequencies * 1.2)
     wrong = dataclasses.replace(right, masks=masks)
     with pytest.raises(WisparseError, match="does not agree with our runtime"):
-        export_onnx(wrong, tmp_path / "out", rotary, check=lambda folder: print(check_export(folder, right, "float32")))
+        export_onnx(
+            wrong, tmp_path / "out", rotary, dtype=dtype, check=lambda folder: print(check_export(folder, right, dtype))
+        )
     assert list(tmp_path.iterdir()) == []
 
 
@@ -285,3 +288,17 @@ def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     lacking = CliRunner().invoke(verb.command, [str(bundle), str(tmp_path / "other")])
     assert isinstance(lacking.exception, UsageError)
     assert "pip install 'wisparse[onnx]'" in str(lacking.exception)
+
+
+def test_nan_is_an_error(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, opened = export(bundle, tmp_path / "out"), Bundle.open(bundle)
+    values = OnnxDecoder.values
+
+    def broken(self: OnnxDecoder, *args: object) -> dict[str, np.ndarray]:
+        found = values(self, *args)
+        found["model.layers.1.mlp.up_proj_out"] = np.full_like(found["model.layers.1.mlp.up_proj_out"], np.nan)
+        return found
+
+    monkeypatch.setattr(OnnxDecoder, "values", broken)
+    with pytest.raises(WisparseError, match="the sparse projections differ by nan"):
+        check_export(out, opened, "float32")

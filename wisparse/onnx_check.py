@@ -14,7 +14,7 @@ from .formats.bundle import Bundle
 from .formats.errors import WisparseError
 from .formats.onnx_file import MODEL
 from .formats.onnx_graph import DOMAIN, RotaryTables
-from .kernels.reference import keep_mask
+from .kernels.reference import keep_mask, scores
 from .runtime.rotary import attention_scaling, inverse_frequencies, switch_length
 from .runtime.torch_decoder import TorchDecoder
 
@@ -25,6 +25,9 @@ _PROMPT, _STEPS = 24, 16
 # Largest difference over the largest value, that rounding explains: about ten times what was seen.
 _DENSE = {"float32": 1e-4, "float16": 2e-2}
 _PROJECTION = {"float32": 1e-5, "float16": 5e-3}
+# Scores this close to the threshold, relative to it, may fall on either side: on CPUs, ONNX Runtime goes on with more
+# digits of an activation than the float16 value it shows.
+_ROUNDING = {"float32": 1e-6, "float16": 1e-3}
 
 
 def rotary_tables(config: ModelConfig) -> RotaryTables:
@@ -132,7 +135,7 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
     pieces = (tokens[None, : prompt // 2], tokens[None, prompt // 2 : prompt])
     found = torch.from_numpy(np.concatenate([theirs.forward(piece)[0] for piece in pieces]))
     error = float((found - everything[:prompt]).abs().max() / everything[:prompt].abs().max())
-    projection_error = _check_projections(folder, bundle, theirs, tokens[None, prompt : prompt + 1])
+    projection_error = _check_projections(folder, bundle, dtype, theirs, tokens[None, prompt : prompt + 1])
     steps = torch.cat([torch.from_numpy(theirs.forward(tokens[None, i : i + 1])[0]) for i in range(prompt, length)])
     for what, value, limit in (
         ("the dense logits", error, _DENSE[dtype]),
@@ -152,8 +155,11 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
     }
 
 
-def _check_projections(folder: Path, bundle: Bundle, filled: OnnxDecoder, token: np.ndarray) -> float:
-    """Largest relative error of any sparse node, given its own input, in the step that appends ``token``."""
+def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDecoder, token: np.ndarray) -> float:
+    """Largest relative error of any sparse node, given its own input, in the step that appends ``token``.
+
+    What a channel contributes whose score is within ``_ROUNDING`` of the threshold does not count as an error.
+    """
     import onnx
 
     # The same model with every sparse node's input and output among its outputs; the weights stay where they are.
@@ -171,13 +177,16 @@ def _check_projections(folder: Path, bundle: Bundle, filled: OnnxDecoder, token:
     worst = 0.0
     for node in nodes:
         mask = bundle.masks[node.name]
-        weight = bundle.checkpoint.tensor(f"{node.name}.weight").to(torch.from_numpy(values[node.input[0]]).dtype)
-        x = torch.from_numpy(values[node.input[0]])
+        x = torch.from_numpy(values[node.input[0]]).flatten()
+        weight = bundle.checkpoint.tensor(f"{node.name}.weight").to(x.dtype).double()
         kept = torch.where(keep_mask(x, mask.channel_scale, mask.threshold), x, x.new_zeros(()))
-        expected = torch.nn.functional.linear(kept.double(), weight.double())
-        difference = (torch.from_numpy(values[node.output[0]]).double() - expected).abs().max()
+        expected = weight @ kept.double()
+        close = (scores(x, mask.channel_scale) - mask.threshold).abs() <= _ROUNDING[dtype] * mask.threshold
+        undecided = weight[:, close].abs() @ x[close].double().abs()
+        difference = (torch.from_numpy(values[node.output[0]]).flatten().double() - expected).abs() - undecided
         # A projection whose channels are all dropped gives exactly nothing.
-        worst = max(worst, float(difference / expected.abs().max().clamp(min=1e-30)))
+        error = float(difference.max() / expected.abs().max().clamp(min=1e-30))
+        worst = worst if error <= worst else error  # not max(): a NaN has to win
     return worst
 
 
