@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python benchmarks/gpu_decode.py --shape llama-3.1-8b --parts baseline decode kernels context batch
 
-Random weights of a published shape, bf16, thresholds calibrated to each target on the device; a 5-token prompt, 200 tokens,
-medians. ``share`` is of the ideal: the bytes of the kept weights over the read ceiling measured in the same run.
-Prints tables, then one line of JSON (also to ``$OUT/gpu-decode-<shape>.json`` if OUT is set).
+Random weights of a published shape, bf16, thresholds calibrated to each target on the device; a 5-token prompt, 200
+tokens, medians. ``share`` is of the ideal: the bytes of the kept weights over the read ceiling measured in the same
+run. Prints tables, then one line of JSON (also to ``$OUT/gpu-decode-<shape>.json`` if OUT is set).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def ideal_ms(decoder: CudaDecoder, sparsity: float, ceiling: float) -> float:
 def generate(
     decoder: CudaDecoder, batch: int, prompt: int, tokens: int, *, read: bool = True
 ) -> tuple[float, torch.Tensor]:
-    """Seconds of ``tokens`` greedy steps after a prompt, and the ids (tokens, B). Each id is read before the next step."""
+    """Seconds of ``tokens`` greedy steps after a prompt, and the ids (tokens, B). Each id is read before the next
+    step."""
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(decoder.config.vocab_size, (prompt,), generator=generator)
     for slot in range(batch):

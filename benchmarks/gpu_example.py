@@ -1,4 +1,5 @@
-"""The example model on the GPU: greedy tokens of the CUDA decoder against the plain PyTorch decoder's, dense and sparse."""
+"""The example model on the GPU: greedy tokens of the CUDA decoder against the plain PyTorch decoder's, dense and
+sparse."""
 
 from __future__ import annotations
 

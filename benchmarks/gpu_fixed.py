@@ -23,7 +23,8 @@ def main() -> None:
         case = case_for(config, role, sparsity, copies=8)
         times = [time_graph(case.launcher(tile, pdl), len(case.groups)) for pdl in (True, False)]
         print(
-            f"{role} {tile} sparsity {sparsity}: {times[0]:.2f} us, late {times[1]:.2f}, bytes {case.bytes / 4.6e6:.2f} us"
+            f"{role} {tile} sparsity {sparsity}: {times[0]:.2f} us, late {times[1]:.2f}, "
+            f"bytes {case.bytes / 4.6e6:.2f} us"
         )
         del case
         torch.cuda.empty_cache()

@@ -3,6 +3,7 @@
 Speed depends on shapes and on how many channels are kept, not on what the weights say.
 """
 
+# ruff: noqa: C408 (tables of keyword arguments read better)
 from __future__ import annotations
 
 import math
@@ -81,8 +82,8 @@ def random_bundle(shape: str, *, num_blocks: int | None = None, dtype: torch.dty
 def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, alpha: float = 0.5) -> dict:
     """Thresholds of every group for each sparsity, from one pass over random tokens at each.
 
-    Each projection's threshold is set as the pass reaches it, so that later ones see what earlier masks leave. Scales are
-    the weights' column norms to the power alpha.
+    Each projection's threshold is set as the pass reaches it, so that later ones see what earlier masks leave. Scales
+    are the weights' column norms to the power alpha.
 
     Returns:
         {sparsity: [(group, scales, thresholds)]}

@@ -3,7 +3,8 @@
     PYTHONPATH=. python benchmarks/gpu_tiles.py --shape llama-3.1-8b --sparsity 0.5
 
 Each tile is timed as a CUDA graph of launches over as many copies of the weights as overflow the L2 cache, so a figure
-holds the launch, the selection and the reduction. ``share`` is of the ideal: bytes of the kept rows over the read ceiling.
+holds the launch, the selection and the reduction. ``share`` is of the ideal: bytes of the kept rows over the read
+ceiling.
 """
 
 from __future__ import annotations
@@ -139,7 +140,8 @@ def candidates(k: int, widths: tuple[int, ...], batch: int, processors: int) -> 
 
 
 def time_graph(launch, count: int, runs: int = 15) -> float:
-    """Microseconds of one of the ``count`` launches that ``launch()`` makes, by replaying them as a graph; the median."""
+    """Microseconds of one of the ``count`` launches that ``launch()`` makes, by replaying them as a graph; the
+    median."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         launch()
@@ -232,7 +234,8 @@ def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: fl
             rows.sort(key=lambda row: row[0])
         results[role] = rows
         print(
-            f"{shape} {role} K={case.k} N={case.n} sparsity {sparsity} batch {batch} kept {case.kept} ideal {ideal:.2f} us"
+            f"{shape} {role} K={case.k} N={case.n} sparsity {sparsity} batch {batch} "
+            f"kept {case.kept} ideal {ideal:.2f} us"
         )
         for us, tile in rows[:8]:
             print(f"  {us:7.2f} us {100 * ideal / us:5.1f}%  {tile}")

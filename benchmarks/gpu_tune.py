@@ -2,8 +2,9 @@
 
     PYTHONPATH=. python benchmarks/gpu_tune.py --shape llama-3.1-8b --sparsity 0.5
 
-A launch timed alone follows its own kind; in a step it starts in the tail of another, with other resources, so the order of
-the best few differs. Candidates come from gpu_tiles. The winners go to the local tile cache and to standard output.
+A launch timed alone follows its own kind; in a step it starts in the tail of another, with other resources, so the
+order of the best few differs. Candidates come from gpu_tiles. The winners go to the local tile cache and to standard
+output.
 """
 
 from __future__ import annotations
@@ -85,9 +86,8 @@ def main() -> None:
     set_sparsity(decoder, calibrate(decoder, [sparsity] if sparsity > 0 else []), sparsity)
     tiles = {role: chosen[role][0] for role in roles}
     best = time_step(decoder, tiles, rows=batch)
-    print(
-        f"{arguments.blocks} blocks with the best of each alone: {best:.1f} us; late {time_step(decoder, tiles, rows=batch, pdl=False):.1f}"
-    )
+    late = time_step(decoder, tiles, rows=batch, pdl=False)
+    print(f"{arguments.blocks} blocks with the best of each alone: {best:.1f} us; late {late:.1f}")
     for turn in range(2):
         for role in roles:
             tried = []
@@ -97,10 +97,8 @@ def main() -> None:
             tried.sort(key=lambda row: row[0])
             if tried[0][0] < best - 0.5:
                 best, tiles[role] = tried[0]
-            print(
-                f"turn {turn} {role}: {best:.1f} us with {tiles[role]}  (tried: {[round(us, 1) for us, _ in tried[:6]]})",
-                flush=True,
-            )
+            shown = [round(us, 1) for us, _ in tried[:6]]
+            print(f"turn {turn} {role}: {best:.1f} us with {tiles[role]}  (tried: {shown})", flush=True)
     config = ModelConfig.from_dict(SHAPES[shape])
     sizes = {
         "qkv": (config.hidden_size, config.q_size + 2 * config.kv_size),

@@ -5,9 +5,9 @@
     out   = softmax(q . K[: p + 1] / sqrt(D)) V[: p + 1]
 
 Each program reads one stretch of one KV head's cache and leaves its running maximum, denominator and weighted sum; the
-projection that reads the attention's output (``o_proj``) combines the stretches as it selects its channels. The new token's
-key and value are taken from registers by split 0, so no program waits for the cache write.
-Rotary products are rounded to the model's dtype one by one, as transformers does, so that both agree.
+projection that reads the attention's output (``o_proj``) combines the stretches as it selects its channels. The new
+token's key and value are taken from registers by split 0, so no program waits for the cache write. Rotary products are
+rounded to the model's dtype one by one, as transformers does, so that both agree.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _attention_kernel(
 
     slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * max_seq_len * D
     m = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    l = tl.zeros((GROUP_PAD,), tl.float32)
+    total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
         one = tl.arange(0, 1)
@@ -126,7 +126,7 @@ def _attention_kernel(
         tl.store(k_cache_ptr + slot_base + p * D + d, k_new, mask=written)
         tl.store(v_cache_ptr + slot_base + p * D + d, v_new, mask=written)
         m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1) * scale_log2
-        l = tl.full((GROUP_PAD,), 1.0, tl.float32)
+        total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new.to(tl.float32)[None, :]
 
     low = 0
@@ -148,13 +148,13 @@ def _attention_kernel(
         m_new = tl.maximum(m, tl.max(s, axis=1))
         factor = tl.exp2(m - m_new)
         weight = tl.exp2(s - m_new[:, None])
-        l = l * factor + tl.sum(weight, axis=1)
+        total = total * factor + tl.sum(weight, axis=1)
         acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
         m = m_new
 
     at = (row * HEADS + head) * SPLITS + split
     tl.store(m_ptr + at, m, mask=live_head)
-    tl.store(l_ptr + at, l, mask=live_head)
+    tl.store(l_ptr + at, total, mask=live_head)
     tl.store(out_ptr + at[:, None] * D + d[None, :], acc, mask=live_head[:, None] & (d < D)[None, :])
 
 

@@ -1,4 +1,5 @@
-"""What the Triton kernels share: modes, the order in which channels are dealt to programs, programmatic dependent launch.
+"""What the Triton kernels share: modes, the order in which channels are dealt to programs, programmatic dependent
+launch.
 
 Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program c mod S. Heads or other
 runs of channels that are kept more often than others are thereby spread evenly, so the splits finish together.
@@ -45,7 +46,8 @@ def wait_for_previous_kernel(PDL: tl.constexpr):
 
 @triton.jit
 def let_next_kernel_start(PDL: tl.constexpr):
-    """Let the next kernel's programs take their places; they wait for this kernel's end before they read its results."""
+    """Let the next kernel's programs take their places; they wait for this kernel's end before they read its
+    results."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

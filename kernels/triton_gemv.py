@@ -6,9 +6,9 @@
     out   = y | residual + y | silu(y_gate) * y_up
 
 A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
-global list, and reads one contiguous stretch of each kept row. Programs of one tile add up through float32 partial sums in
-scratch memory; the one that arrives last adds them in a fixed order and writes the result. There are no float atomics and
-no buffer has to be cleared: the same input gives the same bits on every run.
+global list, and reads one contiguous stretch of each kept row. Programs of one tile add up through float32 partial sums
+in scratch memory; the one that arrives last adds them in a fixed order and writes the result. There are no float
+atomics and no buffer has to be cleared: the same input gives the same bits on every run.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .triton_common import (
     TO_PLAIN,
     TO_RESIDUAL,
     TO_SILU,
+    let_next_kernel_start,
     normalise,
     segment_channel,
-    let_next_kernel_start,
     wait_for_previous_kernel,
 )
 
@@ -60,10 +60,10 @@ def _load_input(
         at = head[:, None] * KV_SPLITS + split[None, :]
         both = live[:, None] & (split[None, :] < KV_SPLITS)
         m = tl.load(m_ptr + at, mask=both, other=0.0)
-        l = tl.load(l_ptr + at, mask=both, other=1.0)
+        total = tl.load(l_ptr + at, mask=both, other=1.0)
         part = tl.load(x_ptr + at * HEAD_DIM + (k % HEAD_DIM)[:, None], mask=both, other=0.0)
         factor = tl.exp2(m - tl.max(m, axis=1)[:, None])
-        x = (tl.sum(part * factor, axis=1) / tl.sum(l * factor, axis=1)).to(dtype)
+        x = (tl.sum(part * factor, axis=1) / tl.sum(total * factor, axis=1)).to(dtype)
     else:
         x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
         if INPUT == FROM_HIDDEN:
@@ -162,7 +162,6 @@ def _gemv_kernel(
     if TRIGGER == 1 or BATCH > 1:
         let_next_kernel_start(PDL)
     rstd = 1.0
-    keep = position < 0
     for row in tl.static_range(BATCH):
         if INPUT == FROM_HIDDEN:
             rstd = _rstd(ssq_in_ptr, row, eps, ssq_parts, K, SSQ_PAD)
@@ -172,20 +171,15 @@ def _gemv_kernel(
         else:
             score = tl.abs(x.to(tl.float32)) * scale
             keep_row = live & ((score >= threshold) | (score != score))
-            keep = keep | keep_row
             if BATCH > 1:
-                # Not compacted: the union of the rows is known only afterwards.
+                # Every row of the weights is read: the union of several rows' kept channels is most of them.
                 masked = tl.where(keep_row, x, 0.0).to(dtype)
                 tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
             else:
                 rank = tl.cumsum(keep_row.to(tl.int32), axis=0) - 1
+                count = tl.sum(keep_row.to(tl.int32), axis=0)
                 tl.store(value_ptr + program * SEGMENT + rank, x, mask=keep_row)
                 tl.store(index_ptr + program * SEGMENT + rank, k, mask=keep_row)
-    if not DENSE:
-        if BATCH > 1:
-            rank = tl.cumsum(keep.to(tl.int32), axis=0) - 1
-            tl.store(index_ptr + program * SEGMENT + rank, position, mask=keep)
-        count = tl.sum(keep.to(tl.int32), axis=0)
     tl.debug_barrier()
 
     # --- the product
@@ -216,7 +210,7 @@ def _gemv_kernel(
         if SPLITS > 1:
             tl.store(partial_ptr + split * N + columns, y, mask=in_width)
     else:
-        # Rows padded to the tensor cores' 16; the values of all rows at the union's channels.
+        # Rows padded to the tensor cores' 16; dropped channels hold zeros.
         rows = tl.arange(0, ROWS)
         lane = tl.arange(0, BLOCK_K)
         acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
@@ -224,13 +218,10 @@ def _gemv_kernel(
         for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
             at = start + lane
             live_k = at < count
-            place = at
-            if not DENSE:
-                place = tl.load(index_ptr + program * SEGMENT + at, mask=live_k, other=0)
-            k_now = segment_channel(place, split, SPLITS, CHUNK)
+            k_now = segment_channel(at, split, SPLITS, CHUNK)
             live_k = live_k & (k_now < K)
             both = (rows < BATCH)[:, None] & live_k[None, :]
-            x_now = tl.load(base[:, None] + place[None, :], mask=both, other=0.0)
+            x_now = tl.load(base[:, None] + at[None, :], mask=both, other=0.0)
             w = tl.load(
                 weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
                 mask=live_k[:, None] & in_width[None, :],
@@ -297,11 +288,11 @@ def _indices(
     ks = ()
     for i in tl.static_range(UNROLL):
         at = start + i * BLOCK_K + lane
-        if DENSE:
+        if DENSE:  # noqa: SIM108 (resolved at compile time)
             k = segment_channel(at, split, SPLITS, CHUNK)
         else:
             k = tl.load(list_ptr + at, mask=at < count, other=0)
-        ks = ks + (k,)
+        ks = ks + (k,)  # noqa: RUF005 (the compiler knows no unpacking)
     return ks
 
 
@@ -328,7 +319,7 @@ def _rows(
             other=0.0,
             eviction_policy="evict_first",
         )
-        ws = ws + (w,)
+        ws = ws + (w,)  # noqa: RUF005
     return ws
 
 
@@ -378,10 +369,10 @@ _OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_S
 class GemvTile:
     """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns.
 
-    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time (for batches ``block_k`` rows, ``stages``
-    pieces ahead). Channels are dealt to the splits ``chunk`` at a time. With programmatic dependent launch, ``early`` lets
-    the launch begin before the one before it has ended, and ``trigger`` says when it lets the next one begin: 1 at its
-    start, 2 after its product.
+    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time (for batches ``block_k`` rows,
+    ``stages`` pieces ahead). Channels are dealt to the splits ``chunk`` at a time. With programmatic dependent launch,
+    ``early`` lets the launch begin before the one before it has ended, and ``trigger`` says when it lets the next one
+    begin: 1 at its start, 2 after its product.
     """
 
     block_n: int = 512
@@ -481,7 +472,7 @@ def launch_gemv(
         x: (batch, K) of the weights' dtype; for source ``attention`` (batch, heads, kv_splits, head_dim) float32.
         out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` (batch, N / 2); the weights' dtype.
         scratch: :meth:`Scratch.reserve` was called for this group, tile and batch.
-        batch: rows, 1 to 16; more than one read the union of their kept channels.
+        batch: rows, 1 to 16; more than one read all channels, with zeros for the dropped ones.
         source: ``plain``, ``hidden`` (RMS-normalise x with ``norm``, ``eps`` and ``ssq_in``) or ``attention``.
         target: ``plain``, ``residual`` (fills ``ssq_out``) or ``silu``.
         norm: (K,) RMSNorm weight.
@@ -546,7 +537,8 @@ def launch_gemv(
 
 
 def sparse_gemv(x: Tensor, group: Group, tile: GemvTile | None = None, **keywords) -> Tensor:
-    """y (B, N) = the group's projections of x (B, K) over the kept channels: the plain form, for tests and benchmarks."""
+    """y (B, N) = the group's projections of x (B, K) over the kept channels: the plain form, for tests and
+    benchmarks."""
     tile = tile or GemvTile()
     scratch = Scratch(x.device, x.dtype)
     scratch.reserve(group, tile, x.shape[0])

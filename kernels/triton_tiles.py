@@ -1,7 +1,8 @@
-"""Which tile a launch gets: a small measured table, a local cache that ``wisparse bench --tune`` refreshes, a rule of thumb.
+"""Which tile a launch gets: a small measured table, a local cache that ``wisparse bench --tune`` refreshes, a rule of
+thumb.
 
-Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>`` with N the sum of the widths and kind ``sparse`` or
-``dense`` for one row, ``batch`` for more; values are GemvTile's fields.
+Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>`` with N the sum of the widths and kind
+``sparse`` or ``dense`` for one row, ``batch`` for more; values are GemvTile's fields.
 """
 
 from __future__ import annotations
@@ -21,8 +22,21 @@ __all__ = ["cache_file", "choose_tile", "default_tile", "remember_tiles", "tile_
 
 log = logging.getLogger(__name__)
 
-# Measured on an H200 by benchmarks/gpu_tiles.py.
-TABLE: Mapping[str, GemvTile] = {}
+# Measured on an H200 by benchmarks/gpu_tune.py at 50%, at 0% and for 4 rows: Llama-3.1-8B's and Mistral-7B's shapes.
+TABLE: Mapping[str, GemvTile] = {
+    "sm90:sparse:4096x6144": GemvTile(256, 2, 22, 2, unroll=8, trigger=2),
+    "sm90:sparse:4096x4096": GemvTile(256, 2, 32, 2, unroll=8),
+    "sm90:sparse:4096x28672": GemvTile(1024, 1, 16, 4, unroll=8, trigger=2, early=False),
+    "sm90:sparse:14336x4096": GemvTile(512, 2, 49, 4, unroll=8, trigger=2),
+    "sm90:dense:4096x6144": GemvTile(256, 2, 22, 2, unroll=8, trigger=2, early=False),
+    "sm90:dense:4096x4096": GemvTile(256, 2, 32, 2, unroll=8, trigger=2),
+    "sm90:dense:4096x28672": GemvTile(256, 2, 7, 2, unroll=8, trigger=2, early=False),
+    "sm90:dense:14336x4096": GemvTile(256, 2, 49, 2, unroll=8, trigger=2, early=False),
+    "sm90:batch:4096x6144": GemvTile(256, 32, 11, 4, stages=3, unroll=1),
+    "sm90:batch:4096x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1),
+    "sm90:batch:4096x28672": GemvTile(256, 32, 2, 8, stages=3, unroll=1),
+    "sm90:batch:14336x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1, early=False),
+}
 
 
 def tile_key(arch: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False) -> str:
@@ -38,15 +52,23 @@ def cache_file() -> Path:
 
 
 def default_tile(multiprocessors: int, in_features: int, out_features: int, batch: int = 1) -> GemvTile:
-    """A tile for a shape nobody measured: about three programs for each multiprocessor, segments of at least 64 channels."""
+    """A tile for a shape nobody measured: three or four programs for each multiprocessor, segments of at least 64
+    channels."""
     if batch > 1:
-        block_n = 128 if out_features >= 512 else 64
-        splits = max(1, min(3 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 64))
-        return GemvTile(block_n=block_n, block_k=32, splits=splits, stages=3)
-    block_n = 512 if out_features >= 2048 else 256 if out_features >= 512 else 64
-    splits = max(1, min(3 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 64))
-    # block_k is what one 16-byte load of each of the 128 threads covers.
-    return GemvTile(block_n=block_n, block_k=1024 // block_n, splits=splits)
+        block_n = 256 if out_features >= 2048 else 64
+        splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
+        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
+    # block_k is what one 16-byte load of every thread covers. Wide outputs take long rows and start late, as a launch
+    # that fills the chip is spread unevenly if it starts among another's programs.
+    if out_features >= 16384:
+        splits = max(1, min(7 * multiprocessors // (2 * triton.cdiv(out_features, 1024)), in_features // 64, 32))
+        return GemvTile(1024, 1, splits, 4, unroll=8, trigger=2, early=False)
+    if in_features >= 8192:
+        splits = max(1, min(3 * multiprocessors // triton.cdiv(out_features, 512), in_features // 64, 64))
+        return GemvTile(512, 2, splits, 4, unroll=8, trigger=2)
+    block_n = 256 if out_features >= 512 else 64
+    splits = max(1, min(4 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 32))
+    return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2)
 
 
 def choose_tile(

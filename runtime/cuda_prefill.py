@@ -1,7 +1,7 @@
 """A whole sequence through the blocks on a GPU: dense on the tensor cores, or masked for evaluation.
 
-The weights are the decoder's own, (K, N). Masked positions multiply by the whole weight all the same: prefill is bound by
-arithmetic, and a prompt's positions keep different channels.
+The weights are the decoder's own, (K, N). Masked positions multiply by the whole weight all the same: prefill is bound
+by arithmetic, and a prompt's positions keep different channels.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def run_blocks(
     first_sparse: int,
     observe: Observer | None = None,
 ) -> Tensor:
-    """Positions ``start``.. of a sequence of ``total`` positions: (T,) ids to (T, H) hidden states, filling the cache."""
+    """Positions ``start``.. of a sequence of ``total`` positions: (T,) ids to (T, H) hidden states, filling the
+    cache."""
     count = len(token_ids)
     cos, sin = rotary.tables(start, start + count, total)
     x = functional.embedding(token_ids, weights.embedding)

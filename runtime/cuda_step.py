@@ -2,8 +2,9 @@
 
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next
 
-Everything the step reads and writes is allocated here, once; the token ids and positions live on the device, so a replay
-needs nothing from the host. Launches overlap the tail of the one before (programmatic dependent launch) on GPUs that can.
+Everything the step reads and writes is allocated here, once; the token ids and positions live on the device, so a
+replay needs nothing from the host. Launches overlap the tail of the one before (programmatic dependent launch) on GPUs
+that can.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .cuda_weights import CudaWeights
 __all__ = ["KV_SPLITS", "MAX_ROWS", "SHORT_CONTEXT", "SHORT_KV_SPLITS", "DecodeStep"]
 
 MAX_ROWS = 16
-# Stretches the context is split into: with 8 KV heads 16 make about one program for each of an H200's multiprocessors. A
-# short context needs fewer, and o_proj then has less to combine.
+# Stretches the context is split into: with 8 KV heads 16 make about one program for each of an H200's multiprocessors.
+# A short context needs fewer, and o_proj then has less to combine.
 KV_SPLITS, SHORT_KV_SPLITS, SHORT_CONTEXT = 16, 4, 512
 
 

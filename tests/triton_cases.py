@@ -232,8 +232,8 @@ def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions,
     softmax = (torch.full((batch, heads, splits), float("nan"), device=DEVICE),) * 2
     softmax = (softmax[0], softmax[0].clone())
     launch_attention(
-        qkv, *caches, place.sign().long(), place, cos, sin, out, softmax, heads=heads, scale=d**-0.5, window=window, qk_norm=norms,
-        eps=1e-6, block_t=16,
+        qkv, *caches, place.sign().long(), place, cos, sin, out, softmax, heads=heads, scale=d**-0.5, window=window,
+        qk_norm=norms, eps=1e-6, block_t=16,
     )  # fmt: skip
     for found, wanted in zip(caches, expected_caches, strict=True):
         assert_close(found, wanted, dtype)

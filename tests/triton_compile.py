@@ -5,6 +5,7 @@
 Registers, spills and shared memory are read from the binaries. Run by test_kernels_triton.py, without TRITON_INTERPRET.
 """
 
+# ruff: noqa: C408 (tables of keyword arguments read better)
 from __future__ import annotations
 
 import json
@@ -75,13 +76,15 @@ def gemv(
         KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv._INPUTS[source],
         OUTPUT=triton_gemv._OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=triton_gemv._segment(k, tile),
-        CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, PDL=arch >= 90 if pdl is None else pdl,
+        CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages,
+        PDL=arch >= 90 if pdl is None else pdl,
     )  # fmt: skip
     return compile_kernel(triton_gemv._gemv_kernel, arch, types, constants, tile.warps, tile.stages)
 
 
 def attention(arch: int, dtype: str = "bf16"):
-    types = dict.fromkeys(("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr"), f"*{dtype}") | {
+    names = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr")
+    types = dict.fromkeys(names, f"*{dtype}") | {
         "token_ptr": "*i64", "position_ptr": "*i32", "out_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32",
         "max_seq_len": "i32", "scale_log2": "fp32", "eps": "fp32",
     }  # fmt: skip

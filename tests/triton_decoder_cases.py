@@ -1,9 +1,10 @@
-"""The launches of a whole decode step against the plain PyTorch decoder. Run by test_runtime_cuda.py in a process of its
-own; under the interpreter without a graph, on a GPU through ``CudaDecoder``.
+"""The launches of a whole decode step against the plain PyTorch decoder. Run by test_runtime_cuda.py in a process of
+its own; under the interpreter without a graph, on a GPU through ``CudaDecoder``.
 
     TRITON_INTERPRET=1 python -m pytest tests/triton_decoder_cases.py
 """
 
+# ruff: noqa: C408 (tables of keyword arguments read better)
 from __future__ import annotations
 
 import os
@@ -22,8 +23,8 @@ from wisparse.runtime.torch_decoder import TorchDecoder
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 _COMMON = dict(
-    hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
-    vocab_size=70, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=10000.0,
+    hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=16, vocab_size=70, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=10000.0,
 )  # fmt: skip
 CONFIGS = {
     "llama": dict(_COMMON, model_type="llama", tie_word_embeddings=True),
