@@ -88,7 +88,7 @@ class CudaDecoder(Decoder):
         check_prompt(len(token_ids), self.max_seq_len)
         self._forget_ahead()
         self._cache.lengths[slot] = 0
-        last = None
+        last = torch.empty(0, device=self.device)  # a prompt has at least one piece
         for hidden in self._read(self._cache, slot, token_ids, sparse_from):
             last = hidden[-1:]
         self._cache.lengths[slot] = len(token_ids)
@@ -250,11 +250,13 @@ class CudaDecoder(Decoder):
         if self._kept is None:
             return None
 
+        kept = self._kept
+
         def count(group: Group, x: Tensor, first_sparse: int) -> None:
             tail = x[first_sparse:]
             for i, width in enumerate(group.widths):
                 keep = keep_mask(tail, group.scales[i], group.thresholds[i])
-                self._kept.append(keep.sum().double() * width)
+                kept.append(keep.sum().double() * width)
                 self._counted += keep.numel() * width
 
         return count

@@ -132,7 +132,7 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int 
         )[0]
     first = max(start - window + 1, 0)
     ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
-    mask = (ahead <= 0) & (ahead > -window)
+    near = (ahead <= 0) & (ahead > -window)
     return functional.scaled_dot_product_attention(
-        q[None], keys[None, :, first:], values[None, :, first:], attn_mask=mask, enable_gqa=gqa
+        q[None], keys[None, :, first:], values[None, :, first:], attn_mask=near, enable_gqa=gqa
     )[0]
