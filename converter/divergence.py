@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,7 +94,7 @@ class Divergence:
 
 @torch.no_grad()
 def evaluate(
-    model: torch.nn.Module,
+    model: Any,
     masked: MaskedModel,
     input_ids: Tensor,
     thresholds: dict[str, float],

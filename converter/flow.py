@@ -63,13 +63,11 @@ class BlockFlow:
         counted: ``keep`` by micro-batch.
     """
 
-    def __init__(
-        self, model: nn.Module, blocks: nn.ModuleList, input_ids: Tensor, keep: Tensor, batch_size: int = 4
-    ) -> None:
+    def __init__(self, model: Any, blocks: nn.ModuleList, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
         self.model, self.blocks = model, blocks
         self.device = next(model.parameters()).device
         decoder = model.get_decoder()
-        self.norm: nn.Module | None = getattr(decoder, "norm", None)
+        self.norm: Any = getattr(decoder, "norm", None)
         if self.norm is None:
             raise UnsupportedModelError(f"{type(decoder).__name__}: expected a final norm called 'norm', found none")
         self.head = model.get_output_embeddings()

@@ -43,7 +43,7 @@ class MaskedModel:
     Use as a context manager, or call `close`, to take the hooks off again.
     """
 
-    def __init__(self, projections: Mapping[str, nn.Module]) -> None:
+    def __init__(self, projections: Mapping[str, nn.Linear]) -> None:
         self.projections = dict(projections)
         self.dense_tokens: Tensor | None = None
         self._slots = {name: _Slot(module.in_features) for name, module in self.projections.items()}

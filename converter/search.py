@@ -19,6 +19,7 @@ import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ from .settings import METHODS, SEARCHES
 from .source import SourceModel
 from .state import NO_STATE, Store
 from .statistics import channel_scale, final_thresholds, weight_norm
-from .workbench import Workbench
+from .workbench import BlockView, Workbench
 
 __all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "search"]
 
@@ -190,24 +191,25 @@ class Run:
         """Alphas per projection at given sparsities, and the tables that follow."""
         with self.progress.stage("Alpha", len(self.bench.groups)) as stage:
             for view in self.bench.blocks():
-                thresholds: dict[tuple[str, float], float] = {}
-
-                def error(alphas: Mapping[str, float], view: Any = view, cache: dict = thresholds) -> float:
-                    for name, alpha in alphas.items():
-                        self.bench.masked.set_scale(name, self.scale(name, alpha))
-                        if (name, alpha) not in cache:
-                            cache[name, alpha] = view.threshold(name, self.scale(name, alpha), allocation[name])
-                    return view.error({name: cache[name, alpha] for name, alpha in alphas.items()})
-
-                found = self.unit(
-                    f"{key}/{view.index}",
-                    lambda view=view, error=error: search_alpha(error, view.names)[0],
-                )
+                found = self.unit(f"{key}/{view.index}", partial(self._block_alphas, view, allocation))
                 for name, alpha in found.items():
                     self.alphas[name] = alpha
                     self.bench.set_scale(name, self.scale(name, alpha))
                 view.build_tables()
                 stage.advance()
+
+    def _block_alphas(self, view: BlockView, allocation: Allocation) -> dict[str, float]:
+        thresholds: dict[tuple[str, float], float] = {}
+
+        def error(alphas: Mapping[str, float]) -> float:
+            for name, alpha in alphas.items():
+                scale = self.scale(name, alpha)
+                self.bench.masked.set_scale(name, scale)
+                if (name, alpha) not in thresholds:
+                    thresholds[name, alpha] = view.threshold(name, scale, allocation[name])
+            return view.error({name: thresholds[name, alpha] for name, alpha in alphas.items()})
+
+        return search_alpha(error, view.names)[0]
 
     def prepare(self) -> None:
         """Scales and tables at the start, as the method has it."""
@@ -265,51 +267,40 @@ class Run:
         result: Allocation = {}
         with self.progress.stage("Greedy within blocks", len(self.bench.groups)) as stage:
             for view in self.bench.blocks():
-                sizes = {name: self.bench.sizes[name] for name in view.names}
-                result |= self.unit(
-                    f"greedy/{view.index}",
-                    lambda view=view, sizes=sizes: allocate_greedily(
-                        lambda p: view.error(self.bench.thresholds(p)),
-                        sizes,
-                        block_sparsities[view.index],
-                        step=self.settings.greedy_step,
-                    ),
-                )
+                target = block_sparsities[view.index]
+                result |= self.unit(f"greedy/{view.index}", partial(self._block_spread, view, target))
                 stage.advance()
         return result
 
+    def _block_spread(self, view: BlockView, target: float) -> Allocation:
+        sizes = {name: self.bench.sizes[name] for name in view.names}
+        return allocate_greedily(
+            lambda p: view.error(self.bench.thresholds(p)), sizes, target, step=self.settings.greedy_step
+        )
+
     def probe(self) -> dict[str, additive.Curve]:
         """KL of each projection alone, at every level: blocks before it are not run again, the others are dense."""
-        levels, curves = self.settings.levels, {}
+        curves: dict[str, additive.Curve] = {}
         with self.progress.stage("Probing projections", len(self.bench.names)) as stage:
             for view in self.bench.blocks():
-
-                def rows(view: Any = view) -> dict[str, list[float]]:
-                    return {
-                        name: [self.bench.kl({name: level}, start=view.index, hidden=view.hidden) for level in levels]
-                        for name in view.names
-                    }
-
-                for name, row in self.unit(f"table/{view.index}", rows).items():
-                    curves[name] = additive.interpolate(levels, row)
+                for name, row in self.unit(f"table/{view.index}", partial(self._block_table, view)).items():
+                    curves[name] = additive.interpolate(self.settings.levels, row)
                 stage.advance(len(view.names))
         return curves
 
+    def _block_table(self, view: BlockView) -> dict[str, list[float]]:
+        def alone(name: str, level: float) -> float:
+            return self.bench.kl({name: level}, start=view.index, hidden=view.hidden)
+
+        return {name: [alone(name, level) for level in self.settings.levels] for name in view.names}
+
     def weigh(self) -> None:
         """Loss-weighted norms in the place of the weight norms, and the tables that follow."""
-        bench, settings = self.bench, self.settings
+        bench = self.bench
         sums: dict[str, Tensor] = {}
         with self.progress.stage("Sensitivities", bench.flow.num_batches) as stage:
             for batch in range(bench.flow.num_batches):
-                found = self.unit(
-                    f"fisher/{batch}",
-                    lambda batch=batch: {
-                        name: values.tolist()
-                        for name, values in fisher_diagonal(
-                            bench.flow, bench.masked, batch, self.draw(2 * batch), num_draws=settings.fisher_draws
-                        ).items()
-                    },
-                )
+                found = self.unit(f"fisher/{batch}", partial(self._batch_fisher, batch))
                 for name, values in found.items():
                     sums[name] = torch.tensor(values, dtype=torch.float64) + sums.get(name, 0.0)
                 stage.advance()
@@ -319,30 +310,30 @@ class Run:
             bench.set_scale(name, self.scale(name, 1.0))
         self.tables()
 
+    def _batch_fisher(self, batch: int) -> dict[str, list[float]]:
+        bench, num_draws = self.bench, self.settings.fisher_draws
+        found = fisher_diagonal(bench.flow, bench.masked, batch, self.draw(2 * batch), num_draws=num_draws)
+        return {name: values.tolist() for name, values in found.items()}
+
     def predict(self) -> dict[str, additive.Curve]:
         """What `probe` measures, from backward passes."""
-        bench, settings = self.bench, self.settings
-        levels = settings.levels
+        bench, levels = self.bench, self.settings.levels
         thresholds = {name: [bench.thresholds({name: level})[name] for level in levels] for name in bench.names}
         rows = {name: [0.0] * len(levels) for name in bench.names}
         with self.progress.stage("Predicted damage", bench.flow.num_batches) as stage:
             for batch in range(bench.flow.num_batches):
-                found = self.unit(
-                    f"damage/{batch}",
-                    lambda batch=batch: quadratic_damage(
-                        bench.flow,
-                        bench.masked,
-                        batch,
-                        self.draw(2 * batch + 1),
-                        bench.scales,
-                        thresholds,
-                        num_draws=settings.fisher_draws,
-                    ),
-                )
+                found = self.unit(f"damage/{batch}", partial(self._batch_damage, batch, thresholds))
                 for name, row in found.items():
                     rows[name] = [a + b / bench.flow.num_counted for a, b in zip(rows[name], row, strict=True)]
                 stage.advance()
         return {name: additive.interpolate(levels, row) for name, row in rows.items()}
+
+    def _batch_damage(self, batch: int, thresholds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        bench, num_draws = self.bench, self.settings.fisher_draws
+        generator = self.draw(2 * batch + 1)
+        return quadratic_damage(
+            bench.flow, bench.masked, batch, generator, bench.scales, thresholds, num_draws=num_draws
+        )
 
     # ------------------------------------------------------------------ the end
 

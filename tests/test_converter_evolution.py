@@ -26,16 +26,20 @@ def generator(seed: int) -> torch.Generator:
     size=st.integers(1, 10**8),
     seed=st.integers(0, 10**6),
 )
-def test_mutants_of_equal_blocks_keep_budget_bounds_and_grid(
-    num_blocks: int, target: float, size: int, seed: int
-) -> None:
+def test_mutants_of_equal_blocks_keep_budget_and_bounds(num_blocks: int, target: float, size: int, seed: int) -> None:
     parent, random = (target,) * num_blocks, generator(seed)
     for _ in range(5):
         parent = mutate(parent, [size] * num_blocks, random)
         assert all(0.0 <= p <= MAX_SPARSITY for p in parent)
         assert mean_sparsity(parent, [size] * num_blocks) == pytest.approx(target, abs=1e-9)
-        if STEP < target < MAX_SPARSITY - STEP:
-            assert all(abs((p - target) / STEP - round((p - target) / STEP)) < 1e-6 for p in parent)
+
+
+@given(num_blocks=st.integers(2, 40), steps=st.integers(0, 190), seed=st.integers(0, 10**6))
+def test_from_the_grid_to_the_grid(num_blocks: int, steps: int, seed: int) -> None:
+    parent, random = (steps * STEP,) * num_blocks, generator(seed)
+    for _ in range(5):
+        parent = mutate(parent, [7] * num_blocks, random)
+        assert all(abs(p / STEP - round(p / STEP)) < 1e-6 for p in parent)
 
 
 @given(
