@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -19,6 +21,17 @@ hypothesis.settings.load_profile("project")
 ROOT = Path(__file__).resolve().parent.parent
 # Beside a developer's checkout; a user's clone has none, and tests that want it skip.
 SHARED_MODELS = ROOT.parent / "shared" / "models"
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """Undo what a command did to the project's logger: -q in one test must not silence the next one's warnings."""
+    logger = logging.getLogger("wisparse")
+    level, handlers, propagate = logger.level, list(logger.handlers), logger.propagate
+    yield
+    logger.setLevel(level)
+    logger.handlers[:] = handlers
+    logger.propagate = propagate
 
 
 @pytest.fixture(scope="session")
