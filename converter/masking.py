@@ -149,7 +149,8 @@ class MaskedModel:
             x = args[0]
             if self._observer is not None:
                 self._observer(name, x)
-            if slot.threshold is not None:
+            # set_threshold refuses one without a scale
+            if slot.threshold is not None and slot.scale is not None:
                 keep = keep_mask(x, slot.scale, slot.threshold)
                 if self._counting:
                     self._count(slot, keep)
