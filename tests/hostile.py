@@ -329,6 +329,8 @@ def _limit_memory(gigabytes: float = 4.0) -> None:
 
 
 if __name__ == "__main__":
+    # Ended from outside, it still takes its scratch folder with it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -365,7 +365,7 @@ def bad_index(random: Random, folder: Path) -> str:
     names = list(document["weight_map"])
     name = random.choice(names)
     shard = document["weight_map"][name]
-    shutil.copyfile(folder / shard, folder.parent / "outside" / shard)
+    shutil.copyfile(_plain(folder / shard), folder.parent / "outside" / shard)
     (folder / "sub").mkdir(exist_ok=True)
     shutil.copyfile(folder / shard, folder / "sub" / shard)
     target = random.choice(
