@@ -21,7 +21,7 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.expected import expected_tensors
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source
-from wisparse.formats.manifest import recipe_digest
+from wisparse.formats.manifest import has_masks, recipe_digest
 from wisparse.formats.recipe import Recipe
 from wisparse.formats.safe_json import read_json
 from wisparse.formats.write import check_output, parse_size
@@ -196,7 +196,7 @@ def available_memory(device: torch.device) -> int:
 
 def _read_config(folder: Path) -> ModelConfig:
     config = read_json(folder, "config.json", _MAX_CONFIG_BYTES, UnsupportedModelError)
-    if "wisparse" in config:
+    if has_masks(folder):
         raise UnsupportedModelError(
             f"{folder.name}: already a sparse bundle; expected a dense model: convert its base model instead"
         )

@@ -22,14 +22,13 @@ from .architectures import ModelConfig, Projection
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError
 from .files import list_files, read_bounded, require_folder
-from .manifest import MANIFEST, MAX_SPARSITY, Manifest, recipe_digest, require_version
+from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
 from .recipe import Recipe
 from .safe_json import parse_json, read_json
 from .safetensors_header import DTYPES, Header, read_header
 
-__all__ = ["SIDECAR", "SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
+__all__ = ["SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
 
-SIDECAR = "wisparse.safetensors"
 PARTIAL = ".partial"
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.

@@ -25,6 +25,7 @@ from .architectures import ModelConfig
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .expected import LM_HEAD, expected_tensors, is_derived
 from .files import FileIdentity, open_regular, require_folder
+from .manifest import has_masks
 from .safe_json import read_json
 from .safetensors_header import DTYPES, Header, read_header
 
@@ -101,7 +102,7 @@ class Checkpoint:
         require_folder(folder)
         is_bundle = issubclass(error, BundleError)
         config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
-        if not is_bundle and "wisparse" in config_dict:
+        if not is_bundle and has_masks(folder):
             raise error(
                 f"{folder.name}: already a sparse bundle; expected a dense model: convert its base model instead"
             )

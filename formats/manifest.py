@@ -13,15 +13,17 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from .errors import BundleError
 from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe
 from .safe_json import dump_json
 
-__all__ = ["MANIFEST", "MAX_SPARSITY", "Manifest", "is_file_name", "recipe_digest"]
+__all__ = ["MANIFEST", "MAX_SPARSITY", "SIDECAR", "Manifest", "has_masks", "is_file_name", "recipe_digest"]
 
 MANIFEST = "wisparse.json"
+SIDECAR = "wisparse.safetensors"
 MAX_SPARSITY = 0.95
 
 _FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
@@ -75,6 +77,15 @@ class Manifest:
 def is_file_name(name: str) -> bool:
     """Whether a bundle may hold a file of this name: plain characters, at most one folder deep."""
     return _FILE_NAME.fullmatch(name) is not None
+
+
+def has_masks(folder: Path) -> bool:
+    """Whether a folder holds a bundle's own files, so that its model is sparse.
+
+    The entry in ``config.json`` does not say: transformers copies it into whatever it saves from a bundle it loaded,
+    which is a dense checkpoint.
+    """
+    return any((folder / name).exists() for name in (MANIFEST, SIDECAR))
 
 
 def recipe_digest(recipe: Recipe) -> str:

@@ -23,12 +23,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bundle import PARTIAL, SIDECAR, SMALL_FILES, ProjectionMask, check_mask
+from .bundle import PARTIAL, SMALL_FILES, ProjectionMask, check_mask
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .expected import LM_HEAD
 from .files import list_files, read_bounded
-from .manifest import MANIFEST, MAX_SPARSITY, Manifest, is_file_name, recipe_digest
+from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, recipe_digest
 from .recipe import FORMAT_VERSION, Recipe
 from .safe_json import dump_json
 from .safetensors_header import build_header

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
+from transformers import AutoModelForCausalLM
 
 from wisparse.commands.convert import command
 from wisparse.converter import preflight as module
@@ -183,6 +185,16 @@ def test_quantised_source(settings: ConvertSettings, model: Path) -> None:
 def test_source_that_is_a_bundle(settings: ConvertSettings, tmp_path: Path) -> None:
     bundle = write_tiny_bundle(tmp_path / "bundle", Path(settings.model))
     assert "already a sparse bundle" in refused(settings, UnsupportedModelError, model=str(bundle))
+
+
+def test_what_transformers_saves_of_a_bundle_is_dense_again(settings: ConvertSettings, tmp_path: Path) -> None:
+    bundle = write_tiny_bundle(tmp_path / "bundle", Path(settings.model))
+    saved = tmp_path / "saved"
+    AutoModelForCausalLM.from_pretrained(bundle).save_pretrained(saved)
+    shutil.copy(bundle / "tokenizer.json", saved)
+    shutil.copy(bundle / "tokenizer_config.json", saved)
+    assert "wisparse" in json.loads((saved / "config.json").read_text())
+    assert preflight(replace(settings, model=str(saved))).source.name == "saved"
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])

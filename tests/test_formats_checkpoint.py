@@ -90,12 +90,21 @@ def test_symlink_inside_the_folder(tmp_path: Path) -> None:
     assert Checkpoint.open(tmp_path).config.hidden_size == 16
 
 
+@pytest.mark.parametrize("name", ["wisparse.json", "wisparse.safetensors"])
+def test_a_bundle_is_told_by_its_own_files_and_not_by_an_entry_of_the_config(tmp_path: Path, name: str) -> None:
+    write_tiny_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(tiny_config() | {"wisparse": {"format_version": 1}}))
+    assert Checkpoint.open(tmp_path).config.hidden_size == 16
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(UnsupportedModelError, match="already a sparse bundle"):
+        Checkpoint.open(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"model_type": "gpt2"}, "unsupported architecture"),
-        ({"wisparse": {"format_version": 1}}, "already a sparse bundle"),
         ({"hidden_size": 32}, r"expected shape \(258, 32\), found \(258, 16\)"),
         ({"num_hidden_layers": 3}, "missing 9 tensors"),
         ({"num_hidden_layers": 1}, r"unexpected 9 tensors \('model\.layers\.1"),
