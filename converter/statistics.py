@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -24,12 +24,19 @@ from .masking import MaskedModel
 if TYPE_CHECKING:
     from .workbench import Workbench
 
-__all__ = ["block_inputs", "channel_scale", "final_thresholds", "score_quantiles", "weight_norm"]
+__all__ = ["Scores", "block_inputs", "channel_scale", "final_thresholds", "score_quantiles", "weight_norm"]
 
 _SMALLEST = 1e-4
 
 # Scores sorted at once, at most: 64 MiB of float32.
 _SORT_LIMIT = 1 << 24
+
+# Scores counted at once, about: each takes some 20 bytes on the way.
+_PIECE = 1 << 24
+
+# Half of a float32's bits; and how many bins of the upper half are refined in one pass, 32 MiB of counts.
+_BINS = 1 << 16
+_BINS_PER_PASS = 64
 
 
 def weight_norm(weight: Tensor) -> Tensor:
@@ -48,6 +55,34 @@ def channel_scale(norm: Tensor, alpha: float) -> Tensor:
     return (norm.double() / mean).clamp(min=_SMALLEST).pow(alpha).float()
 
 
+class Scores(Sequence[Tensor]):
+    """|x| * scale, float32, piece by piece: what all of it would take is never in memory at once.
+
+    Args:
+        inputs: (T, K) in the model's dtype.
+        scale: (K,) float32.
+    """
+
+    def __init__(self, inputs: Tensor, scale: Tensor) -> None:
+        self._pieces = inputs.split(max(1, _PIECE // inputs.shape[1]))
+        self._scale = scale.to(inputs.device)
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._pieces[index].float().abs().mul_(self._scale)
+
+    @property
+    def total(self) -> int:
+        """How many scores there are."""
+        return sum(piece.numel() for piece in self._pieces)
+
+    def dropped(self, threshold: float) -> int:
+        """How many are below ``threshold``."""
+        return int(sum((piece < threshold).sum() for piece in self))
+
+
 def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> list[float]:
     """Thresholds that drop given fractions of the scores.
 
@@ -59,7 +94,7 @@ def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> li
         One threshold per sparsity: with ``score >= threshold`` kept, the fraction dropped is as close to the sparsity
         as the values allow: within half a value, and beyond that only where values tie. 0 for a sparsity of 0.
     """
-    total = sum(part.numel() for part in scores)
+    total = scores.total if isinstance(scores, Scores) else sum(part.numel() for part in scores)
     ranks = [min(round(s * total), total - 1) for s in sparsities]
     # One threshold is two passes of counting; a table of many is cheaper by sorting, while that fits into memory.
     found = _sorted_ranks(scores, ranks) if total <= _SORT_LIMIT and len(ranks) > 4 else _counted_ranks(scores, ranks)
@@ -88,28 +123,41 @@ def _sorted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[
 def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[int, int, int]]:
     """The values at ``ranks`` of the sorted scores: (float32 bits, how many are smaller, how many are not larger).
 
-    The bits of a non-negative float32 order like the float: count the upper 16, then the lower 16 within the bin that
-    holds a wanted rank.
+    The bits of a non-negative float32 order like the float: count the upper 16, then the lower 16 within each of the
+    bins that hold a wanted rank, some bins per pass.
     """
     device = scores[0].device
-    parts = [part.reshape(-1).contiguous().view(torch.int32) for part in scores]
-    upper = torch.zeros(1 << 16, dtype=torch.int64, device=device)
-    for bits in parts:
-        upper += torch.bincount(bits >> 16, minlength=1 << 16)
+    upper = torch.zeros(_BINS, dtype=torch.int64, device=device)
+    for part in scores:
+        upper += torch.bincount(_bits(part) >> 16, minlength=_BINS)
     through_bin = upper.cumsum(0)
-    result = []
-    last_bin, lower, before = -1, upper, 0
-    for rank in ranks:
-        index = int(torch.searchsorted(through_bin, rank, right=True))
-        if index != last_bin:
-            counts = torch.zeros(1 << 16, dtype=torch.int64, device=device)
-            for bits in parts:
-                counts += torch.bincount(bits[(bits >> 16) == index] & 0xFFFF, minlength=1 << 16)
-            last_bin, lower, before = index, counts.cumsum(0), int(through_bin[index] - upper[index])
-        low = int(torch.searchsorted(lower, rank - before, right=True))
-        below = before + (int(lower[low - 1]) if low else 0)
-        result.append(((index << 16) | low, below, before + int(lower[low])))
-    return result
+    wanted = torch.tensor(ranks, device=device)
+    bins = torch.searchsorted(through_bin, wanted, right=True)
+    before = (through_bin - upper)[bins]
+    values, below, through = (torch.empty_like(wanted) for _ in range(3))
+    for some in bins.unique().split(_BINS_PER_PASS):
+        place = torch.full((_BINS,), -1, dtype=torch.int32, device=device)
+        place[some] = torch.arange(len(some), dtype=torch.int32, device=device)
+        counts = torch.zeros(len(some) * _BINS, dtype=torch.int64, device=device)
+        for part in scores:
+            bits = _bits(part)
+            places = place[bits >> 16]
+            inside = places >= 0
+            counts += torch.bincount(places[inside] * _BINS + (bits[inside] & 0xFFFF), minlength=len(counts))
+        # One running sum over all bins of the pass; what lies before a bin comes off again.
+        sums = counts.cumsum(0)
+        mine = (place[bins] >= 0).nonzero().squeeze(1)
+        first = place[bins[mine]].long() * _BINS
+        offset = torch.where(first > 0, sums[(first - 1).clamp(min=0)], 0)
+        low = torch.searchsorted(sums, offset + wanted[mine] - before[mine], right=True)
+        values[mine] = (bins[mine] << 16) | (low - first)
+        through[mine] = before[mine] + sums[low] - offset
+        below[mine] = through[mine] - counts[low]
+    return list(zip(values.tolist(), below.tolist(), through.tolist(), strict=True))
+
+
+def _bits(part: Tensor) -> Tensor:
+    return part.reshape(-1).contiguous().view(torch.int32)
 
 
 @torch.no_grad()
@@ -179,9 +227,9 @@ def final_thresholds(
             # Those that read the same tensor as the first pending one see inputs that no other pending one can change.
             ready = [name for name in pending if inputs[name] is inputs[pending[0]]]
             for name in ready:
-                scores = inputs[name].float().abs() * scales[name].to(inputs[name].device)
-                threshold = score_quantiles([scores], [allocation[name]])[0]
-                result[name] = (threshold, float((scores < threshold).double().mean()))
+                scores = Scores(inputs[name], scales[name])
+                threshold = score_quantiles(scores, [allocation[name]])[0]
+                result[name] = (threshold, scores.dropped(threshold) / scores.total)
                 masked.set_threshold(name, threshold)
             pending = [name for name in pending if name not in ready]
             del inputs

@@ -24,7 +24,7 @@ from .divergence import DenseReference
 from .flow import BlockFlow, Hidden, block_projections
 from .masking import MaskedModel
 from .source import SourceModel
-from .statistics import block_inputs, score_quantiles
+from .statistics import Scores, block_inputs, score_quantiles
 
 __all__ = ["BlockView", "Workbench"]
 
@@ -169,18 +169,18 @@ class BlockView:
     hidden: Hidden
     out: Hidden
 
-    def scores(self, name: str, scale: Tensor) -> Tensor:
-        """|x| * scale of the projection's inputs, (T, K) float32."""
-        return self.inputs[name].float().abs() * scale.to(self.inputs[name].device)
+    def scores(self, name: str, scale: Tensor) -> Scores:
+        """|x| * scale of the projection's inputs."""
+        return Scores(self.inputs[name], scale)
 
     def threshold(self, name: str, scale: Tensor, sparsity: float) -> float:
         """The exact quantile."""
-        return score_quantiles([self.scores(name, scale)], [sparsity])[0]
+        return score_quantiles(self.scores(name, scale), [sparsity])[0]
 
     def build_tables(self) -> None:
         """The quantile tables of the block's projections, for the scales they have now."""
         for name in self.names:
-            self.bench.set_table(name, score_quantiles([self.scores(name, self.bench.scales[name])], _LEVELS))
+            self.bench.set_table(name, score_quantiles(self.scores(name, self.bench.scales[name]), _LEVELS))
 
     @torch.no_grad()
     def error(self, thresholds: Mapping[str, float]) -> float:
