@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import wisparse
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.divergence import Divergence, evaluate
 from wisparse.converter.masking import MaskedModel
@@ -110,7 +111,8 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **{name: metadata.version(name) for name in ("wisparse", "torch", "transformers")},
+        "wisparse": wisparse.__version__,
+        **{name: metadata.version(name) for name in ("torch", "transformers")},
     }
 
 

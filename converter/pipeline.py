@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
@@ -44,7 +45,7 @@ __all__ = ["Conversion", "convert", "execute", "run"]
 _log = logging.getLogger("wisparse")
 
 # What a recipe's numbers depend on besides the settings; recorded, and part of the state's fingerprint.
-_LIBRARIES = ("wisparse", "torch", "transformers", "tokenizers")
+_LIBRARIES = ("torch", "transformers", "tokenizers")
 
 # Results that do not depend on the sparsity: the text a model writes, and what the default search measures by backward
 # passes. By far the most of the work.
@@ -283,7 +284,8 @@ def _self_calibration(
 
 
 def _versions() -> dict[str, str]:
-    return {name: metadata.version(name) for name in _LIBRARIES}
+    # Ours is not asked of the installed distribution: a checkout on the path has none.
+    return {"wisparse": wisparse.__version__, **{name: metadata.version(name) for name in _LIBRARIES}}
 
 
 def _search_settings(settings: ConvertSettings) -> SearchSettings:

@@ -129,3 +129,17 @@ def test_version_is_told_once() -> None:
     import wisparse
 
     assert wisparse.__version__ == PROJECT["project"]["version"]
+
+
+def test_a_checkout_on_the_path_needs_no_installed_distribution(tmp_path: Path) -> None:
+    code = (
+        "import sys, importlib.metadata as m; found = m.version\n"
+        "def version(name):\n"
+        "    if name == 'wisparse': raise m.PackageNotFoundError(name)\n"
+        "    return found(name)\n"
+        f"m.version = version; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'benchmarks')!r}]\n"
+        "import torch, quality; from wisparse.converter import pipeline\n"
+        "print(pipeline._versions()['wisparse'], quality.describe_machine(torch.device('cpu'))['wisparse'])"
+    )
+    version = PROJECT["project"]["version"]
+    assert _python(sys.executable, code, tmp_path) == f"{version} {version}"

@@ -44,10 +44,18 @@ def test_command_prints_one_json_document(bundle: Path) -> None:
     assert found["sparse"]["tok_per_s"] > 0
 
 
-def test_command_prints_a_table(bundle: Path) -> None:
-    result = CliRunner().invoke(command, [str(bundle), "--backend", "torch", "--runs", "1", "--max-new-tokens", "3"])
+@pytest.mark.parametrize("columns", ["", "80"])
+def test_command_prints_a_whole_table(bundle: Path, columns: str) -> None:
+    # An empty COLUMNS is none: as in a pipe. rich believes in a terminal if told to, and takes its width from COLUMNS.
+    environment = {"COLUMNS": columns, "FORCE_COLOR": "1" if columns else None, "NO_COLOR": "1", "TERM": "xterm"}
+    arguments = [str(bundle), "--backend", "torch", "--runs", "1", "--max-new-tokens", "3"]
+    result = CliRunner().invoke(command, arguments, env=environment)
     assert result.exit_code == 0, result.output
     assert "sparse over dense" in result.stdout
+    assert "…" not in result.stdout
+    (head,) = [line for line in result.stdout.splitlines() if "ms/step" in line]
+    for name in ("tok/s", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"):
+        assert name in head
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what a machine without an NVIDIA GPU says")

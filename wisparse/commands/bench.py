@@ -71,7 +71,9 @@ def _show(found: Comparison) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
+    # Without a terminal there is no width to fit into.
+    console.width = console.width if console.is_terminal else 160
     console.print(", ".join(f"{key} {value}" for key, value in found.machine.items()))
     work = found.workload
     console.print(
@@ -79,10 +81,10 @@ def _show(found: Comparison) -> None:
         f"{work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
         f"{'alternating' if found.interleaved else 'one after the other'}; memory reads {found.read_gbps:,.1f} GB/s"
     )
-    table = Table()
-    table.add_column("")
-    for name in ("tok/s", "ms/step", "ceiling tok/s", "share", "GB/s", "sparsity", "prefill tok/s", "peak GB"):
-        table.add_column(name, justify="right")
+    table = Table(box=None, pad_edge=False)  # 80 columns are enough
+    table.add_column("", no_wrap=True)
+    for name in ("tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"):
+        table.add_column(name, justify="right", no_wrap=True)
     for name, speed in (("dense", found.dense), ("sparse", found.sparse)):
         ceiling = work.batch / speed.ideal_ms * 1e3
         table.add_row(
@@ -97,9 +99,11 @@ def _show(found: Comparison) -> None:
             f"{speed.peak_memory_bytes / 1e9:.2f}",
         )
     console.print(table)
-    console.print(f"sparse over dense: {found.speedup:.2f}x")
+    console.print(
+        f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the weights"
+    )
     if found.kernels:
-        rows = Table()
+        rows = Table(box=None, pad_edge=False)
         for name in ("kernel", "us", "ideal us", "share"):
             rows.add_column(name, justify="left" if name == "kernel" else "right")
         for role, row in found.kernels.items():
