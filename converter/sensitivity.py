@@ -25,12 +25,16 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 
 from .flow import BlockFlow
 from .masking import MaskedModel
 from .statistics import channel_scale
 
 __all__ = ["backward", "fisher_diagonal", "loss_weighted_norm", "quadratic_damage"]
+
+# Logits in memory at once: 256 MiB of float32, a few times over.
+_LARGEST_LOGITS = 1 << 26
 
 
 def backward(
@@ -96,15 +100,26 @@ def _backward(
 def _label_losses(flow: BlockFlow, generator: torch.Generator, num_draws: int) -> Callable[[Tensor], list[Tensor]]:
     """-log p(y) summed over tokens, once per draw of labels y from the model's own distribution."""
 
+    def log_probs(rows: Tensor) -> Tensor:
+        return flow.logits(rows).log_softmax(-1)
+
+    def loss(rows: Tensor, labels: Tensor) -> Tensor:
+        return -log_probs(rows).gather(1, labels).sum()
+
     def losses(final: Tensor) -> list[Tensor]:
-        log_probs = flow.logits(final).log_softmax(-1)
-        cumulative = log_probs.detach().exp().cumsum(-1)
-        result = []
-        for _ in range(num_draws):
-            # By inversion, from numbers made on the CPU: the same on every device.
-            u = torch.rand(cumulative.shape[0], 1, generator=generator).to(cumulative.device) * cumulative[:, -1:]
-            label = torch.searchsorted(cumulative, u).clamp(max=cumulative.shape[1] - 1)
-            result.append(-log_probs.gather(1, label).sum())
+        # By inversion, from numbers made on the CPU: the same on every device.
+        drawn = torch.cat([torch.rand(final.shape[0], 1, generator=generator) for _ in range(num_draws)], dim=1)
+        result = [final.new_zeros((), dtype=torch.float32) for _ in range(num_draws)]
+        # A vocabulary is many times a hidden state: some rows at a time, computed again on the way back.
+        size = max(1, _LARGEST_LOGITS // flow.head.weight.shape[0])
+        for rows, u in zip(final.split(size), drawn.split(size), strict=True):
+            with torch.no_grad():
+                cumulative = log_probs(rows).exp_().cumsum(-1)
+                wanted = u.to(cumulative.device) * cumulative[:, -1:]
+                labels = torch.searchsorted(cumulative, wanted).clamp(max=cumulative.shape[1] - 1)
+                del cumulative
+            for draw in range(num_draws):
+                result[draw] = result[draw] + checkpoint(loss, rows, labels[:, draw : draw + 1], use_reentrant=False)
         return result
 
     return losses
@@ -119,14 +134,16 @@ def fisher_diagonal(
         generator: on the CPU; draws the labels.
         num_draws: labels drawn per token; more of them lower the noise, at one backward pass each.
     """
-    sums = {name: torch.zeros(module.in_features, dtype=torch.float64) for name, module in masked.projections.items()}
+    sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
-        sums[name] += gradient.float().square().sum(0, dtype=torch.float64).cpu() / num_draws
+        # Stays on the device: no pass waits for a copy.
+        found = gradient.float().square().sum(0, dtype=torch.float64) / num_draws
+        sums[name] = found + sums[name] if name in sums else found
 
     masked.clear()
     backward(flow, masked, batch, _label_losses(flow, generator, num_draws), add)
-    return sums
+    return {name: sums[name].cpu() for name in masked.projections}
 
 
 def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:
@@ -158,15 +175,19 @@ def quadratic_damage(
         scales: (K,) float32 per projection.
         thresholds: per projection, of the scores ``|x| * scale``; d is what falls below.
     """
-    sums = {name: [0.0] * len(levels) for name, levels in thresholds.items()}
+    sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
         x = x.float()
         scores, products = x.abs() * scales[name].to(x.device), gradient.float() * x
-        for i, threshold in enumerate(thresholds[name]):
-            along = torch.where(scores < threshold, products, 0.0).sum(1)
-            sums[name][i] += float(along.square().sum(dtype=torch.float64)) / (2 * num_draws)
+        found = torch.stack(
+            [
+                torch.where(scores < threshold, products, 0.0).sum(1).square().sum(dtype=torch.float64)
+                for threshold in thresholds[name]
+            ]
+        ) / (2 * num_draws)
+        sums[name] = found + sums[name] if name in sums else found
 
     masked.clear()
     backward(flow, masked, batch, _label_losses(flow, generator, num_draws), add)
-    return sums
+    return {name: sums[name].tolist() for name in thresholds}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_source import tiny_source, tiny_tokens
 
+from wisparse.converter import sensitivity
 from wisparse.converter.sensitivity import backward, fisher_diagonal, loss_weighted_norm, quadratic_damage
 from wisparse.converter.workbench import Workbench
 
@@ -94,3 +95,14 @@ def test_loss_weighted_norm_is_halfway_and_scale_free() -> None:
     assert float(weighted.log().mean()) == pytest.approx(0, abs=1e-5)
     torch.testing.assert_close(loss_weighted_norm(7 * norm, 9 * diagonal), weighted)
     assert torch.isfinite(loss_weighted_norm(norm, torch.zeros(50, dtype=torch.float64))).all()
+
+
+def test_a_large_vocabulary_is_gone_through_in_parts(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found() -> dict[str, torch.Tensor]:
+        return fisher_diagonal(bench.flow, bench.masked, 0, torch.Generator().manual_seed(0))
+
+    whole = found()
+    monkeypatch.setattr(sensitivity, "_LARGEST_LOGITS", 64 * 7)
+    parts = found()
+    for name in bench.names:
+        torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=0.0)
