@@ -16,7 +16,6 @@ its name, so a killed run goes on where it stood and ends with the same bytes.
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -158,16 +157,21 @@ class Run:
         return dict.fromkeys(self.bench.names, self.settings.sparsity)
 
     def unit(self, key: str, compute: Callable[[], Any]) -> Any:
-        """A unit of work with a JSON outcome: from the store, else computed and kept, with the evaluations it took."""
+        """A unit of work: from the store, else computed and kept, with the evaluations it took.
+
+        Its outcome is numbers and tensors in dicts and lists.
+        """
         key = f"{self.settings.search}/{key}"
         saved = self.store.load(key)
         if saved is not None:
-            value, evaluations = json.loads(saved)
+            value, evaluations = torch.load(io.BytesIO(saved), weights_only=True)
             self.bench.num_kl_evaluations += evaluations
             return value
         before = self.bench.num_kl_evaluations
-        value = json.loads(json.dumps(compute()))
-        self.store.save(key, json.dumps([value, self.bench.num_kl_evaluations - before]).encode())
+        value = compute()
+        buffer = io.BytesIO()
+        torch.save([value, self.bench.num_kl_evaluations - before], buffer)
+        self.store.save(key, buffer.getvalue())
         return value
 
     def draw(self, index: int) -> torch.Generator:
@@ -302,7 +306,7 @@ class Run:
             for batch in range(bench.flow.num_batches):
                 found = self.unit(f"fisher/{batch}", partial(self._batch_fisher, batch))
                 for name, values in found.items():
-                    sums[name] = torch.tensor(values, dtype=torch.float64) + sums.get(name, 0.0)
+                    sums[name] = values + sums.get(name, 0.0)
                 stage.advance()
         for name, norm in self.norms.items():
             self.norms[name] = loss_weighted_norm(norm, sums[name] / bench.flow.num_counted)
@@ -310,10 +314,9 @@ class Run:
             bench.set_scale(name, self.scale(name, 1.0))
         self.tables()
 
-    def _batch_fisher(self, batch: int) -> dict[str, list[float]]:
+    def _batch_fisher(self, batch: int) -> dict[str, Tensor]:
         bench, num_draws = self.bench, self.settings.fisher_draws
-        found = fisher_diagonal(bench.flow, bench.masked, batch, self.draw(2 * batch), num_draws=num_draws)
-        return {name: values.tolist() for name, values in found.items()}
+        return fisher_diagonal(bench.flow, bench.masked, batch, self.draw(2 * batch), num_draws=num_draws)
 
     def predict(self) -> dict[str, additive.Curve]:
         """What `probe` measures, from backward passes."""
