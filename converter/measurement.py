@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -35,7 +35,7 @@ _log = logging.getLogger("wisparse")
 # Far from any seed that a person chooses beside the calibration's.
 _SEED_OFFSET = 1_000_003
 _SAMPLES, _SEQ_LEN = 8, 256
-_SENSITIVITY_TOKENS = 4096
+_SENSITIVITY_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -127,13 +127,21 @@ def measure(
         progress.stage("Measuring", fresh.num_samples) as stage,
     ):
         quality = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
-    num_samples = min(tokens.num_samples, max(1, _SENSITIVITY_TOKENS // tokens.seq_len))
-    with Workbench(source, tokens, num_samples=num_samples, batch_size=min(4, num_samples)) as bench:
+    with Workbench(source, _few(tokens)) as bench:
         for name in bench.names:
             bench.set_scale(name, channel_scales[name])
         with progress.stage("Block sensitivity", len(bench.groups)) as stage:
             sensitivity = block_sensitivity(bench, advance=stage.advance)
     return Measurement(quality, text, sensitivity)
+
+
+def _few(tokens: CalibrationTokens) -> CalibrationTokens:
+    """The beginnings of some sequences: enough for a figure that nothing is decided by."""
+    num_samples = min(4, tokens.num_samples)
+    seq_len = min(tokens.seq_len, _SENSITIVITY_TOKENS // num_samples)
+    return replace(
+        tokens, input_ids=tokens.input_ids[:num_samples, :seq_len], keep=tokens.keep[:num_samples, :seq_len]
+    )
 
 
 def _fresh_text(
