@@ -59,9 +59,7 @@ class Evaluator:
 
     def __call__(self, result: SearchResult) -> Divergence:
         with MaskedModel(self.source.projections) as masked:
-            for name, scale in result.channel_scales.items():
-                masked.set_scale(name, scale)
-            thresholds = {name: entry.threshold for name, entry in result.projections.items()}
+            thresholds = result.put_on(masked)
             return evaluate(
                 self.source.model,
                 masked,

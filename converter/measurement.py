@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import AccessError, CalibrationError
-from wisparse.formats.recipe import ProjectionRecipe
 
 from .block_sensitivity import BlockSensitivity, block_sensitivity
 from .calibration import CalibrationTokens, load_calibration
 from .evaluation import Quality, evaluate_text
 from .masking import MaskedModel
 from .progress import Progress
+from .search import SearchResult
 from .source import SourceModel
 from .workbench import Workbench
 
@@ -52,24 +52,16 @@ class MaskedLogits:
 
     Args:
         source: the dense model.
-        projections: per name sparsity and threshold.
-        channel_scales: per name (K,) float32.
+        result: of the search.
 
     Use as a context manager: the masks come off again at the end.
     """
 
-    def __init__(
-        self,
-        source: SourceModel,
-        projections: Mapping[str, ProjectionRecipe],
-        channel_scales: Mapping[str, Tensor],
-    ) -> None:
+    def __init__(self, source: SourceModel, result: SearchResult) -> None:
         self._source = source
         self._masked = MaskedModel(source.projections)
         self._sizes = {name: module.weight.numel() for name, module in source.projections.items()}
-        for name, scale in channel_scales.items():
-            self._masked.set_scale(name, scale)
-        self._thresholds = {name: entry.threshold for name, entry in projections.items() if entry.sparsity > 0}
+        self._thresholds = result.put_on(self._masked)
         self._counting = ExitStack()
         self._realised: Callable[[], Mapping[str, float]] | None = None
 
@@ -106,8 +98,7 @@ class MaskedLogits:
 def measure(
     source: SourceModel,
     tokens: CalibrationTokens,
-    projections: Mapping[str, ProjectionRecipe],
-    channel_scales: Mapping[str, Tensor],
+    result: SearchResult,
     *,
     calibration: str | Sequence[str] = "self",
     progress: Progress | None = None,
@@ -117,19 +108,19 @@ def measure(
     Args:
         source: the dense model, not masked.
         tokens: what the search was made on.
-        projections, channel_scales: what it found.
+        result: what it found.
         calibration: where the tokens came from, as for `load_calibration`.
     """
     progress = progress or Progress(enabled=False)
     fresh, text = _fresh_text(source, tokens, calibration, progress)
     with (
-        MaskedLogits(source, projections, channel_scales) as logits,
+        MaskedLogits(source, result) as logits,
         progress.stage("Measuring", fresh.num_samples) as stage,
     ):
         quality = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
     with Workbench(source, _few(tokens)) as bench:
         for name in bench.names:
-            bench.set_scale(name, channel_scales[name])
+            bench.set_scale(name, result.channel_scales[name])
         with progress.stage("Block sensitivity", len(bench.groups)) as stage:
             sensitivity = block_sensitivity(bench, advance=stage.advance)
     return Measurement(quality, text, sensitivity)

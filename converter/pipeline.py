@@ -186,8 +186,7 @@ def _execute(plan: Plan, progress: Progress, common: _Common | None) -> Conversi
         measurement = measure(
             source,
             tokens,
-            result.projections,
-            result.channel_scales,
+            result,
             calibration=settings.calibration,
             progress=progress,
         )
@@ -329,7 +328,7 @@ def _recipe(plan: Plan, fetched: Source, tokens: CalibrationTokens, result: Sear
 
 def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchResult, measurement: Measurement) -> None:
     settings = plan.settings
-    masks = {entry.name: _mask(entry, result.channel_scales[entry.name]) for entry in recipe.projections}
+    masks = {entry.name: _mask(entry, result) for entry in recipe.projections}
     report = render_report(
         recipe,
         plan.config,
@@ -356,8 +355,14 @@ def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchRes
     )
 
 
-def _mask(entry: ProjectionRecipe, channel_scale: torch.Tensor) -> ProjectionMask:
-    return ProjectionMask(channel_scale.detach().cpu().float().contiguous(), entry.threshold, entry.sparsity)
+def _mask(entry: ProjectionRecipe, result: SearchResult) -> ProjectionMask:
+    return ProjectionMask(
+        result.channel_scales[entry.name].detach().cpu().float().contiguous(),
+        entry.threshold,
+        entry.sparsity,
+        low_rank=result.low_rank.get(entry.name),
+        gate_threshold=result.gate_thresholds.get(entry.name),
+    )
 
 
 def _evaluation(measurement: Measurement) -> Evaluation:

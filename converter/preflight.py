@@ -26,6 +26,7 @@ from wisparse.formats.recipe import Recipe
 from wisparse.formats.safe_json import read_json
 from wisparse.formats.write import check_output, parse_size
 
+from .baselines import gate_sparsity
 from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .progress import Progress
 from .settings import ConvertSettings, auto_seq_len
@@ -122,6 +123,8 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         config = _read_config(source.folder)
+        if settings.method == "cats":
+            gate_sparsity(config, settings.sparsity)  # whether up and down alone are enough
         if settings.seq_len is None:
             settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
         finished = is_finished(settings)

@@ -29,9 +29,11 @@ from wisparse.formats.recipe import ProjectionRecipe
 
 from . import additive, evolution
 from .alpha import search_alpha
+from .baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
 from .budget import check_target, mean_sparsity
 from .calibration import CalibrationTokens
 from .greedy import allocate_greedily
+from .masking import MaskedModel
 from .progress import Progress
 from .sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from .settings import METHODS, SEARCHES
@@ -54,7 +56,7 @@ class SearchSettings:
     Attributes:
         sparsity: the target, a fraction of the parameters of all projections.
         method: the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g; ``wina-code`` as WINA's published
-            code has it, |x| g for k and gate and |x| elsewhere.
+            code has it, |x| g for k and gate and |x| elsewhere; ``cats`` and ``rsparse``: see `baselines`.
         search: how sparsity is spread; see the module's text.
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
         seed: of everything that is drawn.
@@ -90,6 +92,8 @@ class SearchSettings:
                 f"--search fisher decides the score too, so it belongs to --method wisparse; "
                 f"with --method {self.method} choose additive, greedy, paper or uniform"
             )
+        if self.search != "uniform" and self.method in ("cats", "rsparse"):
+            raise UsageError(f"--method {self.method} goes with --search uniform, found {self.search!r}")
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,25 @@ class SearchResult:
         projections: by name, in order of execution.
         channel_scales: by name, (K,) float32 on the CPU.
         details: JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details.
+        low_rank: of ``rsparse``, by name: factors (N, r) and (r, K), float32 on the CPU.
+        gate_thresholds: of ``cats``, by the name of ``down_proj``.
     """
 
     projections: Mapping[str, ProjectionRecipe]
     channel_scales: Mapping[str, Tensor]
     details: dict[str, Any] = field(default_factory=dict)
+    low_rank: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    gate_thresholds: Mapping[str, float] = field(default_factory=dict)
+
+    def put_on(self, masked: MaskedModel) -> dict[str, float]:
+        """Put everything on a model but the thresholds, which are returned for `MaskedModel.set_thresholds`."""
+        for name, scale in self.channel_scales.items():
+            masked.set_scale(name, scale)
+        for name, factors in self.low_rank.items():
+            masked.set_low_rank(name, factors)
+        for name in self.gate_thresholds:
+            masked.score_by_gate(name)
+        return {name: entry.threshold for name, entry in self.projections.items()} | dict(self.gate_thresholds)
 
 
 def search(
@@ -145,6 +163,12 @@ class Run:
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
         self.history: dict[str, Any] = {}
+        self.ranks: dict[str, int] = {}
+        self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
+        self.gated = [name for name in self.bench.names if settings.method == "cats" and name.endswith("down_proj")]
+        self.gate_sparsity = gate_sparsity(source.config, settings.sparsity) if self.gated else 0.0
+        for name in self.gated:
+            self.bench.masked.score_by_gate(name)
         for name in self.bench.names:
             self.bench.set_scale(name, self.scale(name, self.alphas[name]))
 
@@ -154,7 +178,11 @@ class Run:
         return channel_scale(self.norms[name], alpha)
 
     def uniform(self) -> Allocation:
-        return dict.fromkeys(self.bench.names, self.settings.sparsity)
+        if self.gated:
+            return {name: self.gate_sparsity * (name in self.gated) for name in self.bench.names}
+        weights = {name: module.weight for name, module in self.source.projections.items()}
+        target = self.settings.sparsity
+        return {name: low_rank_sparsity(weights[name], target, self.ranks.get(name, 0)) for name in self.bench.names}
 
     def unit(self, key: str, compute: Callable[[], Any]) -> Any:
         """A unit of work: from the store, else computed and kept, with the evaluations it took.
@@ -217,10 +245,28 @@ class Run:
 
     def prepare(self) -> None:
         """Scales and tables at the start, as the method has it."""
+        if self.settings.method == "rsparse":
+            self.choose_ranks()
         if self.settings.method == "wisparse":
             self.choose_alphas(self.uniform(), "alpha")
         else:
             self.tables()
+
+    def choose_ranks(self) -> None:
+        """Low-rank paths, as ``rsparse`` has them."""
+        with self.progress.stage("Ranks", len(self.bench.groups)) as stage:
+            for view in self.bench.blocks():
+                self.ranks |= self.unit(f"ranks/{view.index}", partial(self._block_ranks, view))
+                for name in view.names:
+                    if self.ranks[name]:
+                        weight = self.source.projections[name].weight
+                        self.low_rank[name] = low_rank_factors(weight, self.ranks[name])
+                        self.bench.masked.set_low_rank(name, self.low_rank[name])
+                stage.advance()
+
+    def _block_ranks(self, view: BlockView) -> dict[str, int]:
+        weights = {name: self.source.projections[name].weight for name in view.names}
+        return {name: choose_rank(view.inputs[name], weights[name], self.settings.sparsity) for name in view.names}
 
     def evolve_blocks(self) -> list[float]:
         """The paper's coarse search: one sparsity per block."""
@@ -342,14 +388,19 @@ class Run:
 
     def result(self, allocation: Allocation) -> SearchResult:
         bench, settings = self.bench, self.settings
-        sparsity = mean_sparsity([allocation[n] for n in bench.names], [bench.sizes[n] for n in bench.names])
         self.note("final", allocation)
         everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size)
         with everything, self.progress.stage("Thresholds", len(bench.groups)) as stage:
+            for name in self.gated:
+                everything.masked.score_by_gate(name)
+            for name, factors in self.low_rank.items():
+                everything.masked.set_low_rank(name, factors)
             found = final_thresholds(everything, bench.scales, allocation, stage.advance)
         projections = {
             name: ProjectionRecipe(name, allocation[name], self.alphas[name], *found[name]) for name in bench.names
         }
+        for down in self.gated:
+            self._spread_gate(down, projections)
         return SearchResult(
             projections=projections,
             channel_scales={name: bench.scales[name].cpu() for name in bench.names},
@@ -358,10 +409,27 @@ class Run:
                 "kl_tokens": bench.flow.num_counted,
                 "kl_evaluations": round(bench.num_kl_evaluations, 2),
                 "kl": self.losses,
-                "mean_sparsity": round(sparsity, 9),
+                "mean_sparsity": round(self._mean_sparsity(projections), 9),
+                **({"ranks": self.ranks} if self.ranks else {}),
                 **({"history": self.history} if self.history else {}),
             },
+            low_rank=self.low_rank,
+            gate_thresholds={name: found[name][0] for name in self.gated if found[name][0] > 0},
         )
+
+    def _spread_gate(self, down: str, projections: dict[str, ProjectionRecipe]) -> None:
+        """What the gate drops is left out of down and of up alike; neither has a threshold of its own."""
+        fused, up = down.replace("down_proj", "gate_up_proj"), down.replace("down_proj", "up_proj")
+        entry = projections[down]
+        for name, part in ((down, 1.0), (fused, 0.5) if fused in projections else (up, 1.0)):
+            projections[name] = ProjectionRecipe(name, part * entry.sparsity, 0.0, 0.0, part * entry.realised_sparsity)
+
+    def _mean_sparsity(self, projections: Mapping[str, ProjectionRecipe]) -> float:
+        """Share of the weights left unread; factors are read always."""
+        sizes, names = self.bench.sizes, self.bench.names
+        factors = sum(left.numel() + right.numel() for left, right in self.low_rank.values())
+        dropped = mean_sparsity([projections[name].sparsity for name in names], [sizes[name] for name in names])
+        return dropped - factors / sum(sizes.values())
 
 
 def _batch_size(settings: SearchSettings, vocab_size: int, seq_len: int) -> int:

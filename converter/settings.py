@@ -22,12 +22,12 @@ __all__ = [
 ]
 
 MAX_SPARSITY = 0.95
-METHODS = ("wisparse", "teal", "wina", "wina-code")
+METHODS = ("wisparse", "teal", "wina", "wina-code", "cats", "rsparse")
 SEARCHES = ("fisher", "additive", "paper", "greedy", "uniform")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
-# TEAL spreads each block's sparsity greedily, WINA takes the same everywhere.
-_OWN_SEARCH = {"wisparse": "fisher", "teal": "greedy", "wina": "uniform", "wina-code": "uniform"}
+# TEAL spreads each block's sparsity greedily, the others take the same everywhere.
+_OWN_SEARCH = {"wisparse": "fisher", "teal": "greedy"} | dict.fromkeys(METHODS[2:], "uniform")
 
 # Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
 _SHORTEST = 8
@@ -119,6 +119,8 @@ class ConvertSettings:
                 f"--search fisher makes a score of its own, so it cannot be --method {self.method}'s; "
                 "choose additive, greedy or uniform"
             )
+        if self.method in ("cats", "rsparse") and self.chosen_search != "uniform":
+            raise UsageError(f"--method {self.method} goes with --search uniform, found --search {self.search}")
         _one_of("--dtype", self.dtype, DTYPES)
         for option, value, least in (
             ("--num-samples", self.num_samples, 1),

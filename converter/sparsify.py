@@ -57,6 +57,8 @@ def sparsify(
     if not isinstance(bundle, Bundle):
         name = bundle if isinstance(bundle, str) else Path(bundle)
         bundle = Bundle.open(fetch_bundle(name, revision))
+    if bundle.beyond_masks is not None:
+        raise UsageError(f"sparsify: {bundle.beyond_masks}, which only the runtime's plain PyTorch decoder runs")
     projections = _find_projections(model, bundle)
     desparsify(model)
     watch = _Watch(prefill)

@@ -66,10 +66,12 @@ def export_onnx(
         check: called with the unfinished folder; if it raises, nothing is left behind.
 
     Raises:
-        UsageError: ``out`` exists, or an unknown opset or dtype.
+        UsageError: ``out`` exists, an unknown opset or dtype, or a bundle that asks for more than masks.
         UnsupportedModelError: a weight does not fit into float16.
         ResourceError: the disk is full.
     """
+    if bundle.beyond_masks is not None:
+        raise UsageError(f"export-onnx: {bundle.beyond_masks}, which the ONNX operator has no words for")
     if opset not in OPSETS:
         raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
     if dtype == "auto":

@@ -6,6 +6,11 @@
 Every projection q … down drops the channels its mask drops (``kernels.reference``), on the sparse positions. It
 multiplies by the whole weight all the same, so it is right, not fast. Slots are decoded one after the other: a
 sequence then meets the same matrix shapes, and so gives the same bits, alone and in a batch.
+
+Two baselines ask for more than a mask on a projection's input, and only this decoder gives it to them:
+
+    rsparse:  y = W x_kept + left (right x_dropped)         low-rank factors of W beside the mask
+    cats:     SiLU(gate(m)) * up(m) kept where |SiLU(gate(m))| >= the block's gate_threshold
 """
 
 from __future__ import annotations
@@ -43,9 +48,13 @@ class _Projection:
         self.out_features, self.in_features = self.weight.shape
         self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if bias else None
         mask = bundle.masks.get(name)
+        self.low_rank: tuple[Tensor, Tensor] | None = None
         if mask is not None and mask.sparsity > 0:
             self.channel_scale: Tensor | None = mask.channel_scale.to(device)
             self.threshold = mask.threshold
+            if mask.low_rank is not None:
+                left, right = mask.low_rank
+                self.low_rank = left.to(device, dtype), right.to(device, dtype)
         else:
             self.channel_scale = None
         self.kept: Tensor | None = None  # () int64 while channels are counted
@@ -58,7 +67,29 @@ class _Projection:
             if self.kept is not None:
                 self.kept += keep.sum()
             x = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
+            if self.low_rank is not None:
+                y = functional.linear(x, self.weight, self.bias)
+                left, right = self.low_rank
+                dropped = torch.where(keep, tail.new_zeros(()), tail)
+                y[first_sparse:] += functional.linear(functional.linear(dropped, right), left)
+                return y
         return functional.linear(x, self.weight, self.bias)
+
+
+class _GateMask:
+    """Keeps the MLP's channels whose activated gate is large; the others are needed neither of up nor by down."""
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+        self.kept: Tensor | None = None
+
+    def __call__(self, activated: Tensor, product: Tensor, first_sparse: int) -> Tensor:
+        """Both (T, intermediate_size); rows of ``product`` from ``first_sparse`` on are masked."""
+        keep = keep_mask(activated[first_sparse:], activated.new_ones((), dtype=torch.float32), self.threshold)
+        if self.kept is not None:
+            self.kept += keep.sum()
+        tail = torch.where(keep, product[first_sparse:], product.new_zeros(()))
+        return torch.cat((product[:first_sparse], tail))
 
 
 class MaskedLinear(Protocol):
@@ -92,6 +123,7 @@ class Block:
     q_norm: Tensor | None
     k_norm: Tensor | None
     window: int | None
+    gate: _GateMask | None = None
 
     @property
     def projections(self) -> list[MaskedLinear]:
@@ -124,6 +156,8 @@ class TorchDecoder(Decoder):
         self._rotary = Rotary(self.config, device, dtype)
         self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
         self._sparse_positions = 0
+        paths = [mask.low_rank for mask in bundle.masks.values() if mask.low_rank is not None and mask.sparsity > 0]
+        self._low_rank_size = sum(factor.numel() for path in paths for factor in path)
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
@@ -176,19 +210,25 @@ class TorchDecoder(Decoder):
     def measure_sparsity(self, enabled: bool) -> None:
         self._sparse_positions = 0
         for block in self._blocks:
-            for projection in block.projections:
-                projection.kept = torch.zeros((), dtype=torch.int64, device=self.device) if enabled else None
+            counters: list[MaskedLinear | _GateMask] = [*block.projections]
+            for counter in (*counters, block.gate) if block.gate else counters:
+                counter.kept = torch.zeros((), dtype=torch.int64, device=self.device) if enabled else None
 
     def realised_sparsity(self) -> float | None:
-        dropped = total = 0
+        positions = self._sparse_positions
+        dropped, total = -self._low_rank_size * positions, 0
         for block in self._blocks:
             for projection in block.projections:
-                if projection.kept is None or not self._sparse_positions:
+                if projection.kept is None or not positions:
                     return None
                 outputs, channels = projection.out_features, projection.in_features
-                total += outputs * channels * self._sparse_positions
+                total += outputs * channels * positions
                 if projection.channel_scale is not None:
-                    dropped += outputs * (channels * self._sparse_positions - int(projection.kept))
+                    dropped += outputs * (channels * positions - int(projection.kept))
+            if block.gate is not None and block.gate.kept is not None:
+                # A channel that the gate drops is an output of up and an input of down.
+                outside = self.config.intermediate_size * positions - int(block.gate.kept)
+                dropped += 2 * self.config.hidden_size * outside
         return dropped / total
 
     def close(self) -> None:
@@ -228,7 +268,11 @@ class TorchDecoder(Decoder):
             x = x + block.o(attended.transpose(0, 1).reshape(count, config.q_size), first_sparse)
             m = rms_norm(x, block.mlp_norm, config.rms_norm_eps)
             gate, up = _fan_out(block.gate_up, m, first_sparse, (config.intermediate_size,) * 2)
-            x = x + block.down(functional.silu(gate) * up, first_sparse)
+            activated = functional.silu(gate)
+            product = activated * up
+            if block.gate is not None and first_sparse < count:
+                product = block.gate(activated, product, first_sparse)
+            x = x + block.down(product, first_sparse)
         return x
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -241,6 +285,8 @@ def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.d
     arch = bundle.config.architecture
     prefix = f"model.layers.{index}."
     by_role = {p.role: _Projection(bundle, p.name, p.bias, device, dtype) for p in bundle.config.projections(index)}
+
+    down = bundle.masks.get(f"{prefix}mlp.down_proj")
 
     def norm(name: str) -> Tensor:
         return bundle.checkpoint.tensor(f"{prefix}{name}.weight", device).to(dtype)
@@ -255,6 +301,7 @@ def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.d
         q_norm=norm("self_attn.q_norm") if arch.qk_norm else None,
         k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
         window=bundle.config.sliding_windows[index],
+        gate=None if down is None or down.gate_threshold is None else _GateMask(down.gate_threshold),
     )
 
 

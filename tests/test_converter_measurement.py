@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from wisparse.converter.block_sensitivity import block_sensitivity
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.divergence import kl_rows
 from wisparse.converter.measurement import MaskedLogits, measure
+from wisparse.converter.search import SearchResult
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.converter.workbench import Workbench
 from wisparse.formats.bundle import Bundle
@@ -33,10 +33,10 @@ def source(example_model: Path) -> SourceModel:
 
 
 @pytest.fixture(scope="module")
-def found(bundle: Path) -> Any:
+def found(bundle: Path) -> SearchResult:
     """A search's outcome, read from a bundle."""
     opened = Bundle.open(bundle)
-    return SimpleNamespace(
+    return SearchResult(
         projections={entry.name: entry for entry in opened.recipe.projections},
         channel_scales={name: mask.channel_scale for name, mask in opened.masks.items()},
     )
@@ -48,13 +48,13 @@ def tokens(samples: int = 3, length: int = 24) -> CalibrationTokens:
 
 
 @pytest.mark.parametrize("start", [0, 11, 24])
-def test_masked_logits_are_the_runtimes(source: SourceModel, found: Any, bundle: Path, start: int) -> None:
+def test_masked_logits_are_the_runtimes(source: SourceModel, found: SearchResult, bundle: Path, start: int) -> None:
     ids = tokens(1).input_ids[0]
     with load(bundle, backend="torch", dtype="float32") as model:
         model.decoder.measure_sparsity(True)
         expected = model.decoder.logits(ids, start)
         realised = model.decoder.realised_sparsity()
-    with MaskedLogits(source, found.projections, found.channel_scales) as logits:
+    with MaskedLogits(source, found) as logits:
         logits.measure_sparsity(True)
         torch.testing.assert_close(logits(ids, start), expected, atol=2e-3, rtol=1e-3)
         if start < len(ids):
@@ -65,8 +65,8 @@ def test_masked_logits_are_the_runtimes(source: SourceModel, found: Any, bundle:
     assert torch.equal(plain, source.model(input_ids=ids[None]).logits[0])  # the masks are off again
 
 
-def test_measure(source: SourceModel, found: Any) -> None:
-    first, second = (measure(source, tokens(), found.projections, found.channel_scales) for _ in range(2))
+def test_measure(source: SourceModel, found: SearchResult) -> None:
+    first, second = (measure(source, tokens(), found) for _ in range(2))
     assert first == second
     assert first.text == "text that the model wrote, not what it was calibrated on"
     assert first.quality.sparse.num_tokens == 3 * 24
@@ -77,18 +77,18 @@ def test_measure(source: SourceModel, found: Any) -> None:
 
 
 def test_a_data_set_that_went_away_does_not_cost_the_search(
-    source: SourceModel, found: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def gone(*_: object) -> None:
         raise AccessError("no network")
 
     monkeypatch.setattr(measurement, "load_calibration", gone)
-    result = measure(source, tokens(), found.projections, found.channel_scales, calibration=["org/corpus"])
+    result = measure(source, tokens(), found, calibration=["org/corpus"])
     assert result.text == "the calibration text itself"
     assert "flatters it: no network" in caplog.text
 
 
-def test_block_sensitivity_by_hand(source: SourceModel, found: Any) -> None:
+def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> None:
     level, index = 0.5, 2
     with Workbench(source, tokens(), batch_size=2) as bench:
         for name in bench.names:
