@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tokenizers import Tokenizer
-
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.safe_json import parse_json
 
 from .detokenize import Detokenizer
 from .template import ChatTemplate
+from .tokenizer import faults_are_errors, read_tokenizer
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
@@ -33,16 +32,7 @@ class Text:
         template: str | None,
         vocab_size: int,
     ) -> None:
-        try:
-            self._tokenizer = Tokenizer.from_buffer(tokenizer_json)
-            # Left over from training, either would change a prompt silently.
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
-        except BaseException as error:
-            # The library reports damage as bare Exception, and a Rust panic as a BaseException of its own.
-            if isinstance(error, (KeyboardInterrupt, SystemExit, MemoryError)):
-                raise
-            raise BundleError(f"tokenizer.json: not a tokenizer of the tokenizers library: {error!s:.200}") from error
+        self._tokenizer = read_tokenizer(tokenizer_json)
         self._vocab_size = vocab_size
         self.special_tokens = _special_tokens(tokenizer_config)
         source = template if template is not None else _template_of(tokenizer_config)
@@ -80,10 +70,11 @@ class Text:
                 template, which has them.
 
         Raises:
-            BundleError: the tokenizer gives an id that the model has no embedding for.
+            BundleError: the tokenizer gives an id that the model has no embedding for, or cannot run.
         """
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            with faults_are_errors():
+                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise UsageError(
                 "the prompt is not valid text: expected a str without halves of surrogate pairs"
@@ -94,7 +85,8 @@ class Text:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know give nothing."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        with faults_are_errors():
+            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self) -> Detokenizer:

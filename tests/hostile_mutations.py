@@ -390,7 +390,9 @@ def bad_tokenizer(random: Random, folder: Path) -> str:
     file = _plain(folder / "tokenizer.json")
     document = json.loads(file.read_bytes())
     vocab = document["model"]["vocab"]
-    kind = random.choice(["ids", "huge", "long", "merges", "deep", "type", "regex", "added", "empty"])
+    kind = random.choice(
+        ["ids", "huge", "long", "merges", "deep", "type", "regex", "added", "empty", "unknown", "template", "pattern"]
+    )
     if kind == "ids":
         vocab[random.choice(list(vocab))] = random.choice([2**31, 2**32 - 1, 2**32, -1, 300, 0])
     elif kind == "huge":
@@ -399,6 +401,7 @@ def bad_tokenizer(random: Random, folder: Path) -> str:
         vocab["x" * 1_000_000] = 300
     elif kind == "merges":
         document["model"]["merges"] = random.choice([[["a", "b"]], ["a b c"], [["a"]], 7, [["\u0120", "t"]] * 1000])
+        document["model"]["continuing_subword_prefix"] = random.choice([None, "##", "\u00e9"])
     elif kind == "deep":
         document["normalizer"] = None
         for _ in range(random.choice([30, 100, 300])):
@@ -416,6 +419,17 @@ def bad_tokenizer(random: Random, folder: Path) -> str:
         }
         flags = dict.fromkeys(["single_word", "lstrip", "rstrip", "normalized"], False)
         document["added_tokens"].append(added | flags)
+    elif kind == "unknown":
+        document["model"]["unk_token"] = "nothing"
+        del vocab[random.choice(list(vocab))]
+    elif kind == "template":
+        pieces = [{"SpecialToken": {"id": "nothing", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        document["post_processor"] = {"type": "TemplateProcessing", "single": pieces, "pair": pieces}
+        document["post_processor"]["special_tokens"] = {}
+    elif kind == "pattern":
+        empty = {"type": "Replace", "pattern": random.choice([{"String": ""}, {"Regex": "x*"}]), "content": "\u2581"}
+        prepend = {"type": "Prepend", "prepend": random.choice(["", "\u2581"])}
+        document["normalizer"] = {"type": "Sequence", "normalizers": [prepend, empty]}
     else:
         document["model"]["vocab"] = {}
     file.write_text(json.dumps(document))

@@ -283,3 +283,55 @@ def test_bad_tokenizers() -> None:
         make_text(vocab_size=10).encode("hello world")
     with pytest.raises(UsageError, match="surrogate"):
         make_text().encode("\ud800")
+
+
+def panicking(kind: str) -> bytes:
+    """The example's tokenizer, changed so that the library's Rust part would panic while it reads or encodes."""
+    document = json.loads(byte_level().to_str())
+    if kind == "merges":
+        document["model"]["continuing_subword_prefix"] = "##"
+    elif kind == "template":
+        document["post_processor"] = {
+            "type": "Sequence",
+            "processors": [
+                {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+                    "special_tokens": {},
+                }
+            ],
+        }
+    else:
+        pattern = {"empty pattern": {"String": ""}, "empty match": {"Regex": "x*"}}[kind]
+        replace = {"type": "Replace", "pattern": pattern, "content": "\u2581"}
+        document["normalizer"] = {
+            "type": "Sequence",
+            "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replace],
+        }
+    return json.dumps(document).encode()
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("merges", r"merge 0: expected its right half to begin with '##'"),
+        ("template", r"no id for its special token '<s>'"),
+        ("empty pattern", r"normalizer Replace: expected a text, found an empty one"),
+    ],
+)
+def test_what_would_panic_is_refused_before_it_does(kind: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BundleError, match=message):
+        Text(panicking(kind), {}, None, 8192)
+    assert capfd.readouterr().err == ""
+
+
+def test_what_fails_only_when_it_runs_is_an_error_too() -> None:
+    text = Text(panicking("empty match"), {}, None, 8192)
+    with pytest.raises(BundleError, match="the tokenizers library cannot run it: index out of bounds"):
+        text.encode("a b")
+    document = json.loads(byte_fallback().to_str())
+    document["model"] |= {"unk_token": "<nothing>", "byte_fallback": False}
+    text = Text(json.dumps(document).encode(), {}, None, 8192)
+    with pytest.raises(BundleError, match="Unk token `<nothing>` not found"):
+        text.encode("the dog")
