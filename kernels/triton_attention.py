@@ -59,6 +59,28 @@ def _head_vectors(
 
 
 @triton.jit
+def _cached(k_cache_ptr, v_cache_ptr, slot_base, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Keys and values (BLOCK_T, D_PAD) at the positions ``t``; zeros where not live."""
+    d = tl.arange(0, D_PAD)
+    both = live_t[:, None] & (d < D)[None, :]
+    at = slot_base + t[:, None] * D + d[None, :]
+    return tl.load(k_cache_ptr + at, mask=both, other=0.0), tl.load(v_cache_ptr + at, mask=both, other=0.0)
+
+
+@triton.jit
+def _attend(q, k, v, live_t, m, total, acc, scale_log2, dtype: tl.constexpr):
+    """One more stretch of the softmax: new maximum (log2 domain), denominator and weighted sum."""
+    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    s = tl.where(live_t[None, :], s, float("-inf"))
+    m_new = tl.maximum(m, tl.max(s, axis=1))
+    factor = tl.exp2(m - m_new)
+    weight = tl.exp2(s - m_new[:, None])
+    total = total * factor + tl.sum(weight, axis=1)
+    acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
+    return m_new, total, acc
+
+
+@triton.jit
 def _attention_kernel(
     qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype
     q_norm_ptr,  # (D,) dtype, QK_NORM only
@@ -93,12 +115,9 @@ def _attention_kernel(
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
 
-    g = tl.arange(0, GROUP_PAD)
-    head = kv_head * GROUP + g
-    live_head = g < GROUP
+    # The position and the cache are older than this step: what they hold is read while the projections before this
+    # launch still run.
     d = tl.arange(0, D_PAD)
     # An idle row may be full: it reads and writes no cache.
     place = tl.where(tl.load(token_ptr + row) < 0, -1, tl.load(position_ptr + row))
@@ -108,10 +127,23 @@ def _attention_kernel(
     rotary_at = p * half + tl.where(d < half, d, d - half)
     cos = tl.load(cos_ptr + rotary_at, mask=d < ROTARY, other=1.0).to(tl.float32)
     sin = tl.load(sin_ptr + rotary_at, mask=d < ROTARY, other=0.0).to(tl.float32)
+    slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * max_seq_len * D
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(p + 1 - WINDOW, 0)
+    stretch = tl.cdiv(tl.cdiv(p - low, SPLITS), BLOCK_T) * BLOCK_T
+    begin = low + split * stretch
+    end = tl.minimum(begin + stretch, p)
+    t = begin + tl.arange(0, BLOCK_T)
+    k, v = _cached(k_cache_ptr, v_cache_ptr, slot_base, t, t < end, D, D_PAD)
+    wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
+
+    g = tl.arange(0, GROUP_PAD)
+    head = kv_head * GROUP + g
+    live_head = g < GROUP
     base_ptr = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
     q = _head_vectors(base_ptr, head, live_head, q_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype)
-
-    slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * max_seq_len * D
     m = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
@@ -129,28 +161,12 @@ def _attention_kernel(
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new.to(tl.float32)[None, :]
 
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(p + 1 - WINDOW, 0)
-    stretch = tl.cdiv(tl.cdiv(p - low, SPLITS), BLOCK_T) * BLOCK_T
-    begin = low + split * stretch
-    end = tl.minimum(begin + stretch, p)
-    lane = tl.arange(0, BLOCK_T)
-    for start in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
-        t = start + lane
-        live_t = t < end
-        both = live_t[:, None] & (d < D)[None, :]
-        at = slot_base + t[:, None] * D + d[None, :]
-        k = tl.load(k_cache_ptr + at, mask=both, other=0.0)
-        v = tl.load(v_cache_ptr + at, mask=both, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        s = tl.where(live_t[None, :], s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1))
-        factor = tl.exp2(m - m_new)
-        weight = tl.exp2(s - m_new[:, None])
-        total = total * factor + tl.sum(weight, axis=1)
-        acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
-        m = m_new
+    if begin < end:
+        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype)
+    for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
+        t = start + tl.arange(0, BLOCK_T)
+        k, v = _cached(k_cache_ptr, v_cache_ptr, slot_base, t, t < end, D, D_PAD)
+        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype)
 
     at = (row * HEADS + head) * SPLITS + split
     tl.store(m_ptr + at, m, mask=live_head)

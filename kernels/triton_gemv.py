@@ -120,6 +120,7 @@ def _gemv_kernel(
     UNROLL: tl.constexpr,
     TRIGGER: tl.constexpr,
     STAGES: tl.constexpr,
+    LEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = N0 + N1 + N2
@@ -158,6 +159,15 @@ def _gemv_kernel(
     norm_weight = scale
     if INPUT == FROM_HIDDEN:
         norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+    STEP: tl.constexpr = BLOCK_K * UNROLL
+    LEAD_ROWS: tl.constexpr = LEAD * STEP if BATCH == 1 else 0
+    lane = tl.arange(0, BLOCK_K)
+    if LEAD_ROWS > 0:
+        # The first rows, whatever x will be: the memory would be idle until the channels are selected.
+        lead = ()
+        for step in tl.static_range(LEAD):
+            ks = _indices(index_ptr, lane, step * STEP, count, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K)
+            lead = lead + _rows(weight_column_ptr, ks, in_width, lane, step * STEP, count, K, STRIDE, UNROLL, BLOCK_K)
     wait_for_previous_kernel(PDL)
     if TRIGGER == 1 or BATCH > 1:
         let_next_kernel_start(PDL)
@@ -176,24 +186,36 @@ def _gemv_kernel(
                 masked = tl.where(keep_row, x, 0.0).to(dtype)
                 tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
             else:
-                rank = tl.cumsum(keep_row.to(tl.int32), axis=0) - 1
-                count = tl.sum(keep_row.to(tl.int32), axis=0)
-                tl.store(value_ptr + program * SEGMENT + rank, x, mask=keep_row)
-                tl.store(index_ptr + program * SEGMENT + rank, k, mask=keep_row)
+                # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
+                listed = keep_row & (position >= LEAD_ROWS)
+                place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+                count = LEAD_ROWS + tl.sum(listed.to(tl.int32), axis=0)
+                tl.store(index_ptr + program * SEGMENT + place, k, mask=listed)
+                if LEAD_ROWS > 0:
+                    place = tl.where(position < LEAD_ROWS, position, place)
+                    listed = listed | (position < LEAD_ROWS)
+                    x = tl.where(keep_row, x, 0.0).to(dtype)
+                tl.store(value_ptr + program * SEGMENT + place, x, mask=listed)
     tl.debug_barrier()
 
     # --- the product
     if BATCH == 1:
-        STEP: tl.constexpr = BLOCK_K * UNROLL
-        lane = tl.arange(0, BLOCK_K)
         acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
         list_ptr = index_ptr + program * SEGMENT
         list_value_ptr = value_ptr + program * SEGMENT
         # Two steps ahead with the indices, one with the weights: the memory is never idle while a program multiplies.
-        ks = _indices(list_ptr, lane, 0, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
-        ws = _rows(weight_column_ptr, ks, in_width, lane, 0, count, K, STRIDE, UNROLL, BLOCK_K)
-        ks = _indices(list_ptr, lane, STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
-        for start in tl.range(0, count, STEP, num_stages=1):
+        ks = _indices(list_ptr, lane, LEAD_ROWS, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
+        ws = _rows(weight_column_ptr, ks, in_width, lane, LEAD_ROWS, count, K, STRIDE, UNROLL, BLOCK_K)
+        ks = _indices(list_ptr, lane, LEAD_ROWS + STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
+        if LEAD_ROWS > 0:
+            tl.debug_barrier()
+            for i in tl.static_range(LEAD * UNROLL):
+                at = i * BLOCK_K + lane
+                x_now = tl.load(list_value_ptr + at, mask=at < count, other=0.0)
+                # A dropped row is zero here whatever stands in it.
+                w = tl.where((x_now != 0)[:, None], lead[i], 0.0)
+                acc += x_now.to(tl.float32)[:, None] * w.to(tl.float32)
+        for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
             ahead = _rows(weight_column_ptr, ks, in_width, lane, start + STEP, count, K, STRIDE, UNROLL, BLOCK_K)
             ks = _indices(list_ptr, lane, start + 2 * STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
             # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
@@ -212,7 +234,6 @@ def _gemv_kernel(
     else:
         # Rows padded to the tensor cores' 16; dropped channels hold zeros.
         rows = tl.arange(0, ROWS)
-        lane = tl.arange(0, BLOCK_K)
         acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
         base = value_ptr + (program * BATCH + rows) * SEGMENT
         for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
@@ -372,7 +393,8 @@ class GemvTile:
     A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time (for batches ``block_k`` rows,
     ``stages`` pieces ahead). Channels are dealt to the splits ``chunk`` at a time. With programmatic dependent launch,
     ``early`` lets the launch begin before the one before it has ended, and ``trigger`` says when it lets the next one
-    begin: 1 at its start, 2 after its product.
+    begin: 1 at its start, 2 after its product. ``lead`` times ``unroll * block_k`` rows are read before the channels
+    are selected, and multiplied by zero if they were to be dropped.
     """
 
     block_n: int = 512
@@ -384,6 +406,7 @@ class GemvTile:
     unroll: int = 4
     trigger: int = 1
     early: bool = True
+    lead: int = 0
 
 
 @dataclass(frozen=True)
@@ -530,6 +553,8 @@ def launch_gemv(
         CHUNK=tile.chunk,
         UNROLL=tile.unroll,
         STAGES=tile.stages,
+        # Their values stand in the segment's own piece of scratch memory.
+        LEAD=min(tile.lead, _segment(group.in_features, tile) // (tile.block_k * tile.unroll)),
         PDL=pdl,
         num_warps=tile.warps,
         **options,

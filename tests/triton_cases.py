@@ -74,8 +74,9 @@ def rows(batch: int, k: int, dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
 
 TILES = [
     GemvTile(block_n=128, block_k=16, splits=1, unroll=2),
-    GemvTile(block_n=64, block_k=32, splits=3, chunk=4, unroll=1),
+    GemvTile(block_n=64, block_k=32, splits=3, chunk=4, unroll=1, lead=1),
     GemvTile(block_n=128, block_k=8, splits=5, unroll=4),
+    GemvTile(block_n=64, block_k=2, splits=3, unroll=2, lead=3),
 ]
 
 

@@ -76,7 +76,7 @@ def gemv(
         KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv._INPUTS[source],
         OUTPUT=triton_gemv._OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=triton_gemv._segment(k, tile),
-        CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages,
+        CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, LEAD=tile.lead,
         PDL=arch >= 90 if pdl is None else pdl,
     )  # fmt: skip
     return compile_kernel(triton_gemv._gemv_kernel, arch, types, constants, tile.warps, tile.stages)
