@@ -8,6 +8,7 @@ channel once and multiply dropped ones by zero: four rows that keep half each le
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -19,8 +20,10 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.kernels.reference import keep_mask
 from wisparse.kernels.triton_gemv import Group
+from wisparse.kernels.triton_sample import SAMPLED_DTYPES
 
 from .cache import KVCache
+from .cuda_graph import Landing
 from .cuda_prefill import read_sequence, rms_norm, run_blocks
 from .cuda_step import KV_SPLITS, MAX_ROWS, SHORT_CONTEXT, SHORT_KV_SPLITS, DecodeStep
 from .cuda_weights import load_weights
@@ -51,7 +54,7 @@ class CudaDecoder(Decoder):
         self.config: ModelConfig = bundle.config
         self.device, self.dtype = device, dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
-        with torch.cuda.device(device):
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.weights = load_weights(bundle, device, dtype)
             self._rotary = Rotary(self.config, device, dtype)
             self._cos, self._sin = self._decode_tables()
@@ -60,10 +63,9 @@ class CudaDecoder(Decoder):
             self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
         self._steps: dict[tuple[int, int, int], DecodeStep] = {}
-        # A greedy step's successor, started before anybody asked for it: its input ids, and its step.
-        self._ahead: tuple[list[int], DecodeStep] | None = None
-        self._landing = torch.empty(MAX_ROWS, dtype=torch.int64, pin_memory=True)
-        self._landed = torch.cuda.Event()
+        # A step's successor, started before anybody asked for it: its input ids, how it chooses, and the step.
+        self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep] | None = None
+        self._landing = Landing(MAX_ROWS, device)
         self._kept: list[Tensor] | None = None
         self._counted = 0.0
 
@@ -99,35 +101,35 @@ class CudaDecoder(Decoder):
     def decode(self, token_ids: Tensor) -> Tensor:
         if self._kept is not None:
             return self._decode_counting(token_ids)
-        return self._replay(token_ids)
+        steps = self._replay(token_ids)
+        if len(steps) == 1:
+            return steps[0].logits[: len(token_ids)]
+        return torch.cat([step.logits for step in steps])[: len(token_ids)]
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
-        """As in the protocol. A greedy step starts the one after it before it returns, as its input is known by then:
-        the GPU does not wait for the host to read the token. If something else is asked for next, that step is
-        forgotten."""
-        batch = len(token_ids)
-        if self._kept is not None or batch > MAX_ROWS or not all(setting.greedy for setting in settings):
+        """As in the protocol. A step starts the one after it before it returns, as its input is known by then: the GPU
+        does not wait for the host to read the token. If something else is asked for next, that step is forgotten."""
+        batch, settings = len(token_ids), list(settings)
+        greedy = all(setting.greedy for setting in settings)
+        if self._kept is not None or batch > MAX_ROWS or not (greedy or self.dtype in SAMPLED_DTYPES):
             return super().step(token_ids, settings)
         tokens = token_ids.tolist()
-        if self._ahead is not None and self._ahead[0] == tokens:
-            step = self._ahead[1]
+        if self._ahead is not None and self._ahead[:2] == (tokens, settings):
+            step = self._ahead[2]
             self._ahead = None
             self._count(tokens)
         else:
-            self._replay(token_ids)
-            step = self._step_of(batch)
-        self._landing[: step.rows].copy_(step.tokens, non_blocking=True)
-        self._landed.record()
+            (step,) = self._replay(token_ids, settings)
+        self._landing.send(step.tokens)
         lengths = self._cache.lengths
         room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
         follows = room and self._step_of(batch) is step
         if follows:
-            step.replay()
-        self._landed.synchronize()
-        chosen = self._landing[:batch].clone()
+            step.replay(settings)
+        chosen = self._landing.read(batch)
         if follows:
-            self._ahead = chosen.tolist(), step
+            self._ahead = chosen.tolist(), settings, step
         return chosen
 
     @torch.inference_mode()
@@ -177,8 +179,8 @@ class CudaDecoder(Decoder):
         cos, sin = (torch.cat(tables)[:, :half].contiguous() for tables in zip(*parts, strict=True))
         return cos, sin
 
-    def _replay(self, token_ids: Tensor) -> Tensor:
-        """Append the tokens: (B, V) logits, the step's own memory if B fits one step."""
+    def _replay(self, token_ids: Tensor, settings: Sequence[SamplingSettings] = ()) -> list[DecodeStep]:
+        """Append the tokens, with settings at most ``MAX_ROWS``; the steps that did so, ``MAX_ROWS`` slots each."""
         batch = len(token_ids)
         if not 1 <= batch <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
@@ -188,16 +190,16 @@ class CudaDecoder(Decoder):
             if token >= 0 and lengths[slot] >= self.max_seq_len:
                 raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
         self._forget_ahead()
-        logits = []
+        steps = []
         for first in range(0, batch, MAX_ROWS):
             count = min(batch - first, MAX_ROWS)
             step = self._step_of(count, first)
             padded = tokens[first : first + count] + [-1] * (step.rows - count)
             step.tokens.copy_(torch.tensor(padded), non_blocking=True)
-            step.replay()
-            logits.append(step.logits[:count])
+            step.replay(settings)
+            steps.append(step)
         self._count(tokens)
-        return logits[0] if len(logits) == 1 else torch.cat(logits)
+        return steps
 
     def _step_of(self, count: int, first: int = 0) -> DecodeStep:
         """The step for the next token of slots ``first`` to ``first + count - 1``."""

@@ -1,4 +1,4 @@
-"""One decode step for up to 16 slots as a CUDA graph: 5 launches a block, the logits, the greedy choice.
+"""One decode step for up to 16 slots as a CUDA graph: 5 launches a block, the logits, the choice of the next token.
 
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next
 
@@ -9,6 +9,8 @@ that can.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 import triton
 
@@ -16,10 +18,13 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.triton_attention import launch_attention
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
 from wisparse.kernels.triton_head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
+from wisparse.kernels.triton_sample import SAMPLED_DTYPES, SampleState, launch_sample
 from wisparse.kernels.triton_tiles import choose_tile
 
 from .cache import KVCache
+from .cuda_graph import capture
 from .cuda_weights import CudaWeights
+from .decoder import SamplingSettings
 
 __all__ = ["KV_SPLITS", "MAX_ROWS", "SHORT_CONTEXT", "SHORT_KV_SPLITS", "DecodeStep"]
 
@@ -41,7 +46,7 @@ class DecodeStep:
     """The step of slots ``first`` to ``first + rows - 1``.
 
     Attributes:
-        tokens: (rows,) int64, read and then overwritten with the greedy choice; negative rows are idle.
+        tokens: (rows,) int64, read and then overwritten with the choice; negative rows are idle.
         logits: (rows, V) float32.
     """
 
@@ -110,36 +115,48 @@ class DecodeStep:
         head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if rows == 1 else HEAD_ROWS_BATCHED)
         self._best = empty(rows, head_tiles, kind=torch.float32)
         self._best_id = empty(rows, head_tiles, kind=torch.int32)
-        self._graph: torch.cuda.CUDAGraph | None = None
+        sampled = dtype in SAMPLED_DTYPES
+        self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
+        self._settings: list[SamplingSettings] = []
+        self._replays: dict[bool, Callable[[], None]] = {}
 
-    def replay(self) -> None:
-        """Run the step on ``tokens``; asynchronous."""
-        if self._graph is None:
-            self._graph = self._capture()
-        self._graph.replay()
+    def replay(self, settings: Sequence[SamplingSettings] = ()) -> None:
+        """Run the step on ``tokens``; asynchronous.
 
-    def _capture(self) -> torch.cuda.CUDAGraph:
-        wanted = self.tokens.clone()
-        self.tokens.fill_(-1)  # idle rows: the warm-up writes no cache and moves no position
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.launch()  # compiles what is not yet compiled
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.launch()
-        self.tokens.copy_(wanted)
-        return graph
+        Args:
+            settings: how the first rows' tokens are chosen; the other rows are greedy. Seeds resolved, and all greedy
+                unless the weights' dtype is one of ``SAMPLED_DTYPES``.
+        """
+        sampled = any(not setting.greedy for setting in settings)
+        if sampled:
+            self._set(list(settings))
+        if sampled not in self._replays:
+            wanted = self.tokens.clone()
+            self.tokens.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
+            self._replays[sampled] = capture(lambda: self.launch(sampled=sampled), self.tokens.device)
+            self.tokens.copy_(wanted)
+        self._replays[sampled]()
 
-    def launch(self) -> None:
+    def _set(self, settings: list[SamplingSettings]) -> None:
+        """Put settings where the kernels read them; nothing to do while they stay the same."""
+        if self._sampling is None:
+            raise ValueError(f"expected greedy settings for {self.hidden.dtype} logits, found {settings}")
+        if settings == self._settings:
+            return
+        padded = settings + [SamplingSettings()] * (self.rows - len(settings))
+        numbers = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in padded]
+        self._sampling.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))
+        self._settings = settings
+
+    def launch(self, *, sampled: bool = False) -> None:
         """The step's launches, one after the other, on the current stream."""
         launch_embed(self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"))
         for index in range(len(self.weights.blocks)):
             for role in ("qkv", "attention", "o", "gate_up", "down"):
                 self.launch_part(index, role)
         self.launch_part(len(self.weights.blocks), "logits")
-        launch_next(self._best, self._best_id, self.tokens, self.tokens, self.positions, pdl=self.pdl)
+        self.launch_part(len(self.weights.blocks), "sample" if sampled else "next")
 
     def _sums(self, index: int, role: str) -> torch.Tensor:
         """(rows, parts): sums of squares that ``role`` of block ``index`` leaves; block -1 is the embedding."""
@@ -155,6 +172,15 @@ class DecodeStep:
             launch_logits(
                 self.hidden, self._sums(index - 1, "down"), weights.norm, weights.head, self.logits,
                 self._best, self._best_id, eps=eps, pdl=pdl,
+            )  # fmt: skip
+            return
+        if role == "next":
+            launch_next(self._best, self._best_id, self.tokens, self.tokens, self.positions, pdl=pdl)
+            return
+        if role == "sample" and self._sampling is not None:
+            launch_sample(
+                self.logits, self._best, self._best_id, self.tokens, self.tokens, self.positions, self._sampling,
+                self.hidden.dtype, pdl=pdl,
             )  # fmt: skip
             return
         block, tiles = weights.blocks[index], self.tiles[index]

@@ -39,6 +39,16 @@ def test_a_decode_step_is_the_plain_decoders() -> None:
 
 
 @pytest.mark.slow
+def test_sampling_on_the_device_is_its_twin() -> None:
+    run_cases("triton_sample_cases.py")
+
+
+@pytest.mark.slow
+def test_the_decoder_keeps_its_promises() -> None:
+    run_cases("triton_runtime_cases.py")
+
+
+@pytest.mark.slow
 def test_kernels_compile_within_the_chips_limits() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "1"
@@ -51,4 +61,4 @@ def test_kernels_compile_within_the_chips_limits() -> None:
         assert row["shared"] <= SHARED_LIMIT[row["arch"]], row
         assert row["local"] == 0, row
         # One row is the case that speed is promised for: it may not spill. Batches may, a little.
-        assert row["stack"] <= (32 if "batch 1" in row["kernel"] or row["kernel"] == "attention" else 512), row
+        assert row["stack"] <= (512 if "batch 4" in row["kernel"] else 32), row

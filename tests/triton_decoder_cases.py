@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.bundle import ProjectionMask
 from wisparse.runtime.cache import KVCache
 from wisparse.runtime.cuda_step import DecodeStep
 from wisparse.runtime.cuda_weights import load_weights
@@ -35,9 +36,9 @@ CONFIGS = {
 }
 
 
-def make_bundle(name: str, sparsity: float):
+def make_bundle(name: str, sparsity: float, **changes: int):
     """A tiny random model whose masks drop about ``sparsity``, a different share in each projection."""
-    config = ModelConfig.from_dict(CONFIGS[name])
+    config = ModelConfig.from_dict(CONFIGS[name] | changes)
     generator = torch.Generator().manual_seed(len(name))
     tensors: dict[str, torch.Tensor] = {}
 
@@ -59,7 +60,7 @@ def make_bundle(name: str, sparsity: float):
             fill(f"{projection.name}.weight", projection.out_features, projection.in_features)
             fill(f"{projection.name}.bias", projection.out_features)
             typical = {"o_proj": 0.5, "down_proj": 0.3}.get(projection.role, 1.0)
-            masks[projection.name] = SimpleNamespace(
+            masks[projection.name] = ProjectionMask(
                 channel_scale=torch.rand(projection.in_features, generator=generator) + 0.5,
                 threshold=typical * (sparsity + 0.02 * i) if sparsity else 0.0,
                 sparsity=sparsity,

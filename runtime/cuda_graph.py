@@ -1,0 +1,53 @@
+"""A fixed series of launches as one CUDA graph, and tokens on their way to the host.
+
+On the CPU, where Triton's interpreter runs the kernels, there are neither graphs nor pinned memory: launches then run
+one by one, and everything around them is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["Landing", "capture"]
+
+
+def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What repeats the launches that ``launch`` makes; asynchronous.
+
+    ``launch`` runs once before it is captured, which compiles its kernels, so it must do no harm then.
+    """
+    if device.type != "cuda":
+        return launch
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
+class Landing:
+    """Host memory that token ids are copied to without stopping the device."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._ids = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
+        self._landed = torch.cuda.Event() if on_gpu else None
+
+    def send(self, ids: Tensor) -> None:
+        """Start to copy ``ids`` (n,); what is queued on the device afterwards need not wait for the host."""
+        self._ids[: len(ids)].copy_(ids, non_blocking=True)
+        if self._landed is not None:
+            self._landed.record()
+
+    def read(self, count: int) -> Tensor:
+        """Wait for what was sent: the first ``count`` ids."""
+        if self._landed is not None:
+            self._landed.synchronize()
+        return self._ids[:count].clone()

@@ -1,0 +1,201 @@
+"""``CudaDecoder`` itself against the plain PyTorch decoder: look-ahead, slots, limits, sampling. Run by
+test_kernels_triton.py in a process of its own; under the interpreter the launches of a graph run one by one.
+
+    TRITON_INTERPRET=1 python -m pytest tests/triton_runtime_cases.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from triton_decoder_cases import DEVICE, make_bundle
+
+from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.runtime import cuda_decoder
+from wisparse.runtime.cuda_decoder import CudaDecoder
+from wisparse.runtime.cuda_step import DecodeStep
+from wisparse.runtime.decoder import Decoder, SamplingSettings
+from wisparse.runtime.sampling import sample
+from wisparse.runtime.torch_decoder import TorchDecoder
+
+GREEDY = SamplingSettings()
+PROMPT = torch.arange(5) * 7 % 70
+
+
+def make(cls: type[Decoder], *, dtype: torch.dtype = torch.float32, max_batch: int = 1, max_seq_len: int = 24):
+    bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
+    return cls(bundle, device=DEVICE, dtype=dtype, max_seq_len=max_seq_len, max_batch=max_batch)
+
+
+def both(**settings):
+    return make(CudaDecoder, **settings), make(TorchDecoder, **settings)
+
+
+def start(decoder: Decoder, slot: int = 0, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
+    return decoder.prefill(slot, prompt, len(prompt)).argmax().view(1).cpu()
+
+
+def run(decoder: Decoder, token: torch.Tensor, count: int, settings: list[SamplingSettings] | None = None) -> list:
+    found = []
+    for _ in range(count):
+        token = decoder.step(token, settings or [GREEDY] * len(token)).cpu()
+        found.append(token.tolist())
+    return found
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
+    """Every replay of a step."""
+    seen: list[DecodeStep] = []
+    replay = DecodeStep.replay
+
+    def counting(self: DecodeStep, *settings: object) -> None:
+        seen.append(self)
+        replay(self, *settings)
+
+    monkeypatch.setattr(DecodeStep, "replay", counting)
+    return seen
+
+
+def test_greedy_tokens_each_step_started_ahead(launches):
+    fast, slow = both()
+    assert run(fast, start(fast), 6) == run(slow, start(slow), 6)
+    assert len(launches) == 7  # six, and the one ahead
+    assert fast.lengths == slow.lengths == [11]
+
+
+def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():
+    fast, slow = both(max_batch=2)
+    for decoder in (fast, slow):
+        start(decoder)
+        start(decoder, 1, PROMPT[:3])
+    found: list[list] = [[], []]
+    for decoder, seen in zip((fast, slow), found, strict=True):
+        token = torch.tensor([3, 4])
+        seen.append(run(decoder, token, 2))
+        seen.append(run(decoder, token, 2))  # other tokens than the steps gave
+        seen.append(run(decoder, torch.tensor([9]), 2))  # fewer rows
+        seen.append(int(decoder.decode(torch.tensor([8, 2])).argmax(-1)[1]))
+        seen.append(run(decoder, torch.tensor([1, 1]), 1))
+        seen.append(start(decoder, 1, PROMPT[1:]).tolist())  # the other slot anew
+        seen.append(run(decoder, torch.tensor([5, 6]), 1))
+        seen.append(decoder.logits(PROMPT, 2).argmax(-1).tolist())  # leaves the slots and the step ahead alone
+        seen.append(run(decoder, torch.tensor([5, 6]), 2))
+        decoder.measure_sparsity(True)
+        seen.append(run(decoder, torch.tensor([2, 3]), 2))
+        decoder.measure_sparsity(False)
+        seen.append(run(decoder, torch.tensor([7, 7]), 1))
+        seen.append(decoder.lengths)
+    assert found[0] == found[1]
+
+
+def test_three_slots_in_a_graph_of_four_rows_with_idle_ones():
+    fast, slow = both(max_batch=3)
+    found: list[list] = [[], []]
+    for decoder, seen in zip((fast, slow), found, strict=True):
+        first, last = start(decoder, 0, PROMPT), start(decoder, 2, PROMPT[:2])
+        token = torch.cat([first, torch.tensor([-1]), last])  # slot 1 was never filled
+        for _ in range(3):
+            token = decoder.step(token, [GREEDY] * 3).cpu().clone()
+            token[1] = -1
+            seen.append(token.tolist())
+        token[1:2] = start(decoder, 1, PROMPT[2:])
+        seen.append(run(decoder, token, 2))
+    assert found[0] == found[1]
+    assert fast.lengths == [10, 5, 7]
+
+
+def test_the_context_is_filled_to_its_last_position():
+    fast, slow = both(max_batch=2, max_seq_len=8)
+    found = []
+    for decoder in (fast, slow):
+        token = torch.cat([start(decoder), start(decoder, 1, PROMPT[:2])])
+        found.append(run(decoder, token, 3))
+        assert decoder.lengths == [8, 5]
+        with pytest.raises(ContextLengthError, match="slot 0 is full: it holds 8 positions"):
+            decoder.step(torch.tensor([1, 1]), [GREEDY] * 2)
+        found[-1] += run(decoder, torch.tensor([-1, 4]), 1)[0][1:]  # full, but idle
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("prompt", [4, 5])
+def test_the_steps_change_where_the_context_grows_long(prompt, monkeypatch, launches):
+    monkeypatch.setattr(cuda_decoder, "SHORT_CONTEXT", 6)
+    fast, slow = both()
+    ids = torch.arange(prompt) * 3 + 1
+    assert run(fast, start(fast, 0, ids), 3) == run(slow, start(slow, 0, ids), 3)
+    assert len(set(launches)) == 2
+
+
+def test_more_rows_than_a_graph_holds():
+    fast, slow = both(max_batch=18)
+    tokens = torch.full((18,), -1)
+    for decoder in (fast, slow):
+        for slot in (0, 15, 16, 17):
+            tokens[slot] = start(decoder, slot, PROMPT[: 2 + slot % 3])
+    active = tokens >= 0
+    first, second = fast.decode(tokens), slow.decode(tokens)
+    torch.testing.assert_close(first[active], second[active], rtol=2e-4, atol=2e-4)
+    with pytest.raises(UsageError, match="1 to max_batch"):
+        fast.decode(torch.zeros(19, dtype=torch.int64))
+
+
+def test_counted_sparsity_is_the_plain_decoders():
+    fast, slow = both(max_batch=2)
+    for decoder in (fast, slow):
+        decoder.measure_sparsity(True)
+        assert decoder.realised_sparsity() is None
+        decoder.prefill(0, PROMPT, 2)
+        run(decoder, torch.tensor([4]), 3)
+    assert fast.realised_sparsity() == pytest.approx(slow.realised_sparsity(), abs=1e-6)
+    assert 0.2 < fast.realised_sparsity() < 0.9
+
+
+def test_an_interrupted_step_leaves_nothing_behind(monkeypatch):
+    fast, slow = both()
+    expected = run(slow, start(slow), 2)
+    start(fast)
+    run(fast, torch.tensor([1]), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda_decoder.Landing, "read", lambda self, count: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            run(fast, torch.tensor([2]), 1)
+    assert run(fast, start(fast), 2) == expected
+
+
+def test_sampled_tokens_are_those_of_the_definition(launches):
+    # float16: what the device draws from has to be what decode() shows. Settings change, and one row stays greedy.
+    drawing, showing = (make(CudaDecoder, dtype=torch.float16, max_batch=2) for _ in range(2))
+    settings = [SamplingSettings(1.2, 20, 0.95, 0.0, 3), GREEDY]
+    token = torch.tensor([1, 2])
+    for decoder in (drawing, showing):
+        start(decoder)
+        start(decoder, 1, PROMPT[:3])
+    launches.clear()
+    for step in range(4):
+        if step == 2:
+            settings = [SamplingSettings(2.0, seed=8), SamplingSettings(0.9, 0, 0.8, 0.01, 4)]
+        found = drawing.step(token, settings).cpu()
+        token = sample(showing.decode(token), settings, showing.lengths).cpu()
+        assert found.tolist() == token.tolist()
+    # Each step is started ahead, and started once more where the settings changed.
+    assert len(launches) == (4 + 1 + 1) + 4
+    # The same seed, the same tokens, from a decoder that has a past.
+    start(drawing)
+    again = run(drawing, torch.tensor([1]), 3, [SamplingSettings(1.2, 20, 0.95, 0.0, 3)])
+    fresh = make(CudaDecoder, dtype=torch.float16)
+    start(fresh)
+    assert run(fresh, torch.tensor([1]), 3, [SamplingSettings(1.2, 20, 0.95, 0.0, 3)]) == again
+
+
+def test_float32_samples_as_the_plain_decoder_does():
+    fast, slow = both()
+    settings = [SamplingSettings(1.0, 10, 0.9, seed=7)]
+    assert run(fast, start(fast), 3, settings) == run(slow, start(slow), 3, settings)
+
+
+def test_closing_twice_is_fine():
+    decoder = make(CudaDecoder)
+    start(decoder)
+    decoder.close()
+    decoder.close()

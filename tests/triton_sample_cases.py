@@ -1,0 +1,143 @@
+"""Sampling on the device against its twin, runtime/sampling.py. Run by test_kernels_triton.py as triton_cases.py is.
+
+TRITON_INTERPRET=1 python -m pytest tests/triton_sample_cases.py
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+import torch
+
+from wisparse.kernels.triton_sample import SampleState, launch_sample
+from wisparse.runtime.decoder import SamplingSettings
+from wisparse.runtime.sampling import sample
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+HEAD_TILE = 16
+
+
+def draw(
+    logits: torch.Tensor,
+    settings: list[SamplingSettings],
+    positions: list[int],
+    dtype: torch.dtype,
+    state: SampleState | None = None,
+    tokens: list[int] | None = None,
+) -> tuple[list[int], list[int]]:
+    """One step's choice: token ids and the positions afterwards; positions as ``sampling.sample`` counts them."""
+    batch, vocabulary = logits.shape
+    logits = logits.to(DEVICE)
+    padded = torch.nn.functional.pad(logits, (0, -vocabulary % HEAD_TILE), value=-torch.inf)
+    tiles = padded.view(batch, -1, HEAD_TILE)
+    best = tiles.amax(2).contiguous()
+    first = torch.where(tiles == best[..., None], torch.arange(HEAD_TILE, device=DEVICE), HEAD_TILE).amin(2)
+    best_id = (first + HEAD_TILE * torch.arange(tiles.shape[1], device=DEVICE)).int().contiguous()
+    state = state or SampleState.empty(batch, vocabulary, DEVICE)
+    numbers = [[s.temperature, s.top_k, s.top_p, s.min_p] for s in settings]
+    state.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
+    state.seeds.copy_(torch.tensor([s.seed or 0 for s in settings]))
+    given = torch.tensor(tokens or [0] * batch, device=DEVICE)
+    places = torch.tensor([p - 1 for p in positions], dtype=torch.int32, device=DEVICE)
+    launch_sample(logits, best, best_id, given, given, places, state, dtype)
+    assert not state.counts.any()  # as the next step needs them
+    assert not state.arrived.any()
+    return given.tolist(), places.tolist()
+
+
+def random_logits(batch: int, vocabulary: int, dtype: torch.dtype, spread: float = 3.0, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (spread * torch.randn(batch, vocabulary, generator=generator)).to(dtype).float()
+
+
+GRID = [
+    SamplingSettings(temperature, top_k, top_p, min_p, seed)
+    for seed, (temperature, top_k, top_p, min_p) in enumerate(
+        itertools.product([0.6, 1.0, 2.5], [0, 1, 7, 400, 10**9], [1.0, 0.95, 0.5, 1e-9], [0.0, 0.05])
+    )
+]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "vocabulary"),
+    [(torch.bfloat16, 70), (torch.float16, 1024), (torch.bfloat16, 2500)]
+    + [(torch.float16, 128256)] * (not INTERPRETED),
+)
+def test_the_token_is_the_twins(dtype, vocabulary):
+    # The interpreter takes 0.3 s for a row: a share of the grid, another one for each vocabulary.
+    settings = [*(GRID[vocabulary % 13 :: 13] if INTERPRETED else GRID), SamplingSettings()]
+    logits = random_logits(len(settings), vocabulary, dtype)
+    logits[:, 3] = logits[:, 60]  # equals, besides those that rounding makes
+    logits[::3, 5:9] = -torch.inf
+    logits[::5, 8], logits[::5, 9] = 0.0, -0.0
+    positions = [1 + 37 * i for i in range(len(settings))]
+    found, moved = draw(logits, settings, positions, dtype)
+    assert found == sample(logits, settings, positions).tolist()
+    assert moved == positions
+
+
+@pytest.mark.parametrize("spread", [1e-3, 2000.0])
+def test_extreme_temperatures(spread):
+    filters = ((0, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.99), (300, 0.999, 1e-4))
+    settings = [
+        SamplingSettings(temperature, *filters[(i + shift) % 4], seed=i)
+        for i, temperature in enumerate([5e-324, 1e-300, 1e-4, 0.05, 1e4])
+        for shift in ([int(spread > 1)] if INTERPRETED else range(4))
+    ]
+    logits = random_logits(len(settings), 1500, torch.float16, spread)
+    positions = [9] * len(settings)
+    assert draw(logits, settings, positions, torch.float16)[0] == sample(logits, settings, positions).tolist()
+
+
+def test_flat_and_single_valued_logits():
+    settings = [SamplingSettings(1.0, top_k, top_p, seed=s) for s, top_k in enumerate([0, 3, 50]) for top_p in (1, 0.3)]
+    flat = torch.full((6, 3000), -2.5)
+    assert draw(flat, settings, [1] * 6, torch.bfloat16)[0] == sample(flat, settings, [1] * 6).tolist()
+    alone = torch.full((6, 3000), -torch.inf)
+    alone[:, 2998] = 4.0
+    assert draw(alone, settings, [1] * 6, torch.bfloat16)[0] == [2998] * 6
+
+
+def test_rows_without_an_answer_and_idle_rows():
+    logits = random_logits(6, 1100, torch.float16)
+    logits[1, 1050], logits[2, 7] = torch.nan, torch.inf
+    logits[3] = -torch.inf
+    settings = [SamplingSettings(0.8, 20, 0.9, 0.0, 1)] * 5 + [SamplingSettings()]
+    state = SampleState.empty(6, 1100, DEVICE)
+    for tokens in ([0, 0, 0, 0, -1, 0], [0] * 6):
+        found, moved = draw(logits, settings, [4] * 6, torch.float16, state, tokens)
+        expected = sample(logits, settings, [4] * 6).tolist()
+        assert expected[1:4] == [-1] * 3
+        assert found == [-1 if token < 0 else chosen for token, chosen in zip(tokens, expected, strict=True)]
+        assert moved == [4 if token >= 0 else 3 for token in tokens]
+
+
+def test_poisoned_scratch_does_not_show():
+    state = SampleState.empty(2, 1500, DEVICE)
+    for tensor in (state.block_sums, state.sums, state.largest):
+        tensor.fill_(torch.nan)
+    for tensor in (state.block_counts, state.threshold, state.likeliest):
+        tensor.fill_(2**30)
+    settings = [SamplingSettings(0.7, 40, 0.9, 0.01, 5), SamplingSettings(1.3, seed=6)]
+    logits = random_logits(2, 1500, torch.bfloat16)
+    for position in (1, 2):
+        found = draw(logits, settings, [position] * 2, torch.bfloat16, state)[0]
+        assert found == sample(logits, settings, [position] * 2).tolist()
+
+
+def test_random_numbers_are_the_twins():
+    # Weights that are all equal: the token tells the number.
+    logits = torch.zeros(1, 2048)
+    state = SampleState.empty(1, 2048, DEVICE)
+    for seed, position in ((0, 0), (42, 1000), (2**63 - 1, 131071), (2**62 + 12345, 7)):
+        settings = [SamplingSettings(1.0, seed=seed)]
+        expected = sample(logits, settings, [position]).tolist()
+        assert draw(logits, settings, [position], torch.float16, state)[0] == expected
+
+
+def test_float32_logits_are_refused():
+    with pytest.raises(ValueError, match="bfloat16 or float16"):
+        draw(torch.zeros(1, 8), [SamplingSettings(1.0, seed=0)], [1], torch.float32)
