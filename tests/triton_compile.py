@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wisparse.kernels import triton_attention, triton_gemv, triton_head
+from wisparse.kernels import triton_attention, triton_gemv, triton_head, triton_sample
 
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -106,6 +106,18 @@ def logits(arch: int, batch: int = 1, block_v: int = 32, block_k: int = 512, dty
     return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4, stages)
 
 
+def sampling(arch: int, name: str, half: bool):
+    types = dict.fromkeys(("logits_ptr", "best_ptr", "largest_ptr"), "*fp32")
+    types |= dict.fromkeys(("numbers_ptr", "block_sums_ptr", "sums_ptr"), "*fp64")
+    types |= dict.fromkeys(("token_ptr", "next_ptr", "seed_ptr"), "*i64")
+    integers = ("best_id_ptr", "counts_ptr", "likeliest_ptr", "block_counts_ptr", "threshold_ptr", "arrived_ptr")
+    types |= dict.fromkeys((*integers, "position_ptr"), "*i32") | dict.fromkeys(("V", "head_tiles", "tiles"), "i32")
+    kernel = getattr(triton_sample, f"_{name}_kernel")
+    constants = dict(HEAD_PAD=8192, TILES_PAD=128, HALF=half, PDL=arch >= 90)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return compile_kernel(kernel, arch, {k: v for k, v in types.items() if k in kernel.arg_names}, constants, 4)
+
+
 def main(archs: list[int]) -> None:
     from wisparse.kernels.triton_tiles import default_tile
 
@@ -122,6 +134,8 @@ def main(archs: list[int]) -> None:
             for batch, dense in ((1, False), (1, True), (4, False))
         }
         cases |= {"attention": (attention,), "logits batch 1": (logits,), "logits batch 4": (logits, 4, 64, 128)}
+        for name in ("count", "threshold", "draw"):
+            cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():
             compiled = build(arch, *arguments)
             print(json.dumps({"arch": arch, "kernel": name, **resources(compiled)}), flush=True)
