@@ -35,13 +35,14 @@ _TYPES = {"float32": torch.float32, "float16": torch.float16}
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """What was written. ``num_bytes`` counts every file of the folder."""
+    """What was written. ``num_bytes`` counts every file of the folder; ``notes`` say what its users have to know."""
 
     folder: Path
     opset: int
     dtype: str
     num_bytes: int
     num_sparse: int
+    notes: tuple[str, ...] = ()
 
 
 def export_onnx(
@@ -99,7 +100,18 @@ def export_onnx(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return OnnxExport(out, opset, dtype, num_bytes, num_sparse)
+    return OnnxExport(out, opset, dtype, num_bytes, num_sparse, _notes(rotary))
+
+
+def _notes(rotary: RotaryTables) -> tuple[str, ...]:
+    if rotary.long_frequencies is None:
+        return ()
+    length = rotary.switch_length
+    return (
+        f"LongRoPE: a prompt of any length is right, but a sequence that grows beyond {length:,} positions while it is "
+        f"decoded has to be read anew at that point, as one prompt; onnxruntime-genai does so at 4,096 positions, for "
+        "one sequence at a time, optimum-onnx does not",
+    )
 
 
 def _write(bundle: Bundle, folder: Path, rotary: RotaryTables, opset: int, dtype: str) -> int:
@@ -110,6 +122,8 @@ def _write(bundle: Bundle, folder: Path, rotary: RotaryTables, opset: int, dtype
         "method": recipe.method,
         "sparsity": repr(recipe.sparsity),
     }
+    if rotary.long_frequencies is not None:
+        metadata["longrope_switch_length"] = str(rotary.switch_length)
     model, weights = build_graph(bundle.config, bundle.masks, rotary, opset=opset, dtype=dtype, metadata=metadata)
     with open(folder / DATA, "wb") as data:
         for weight in dict.fromkeys(weights):

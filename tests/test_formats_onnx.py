@@ -81,8 +81,22 @@ def test_tokens_of_our_runtime_on_every_architecture(tiny: Path, tmp_path: Path)
         assert decoder.generate(PROMPTS, 24) == expected
 
 
-def test_tokens_on_a_real_model(example_model: Path, tmp_path: Path) -> None:
-    bundle = make_bundle(example_model, tmp_path / "bundle")
+def test_longrope_takes_long_prompts_and_says_what_it_cannot(tmp_path: Path) -> None:
+    bundle = make_bundle(make_checkpoint("phi3-long", tmp_path / "source"), tmp_path / "bundle")
+    result = CliRunner().invoke(verb.command, [str(bundle), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "note: LongRoPE" in result.stderr
+    assert "beyond 32 positions" in result.stderr
+    model = onnx.load(str(tmp_path / "out" / "model.onnx"), load_external_data=False)
+    assert {prop.key: prop.value for prop in model.metadata_props}["longrope_switch_length"] == "32"
+    long = [5 + index % 90 for index in range(48)]
+    found = OnnxDecoder(tmp_path / "out").generate([long], 16)[0]
+    assert found == runtime_tokens(bundle, long, 16)
+
+
+@pytest.mark.parametrize("model", ["example_model", "qwen_model"])
+def test_tokens_on_a_real_model(model: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    bundle = make_bundle(request.getfixturevalue(model), tmp_path / "bundle")
     prompt = list(range(100, 130))
     decoder = OnnxDecoder(export(bundle, tmp_path / "out"))
     assert decoder.generate([prompt], 48)[0] == runtime_tokens(bundle, prompt, 48)

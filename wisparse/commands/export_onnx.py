@@ -79,6 +79,8 @@ def command(
         check=compare if check else None,
     )
     seconds = time.monotonic() - started
+    for note in export.notes:
+        click.echo(f"note: {note}", err=True)
     if as_json:
         report = {
             "folder": str(export.folder),
@@ -87,6 +89,7 @@ def command(
             "num_bytes": export.num_bytes,
             "num_sparse_projections": export.num_sparse,
             "check": agreement or None,
+            "notes": list(export.notes),
             "seconds": round(seconds, 3),
         }
         click.echo(json.dumps(report, indent=2))
