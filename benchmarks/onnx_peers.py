@@ -1,11 +1,12 @@
-"""Tokens of an ONNX export in onnxruntime-genai and in optimum-onnx, against the tokens of our runtime.
+"""Tokens of ONNX exports in onnxruntime-genai and in optimum-onnx, against the tokens of our runtime.
 
-    python benchmarks/onnx_peers.py EXPORT TOKENS.json
+    python -m venv onnx-peers && onnx-peers/bin/pip install -r benchmarks/onnx_peers.txt
+    onnx-peers/bin/python benchmarks/onnx_peers.py EXPORT TOKENS.json [EXPORT TOKENS.json ...]
 
 Neither is installed beside this project: optimum-onnx wants an older transformers. So this file imports nothing of
-ours. In an environment with onnxruntime-genai and optimum-onnx it compares an exported folder with the prompts and
-answers that ``benchmarks/onnx_export.py --tokens TOKENS.json`` wrote. The last line is JSON; exit code 1 if any
-differs.
+ours. It compares exported folders with the prompts and answers that ``benchmarks/onnx_export.py --tokens TOKENS.json``
+wrote. One line of JSON for each; exit code 1 if any differs. ``tests/test_onnx_peers.py`` runs it, with that
+interpreter in WISPARSE_ONNX_PEERS_PYTHON.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ def optimum_tokens(folder: str, prompts: list[list[int]], count: int) -> list[li
     from optimum.onnxruntime import ORTModelForCausalLM
 
     model = ORTModelForCausalLM.from_pretrained(folder)
-    # optimum-onnx 0.1 takes hidden_size / num_attention_heads for the size of a head, and for some architectures one
-    # key head per query head; what the model says itself is right.
+    # The step that docs/ecosystem.md asks for: optimum-onnx 0.1 takes hidden_size / num_attention_heads for the size
+    # of a head, and for some architectures one key head per query head. What the model says itself is right.
     shape = next(value for value in model.session.get_inputs() if value.name == "past_key_values.0.key").shape
     model.num_key_value_heads, model.embed_size_per_head = shape[1], shape[3]
     longest = max(map(len, prompts))
@@ -66,8 +67,8 @@ def until_end(tokens: list[int], ends: list[int]) -> list[int]:
     return next((tokens[:i] for i, token in enumerate(tokens) if token in ends), tokens)
 
 
-def main() -> None:
-    folder, expected_file = sys.argv[1:]
+def compare(folder: str, expected_file: str) -> dict[str, Any]:
+    """What each peer makes of one export: whether its tokens are the expected ones."""
     expected = json.loads(Path(expected_file).read_text())
     prompts, answers, count = expected["prompts"], expected["answers"], len(expected["answers"][0])
     ends = json.loads((Path(folder) / "genai_config.json").read_text())["model"].get("eos_token_id", [])
@@ -78,8 +79,15 @@ def main() -> None:
     report["onnxruntime_genai"] = found == [until_end(tokens, ends) for tokens in answers]
     for package in ("onnxruntime", "onnxruntime-genai", "optimum-onnx", "transformers"):
         report[f"{package} version"] = importlib.metadata.version(package)
-    print(json.dumps(report))
-    sys.exit(0 if report["optimum_onnx"] and report["onnxruntime_genai"] else 1)
+    return report
+
+
+def main() -> None:
+    if len(sys.argv) < 3 or len(sys.argv) % 2 == 0:
+        sys.exit(__doc__)
+    reports = [compare(folder, tokens) for folder, tokens in zip(sys.argv[1::2], sys.argv[2::2], strict=True)]
+    print(*map(json.dumps, reports), sep="\n")
+    sys.exit(0 if all(report["optimum_onnx"] and report["onnxruntime_genai"] for report in reports) else 1)
 
 
 if __name__ == "__main__":
