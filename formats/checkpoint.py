@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from .architectures import ModelConfig
+from .crc import combine_crc32
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .expected import LM_HEAD, expected_tensors, is_derived
 from .files import FileIdentity, open_regular, require_folder
@@ -191,6 +192,29 @@ class Checkpoint:
             finally:
                 for _, future in pending:
                     future.cancel()
+
+    def read_part(self, name: str, offset: int, memory: Tensor) -> int:
+        """Fill ``memory``, (n,) uint8 on the CPU, with the tensor's bytes from ``offset`` on; for several readers at
+        once. The reader of the last part has to call :meth:`check_parts`.
+
+        Returns:
+            Their crc32.
+
+        Raises:
+            error: truncated, changed, NaN or infinity.
+        """
+        return self._fill(memory.numpy(), self.tensors[name], offset, 0)
+
+    def check_parts(self, name: str, parts: Iterable[tuple[int, int]]) -> None:
+        """Require that parts which cover the tensor, (crc32, bytes) in their order, have the tensor's checksum.
+
+        Raises:
+            error: not the bytes its checksum stands for.
+        """
+        checksum = 0
+        for part, count in parts:
+            checksum = combine_crc32(checksum, part, count)
+        self._require(name, checksum)
 
     def _fill(self, buffer: np.ndarray[Any, np.dtype[np.uint8]], info: TensorInfo, offset: int, checksum: int) -> int:
         """Fill ``buffer`` with the tensor's bytes from ``offset`` on; the crc32 continued over them."""

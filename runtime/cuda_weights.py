@@ -1,25 +1,32 @@
 """A model's weights on the GPU, channel-major: a kept channel is one contiguous row.
 
 Each tensor is read, moved to the GPU, transposed there into its place and let go, so the GPU holds the weights and one
-tensor more, and the host one tensor. ``lm_head`` and the embeddings are read densely and stay as they are.
+tensor more, and the host a few parts of one (``cuda_staging``). ``lm_head`` and the embeddings are read densely and
+stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig, Projection
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.kernels.triton_gemv import Group
+
+from .cuda_staging import staged_reads
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
 __all__ = ["BlockWeights", "CudaWeights", "load_weights"]
+
+_EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True)
@@ -61,17 +68,46 @@ class CudaWeights:
 
 
 def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype) -> CudaWeights:
-    """Read a bundle's weights onto ``device`` as ``dtype``."""
-    config = bundle.config
+    """Read a bundle's weights onto ``device`` as ``dtype``; copies may still be under way on the current stream."""
+    with _reads(bundle.checkpoint, _names(bundle.config), device) as stored:
 
-    def read(name: str) -> Tensor:
-        return bundle.checkpoint.tensor(name, device).to(device=device, dtype=dtype)
+        def read(name: str) -> Tensor:
+            return stored(name).to(dtype)
 
-    # The largest first, while there is room for a temporary.
-    embedding = read("model.embed_tokens.weight")
-    head = embedding if config.tie_word_embeddings else read("lm_head.weight")
-    blocks = [_load_block(config, index, read, bundle.masks, device, dtype) for index in range(config.num_blocks)]
-    return CudaWeights(embedding, blocks, read("model.norm.weight"), head)
+        config = bundle.config
+        embedding = read(_EMBEDDING)
+        head = embedding if config.tie_word_embeddings else read(_HEAD)
+        blocks = [_load_block(config, index, read, bundle.masks, device, dtype) for index in range(config.num_blocks)]
+        return CudaWeights(embedding, blocks, read(_NORM), head)
+
+
+def _reads(
+    checkpoint: Any, names: Iterable[str], device: torch.device
+) -> AbstractContextManager[Callable[[str], Tensor]]:
+    """``read(name)`` for the tensors of a checkpoint, or of whatever else makes them up."""
+    if isinstance(checkpoint, Checkpoint):
+        return staged_reads(checkpoint, names, device)
+    return nullcontext(lambda name: checkpoint.tensor(name, device).to(device))
+
+
+def _names(config: ModelConfig) -> Iterator[str]:
+    """The tensors in the order in which they are read: the largest first, while there is room for a temporary."""
+    yield _EMBEDDING
+    if not config.tie_word_embeddings:
+        yield _HEAD
+    for index in range(config.num_blocks):
+        yield from (f"model.layers.{index}.{norm}.weight" for norm in _norms(config))
+        for projection in config.projections(index):
+            yield f"{projection.name}.weight"
+            if projection.bias:
+                yield f"{projection.name}.bias"
+    yield _NORM
+
+
+def _norms(config: ModelConfig) -> tuple[str, ...]:
+    """A block's norms: before the attention, before the MLP, and of queries and keys if it has them."""
+    own = ("self_attn.q_norm", "self_attn.k_norm") if config.architecture.qk_norm else ()
+    return ("input_layernorm", "post_attention_layernorm", *own)
 
 
 def _load_block(
@@ -84,23 +120,20 @@ def _load_block(
 ) -> BlockWeights:
     arch = config.architecture
     by_role = {projection.role: projection for projection in config.projections(index)}
-    prefix = f"model.layers.{index}."
 
     def group(roles: tuple[str, ...], copies: int = 1) -> Group:
         return _load_group([by_role[role] for role in roles], copies, read, masks, device, dtype)
 
-    qk_norm = None
-    if arch.qk_norm:
-        qk_norm = read(f"{prefix}self_attn.q_norm.weight"), read(f"{prefix}self_attn.k_norm.weight")
+    attention_norm, mlp_norm, *qk_norm = (read(f"model.layers.{index}.{norm}.weight") for norm in _norms(config))
     return BlockWeights(
-        attention_norm=read(f"{prefix}input_layernorm.weight"),
-        mlp_norm=read(f"{prefix}post_attention_layernorm.weight"),
+        attention_norm=attention_norm,
+        mlp_norm=mlp_norm,
         qkv=group(arch.qkv),
         o=group(("o_proj",)),
         # A fused gate_up_proj is two projections that share one mask.
         gate_up=group(arch.gate_up, copies=2 if len(arch.gate_up) == 1 else 1),
         down=group(("down_proj",)),
-        qk_norm=qk_norm,
+        qk_norm=(qk_norm[0], qk_norm[1]) if qk_norm else None,
         window=config.sliding_windows[index],
     )
 

@@ -1,0 +1,107 @@
+"""Reading a bundle's tensors part by part onto a device: the same tensors, and the same refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tiny_model
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import BundleError
+from wisparse.runtime.cuda_staging import staged_reads
+
+CPU = torch.device("cpu")
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": tiny_config(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "qwen2": tiny_config("qwen2"),
+    "qwen3": tiny_config("qwen3"),
+    "phi3": tiny_config("phi3", tie_word_embeddings=False),
+}
+
+
+def make(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Bundle:
+    return Bundle.open(
+        write_tiny_bundle(folder / "bundle", write_tiny_model(folder / name, CONFIGS[name], dtype=dtype))
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("threads", "part_bytes"), [(1, 1 << 20), (3, 100), (8, 4)])
+def test_the_tensors_are_those_of_the_files(dtype: torch.dtype, threads: int, part_bytes: int, tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, "llama", dtype).checkpoint
+    names = list(checkpoint.tensors)[::-1]
+    with staged_reads(checkpoint, names, CPU, threads=threads, part_bytes=part_bytes) as read:
+        for name in names:
+            found, expected = read(name), checkpoint.tensor(name)
+            assert found.dtype == expected.dtype
+            assert torch.equal(found, expected)
+
+
+def test_tensors_are_read_in_the_order_announced(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, "qwen2").checkpoint
+    first, second, *_ = checkpoint.tensors
+    with staged_reads(checkpoint, [first, second], CPU) as read, pytest.raises(ValueError, match="to be read next"):
+        read(second)
+
+
+@pytest.mark.parametrize("value", [3.5, float("nan")])
+def test_damage_in_a_later_part_is_found(value: float, tmp_path: Path) -> None:
+    bundle = make(tmp_path, "qwen2")
+    name = "model.layers.1.mlp.down_proj.weight"
+    info = bundle.checkpoint.tensors[name]
+    values = bundle.checkpoint.tensor(name).numpy().copy()
+    values[-1, -1] = value
+    change_tensor(bundle.folder / info.file, name, values)
+    # Opened again: the file's time has changed; its sha256 is not looked at when weights are read.
+    checkpoint = Bundle.open(bundle.folder).checkpoint
+    with (
+        staged_reads(checkpoint, [name], CPU, part_bytes=64) as read,
+        pytest.raises(BundleError, match="NaN" if value != value else "crc32"),
+    ):
+        read(name)
+
+
+def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
+    checkpoint = make(tmp_path, "qwen2").checkpoint
+    path = checkpoint.files()[0]
+    path.write_bytes(path.read_bytes()[:-40])
+    names = list(checkpoint.tensors)
+
+    def read_all() -> None:
+        with staged_reads(checkpoint, names, CPU, part_bytes=256) as read:
+            for name in names:
+                read(name)
+
+    with pytest.raises(BundleError, match=r"changed on disk|truncated"):
+        read_all()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from wisparse.runtime.cuda_weights import load_weights
+
+    bundle = make(tmp_path, name)
+    config, tensor = bundle.config, bundle.checkpoint.tensor
+    weights = load_weights(bundle, CPU, torch.float32)
+    assert torch.equal(weights.embedding, tensor("model.embed_tokens.weight"))
+    assert torch.equal(weights.norm, tensor("model.norm.weight"))
+    assert (weights.head is weights.embedding) == config.tie_word_embeddings
+    for index, block in enumerate(weights.blocks):
+        assert torch.equal(block.attention_norm, tensor(f"model.layers.{index}.input_layernorm.weight"))
+        assert torch.equal(block.mlp_norm, tensor(f"model.layers.{index}.post_attention_layernorm.weight"))
+        projections = list(config.projections(index))
+        for group in block.groups:
+            own = []
+            while sum(projection.out_features for projection in own) < group.out_features:
+                own.append(projections.pop(0))
+            stored = torch.cat([tensor(f"{projection.name}.weight") for projection in own])
+            assert torch.equal(group.weight_t[:, : group.out_features], stored.T)
+            if any(projection.bias for projection in own):
+                assert group.bias is not None
+                assert torch.equal(group.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))
+        assert not projections
+        assert (block.qk_norm is not None) == config.architecture.qk_norm
