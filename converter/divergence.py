@@ -46,10 +46,11 @@ def kl_rows(dense_log_probs: Tensor, logits: Tensor) -> Tensor:
 class DenseReference:
     """The dense model's distributions over the counted tokens of a flow, and the KL of anything else to them."""
 
-    def __init__(self, flow: BlockFlow, *, limit_bytes: int = 1 << 30) -> None:
+    def __init__(self, flow: BlockFlow, *, num_tokens: int | None = None, limit_bytes: int = 1 << 30) -> None:
         self.flow = flow
         vocabulary = flow.head.weight.shape[0]
-        self.exact = flow.num_counted * vocabulary * 2 > limit_bytes
+        # By the tokens of all processes: a KL must not depend on how many there are.
+        self.exact = (flow.num_counted if num_tokens is None else num_tokens) * vocabulary * 2 > limit_bytes
         self._kept: list[Tensor] = []
 
     def add(self, batch: int, final: Tensor) -> None:

@@ -64,7 +64,7 @@ def mutate(
 
 
 def evolve(
-    loss: Callable[[Candidate, int | None], float],
+    losses: Callable[[Sequence[Candidate], int | None], list[float]],
     sizes: Sequence[int],
     target: float,
     generator: torch.Generator,
@@ -76,10 +76,10 @@ def evolve(
     start: Evolution | None = None,
     on_generation: Callable[[Evolution], None] | None = None,
 ) -> Evolution:
-    """Search block sparsities of least ``loss`` whose weighted mean is ``target``.
+    """Search block sparsities of least loss whose weighted mean is ``target``.
 
     Args:
-        loss: of a candidate, over so many micro-batches of tokens (None: all of them).
+        losses: of candidates, over so many micro-batches of tokens (None: all of them).
         sizes: parameters per block.
         stages: (survivors, micro-batches) in turn: every stage scores what the last one left, over its micro-batches,
             and keeps the best. The last stage is over all tokens, so that its best can be compared with the parent.
@@ -89,7 +89,7 @@ def evolve(
     check_target(target)
     if start is None:
         parent: Candidate = (target,) * len(sizes)
-        first = loss(parent, None)
+        [first] = losses([parent], None)
         start = Evolution(parent, first, 0, (first,), 1)
     state = start
     while state.generation < num_generations:
@@ -97,7 +97,8 @@ def evolve(
         pool = list(dict.fromkeys(mutate(state.parent, sizes, generator, step=step) for _ in range(num_offspring)))
         evaluations, scored = state.num_evaluations, []
         for survivors, batches in stages:
-            scored = sorted(((loss(c, batches), i, c) for i, c in enumerate(pool)), key=lambda item: item[:2])
+            found = losses(pool, batches)
+            scored = sorted(zip(found, range(len(pool)), pool, strict=True), key=lambda item: item[:2])
             evaluations += len(pool)
             pool = [candidate for _, _, candidate in scored[:survivors]]
         best_loss, _, best = scored[0]

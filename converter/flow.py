@@ -71,8 +71,8 @@ class BlockFlow:
         if self.norm is None:
             raise UnsupportedModelError(f"{type(decoder).__name__}: expected a final norm called 'norm', found none")
         self.head = model.get_output_embeddings()
-        self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size)]
-        self.counted = [part.to(self.device) for part in keep.split(batch_size)]
+        self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]
+        self.counted = [part.to(self.device) for part in keep.split(batch_size) if len(part)]
         self.num_counted = int(keep.sum())
         self._kwargs: list[list[dict[str, Any]]] = []
         self._start = self._record()

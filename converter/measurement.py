@@ -130,9 +130,7 @@ def _few(tokens: CalibrationTokens) -> CalibrationTokens:
     """The beginnings of some sequences: enough for a figure that nothing is decided by."""
     num_samples = min(4, tokens.num_samples)
     seq_len = min(tokens.seq_len, _SENSITIVITY_TOKENS // num_samples)
-    return replace(
-        tokens, input_ids=tokens.input_ids[:num_samples, :seq_len], keep=tokens.keep[:num_samples, :seq_len]
-    )
+    return replace(tokens, input_ids=tokens.input_ids[:num_samples, :seq_len], keep=tokens.keep[:num_samples, :seq_len])
 
 
 def _fresh_text(

@@ -13,11 +13,11 @@ import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,6 +25,7 @@ import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import ResourceError
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import write_bundle
@@ -33,14 +34,15 @@ from .calibration import CalibrationTokens, load_calibration
 from .figures import FIGURES
 from .measurement import Measurement, measure
 from .preflight import FINISH, Plan, finish_mark, preflight
+from .processes import ALONE, LeadersStore, Processes, joined
 from .progress import Progress
 from .report import render_report
 from .search import SearchResult, SearchSettings, search
 from .settings import ConvertSettings, default_output
-from .source import SourceModel, load_source
+from .source import SourceModel, choose_device, load_source
 from .state import NO_STATE, SharedStore, StateStore, Store
 
-__all__ = ["Conversion", "convert", "execute", "run"]
+__all__ = ["Conversion", "convert", "execute", "run", "run_all"]
 
 _log = logging.getLogger("wisparse")
 
@@ -133,26 +135,43 @@ def convert(
         resume=resume,
         overwrite=overwrite,
     )
-    return run(settings, Progress(progress)).folder
+    run(settings, Progress(progress))
+    return settings.output_dir
 
 
-def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion:
-    """Preflight and conversion; arguments and errors as `convert`."""
-    progress = progress or Progress(enabled=False)
-    [conversion] = execute([preflight(settings, progress)], progress)
-    return conversion
+def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion | None:
+    """Preflight and conversion; arguments and errors as `convert`. Of several processes the first one returns it."""
+    conversions = run_all([settings], progress or Progress(enabled=False))
+    return conversions[0] if conversions else None
 
 
-def execute(plans: Sequence[Plan], progress: Progress) -> list[Conversion]:
+def run_all(all_settings: Sequence[ConvertSettings], progress: Progress) -> list[Conversion]:
+    """Preflight and conversion of settings that differ in their sparsity alone, by all processes that torchrun started.
+
+    Returns:
+        One conversion each; none in processes other than the first.
+    """
+    with joined(all_settings[0].device) as (processes, device):
+        plans = [preflight(settings, progress) for settings in all_settings] if processes.leads else []
+        plans = processes.broadcast(plans)
+        if not processes.leads:
+            progress = Progress(enabled=False)
+            plans = [replace(plan, device=choose_device(device)) for plan in plans]
+        return execute(plans, progress, processes)
+
+
+def execute(plans: Sequence[Plan], progress: Progress, processes: Processes = ALONE) -> list[Conversion]:
     """Carry plans out that differ in their sparsity alone: the model is loaded once, and statistics are shared.
 
     Each bundle has the bytes it would have by itself. State is removed when all are done, so that an interrupted run
-    knows the bundles it has written.
+    knows the bundles it has written. Processes other than the first one help, and return nothing.
     """
     common = _Common() if len(plans) > 1 else None
-    conversions = [_execute(plan, progress, common) for plan in plans]
-    for plan in plans:
-        _remove_state(plan.settings)
+    found = [_execute(plan, progress, common, processes) for plan in plans]
+    conversions = [conversion for conversion in found if conversion is not None]
+    if processes.leads:
+        for plan in plans:
+            _remove_state(plan.settings)
     return [_upload(conversion, progress) for conversion in conversions]
 
 
@@ -164,25 +183,44 @@ class _Common:
     results: dict[str, bytes] = field(default_factory=dict)
 
 
-def _execute(plan: Plan, progress: Progress, common: _Common | None) -> Conversion:
+def _execute(plan: Plan, progress: Progress, common: _Common | None, processes: Processes) -> Conversion | None:
+    try:
+        return _convert(plan, progress, common, processes)
+    except torch.cuda.OutOfMemoryError as error:
+        raise ResourceError(
+            f"{plan.source.name}: {plan.device} has too little memory for the conversion; "
+            "lower --seq-len or --num-samples, or choose another --device"
+        ) from error
+
+
+def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: Processes) -> Conversion | None:
     settings = plan.settings
+    if plan.finished and not processes.leads:
+        return None
     if plan.finished:
         # The run that wrote it was killed before it could clean up.
         _log.warning("the bundle in %s was complete already", settings.output_dir)
         recipe = Bundle.open(settings.output_dir).recipe
         return Conversion(settings.output_dir, recipe, None, plan, dict(progress.seconds), None)
     with progress.stage("Fetching weights"):
-        fetched = fetch_source(settings.model, plan.source.commit)
+        fetched = fetch_source(settings.model, plan.source.commit) if processes.leads else plan.source
+        fetched = processes.broadcast(fetched)
         checkpoint = Checkpoint.open(fetched.folder)
-    with _state(plan, checkpoint, common) as store:
+    with _state(plan, checkpoint, common) if processes.leads else nullcontext(NO_STATE) as own:
+        store = own if processes.size == 1 else LeadersStore(own, processes)
         source = common.source if common else None
         if source is None:
             with progress.stage("Loading the model"):
                 source = load_source(fetched.folder, plan.dtype, plan.device)
         if common:
             common.source = source
-        tokens = plan.tokens or _self_calibration(source, settings, store, progress)
-        result = search(source, tokens, _search_settings(settings), progress, store)
+        tokens = plan.tokens
+        if tokens is None:
+            tokens = _self_calibration(source, settings, own, progress) if processes.leads else None
+            tokens = cast(CalibrationTokens, processes.broadcast(tokens))
+        result = search(source, tokens, _search_settings(settings), progress, store, processes)
+        if not processes.leads:
+            return None
         measurement = measure(
             source,
             tokens,

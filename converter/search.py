@@ -10,13 +10,13 @@ Every search ends alike: exact thresholds over all tokens, block after block, ea
 they will be at run time, so that what is realised is the target.
 
 A search is a chain of units (a block's alphas, a generation, a block's row of a table); each is kept in the store under
-its name, so a killed run goes on where it stood and ends with the same bytes.
+its name, so a killed run goes on where it stood and ends with the same bytes. Several processes share the units.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -34,12 +34,14 @@ from .budget import check_target, mean_sparsity
 from .calibration import CalibrationTokens
 from .greedy import allocate_greedily
 from .masking import MaskedModel
+from .processes import ALONE, Processes
 from .progress import Progress
 from .sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from .settings import METHODS, SEARCHES
 from .source import SourceModel
 from .state import NO_STATE, Store
 from .statistics import channel_scale, final_thresholds, weight_norm
+from .units import Units
 from .workbench import BlockView, Workbench
 
 __all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "search"]
@@ -131,8 +133,11 @@ def search(
     settings: SearchSettings | None = None,
     progress: Progress | None = None,
     store: Store = NO_STATE,
+    processes: Processes = ALONE,
 ) -> SearchResult:
     """Find sparsities, scales and thresholds; nothing about the model is changed.
+
+    Several processes call it alike, and all get the result.
 
     Raises:
         UsageError: settings out of range.
@@ -140,7 +145,7 @@ def search(
     """
     settings = settings or SearchSettings()
     with torch.no_grad():
-        run = Run(source, tokens, settings, progress or Progress(enabled=False), store)
+        run = Run(source, tokens, settings, progress or Progress(enabled=False), store, processes)
         try:
             return run.result(_PLANS[settings.search](run))
         finally:
@@ -151,14 +156,23 @@ class Run:
     """One search under way: the workbench, and the stages as methods; `search` chains them."""
 
     def __init__(
-        self, source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, progress: Progress, store: Store
+        self,
+        source: SourceModel,
+        tokens: CalibrationTokens,
+        settings: SearchSettings,
+        progress: Progress,
+        store: Store,
+        processes: Processes = ALONE,
     ) -> None:
         self.source, self.tokens, self.settings = source, tokens, settings
-        self.progress, self.store = progress, store
+        self.progress, self.store, self.processes = progress, store, processes
         kl_tokens = settings.kl_tokens or (16384 if settings.search == "fisher" else 4096)
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
         batch_size = _batch_size(settings, source.config.vocab_size, tokens.seq_len)
         self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
+        # Where all tokens are gone through once, each process goes through its own; else it has units of its own.
+        self.part = self.bench.part(source, tokens, processes)
+        self.units = Units(store, self.bench, settings.search, processes)
         self.norms = {name: weight_norm(module.weight) for name, module in source.projections.items()}
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
@@ -185,22 +199,8 @@ class Run:
         return {name: low_rank_sparsity(weights[name], target, self.ranks.get(name, 0)) for name in self.bench.names}
 
     def unit(self, key: str, compute: Callable[[], Any]) -> Any:
-        """A unit of work: from the store, else computed and kept, with the evaluations it took.
-
-        Its outcome is numbers and tensors in dicts and lists.
-        """
-        key = f"{self.settings.search}/{key}"
-        saved = self.store.load(key)
-        if saved is not None:
-            value, evaluations = torch.load(io.BytesIO(saved), weights_only=True)
-            self.bench.num_kl_evaluations += evaluations
-            return value
-        before = self.bench.num_kl_evaluations
-        value = compute()
-        buffer = io.BytesIO()
-        torch.save([value, self.bench.num_kl_evaluations - before], buffer)
-        self.store.save(key, buffer.getvalue())
-        return value
+        """A unit of work that every process does alike; see `Units`."""
+        return self.units.one(key, compute)
 
     def draw(self, index: int) -> torch.Generator:
         """A generator of its own for every unit, so that a unit does not depend on those before it."""
@@ -208,29 +208,35 @@ class Run:
 
     def note(self, stage: str, allocation: Allocation) -> None:
         """The joint KL after a stage: reported, and in the recipe."""
-        self.losses[stage] = self.unit(f"kl-{stage}".replace(" ", "-"), lambda: self.bench.kl(allocation))
+
+        def measure() -> float:
+            kl = self.part.kl(allocation)
+            if self.part is not self.bench:
+                self.bench.num_kl_evaluations += 1
+            return kl
+
+        self.losses[stage] = self.unit(f"kl-{stage}".replace(" ", "-"), measure)
 
     # ------------------------------------------------------------------ stages
 
     def tables(self, title: str = "Quantiles") -> None:
         """Quantile tables for the scales of now."""
         with self.progress.stage(title, len(self.bench.groups)) as stage:
-            for view in self.bench.blocks():
+            for view in self.part.blocks():
                 view.build_tables()
                 stage.advance()
 
     def choose_alphas(self, allocation: Allocation, key: str) -> None:
         """Alphas per projection at given sparsities, and the tables that follow."""
         with self.progress.stage("Alpha", len(self.bench.groups)) as stage:
-            for view in self.bench.blocks():
-                found = self.unit(f"{key}/{view.index}", partial(self._block_alphas, view, allocation))
-                for name, alpha in found.items():
+            for _, found in self.units.blocks(key, partial(self._block_alphas, allocation=allocation)):
+                for name, (alpha, table) in found.items():
                     self.alphas[name] = alpha
                     self.bench.set_scale(name, self.scale(name, alpha))
-                view.build_tables()
+                    self.bench.set_table(name, table)
                 stage.advance()
 
-    def _block_alphas(self, view: BlockView, allocation: Allocation) -> dict[str, float]:
+    def _block_alphas(self, view: BlockView, allocation: Allocation) -> dict[str, tuple[float, list[float]]]:
         thresholds: dict[tuple[str, float], float] = {}
 
         def error(alphas: Mapping[str, float]) -> float:
@@ -241,7 +247,11 @@ class Run:
                     thresholds[name, alpha] = view.threshold(name, scale, allocation[name])
             return view.error({name: thresholds[name, alpha] for name, alpha in alphas.items()})
 
-        return search_alpha(error, view.names)[0]
+        alphas = search_alpha(error, view.names)[0]
+        for name, alpha in alphas.items():
+            self.bench.set_scale(name, self.scale(name, alpha))
+        view.build_tables()
+        return {name: (alpha, self.bench.table(name)) for name, alpha in alphas.items()}
 
     def prepare(self) -> None:
         """Scales and tables at the start, as the method has it."""
@@ -282,9 +292,16 @@ class Run:
             generator.set_state(state.pop("generator"))
             start = evolution.Evolution(tuple(state.pop("parent")), history=tuple(state.pop("history")), **state)
 
-        def loss(candidate: evolution.Candidate, num_batches: int | None) -> float:
-            spread = {n: p for group, p in zip(bench.groups, candidate, strict=True) for n in group}
-            return bench.kl(spread, num_batches=num_batches)
+        def losses(candidates: Sequence[evolution.Candidate], num_batches: int | None) -> list[float]:
+            def one(candidate: evolution.Candidate) -> tuple[float, float]:
+                spread = {n: p for group, p in zip(bench.groups, candidate, strict=True) for n in group}
+                spent = bench.num_kl_evaluations
+                return bench.kl(spread, num_batches=num_batches), bench.num_kl_evaluations - spent
+
+            done = bench.num_kl_evaluations
+            found = self.processes.spread(candidates, one)
+            bench.num_kl_evaluations = done + sum(spent for _, spent in found)
+            return [kl for kl, _ in found]
 
         with self.progress.stage("Block search", generations) as stage:
             if start is not None:
@@ -299,7 +316,7 @@ class Run:
                 stage.note(f"KL {state.loss:.4f}")
 
             found = evolution.evolve(
-                loss,
+                losses,
                 bench.block_sizes,
                 settings.sparsity,
                 generator,
@@ -316,26 +333,25 @@ class Run:
         """The paper's fine search: each block's sparsity over its projections, by block error."""
         result: Allocation = {}
         with self.progress.stage("Greedy within blocks", len(self.bench.groups)) as stage:
-            for view in self.bench.blocks():
-                target = block_sparsities[view.index]
-                result |= self.unit(f"greedy/{view.index}", partial(self._block_spread, view, target))
+            spread = partial(self._block_spread, block_sparsities=block_sparsities)
+            for _, found in self.units.blocks("greedy", spread):
+                result |= found
                 stage.advance()
         return result
 
-    def _block_spread(self, view: BlockView, target: float) -> Allocation:
+    def _block_spread(self, view: BlockView, block_sparsities: Sequence[float]) -> Allocation:
         sizes = {name: self.bench.sizes[name] for name in view.names}
-        return allocate_greedily(
-            lambda p: view.error(self.bench.thresholds(p)), sizes, target, step=self.settings.greedy_step
-        )
+        target, step = block_sparsities[view.index], self.settings.greedy_step
+        return allocate_greedily(lambda p: view.error(self.bench.thresholds(p)), sizes, target, step=step)
 
     def probe(self) -> dict[str, additive.Curve]:
         """KL of each projection alone, at every level: blocks before it are not run again, the others are dense."""
         curves: dict[str, additive.Curve] = {}
         with self.progress.stage("Probing projections", len(self.bench.names)) as stage:
-            for view in self.bench.blocks():
-                for name, row in self.unit(f"table/{view.index}", partial(self._block_table, view)).items():
+            for names, found in self.units.blocks("table", self._block_table):
+                for name, row in found.items():
                     curves[name] = additive.interpolate(self.settings.levels, row)
-                stage.advance(len(view.names))
+                stage.advance(len(names))
         return curves
 
     def _block_table(self, view: BlockView) -> dict[str, list[float]]:
@@ -349,8 +365,8 @@ class Run:
         bench = self.bench
         sums: dict[str, Tensor] = {}
         with self.progress.stage("Sensitivities", bench.flow.num_batches) as stage:
-            for batch in range(bench.flow.num_batches):
-                found = self.unit(f"fisher/{batch}", partial(self._batch_fisher, batch))
+            keys = [f"fisher/{batch}" for batch in range(bench.flow.num_batches)]
+            for _, found in self.units.many(keys, self._batch_fisher):
                 for name, values in found.items():
                     sums[name] = values + sums.get(name, 0.0)
                 stage.advance()
@@ -370,8 +386,8 @@ class Run:
         thresholds = {name: [bench.thresholds({name: level})[name] for level in levels] for name in bench.names}
         rows = {name: [0.0] * len(levels) for name in bench.names}
         with self.progress.stage("Predicted damage", bench.flow.num_batches) as stage:
-            for batch in range(bench.flow.num_batches):
-                found = self.unit(f"damage/{batch}", partial(self._batch_damage, batch, thresholds))
+            keys = [f"damage/{batch}" for batch in range(bench.flow.num_batches)]
+            for _, found in self.units.many(keys, partial(self._batch_damage, thresholds=thresholds)):
                 for name, row in found.items():
                     rows[name] = [a + b / bench.flow.num_counted for a, b in zip(rows[name], row, strict=True)]
                 stage.advance()
@@ -389,7 +405,7 @@ class Run:
     def result(self, allocation: Allocation) -> SearchResult:
         bench, settings = self.bench, self.settings
         self.note("final", allocation)
-        everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size)
+        everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size, processes=self.processes)
         with everything, self.progress.stage("Thresholds", len(bench.groups)) as stage:
             for name in self.gated:
                 everything.masked.score_by_gate(name)

@@ -11,6 +11,7 @@ Source: the paper's section 4.1 (weight norm, threshold as a quantile).
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,11 +21,20 @@ from torch import Tensor
 
 from .flow import BlockFlow, Hidden
 from .masking import MaskedModel
+from .processes import ALONE, Processes
 
 if TYPE_CHECKING:
     from .workbench import Workbench
 
-__all__ = ["Scores", "block_inputs", "channel_scale", "final_thresholds", "score_quantiles", "weight_norm"]
+__all__ = [
+    "Scores",
+    "block_inputs",
+    "channel_scale",
+    "final_thresholds",
+    "first_inputs",
+    "score_quantiles",
+    "weight_norm",
+]
 
 _SMALLEST = 1e-4
 
@@ -61,11 +71,17 @@ class Scores(Sequence[Tensor]):
     Args:
         inputs: (T, K) in the model's dtype.
         scale: (K,) float32.
+        processes: where each has some of the tokens.
+
+    Attributes:
+        total: how many scores there are, of all processes.
     """
 
-    def __init__(self, inputs: Tensor, scale: Tensor) -> None:
+    def __init__(self, inputs: Tensor, scale: Tensor, processes: Processes = ALONE) -> None:
         self._pieces = inputs.split(max(1, _PIECE // inputs.shape[1]))
         self._scale = scale.to(inputs.device)
+        self.processes = processes
+        self.total = int(processes.add(torch.tensor(inputs.numel(), device=inputs.device)))
 
     def __len__(self) -> int:
         return len(self._pieces)
@@ -73,31 +89,30 @@ class Scores(Sequence[Tensor]):
     def __getitem__(self, index: Any) -> Any:
         return self._pieces[index].float().abs().mul_(self._scale)
 
-    @property
-    def total(self) -> int:
-        """How many scores there are."""
-        return sum(piece.numel() for piece in self._pieces)
-
     def dropped(self, threshold: float) -> int:
-        """How many are below ``threshold``."""
-        return int(sum((piece < threshold).sum() for piece in self))
+        """How many are below ``threshold``, of all processes."""
+        return int(self.processes.add(torch.stack([(piece < threshold).sum() for piece in self]).sum()))
 
 
 def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> list[float]:
     """Thresholds that drop given fractions of the scores.
 
     Args:
-        scores: tensors of any shape, float32, >= 0, on one device.
+        scores: tensors of any shape, float32, >= 0, on one device. `Scores` that several processes have a share of are
+            taken together.
         sparsities: fractions to drop, each in [0, 1).
 
     Returns:
         One threshold per sparsity: with ``score >= threshold`` kept, the fraction dropped is as close to the sparsity
         as the values allow: within half a value, and beyond that only where values tie. 0 for a sparsity of 0.
     """
-    total = scores.total if isinstance(scores, Scores) else sum(part.numel() for part in scores)
+    shared = isinstance(scores, Scores)
+    total = scores.total if shared else sum(part.numel() for part in scores)
+    processes = scores.processes if shared else ALONE
     ranks = [min(round(s * total), total - 1) for s in sparsities]
     # One threshold is two passes of counting; a table of many is cheaper by sorting, while that fits into memory.
-    found = _sorted_ranks(scores, ranks) if total <= _SORT_LIMIT and len(ranks) > 4 else _counted_ranks(scores, ranks)
+    by_sorting = total <= _SORT_LIMIT and len(ranks) > 4
+    found = (_sorted_ranks if by_sorting else _counted_ranks)(scores, ranks, processes)
     result = []
     for sparsity, (bits, below, through) in zip(sparsities, found, strict=True):
         if sparsity <= 0.0:
@@ -110,9 +125,12 @@ def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> li
     return result
 
 
-def _sorted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+def _sorted_ranks(scores: Sequence[Tensor], ranks: Sequence[int], processes: Processes) -> list[tuple[int, int, int]]:
     """As `_counted_ranks`, by sorting everything."""
-    values = torch.cat([part.reshape(-1) for part in scores]).sort().values
+    values = torch.cat([part.reshape(-1) for part in scores])
+    if processes.size > 1:
+        values = torch.cat(processes.gather(values.cpu())).to(values.device)
+    values = values.sort().values
     chosen = values[torch.tensor(ranks, device=values.device)]
     below = torch.searchsorted(values, chosen)
     through = torch.searchsorted(values, chosen, right=True)
@@ -120,7 +138,7 @@ def _sorted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[
     return list(zip(bits.tolist(), below.tolist(), through.tolist(), strict=True))
 
 
-def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[int, int, int]]:
+def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int], processes: Processes) -> list[tuple[int, int, int]]:
     """The values at ``ranks`` of the sorted scores: (float32 bits, how many are smaller, how many are not larger).
 
     The bits of a non-negative float32 order like the float: count the upper 16, then the lower 16 within each of the
@@ -130,6 +148,7 @@ def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple
     upper = torch.zeros(_BINS, dtype=torch.int64, device=device)
     for part in scores:
         upper += torch.bincount(_bits(part) >> 16, minlength=_BINS)
+    processes.add(upper)
     through_bin = upper.cumsum(0)
     wanted = torch.tensor(ranks, device=device)
     bins = torch.searchsorted(through_bin, wanted, right=True)
@@ -144,6 +163,7 @@ def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple
             places = place[bits >> 16]
             inside = places >= 0
             counts += torch.bincount(places[inside] * _BINS + (bits[inside] & 0xFFFF), minlength=len(counts))
+        processes.add(counts)
         # One running sum over all bins of the pass; what lies before a bin comes off again.
         sums = counts.cumsum(0)
         mine = (place[bins] >= 0).nonzero().squeeze(1)
@@ -171,19 +191,18 @@ def block_inputs(
         Projections that read the same tensor (q, k, v) share one copy.
     """
     caught: dict[str, list[Tensor]] = {name: [] for name in names}
-    copies: dict[tuple[int, int], Tensor] = {}
-    sources: list[Tensor] = []  # keeps the keys' ids from being reused
     out: Hidden = []
     for batch, h in enumerate(hidden):
         counted = flow.counted[batch]
+        copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, which keeps its id from being reused
 
-        def catch(name: str, x: Tensor, batch: int = batch, counted: Tensor = counted) -> None:
+        def catch(
+            name: str, x: Tensor, counted: Tensor = counted, copies: dict[int, tuple[Tensor, Tensor]] = copies
+        ) -> None:
             if name in caught:
-                key = (batch, id(x))
-                if key not in copies:
-                    copies[key] = x[counted]
-                    sources.append(x)
-                caught[name].append(copies[key])
+                if id(x) not in copies:
+                    copies[id(x)] = x[counted], x
+                caught[name].append(copies[id(x)][0])
 
         masked.dense_tokens = ~counted
         with masked.observing(catch):
@@ -193,10 +212,53 @@ def block_inputs(
     result = {}
     for name in names:
         key = tuple(id(part) for part in caught[name])
-        if key not in joined:
+        if key and key not in joined:
             joined[key] = torch.cat(caught[name])
-        result[name] = joined[key]
+        result[name] = joined[key] if key else _no_tokens(masked, name)
     return result, out
+
+
+class _Enough(Exception):
+    """Stops a block whose remaining part is of no interest."""
+
+
+@torch.no_grad()
+def first_inputs(
+    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
+) -> tuple[list[str], Tensor]:
+    """What enters the first of ``names`` in block ``index``, which is run no further than that.
+
+    Returns:
+        Those of ``names`` that read the very same tensor, in their order, and the inputs of the counted tokens (T, K).
+    """
+    parts: list[Tensor] = []
+    sharing = [names[0]]
+    for batch, h in enumerate(hidden):
+        counted = flow.counted[batch]
+        first: list[Tensor] = []
+
+        def catch(name: str, x: Tensor, first: list[Tensor] = first) -> None:
+            if name == names[0]:
+                first.append(x)
+            elif first and x is first[0] and name in names:
+                if name not in sharing:
+                    sharing.append(name)
+            elif first:
+                raise _Enough
+            if first and name == names[-1]:
+                raise _Enough
+
+        masked.dense_tokens = ~counted
+        with masked.observing(catch), contextlib.suppress(_Enough):
+            flow.block(index, batch, h)
+        parts.append(first[0][counted])
+    masked.dense_tokens = None
+    return sharing, torch.cat(parts) if parts else _no_tokens(masked, names[0])
+
+
+def _no_tokens(masked: MaskedModel, name: str) -> Tensor:
+    weight = masked.projections[name].weight
+    return weight.new_empty(0, weight.shape[1])
 
 
 @torch.no_grad()
@@ -223,11 +285,11 @@ def final_thresholds(
     for index, names in enumerate(bench.groups):
         pending = list(names)
         while pending:
-            inputs, _ = block_inputs(bench.flow, masked, index, hidden, pending)
             # Those that read the same tensor as the first pending one see inputs that no other pending one can change.
-            ready = [name for name in pending if inputs[name] is inputs[pending[0]]]
+            ready, inputs = first_inputs(bench.flow, masked, index, hidden, pending)
+            ready = bench.processes.broadcast(ready)  # one without tokens cannot tell
             for name in ready:
-                scores = Scores(inputs[name], scales[name])
+                scores = Scores(inputs, scales[name], bench.processes)
                 threshold = score_quantiles(scores, [allocation[name]])[0]
                 result[name] = (threshold, scores.dropped(threshold) / scores.total)
                 masked.set_threshold(name, threshold)

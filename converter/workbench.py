@@ -12,7 +12,7 @@ its channel_scale changes. So a candidate costs a swap of thresholds and a forwa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from .calibration import CalibrationTokens
 from .divergence import DenseReference
 from .flow import BlockFlow, Hidden, block_projections
 from .masking import MaskedModel
+from .processes import ALONE, Processes
 from .source import SourceModel
 from .statistics import Scores, block_inputs, score_quantiles
 
@@ -40,18 +41,31 @@ class Workbench:
         tokens: what to measure on.
         num_samples: use the first so many sequences only; None uses all.
         batch_size: sequences per forward pass.
+        processes: each takes a share of the micro-batches; quantiles and KL are over all of them.
+        masked: use these masks instead of own ones.
 
     Attributes:
         names, sizes, groups: projections in order of execution, their parameters, and their names by block.
+        num_counted: tokens that count, of all processes.
         num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
     """
 
     def __init__(
-        self, source: SourceModel, tokens: CalibrationTokens, *, num_samples: int | None = None, batch_size: int = 4
+        self,
+        source: SourceModel,
+        tokens: CalibrationTokens,
+        *,
+        num_samples: int | None = None,
+        batch_size: int = 4,
+        processes: Processes = ALONE,
+        masked: MaskedModel | None = None,
     ) -> None:
         ids, keep = tokens.input_ids[:num_samples], tokens.keep[:num_samples]
-        self.masked = MaskedModel(source.projections)
-        self.flow = BlockFlow(source.model, source.blocks, ids, keep, batch_size)
+        self.processes = processes
+        self.num_counted = int(keep.sum())
+        rows = processes.rows(len(ids), batch_size)
+        self.masked = masked or MaskedModel(source.projections)
+        self.flow = BlockFlow(source.model, source.blocks, ids[rows], keep[rows], batch_size)
         self.names = list(source.projections)
         self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
         self.groups = block_projections(self.names, len(source.blocks))
@@ -74,6 +88,21 @@ class Workbench:
         self.masked.set_scale(name, scale)
         self.scales[name] = scale
         self._tables.pop(name, None)
+
+    def part(self, source: SourceModel, tokens: CalibrationTokens, processes: Processes) -> Workbench:
+        """A bench for this process's share of the same tokens, with the same masks, scales and tables; else itself."""
+        if processes.size == 1:
+            return self
+        size = self.flow.input_ids[0].shape[0]
+        num_samples = sum(ids.shape[0] for ids in self.flow.input_ids)
+        share = Workbench(
+            source, tokens, num_samples=num_samples, batch_size=size, processes=processes, masked=self.masked
+        )
+        share.scales, share._tables = self.scales, self._tables
+        return share
+
+    def table(self, name: str) -> list[float]:
+        return self._tables[name]
 
     def set_table(self, name: str, table: Sequence[float]) -> None:
         """The score's quantiles at the sparsities of `levels`."""
@@ -98,15 +127,22 @@ class Workbench:
 
     # ------------------------------------------------------------------ block by block
 
-    def blocks(self) -> Iterator[BlockView]:
-        """Every block in turn, entered by the dense model's hidden states."""
+    def blocks(self, only: Collection[int] | None = None) -> Iterator[BlockView]:
+        """Every block in turn, or those in ``only``, entered by the dense model's hidden states."""
         hidden = self.flow.start()
         for index, names in enumerate(self.groups):
             self.masked.clear()
+            if only is not None and index not in only:
+                hidden = self._step(index, hidden)
+                continue
             inputs, out = block_inputs(self.flow, self.masked, index, hidden, names)
             yield BlockView(self, index, tuple(names), inputs, hidden, out)
             del inputs
             hidden = out
+
+    @torch.no_grad()
+    def _step(self, index: int, hidden: Hidden) -> Hidden:
+        return self.flow.step(index, hidden)
 
     # ------------------------------------------------------------------ the whole model
 
@@ -114,7 +150,7 @@ class Workbench:
     def reference(self) -> DenseReference:
         """The dense model's distributions; one dense pass at first use."""
         if self._reference is None:
-            reference = DenseReference(self.flow)
+            reference = DenseReference(self.flow, num_tokens=self.num_counted)
             self.masked.clear()
             with torch.no_grad():
                 for batch, hidden in enumerate(self.flow.start()):
@@ -142,15 +178,16 @@ class Workbench:
         hidden = flow.start() if hidden is None else hidden
         self.masked.clear()
         self.masked.set_thresholds(self.thresholds(allocation))
-        total, tokens = 0.0, 0
+        found = []
         for batch in batches:
             self.masked.dense_tokens = ~flow.counted[batch]
-            total += reference.kl_sum(batch, flow.finish(start, batch, hidden[batch]))
-            tokens += int(flow.counted[batch].sum())
+            kl = reference.kl_sum(batch, flow.finish(start, batch, hidden[batch]))
+            found.append((kl, int(flow.counted[batch].sum())))
         self.masked.dense_tokens = None
         self.masked.clear()
-        self.num_kl_evaluations += len(batches) / flow.num_batches
-        return total / max(tokens, 1)
+        self.num_kl_evaluations += 1.0 if num_batches is None else len(batches) / flow.num_batches
+        found = self.processes.in_order(found)
+        return sum(kl for kl, _ in found) / max(sum(tokens for _, tokens in found), 1)
 
 
 @dataclass
@@ -171,7 +208,7 @@ class BlockView:
 
     def scores(self, name: str, scale: Tensor) -> Scores:
         """|x| * scale of the projection's inputs."""
-        return Scores(self.inputs[name], scale)
+        return Scores(self.inputs[name], scale, self.bench.processes)
 
     def threshold(self, name: str, scale: Tensor, sparsity: float) -> float:
         """The exact quantile."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +15,7 @@ from wisparse.converter.evolution import Evolution, evolve, mutate
 
 def bowl(best: tuple[float, ...]):
     """A loss with its minimum at ``best``."""
-    return lambda candidate, batches: sum((p - b) ** 2 for p, b in zip(candidate, best, strict=True))
+    return lambda candidates, batches: [sum((p - b) ** 2 for p, b in zip(c, best, strict=True)) for c in candidates]
 
 
 def generator(seed: int) -> torch.Generator:
@@ -97,12 +99,12 @@ def test_goes_on_from_a_saved_state() -> None:
 def test_stages_thin_the_offspring_out() -> None:
     calls: list[int | None] = []
 
-    def loss(candidate: tuple[float, ...], batches: int | None) -> float:
-        calls.append(batches)
-        return bowl((0.2, 0.8, 0.3, 0.7))(candidate, batches)
+    def losses(candidates: Sequence[tuple[float, ...]], batches: int | None) -> list[float]:
+        calls.extend([batches] * len(candidates))
+        return bowl((0.2, 0.8, 0.3, 0.7))(candidates, batches)
 
     found = evolve(
-        loss, [1] * 4, 0.5, generator(6), num_generations=1, num_offspring=32, stages=((4, 1), (2, 2), (1, None))
+        losses, [1] * 4, 0.5, generator(6), num_generations=1, num_offspring=32, stages=((4, 1), (2, 2), (1, None))
     )
     assert calls[0] is None  # the start
     assert (calls.count(2), calls.count(None)) == (4, 1 + 2)

@@ -13,6 +13,7 @@ import errno
 import importlib
 import os
 import sys
+import time
 from collections.abc import Sequence
 
 import click
@@ -97,7 +98,10 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
     except click.ClickException as error:
-        error.show()
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(30)  # under torchrun the first process says it for all, and ends all
+        else:
+            error.show()
         sys.exit(error.exit_code)
     except (KeyboardInterrupt, click.Abort) as interruption:
         # click turns an interrupt into its own Abort; what the verb had to say about resuming is in the cause.

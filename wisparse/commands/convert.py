@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -108,38 +109,50 @@ def command(
     wisparse-convert ./my-fine-tune --sparsity 0.4 --calibration corpus/ -o out
     wisparse-convert ./my-fine-tune --sparsity 0.3,0.4,0.5
     wisparse-convert Qwen/Qwen2.5-7B --dry-run
+
+    On several GPUs of one machine, one process each, with the same result:
+
+    \b
+    torchrun --nproc-per-node 4 -m wisparse convert MODEL
     """
     if verbose and quiet:
         raise click.UsageError("--verbose and --quiet exclude each other")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
-    logging.getLogger("wisparse").setLevel(logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING)
+    # Of several processes the first one speaks.
+    helper = os.environ.get("RANK", "0") != "0"
+    level = logging.CRITICAL if helper else logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING
+    logging.getLogger("wisparse").setLevel(level)
     named_after = sparsities[0] if len(sparsities) == 1 else None
     base = ConvertSettings(model=model, output_dir=output_dir or default_output(model, named_after), **options)
     all_settings = for_sparsities(base, sparsities)
-    for settings in all_settings:
-        settings.check()  # before torch and transformers are imported: a typing error is answered at once
-    from wisparse.converter.preflight import preflight
+    if not helper:
+        for settings in all_settings:
+            settings.check()  # before torch and transformers are imported: a typing error is answered at once
     from wisparse.converter.progress import Progress
 
-    progress = Progress(False if quiet else None)
-    try:
-        plans = [preflight(settings, progress) for settings in all_settings]
-        if dry_run:
-            _print_plans(plans, as_json)
-            return
-        from wisparse.converter.pipeline import execute
+    progress = Progress(False if quiet or helper else None)
+    if dry_run:
+        from wisparse.converter.preflight import preflight
 
-        conversions = execute(plans, progress)
+        _print_plans([preflight(settings, progress) for settings in all_settings], as_json)
+        return
+    from wisparse.converter.pipeline import run_all
+
+    try:
+        conversions = run_all(all_settings, progress)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(_resume_hint(base)) from None
-    _print_conversions(conversions, as_json)
+    if conversions:  # under torchrun the first process has them
+        _print_conversions(conversions, as_json)
 
 
 def _resume_hint(settings: ConvertSettings) -> str:
     """What the command line says after Ctrl-C."""
     if not settings.resume:
         return "nothing was kept (--no-resume)"
-    again = shlex.join(["wisparse", "convert", *_arguments()])
+    several = int(os.environ.get("WORLD_SIZE", "1"))
+    program = ["torchrun", "--nproc-per-node", str(several), "-m", "wisparse"] if several > 1 else ["wisparse"]
+    again = shlex.join([*program, "convert", *_arguments()])
     return f"what was computed is kept; go on with: {again}"
 
 

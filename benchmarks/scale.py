@@ -1,0 +1,200 @@
+"""What a whole conversion costs at a model's real size: seconds by stage, memory over the weights.
+
+    python benchmarks/scale.py --shape llama-3.1-8b --folder /tmp/scale --json out.json
+    torchrun --nproc-per-node 4 benchmarks/scale.py --shape llama-3.1-8b --folder /tmp/scale --json out.json
+
+The weights are random and are made on the spot: time and memory depend on shapes. The default search's outcome on them
+means nothing, but it must be the same on one GPU and on several: its digest is in the output.
+"""
+
+# ruff: noqa: C408 (tables of keyword arguments read better)
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from wisparse.converter.pipeline import run
+from wisparse.converter.progress import Progress, Stage
+from wisparse.converter.settings import ConvertSettings
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.expected import expected_tensors
+
+_LLAMA = dict(
+    architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=131072, rms_norm_eps=1e-5,
+    rope_parameters=dict(rope_type="default", rope_theta=500000.0), hidden_act="silu", dtype="bfloat16",
+    tie_word_embeddings=False, bos_token_id=256, eos_token_id=257,
+)  # fmt: skip
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": _LLAMA | dict(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, vocab_size=128256,
+    ),
+    "llama-3.2-1b": _LLAMA | dict(
+        hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, vocab_size=128256, tie_word_embeddings=True,
+    ),
+    "tiny": _LLAMA | dict(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, vocab_size=512, max_position_embeddings=512,
+    ),
+}  # fmt: skip
+
+
+def make_checkpoint(shape: str, folder: Path, device: torch.device, seed: int = 0) -> None:
+    """A random model of a named shape and a tokenizer of bytes: weights of deviation about 1/sqrt(K), norms near 1."""
+    folder.mkdir(parents=True)
+    config = SHAPES[shape]
+    generator = torch.Generator(device).manual_seed(seed)
+    shapes = expected_tensors(ModelConfig.from_dict(config))
+    weight_map: dict[str, str] = {}
+    pending: dict[str, torch.Tensor] = {}
+    for name, size in shapes.items():
+        values = torch.randn(size, generator=generator, device=device, dtype=torch.bfloat16)
+        if len(size) == 1:
+            values = 1 + 0.1 * values
+        elif "embed" not in name:
+            # Channels of unequal weight, as models have them.
+            spread = torch.rand(size[1], generator=generator, device=device, dtype=torch.float32).add(0.5)
+            values *= (spread / size[1] ** 0.5).to(torch.bfloat16)
+        pending[name] = values.cpu()
+        full = sum(t.nbytes for t in pending.values()) >= 2 << 30
+        if full or name == list(shapes)[-1]:
+            file = f"model-{len(set(weight_map.values())) + 1:05d}.safetensors"
+            save_file(pending, folder / file, metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(pending, file)
+            pending = {}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "config.json").write_text(json.dumps(config))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "<s>", "</s>"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+
+
+class Meter(Progress):
+    """Notes the peak of the GPU's memory in every stage beside its seconds."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(enabled=None)
+        self.device = device
+        self.peaks: dict[str, tuple[int, int]] = {}
+        self._began = time.perf_counter()
+
+    @contextmanager
+    def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
+        self._note("between stages")
+        with super().stage(title, total) as stage:
+            yield stage
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            self._note(title)
+        print(f"{time.perf_counter() - self._began:7.1f} s  {title}", file=sys.stderr, flush=True)
+
+    def _note(self, title: str) -> None:
+        if self.device.type == "cuda":
+            found = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+            self.peaks[title] = tuple(map(max, found, self.peaks.get(title, (0, 0))))  # type: ignore[assignment]
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+# What one GPU's share is compared with: everything between the calibration tokens and the recipe.
+SEARCH_STAGES = ("Sensitivities", "Quantiles", "Predicted damage", "Final KL", "Thresholds")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
+    parser.add_argument("--folder", type=Path, required=True, help="where the model is made, and kept for a next run")
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--search", default="auto")
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=2048)
+    parser.add_argument("--calibration", nargs="+", default=["self"])
+    parser.add_argument("--device", default="auto")
+    args = parser.parse_args()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    gpu = torch.cuda.is_available() and args.device != "cpu"
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if gpu else torch.device("cpu")
+    model = args.folder / args.shape
+    if not model.exists() and rank == 0:
+        began = time.perf_counter()
+        make_checkpoint(args.shape, args.folder / "unfinished", device)
+        os.rename(args.folder / "unfinished", model)
+        print(f"model made in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+    while not model.exists():
+        time.sleep(0.2)
+    out = args.folder / f"out-{size}"
+    if rank == 0:
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(out.with_name(out.name + ".work"), ignore_errors=True)
+    if gpu:
+        torch.cuda.empty_cache()
+    meter = Meter(device)
+    began = time.perf_counter()
+    conversion = run(
+        ConvertSettings(
+            model=str(model),
+            output_dir=out,
+            sparsity=args.sparsity,
+            search=args.search,
+            num_samples=args.num_samples,
+            seq_len=args.seq_len,
+            calibration=tuple(args.calibration),
+            device=args.device,
+        ),
+        meter,
+    )
+    seconds = time.perf_counter() - began
+    if conversion is None:
+        return
+    weights = conversion.plan.num_parameters * conversion.plan.dtype.itemsize
+    stages = conversion.seconds
+    recipe = json.dumps(conversion.recipe.to_dict(), sort_keys=True)
+    result: dict[str, Any] = {
+        "shape": args.shape,
+        "device": torch.cuda.get_device_name(device) if gpu else "CPU",
+        "processes": size,
+        "torch": torch.__version__,
+        "calibration": f"{args.calibration[0]}, {args.num_samples} x {args.seq_len}",
+        "search": conversion.plan.settings.chosen_search,
+        "seconds": round(seconds, 1),
+        "search_seconds": round(sum(stages.get(name, 0.0) for name in SEARCH_STAGES), 2),
+        "stage_seconds": {name: round(value, 2) for name, value in stages.items()},
+        "weights_gb": round(weights / 1e9, 2),
+        "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+        "recipe_sha256": hashlib.sha256(recipe.encode()).hexdigest(),
+    }
+    if gpu:
+        allocated, reserved = (max(peak[i] for peak in meter.peaks.values()) for i in (0, 1))
+        result |= {
+            "gpu_peak_over_weights_gb": round((allocated - weights) / 1e9, 2),
+            "gpu_reserved_over_weights_gb": round((reserved - weights) / 1e9, 2),
+            "stage_peak_over_weights_gb": {
+                name: [round((value - weights) / 1e9, 2) for value in peak] for name, peak in meter.peaks.items()
+            },
+        }
+    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Run by torchrun, see test_converter_processes.py: searches of a tiny model by several processes, or a failure.
+
+search_together.py OUT              every process writes what it found to OUT-<index>.json
+search_together.py --fail N         process N raises, the others wait for it
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from tiny_source import tiny_source, tiny_tokens
+
+from wisparse.converter.processes import joined
+from wisparse.converter.search import SearchResult, SearchSettings, search
+from wisparse.formats.errors import ResourceError
+
+SEARCHES = {
+    "fisher": {"kl_tokens": 8 * 24, "batch_size": 3},
+    "additive": {"levels": (0.3, 0.6, 0.9), "kl_tokens": 96, "batch_size": 2},
+    "paper": {"num_generations": 2, "num_offspring": 5, "kl_tokens": 96, "stages": ((3, 1), (1, None))},
+}
+
+
+def settings(kind: str) -> SearchSettings:
+    return SearchSettings(search=kind, greedy_step=0.25, **SEARCHES[kind])
+
+
+def flat(result: SearchResult) -> list:
+    """All of a result as JSON values."""
+    scales = {name: scale.tolist() for name, scale in result.channel_scales.items()}
+    return json.loads(json.dumps([{n: vars(p) for n, p in result.projections.items()}, scales, result.details]))
+
+
+def main() -> None:
+    with joined("cpu") as (processes, _):
+        if sys.argv[1] == "--fail":
+            if processes.index == int(sys.argv[2]):
+                raise ResourceError("the disk of this test is full")
+            processes.gather(None)
+        source, tokens = tiny_source(), tiny_tokens(8)
+        found = {kind: flat(search(source, tokens, settings(kind), processes=processes)) for kind in SEARCHES}
+        Path(f"{sys.argv[1]}-{processes.index}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Several processes at one conversion: the same result as one, and one message when one of them fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from search_together import SEARCHES, flat, settings
+from tiny_bundle import tiny_config, write_tiny_model
+from tiny_source import tiny_source, tiny_tokens
+
+from wisparse.converter.pipeline import convert
+from wisparse.converter.processes import ALONE, Processes
+from wisparse.converter.search import search
+
+SCRIPT = Path(__file__).with_name("search_together.py")
+
+
+def torchrun(count: int, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [*command, *map(str, arguments)], capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+
+
+def test_every_unit_is_one_processs() -> None:
+    for size in (1, 2, 3, 4):
+        rounds = list(Processes(0, size).rounds(10))
+        assert sorted(unit for share in rounds for unit in share) == list(range(10))
+        assert [min(share) for share in rounds] == list(range(0, 10, size)), "in order, round by round"
+        rows = [row for index in range(size) for row in Processes(index, size).rows(11, 3)]
+        assert sorted(rows) == list(range(11))
+
+
+def test_alone_everything_is_its_own() -> None:
+    assert ALONE.leads
+    assert ALONE.gather(3) == [3]
+    assert ALONE.broadcast("x") == "x"
+    assert ALONE.in_order([1, 2]) == [1, 2]
+    assert ALONE.spread([1, 2], str) == ["1", "2"]
+    assert ALONE.add(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+@pytest.mark.slow
+def test_three_processes_find_what_one_finds(tmp_path: Path) -> None:
+    # Three: the micro-batches, blocks and candidates do not divide evenly, and one process may have nothing.
+    done = torchrun(3, SCRIPT, tmp_path / "found")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"found-{index}.json").read_text()) for index in range(3)]
+    assert found[0] == found[1] == found[2]
+    torch.set_num_threads(1)
+    for kind in SEARCHES:
+        assert found[0][kind] == flat(search(tiny_source(), tiny_tokens(8), settings(kind))), kind
+
+
+@pytest.mark.slow
+def test_two_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=3))
+    convert(model, tmp_path / "one", device="cpu", num_samples=4, seq_len=24, progress=False)
+    options = ["--device", "cpu", "--num-samples", "4", "--seq-len", "24", "-o", tmp_path / "two"]
+    together = torchrun(2, "-m", "wisparse", "convert", model, *options)
+    assert together.returncode == 0, together.stderr
+    digests = [
+        {
+            path.relative_to(folder): hashlib.sha256(path.read_bytes()).hexdigest()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        for folder in (tmp_path / "one", tmp_path / "two")
+    ]
+    assert digests[0] == digests[1]
+    assert together.stdout.count("Converted") == 1
+    assert {path.name for path in tmp_path.iterdir()} == {"model", "one", "two"}, "no state stays"
+
+
+@pytest.mark.slow
+def test_a_failing_process_ends_all_with_one_message() -> None:
+    began = time.monotonic()
+    done = torchrun(2, SCRIPT, "--fail", "1")
+    assert done.returncode != 0
+    assert time.monotonic() - began < 60
+    assert done.stderr.count("ResourceError: the disk of this test is full") == 1
+
+
+@pytest.mark.slow
+def test_a_usage_error_is_told_once(tmp_path: Path) -> None:
+    done = torchrun(2, "-m", "wisparse", "convert", tmp_path, "--sparsity", "2", "-o", tmp_path / "out")
+    assert done.returncode != 0
+    assert done.stderr.count("--sparsity: expected") == 1
