@@ -106,9 +106,10 @@ def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> li
         One threshold per sparsity: with ``score >= threshold`` kept, the fraction dropped is as close to the sparsity
         as the values allow: within half a value, and beyond that only where values tie. 0 for a sparsity of 0.
     """
-    shared = isinstance(scores, Scores)
-    total = scores.total if shared else sum(part.numel() for part in scores)
-    processes = scores.processes if shared else ALONE
+    if isinstance(scores, Scores):
+        total, processes = scores.total, scores.processes
+    else:
+        total, processes = sum(part.numel() for part in scores), ALONE
     ranks = [min(round(s * total), total - 1) for s in sparsities]
     # One threshold is two passes of counting; a table of many is cheaper by sorting, while that fits into memory.
     by_sorting = total <= _SORT_LIMIT and len(ranks) > 4
