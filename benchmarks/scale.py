@@ -96,6 +96,7 @@ class Meter(Progress):
         super().__init__(enabled=None)
         self.device = device
         self.peaks: dict[str, tuple[int, int]] = {}
+        self.ends: list[tuple[str, float]] = []
         self._began = time.perf_counter()
 
     @contextmanager
@@ -106,7 +107,8 @@ class Meter(Progress):
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             self._note(title)
-        print(f"{time.perf_counter() - self._began:7.1f} s  {title}", file=sys.stderr, flush=True)
+        self.ends.append((title, time.perf_counter() - self._began))
+        print(f"{self.ends[-1][1]:7.1f} s  {title}", file=sys.stderr, flush=True)
 
     def _note(self, title: str) -> None:
         if self.device.type == "cuda":
@@ -114,9 +116,11 @@ class Meter(Progress):
             self.peaks[title] = tuple(map(max, found, self.peaks.get(title, (0, 0))))  # type: ignore[assignment]
             torch.cuda.reset_peak_memory_stats(self.device)
 
-
-# What one GPU's share is compared with: everything between the calibration tokens and the recipe.
-SEARCH_STAGES = ("Sensitivities", "Quantiles", "Predicted damage", "Final KL", "Thresholds")
+    def search_seconds(self) -> float:
+        """From the end of what comes before the search (calibration tokens, a loaded model) to the final thresholds."""
+        before = [end for title, end in self.ends if title in ("Loading the model", "Writing calibration text")]
+        [over] = [end for title, end in self.ends if title == "Thresholds"]
+        return over - max(end for end in before if end < over)
 
 
 def main() -> None:
@@ -177,7 +181,7 @@ def main() -> None:
         "calibration": f"{args.calibration[0]}, {args.num_samples} x {args.seq_len}",
         "search": conversion.plan.settings.chosen_search,
         "seconds": round(seconds, 1),
-        "search_seconds": round(sum(stages.get(name, 0.0) for name in SEARCH_STAGES), 2),
+        "search_seconds": round(meter.search_seconds(), 2),
         "stage_seconds": {name: round(value, 2) for name, value in stages.items()},
         "weights_gb": round(weights / 1e9, 2),
         "host_peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),

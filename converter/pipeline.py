@@ -212,6 +212,7 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
         if source is None:
             with progress.stage("Loading the model"):
                 source = load_source(fetched.folder, plan.dtype, plan.device)
+                processes.gather(None)
         if common:
             common.source = source
         tokens = plan.tokens
