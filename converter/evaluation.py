@@ -2,7 +2,8 @@
 
     logits(token_ids (T,) int64, sparse_from) -> (T, V) float32   positions from sparse_from on run sparse, others dense
 
-The dense reference is the same callable with ``sparse_from = T``. Prefill policies, per sequence from its true length:
+The dense reference is the same callable with ``sparse_from = T``, or another one, where more than the masks differs
+from the dense model (rounded weights). Prefill policies, per sequence from its true length:
 
     dense   no token of a text is sparse: the result is 0 by construction, and a check of the callable
     half    the last T // 2 tokens are sparse (the accuracy protocol of the paper and of TEAL)
@@ -157,6 +158,7 @@ def evaluate_text(
     sequences: Iterable[Tensor],
     policies: Sequence[str] = ("half", "all"),
     *,
+    reference: Logits | None = None,
     counter: Counter | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Quality]:
@@ -166,6 +168,7 @@ def evaluate_text(
         logits: see the module's text.
         sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
         policies: of ``POLICIES``.
+        reference: gives the dense logits; ``logits`` itself by default.
         counter: what counts dropped channels inside ``logits``, for the realised sparsity.
         advance: called after every sequence.
 
@@ -185,7 +188,7 @@ def evaluate_text(
         found += 1
         length = len(ids)
         # Valid until the decoder's next call only.
-        dense = logits(ids, length).clone()
+        dense = (reference or logits)(ids, length).clone()
         labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(dense.device)
         for policy in policies:
             start = first_sparse(policy, length)

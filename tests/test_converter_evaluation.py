@@ -126,6 +126,16 @@ def test_a_buffer_that_the_next_call_overwrites_is_no_trap() -> None:
     assert evaluate_text(logits, texts) == evaluate_text(model, texts)
 
 
+def test_another_reference() -> None:
+    texts = sequences(20, 30)
+    found = evaluate_text(stand_in(0.5), texts, ["half", "all"], reference=stand_in(0.0))
+    assert found == evaluate_text(stand_in(0.5), texts, ["half", "all"])
+    assert (
+        evaluate_text(stand_in(0.5), texts, ["all"], reference=lambda ids, _: stand_in(0.5)(ids, 0))["all"].sparse.kl
+        == 0
+    )
+
+
 def test_realised_sparsity_is_weighted_by_tokens() -> None:
     class Counter:
         def __init__(self) -> None:
@@ -254,6 +264,35 @@ def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], caps
     kl = f"{document['bundles'][0]['quality']['all']['sparse']['kl']:.4f}"
     assert out.count(kl) == 4  # two rows, in two columns: under `all` every token is sparse
     assert "At 50% sparsity (every token sparse), KL" in out
+
+
+def test_command_tells_rounding_from_masks(
+    bundle: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", 64, "--dtype", "float32")
+    code, out, err = call(capsys, bundle, *shape, "--weights", "int8", "--json")
+    assert code == 0, err
+    (row,) = json.loads(out)["bundles"]
+    code, out, err = call(capsys, bundle, *shape, "--json")
+    assert code == 0, err
+    (native,) = json.loads(out)["bundles"]
+    assert "alone" not in native
+    assert row["alone"]["masks"] == native["quality"]
+    for policy in ("half", "all"):
+        rounded, masked, both = (
+            found[policy]["sparse"] for found in (row["alone"]["int8"], row["alone"]["masks"], row["quality"])
+        )
+        assert 0 < rounded["kl"] < 0.01 < masked["kl"]
+        assert masked["kl"] / 2 < both["kl"] < masked["kl"] * 2
+        assert both["kl"] != masked["kl"]
+        # One dense model for all three.
+        assert rounded["dense_perplexity"] == masked["dense_perplexity"] == both["dense_perplexity"]
+        assert rounded["num_tokens"] == masked["num_tokens"] == both["num_tokens"]
+        assert row["alone"]["int8"][policy]["realised_sparsity"] is None
+    code, out, err = call(capsys, bundle, *shape, "--weights", "int8", "--prefill", "all")
+    assert code == 0, err
+    for label in ("all, int8 alone", "all, masks alone", "all, int8 and masks"):
+        assert label in out
 
 
 def test_command_lets_the_model_write_the_text(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,12 +74,14 @@ def command(
     """Measure the quality of BUNDLE, a folder or a Hub id, against its dense self: the same bundle with its masks off.
 
     On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the tokens
-    that ran sparse and, of the KL, over all. On tasks: the harness's metrics.
+    that ran sparse and, of the KL, over all. With --weights int8 all of it against the weights as they are: rounding
+    alone, masks alone, and both. On tasks: the harness's metrics.
 
     \b
     wisparse eval out
     wisparse eval out --text corpus.txt --prefill half --prefill all
     wisparse eval --compare out-40 out-50 out-60 --text corpus/
+    wisparse eval out --text corpus.txt --weights int8
     wisparse eval out --tasks gsm8k,mmlu
     """
     set_up_logging(verbose)
@@ -166,16 +168,22 @@ def _on_text(
     wanted = {**options, "max_seq_len": options["max_seq_len"] or tokens.seq_len}
     if wanted["max_seq_len"] < tokens.seq_len:
         raise UsageError(f"--max-seq-len {wanted['max_seq_len']} is below --seq-len {tokens.seq_len}")
-    with load(folder, **wanted) as model, progress.stage("Evaluating", tokens.num_samples) as stage:
-        qualities = evaluate_text(
-            model.decoder.logits,
-            tokens.input_ids,
-            list(dict.fromkeys(policies)),
-            counter=model.decoder,
-            advance=stage.advance,
-        )
-        backend = _backend(model)
-    return {"backend": backend, "quality": qualities, "warning": warning}
+    asked, weights = list(dict.fromkeys(policies)), options["weights"]
+    parts = 1 if weights == "native" else 3
+    with load(folder, **wanted) as model, progress.stage("Evaluating", parts * tokens.num_samples) as stage:
+        row = {"backend": _backend(model), "weights": weights, "warning": warning}
+        ours, ids = model.decoder, tokens.input_ids
+        if weights == "native":
+            found = evaluate_text(ours.logits, ids, asked, counter=ours, advance=stage.advance)
+            return {**row, "quality": found}
+        with load(folder, **{**wanted, "weights": "native"}) as plain:
+            dense = plain.decoder
+            rounded = evaluate_text(
+                lambda some, _: ours.logits(some, len(some)), ids, asked, reference=dense.logits, advance=stage.advance
+            )
+            masked = evaluate_text(dense.logits, ids, asked, counter=dense, advance=stage.advance)
+            both = evaluate_text(ours.logits, ids, asked, reference=dense.logits, counter=ours, advance=stage.advance)
+    return {**row, "quality": both, "alone": {weights: rounded, "masks": masked}}
 
 
 def _text_facts(tokens: CalibrationTokens) -> dict[str, Any]:
@@ -268,10 +276,14 @@ def _print_tables(document: Mapping[str, Any]) -> None:
             table.add_column(name, justify="right")
         for row in rows:
             for policy, quality in row["quality"].items():
-                table.add_row(row["bundle"], policy, *_cells(quality))
+                for part, alone in row.get("alone", {}).items():
+                    table.add_row(row["bundle"], f"{policy}, {part} alone", *_cells(alone[policy]))
+                both = f"{policy}, {row['weights']} and masks" if "alone" in row else policy
+                table.add_row(row["bundle"], both, *_cells(quality))
         console.print(table)
         console.print(
-            "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off."
+            "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off"
+            + (", weights as they are." if any("alone" in row for row in rows) else ".")
         )
         for row in rows:
             console.print(_verdict(row))
