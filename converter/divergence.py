@@ -55,19 +55,21 @@ class DenseReference:
 
     def add(self, batch: int, final: Tensor) -> None:
         """Take the dense model's last hidden state (B, L, hidden_size) of micro-batch ``batch``, in order."""
-        rows = final[self.flow.counted[batch]]
+        rows = self._rows(batch, final)
         if not self.exact:
             rows = torch.cat([self.flow.logits(part).log_softmax(-1).half() for part in rows.split(_ROWS)])
         self._kept.append(rows)
+
+    def _rows(self, batch: int, final: Tensor) -> Tensor:
+        return final[self.flow.counted[batch].to(final.device)]
 
     def _log_probs(self, rows: Tensor) -> Tensor:
         return (self.flow.logits(rows) if self.exact else rows.float()).log_softmax(-1)
 
     def kl_sum(self, batch: int, final: Tensor) -> float:
         """Sum of the KL over the counted tokens of one micro-batch, given the sparse model's last hidden state."""
-        rows = final[self.flow.counted[batch]]
-        total = torch.zeros((), dtype=torch.float64, device=rows.device)
-        for dense, sparse in zip(self._kept[batch].split(_ROWS), rows.split(_ROWS), strict=True):
+        total: Tensor | float = 0.0
+        for dense, sparse in zip(self._kept[batch].split(_ROWS), self._rows(batch, final).split(_ROWS), strict=True):
             total += kl_rows(self._log_probs(dense), self.flow.logits(sparse)).double().sum()
         return float(total)
 

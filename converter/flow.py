@@ -16,9 +16,18 @@ from torch import Tensor, nn
 
 from wisparse.formats.errors import UnsupportedModelError
 
-__all__ = ["BlockFlow"]
+__all__ = ["BlockFlow", "input_device"]
 
 Hidden = list[Tensor]
+
+
+def input_device(model: Any) -> torch.device:
+    """Where token ids go in. A model that is spread over devices, or whose weights come and go, has hooks that know."""
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
+    device = getattr(hook, "execution_device", None)
+    if device is None:
+        return next(model.parameters()).device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
 class _StandIn(nn.Module):
@@ -61,11 +70,13 @@ class BlockFlow:
 
     Attributes:
         counted: ``keep`` by micro-batch.
+
+    The blocks of one model may lie on several devices; each takes its input to its own.
     """
 
     def __init__(self, model: Any, blocks: nn.ModuleList, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
         self.model, self.blocks = model, blocks
-        self.device = next(model.parameters()).device
+        self.device = input_device(model)
         decoder = model.get_decoder()
         self.norm: Any = getattr(decoder, "norm", None)
         if self.norm is None:

@@ -39,6 +39,12 @@ class _Slot:
         self.low_rank: tuple[Tensor, Tensor] | None = None
         self.dropped: Tensor | None = None
 
+    def follow(self, x: Tensor) -> None:
+        """Move to where the projection is computed, which its weight may not tell while it is kept elsewhere."""
+        if self.scale is not None and self.scale.device != x.device:
+            self.scale = self.scale.to(x.device)
+            self.threshold = self.threshold.to(x.device) if self.threshold is not None else None
+
 
 class MaskedModel:
     """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there.
@@ -85,7 +91,8 @@ class MaskedModel:
         if channel_scale.shape != (slot.width,):
             raise UsageError(f"{name}: expected channel_scale ({slot.width},), found {tuple(channel_scale.shape)}")
         weight = self.projections[name].weight
-        slot.scale = channel_scale.to(device=weight.device, dtype=torch.float32)
+        device = channel_scale.device if weight.is_meta else weight.device
+        slot.scale = channel_scale.to(device=device, dtype=torch.float32)
 
     def set_threshold(self, name: str, threshold: float | Tensor | None) -> None:
         """Mask a projection at ``threshold``; None or 0 leaves it dense.
@@ -194,11 +201,12 @@ class MaskedModel:
                 self._observer(name, scored)
             # set_threshold refuses one without a scale
             if slot.threshold is not None and slot.scale is not None:
+                slot.follow(scored)
                 keep = keep_mask(scored, slot.scale, slot.threshold)
                 if self._counting:
                     self._count(slot, keep)
                 if self.dense_tokens is not None:
-                    keep = keep | self.dense_tokens[..., None]
+                    keep = keep | self.dense_tokens[..., None].to(keep.device)
                 if slot.low_rank is not None:
                     slot.dropped = torch.where(keep, x.new_zeros(()), x)
                 # where, not a product: a dropped Inf must become 0
@@ -221,7 +229,7 @@ class MaskedModel:
         return add
 
     def _count(self, slot: _Slot, keep: Tensor) -> None:
-        sparse = keep if self.dense_tokens is None else keep[~self.dense_tokens]
+        sparse = keep if self.dense_tokens is None else keep[~self.dense_tokens.to(keep.device)]
         kept = sparse.sum()
         slot.kept = kept if slot.kept is None else slot.kept + kept
         slot.counted += sparse.numel()

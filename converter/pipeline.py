@@ -156,6 +156,12 @@ def run_all(all_settings: Sequence[ConvertSettings], progress: Progress) -> list
         plans = processes.broadcast(plans)
         if not processes.leads:
             progress = Progress(enabled=False)
+        if processes.size > 1 and any(plan.max_memory is not None for plan in plans):
+            raise ResourceError(
+                f"{plans[0].source.name}: with {processes.size} processes each GPU must hold the whole model, and it "
+                "is too large; start one process, without torchrun, which spreads the model over all GPUs"
+            )
+        if not processes.leads:
             plans = [replace(plan, device=choose_device(device)) for plan in plans]
         return execute(plans, progress, processes)
 
@@ -211,7 +217,7 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
         source = common.source if common else None
         if source is None:
             with progress.stage("Loading the model"):
-                source = load_source(fetched.folder, plan.dtype, plan.device)
+                source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
                 processes.gather(None)
         if common:
             common.source = source

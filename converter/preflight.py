@@ -6,6 +6,7 @@ write it. What it finds is a `Plan`: for ``--dry-run`` to show, for the conversi
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shutil
@@ -57,6 +58,7 @@ class Plan:
         download_bytes: still to come from the Hub.
         bundle_bytes, disk_free_bytes: size of the result, and room where it goes.
         memory_bytes, memory_free_bytes: estimate for the device, and what is free there.
+        max_memory: where the weights go, in bytes by GPU and for ``cpu``, if the device alone cannot hold them.
         finished: an interrupted run of these very settings came as far as the bundle in the output folder.
     """
 
@@ -74,7 +76,21 @@ class Plan:
     disk_free_bytes: int
     memory_bytes: int
     memory_free_bytes: int
+    max_memory: dict[int | str, int] | None = None
     finished: bool = False
+
+    @property
+    def weights_on(self) -> str:
+        """Where the weights are during the conversion, in words."""
+        if self.max_memory is None:
+            return str(self.device)
+        left = self.num_parameters * self.dtype.itemsize
+        places = []
+        for place, room in self.max_memory.items():
+            if left > 0 and room > 0:
+                places.append(f"cuda:{place}" if isinstance(place, int) else "memory")
+                left -= room
+        return ", ".join([*places, *(["the model's files"] if left > 0 else [])])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -97,6 +113,7 @@ class Plan:
             "disk_free_bytes": self.disk_free_bytes,
             "memory_bytes": self.memory_bytes,
             "memory_free_bytes": self.memory_free_bytes,
+            "weights_on": self.weights_on,
             "work_dir": str(settings.state_dir) if settings.resume else None,
             "upload_repo": settings.upload_repo,
         }
@@ -144,6 +161,9 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     shapes = expected_tensors(config)
     dtype = choose_dtype(config.dtype, device)
     num_parameters = sum(_product(shape) for shape in shapes.values())
+    working = _working_bytes(config, dtype, settings)
+    weights = num_parameters * dtype.itemsize
+    free = available_memory(device)
     plan = Plan(
         settings=settings,
         source=source,
@@ -157,8 +177,9 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         download_bytes=download_bytes(settings.model, settings.revision),
         bundle_bytes=_bundle_bytes(config, num_parameters, settings.dtype),
         disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
-        memory_bytes=_memory_bytes(config, num_parameters, dtype, settings),
-        memory_free_bytes=available_memory(device),
+        memory_bytes=weights + working,
+        memory_free_bytes=free,
+        max_memory=_max_memory(device, free, working) if weights + working > free else None,
         finished=finished,
     )
     if not finished:
@@ -233,12 +254,35 @@ def _bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str) -> int:
     return num_parameters * itemsize + sidecar + (32 << 20)  # tokenizers have up to 20 MB
 
 
-def _memory_bytes(config: ModelConfig, num_parameters: int, dtype: torch.dtype, settings: ConvertSettings) -> int:
-    """A bound from experience: weights, hidden states of the calibration tokens, logits of a micro-batch."""
-    tokens = settings.num_samples * settings.length
-    hidden = tokens * config.hidden_size * dtype.itemsize * 4
-    logits = min(tokens, 4096) * config.vocab_size * 4 * 3
-    return num_parameters * dtype.itemsize + hidden + logits + _BASE_BYTES
+def _working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSettings) -> int:
+    """What is needed beside the weights: a bound from measurements (benchmarks/results/scale*.json)."""
+    length, tokens = settings.length, settings.num_samples * settings.length
+    # One block's inputs at all tokens, twice while they are put together; hidden states before and after it.
+    states = tokens * (4 * config.hidden_size + 2 * config.intermediate_size) * dtype.itemsize
+    # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.
+    attention = 6 * 4 * config.num_heads * length * length
+    logits = 6 * 4 * min(1 << 26, tokens * config.vocab_size)
+    # Keys and values while the model writes its own text, and as they grow.
+    written = tokens * config.num_blocks * config.num_kv_heads * config.head_dim * dtype.itemsize
+    cache = min(2 * written, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
+    return max(states, attention + logits, cache) + _BASE_BYTES
+
+
+def _max_memory(device: torch.device, free: int, working: int) -> dict[int | str, int] | None:
+    """Room for weights by place, for a model that the device cannot hold: all GPUs, then memory, then its files.
+
+    None if the device has not even room to work.
+    """
+    if working >= free:
+        return None
+    memory = available_memory(torch.device("cpu")) - _BASE_BYTES
+    if device.type == "cpu":
+        return {"cpu": max(0, min(memory, free) - working)}
+    gpus = [device.index or 0, *(i for i in range(torch.cuda.device_count()) if i != (device.index or 0))]
+    room: dict[int | str, int] = {}
+    for index in gpus:
+        room[index] = max(0, available_memory(torch.device("cuda", index)) - working)
+    return {**room, "cpu": max(0, memory)}
 
 
 def _require_resources(plan: Plan) -> None:
@@ -247,7 +291,12 @@ def _require_resources(plan: Plan) -> None:
             f"{plan.settings.output_dir}: the bundle takes about {plan.bundle_bytes / 1e9:.1f} GB of disk, "
             f"{plan.disk_free_bytes / 1e9:.1f} GB are free; free some space or choose another --output-dir"
         )
-    if plan.memory_bytes > plan.memory_free_bytes:
+    if plan.max_memory is not None and importlib.util.find_spec("accelerate") is None:
+        raise ResourceError(
+            f"{plan.source.name} is larger than {plan.device}; to spread it over GPUs, memory and its own files: "
+            "pip install accelerate"
+        )
+    if plan.memory_bytes > plan.memory_free_bytes and plan.max_memory is None:
         where = "GPU memory" if plan.device.type == "cuda" else "memory"
         raise ResourceError(
             f"{plan.source.name}: the conversion takes about {plan.memory_bytes / 1e9:.1f} GB of {where} on "

@@ -173,7 +173,7 @@ class Run:
         # Where all tokens are gone through once, each process goes through its own; else it has units of its own.
         self.part = self.bench.part(source, tokens, processes)
         self.units = Units(store, self.bench, settings.search, processes)
-        self.norms = {name: weight_norm(module.weight) for name, module in source.projections.items()}
+        self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
         self.history: dict[str, Any] = {}
@@ -194,7 +194,7 @@ class Run:
     def uniform(self) -> Allocation:
         if self.gated:
             return {name: self.gate_sparsity * (name in self.gated) for name in self.bench.names}
-        weights = {name: module.weight for name, module in self.source.projections.items()}
+        weights = {name: module.weight for name, module in self.source.projections.items()}  # their sizes
         target = self.settings.sparsity
         return {name: low_rank_sparsity(weights[name], target, self.ranks.get(name, 0)) for name in self.bench.names}
 
@@ -269,13 +269,13 @@ class Run:
                 self.ranks |= self.unit(f"ranks/{view.index}", partial(self._block_ranks, view))
                 for name in view.names:
                     if self.ranks[name]:
-                        weight = self.source.projections[name].weight
+                        weight = self.source.weight(name)
                         self.low_rank[name] = low_rank_factors(weight, self.ranks[name])
                         self.bench.masked.set_low_rank(name, self.low_rank[name])
                 stage.advance()
 
     def _block_ranks(self, view: BlockView) -> dict[str, int]:
-        weights = {name: self.source.projections[name].weight for name in view.names}
+        weights = {name: self.source.weight(name) for name in view.names}
         return {name: choose_rank(view.inputs[name], weights[name], self.settings.sparsity) for name in view.names}
 
     def evolve_blocks(self) -> list[float]:

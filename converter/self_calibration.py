@@ -25,6 +25,7 @@ from torch import Tensor
 from wisparse.formats.errors import CalibrationError
 
 from .calibration import CalibrationTokens
+from .flow import input_device
 from .progress import Progress
 
 __all__ = ["write_calibration"]
@@ -45,7 +46,7 @@ def write_calibration(
     Raises:
         CalibrationError: the model has no token to begin a text with.
     """
-    device = next(model.parameters()).device
+    device = input_device(model)
     opening = [_first_token(model, tokenizer)]
     ends = _end_ids(model, tokenizer)
     turns = _turns(tokenizer, opening[0], ends)
@@ -111,7 +112,7 @@ def _write(
 ) -> None:
     from transformers import DynamicCache
 
-    device = next(model.parameters()).device
+    device = input_device(model)
     cache = DynamicCache(config=model.config)
     drawn = [0] * len(writers)  # never used: every row begins with a forced token
     for position in range(seq_len):

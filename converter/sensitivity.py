@@ -74,7 +74,8 @@ def _backward(
             states.append(flow.block(index, batch, states[-1]))
     with torch.enable_grad():
         last = states[-1].detach().requires_grad_(True)
-        values = loss(flow.norm(last)[counted])
+        final = flow.norm(last)
+        values = loss(final[counted.to(final.device)])
         above = [
             torch.autograd.grad(value, last, retain_graph=i + 1 < len(values))[0] for i, value in enumerate(values)
         ]
@@ -94,7 +95,8 @@ def _backward(
                 found = torch.autograd.grad(out, wanted, gradient, retain_graph=i + 1 < len(above))
                 above[i] = found[0]
                 for (name, x), at_input in zip(inputs.items(), found[1:], strict=True):
-                    receive(name, x.detach()[counted], at_input[counted])
+                    here = counted.to(x.device)
+                    receive(name, x.detach()[here], at_input[here])
 
 
 def _label_losses(flow: BlockFlow, generator: torch.Generator, num_draws: int) -> Callable[[Tensor], list[Tensor]]:
@@ -109,7 +111,7 @@ def _label_losses(flow: BlockFlow, generator: torch.Generator, num_draws: int) -
     def losses(final: Tensor) -> list[Tensor]:
         # By inversion, from numbers made on the CPU: the same on every device.
         drawn = torch.cat([torch.rand(final.shape[0], 1, generator=generator) for _ in range(num_draws)], dim=1)
-        result = [final.new_zeros((), dtype=torch.float32) for _ in range(num_draws)]
+        result: list[Tensor] = []
         # A vocabulary is many times a hidden state: some rows at a time, computed again on the way back.
         size = max(1, _LARGEST_LOGITS // flow.head.weight.shape[0])
         for rows, u in zip(final.split(size), drawn.split(size), strict=True):
@@ -118,8 +120,8 @@ def _label_losses(flow: BlockFlow, generator: torch.Generator, num_draws: int) -
                 wanted = u.to(cumulative.device) * cumulative[:, -1:]
                 labels = torch.searchsorted(cumulative, wanted).clamp(max=cumulative.shape[1] - 1)
                 del cumulative
-            for draw in range(num_draws):
-                result[draw] = result[draw] + checkpoint(loss, rows, labels[:, draw : draw + 1], use_reentrant=False)
+            found = [checkpoint(loss, rows, labels[:, i : i + 1], use_reentrant=False) for i in range(num_draws)]
+            result = [a + b for a, b in zip(result, found, strict=True)] if result else found
         return result
 
     return losses

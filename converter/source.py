@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
+
+from .flow import input_device
 
 __all__ = ["SourceModel", "choose_device", "choose_dtype", "load_source", "load_tokenizer"]
 
@@ -46,6 +48,14 @@ class SourceModel:
     blocks: nn.ModuleList
     device: torch.device
     dtype: torch.dtype
+
+    def weight(self, name: str) -> Tensor:
+        """A projection's weight (N, K), fetched from where it is kept if the device has no room for it."""
+        module = self.projections[name]
+        if not module.weight.is_meta:
+            return module.weight
+        kept: Tensor = module._hf_hook.weights_map["weight"]  # type: ignore[union-attr,index,operator]
+        return kept.to(self.device, module.weight.dtype)
 
 
 def choose_device(requested: str = "auto") -> torch.device:
@@ -83,7 +93,7 @@ def load_source(
     dtype: torch.dtype | None = None,
     device: torch.device | str = "auto",
     *,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, int] | None = None,
     bundle: bool = False,
 ) -> SourceModel:
     """Load a Hugging Face checkpoint from a local folder.
@@ -94,7 +104,9 @@ def load_source(
         folder: holds config.json, *.safetensors and the tokenizer's files.
         dtype: of the computation; None chooses with `choose_dtype`.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
-        max_memory: accelerate's limits by device, for a model larger than one GPU; spreads it over all of them.
+        max_memory: accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are
+            spread over the GPUs; what they cannot hold stays in memory, and what that cannot hold in the files, from
+            where it is read whenever it is used.
         bundle: the folder is a sparse bundle, and its dense weights are wanted; nothing else may convert one again.
 
     Raises:
@@ -152,7 +164,7 @@ def load_source(
         tokenizer=tokenizer,
         projections=_projections(model, config),
         blocks=_blocks(model, config),
-        device=next(model.parameters()).device,
+        device=input_device(model),
         dtype=dtype,
     )
     _refuse_non_finite(folder, model)

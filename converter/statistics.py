@@ -202,7 +202,7 @@ def block_inputs(
         ) -> None:
             if name in caught:
                 if id(x) not in copies:
-                    copies[id(x)] = x[counted], x
+                    copies[id(x)] = x[counted.to(x.device)], x
                 caught[name].append(copies[id(x)][0])
 
         masked.dense_tokens = ~counted
@@ -252,7 +252,7 @@ def first_inputs(
         masked.dense_tokens = ~counted
         with masked.observing(catch), contextlib.suppress(_Enough):
             flow.block(index, batch, h)
-        parts.append(first[0][counted])
+        parts.append(first[0][counted.to(first[0].device)])
     masked.dense_tokens = None
     return sharing, torch.cat(parts) if parts else _no_tokens(masked, names[0])
 

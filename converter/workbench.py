@@ -229,8 +229,8 @@ class BlockView:
         for batch, hidden in enumerate(self.hidden):
             counted = flow.counted[batch]
             masked.dense_tokens = ~counted
-            difference = flow.block(self.index, batch, hidden)[counted] - self.out[batch][counted]
-            total += float(difference.float().square().sum(dtype=torch.float64))
+            difference = flow.block(self.index, batch, hidden) - self.out[batch]
+            total += float(difference[counted.to(difference.device)].float().square().sum(dtype=torch.float64))
         masked.dense_tokens = None
         masked.clear()
         return total / (flow.num_counted * self.out[0].shape[-1])

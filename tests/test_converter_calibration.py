@@ -336,6 +336,7 @@ def test_self_without_any_first_token(source) -> None:
     tokenizer = SimpleNamespace(bos_token_id=None, eos_token_id=None, chat_template=None)
     model = SimpleNamespace(
         parameters=source.model.parameters,
+        get_input_embeddings=source.model.get_input_embeddings,
         config=SimpleNamespace(bos_token_id=None, eos_token_id=None, vocab_size=258),
         generation_config=None,
     )

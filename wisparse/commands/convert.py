@@ -190,6 +190,7 @@ def _print_plan(plan: Plan) -> None:
         ),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
         ("memory", f"about {_size(plan.memory_bytes)} of {_size(plan.memory_free_bytes)} free"),
+        *([("weights on", f"{plan.weights_on} (slower)")] if plan.max_memory is not None else []),
         ("download", _size(plan.download_bytes) if plan.download_bytes else "nothing"),
         ("disk", f"{_size(plan.bundle_bytes)} of {_size(plan.disk_free_bytes)} free"),
         ("output", str(settings.output_dir) + (" (overwritten)" if settings.output_dir.exists() else "")),
