@@ -227,6 +227,8 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
             return _reach(upload, repo_id, insist=True)
     except Exception as error:  # whatever broke, the user keeps the bundle and must learn how to go on
         reason = str(error) if isinstance(error, AccessError) else f"{type(error).__name__}: {_first_line(error)}"
+        if "/xet-write-token/" in reason:  # a mirror or a proxy that lacks the Hub's newer storage
+            reason += " (HF_HUB_DISABLE_XET=1 sends the files without xet)"
         raise UploadError(
             f"the upload to {repo_id!r} failed: {reason}. The bundle is kept in {folder}; repeat with: {retry}"
         ) from error

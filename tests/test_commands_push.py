@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shlex
@@ -68,6 +69,36 @@ def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: P
     assert empty.returncode == 4, empty.stderr
     assert "holds no model at revision" in empty.stderr
     assert "it/s" not in inspected.stderr + empty.stderr  # progress bars are for terminals
+
+
+def test_push_through_the_xet_client(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
+    """Large files of today's Hub go to its content-addressed storage, by a client of its own."""
+    pytest.importorskip("hf_xet")
+    files = {path.relative_to(bundle).as_posix(): path.read_bytes() for path in bundle.rglob("*") if path.is_file()}
+    large = [content for name, content in files.items() if name.endswith(".safetensors")]
+    storage = standin.xet = tmp_path / "storage"
+    storage.mkdir()
+    standin.known = {hashlib.sha256(content).hexdigest(): content for content in large}
+    settings = {"HF_HUB_DISABLE_XET": "0", "HF_XET_CACHE": str(tmp_path / "xet")}
+    pushed = command(standin, tmp_path / "one", "push", bundle, "alice/tiny-50", **settings)
+    assert pushed.returncode == 0, pushed.stderr
+    assert not standin.seen("PUT /storage/")  # not by the older protocol
+    arrived = {file.name: file.stat().st_size for file in storage.rglob("default.*")}
+    assert 0.7 < sum(arrived.values()) / sum(map(len, large)) < 1.1  # it compresses a little
+    commits = standin.repos["alice/tiny-50"].commits
+    assert {name: content for name, content in commits[-1][1].items() if name != ".gitattributes"} == files
+    again = command(standin, tmp_path / "one", "push", bundle, "alice/tiny-50", **settings)
+    assert again.returncode == 0, again.stderr
+    assert len(commits) == 2  # nothing to commit, and nothing to send
+    assert {file.name: file.stat().st_size for file in storage.rglob("default.*")} == arrived
+
+
+def test_a_hub_without_xet_is_told_how_to_go_on(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
+    pytest.importorskip("hf_xet")
+    pushed = command(standin, tmp_path / "one", "push", bundle, "alice/tiny-50", HF_HUB_DISABLE_XET="0")
+    assert pushed.returncode == 7
+    assert "HF_HUB_DISABLE_XET=1" in pushed.stderr
+    assert pushed.stderr.rstrip().endswith(f"repeat with: wisparse push {bundle} alice/tiny-50")
 
 
 def in_process(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str]:
