@@ -217,7 +217,7 @@ def test_several_sparsities_give_the_bundles_each_gives_alone(
     flags = ["--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
     loads, drawn = [], []
     original, fisher = pipeline.load_source, search_module.fisher_diagonal
-    monkeypatch.setattr(pipeline, "load_source", lambda *given: loads.append(1) or original(*given))
+    monkeypatch.setattr(pipeline, "load_source", lambda *a, **k: loads.append(1) or original(*a, **k))
     monkeypatch.setattr(search_module, "fisher_diagonal", lambda *a, **k: drawn.append(1) or fisher(*a, **k))
     assert run_command(model, "-o", out, "--sparsity", "0.3,0.55", "--json", *flags) == 0
     documents = json.loads(capsys.readouterr().out)
