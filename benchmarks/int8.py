@@ -1,0 +1,90 @@
+"""What int8 weights cost, alone and with the masks: KL against the dense model with its weights as they are.
+
+    python benchmarks/int8.py                                  # the example model at 50%; half a minute
+    python benchmarks/int8.py --models PATH ... --output results/int8.json
+
+Converts each model with the default search, calibrated on every other file of Python's standard library, and gives the
+bundle and the other files to ``wisparse eval --weights int8``, which is all that is measured here. Tables go to stderr,
+one JSON document to stdout, and to --output if given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+import sysconfig
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from quality import describe_machine
+
+import wisparse
+from wisparse.cli import main as command_line
+
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
+_SMALLEST_FILE = 8192
+
+
+def evaluate(bundle: Path, arguments: list[str]) -> str:
+    """What ``wisparse eval`` prints."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        command_line(["eval", str(bundle), "--weights", "int8", *arguments])
+    return printed.getvalue()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", type=Path, nargs="+", default=[EXAMPLE])
+    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--num-samples", type=int, default=48, help="of the evaluation; a third of it calibrates")
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--output", type=Path, help="write the JSON document there too")
+    options = parser.parse_args()
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    files = [path for path in files if path.stat().st_size > _SMALLEST_FILE]
+    shape = ["--num-samples", str(options.num_samples), "--seq-len", str(options.seq_len)]
+    texts = [argument for path in files[1::2] for argument in ("--text", str(path))]
+    rows: dict[str, Any] = {}
+    for model in options.models:
+        with tempfile.TemporaryDirectory() as scratch:
+            bundle = wisparse.convert(
+                model,
+                Path(scratch) / model.name,
+                sparsity=options.sparsity,
+                calibration=files[0::2],
+                num_samples=options.num_samples // 3,
+                seq_len=options.seq_len,
+            )
+            found = json.loads(evaluate(bundle, [*texts, *shape, "--json"]))["bundles"][0]
+        parts = {"int8 alone": found["alone"]["int8"], "masks alone": found["alone"]["masks"], "both": found["quality"]}
+        rows[model.name] = {"backend": found["backend"], **parts}
+        print(f"{model.name}, {options.sparsity:.0%}", file=sys.stderr)
+        for part, quality in parts.items():
+            measured = quality["all"]["sparse"]
+            print(
+                f"  {part:12} KL {measured['kl']:.4f} nats/token, perplexity {measured['dense_perplexity']:.3f} -> "
+                f"{measured['perplexity']:.3f}, top-1 agreement {measured['top1_agreement']:.1%}",
+                file=sys.stderr,
+            )
+    document = {
+        "benchmark": "int8",
+        "sparsity": options.sparsity,
+        "evaluation": "standard library, every token sparse (all) or the last half of each sequence (half)",
+        "num_tokens": options.num_samples * options.seq_len,
+        **describe_machine(torch.device("cpu")),
+        "models": rows,
+    }
+    text = json.dumps(document, indent=1)
+    print(text)
+    if options.output is not None:
+        options.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
