@@ -151,10 +151,12 @@ def tiny_recipe(config: ModelConfig, masks: Mapping[str, ProjectionMask], **chan
     return Recipe(**(fields | changes))
 
 
-def write_tiny_bundle(folder: Path, model: Path, **settings: Any) -> Path:
-    """A bundle of ``model`` in ``folder``; ``settings`` go to ``write_bundle``."""
+def write_tiny_bundle(
+    folder: Path, model: Path, *, masks: Mapping[str, ProjectionMask] | None = None, **settings: Any
+) -> Path:
+    """A bundle of ``model`` in ``folder``, with ``tiny_masks`` or others; ``settings`` go to ``write_bundle``."""
     source = Checkpoint.open(model)
-    masks = tiny_masks(source.config)
+    masks = tiny_masks(source.config) if masks is None else masks
     return write_bundle(source, tiny_recipe(source.config, masks), masks, folder, **settings)
 
 
