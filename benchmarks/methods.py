@@ -10,7 +10,10 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
     teal           |x|, greedy within blocks
     wina           |x| g, the same sparsity everywhere
     wina-code      |x| g for k and gate, |x| elsewhere, as WINA's code does (without its rotation of weights)
-    wisparse       the default: loss-weighted norms, damage and allocation from backward passes
+    cats           |SiLU(gate)|: up and down sparse, as far as they alone can meet the target
+    rsparse        |x|, the same share unread everywhere, what is dropped through low-rank factors
+    fisher         loss-weighted norms, damage and allocation from backward passes
+    wisparse       the same, refined by gradient steps on the joint KL
     additive       the paper's score, allocation from a table of measured KL
 """
 
@@ -25,6 +28,7 @@ from quality import Clock, Evaluator, describe_machine, markdown_table, print_he
 
 from wisparse.converter.search import SearchSettings, search
 from wisparse.converter.source import load_source
+from wisparse.formats.errors import UsageError
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 METHODS = {
@@ -32,7 +36,10 @@ METHODS = {
     "teal": ("teal", "greedy"),
     "wina": ("wina", "uniform"),
     "wina-code": ("wina-code", "uniform"),
-    "wisparse": ("wisparse", "fisher"),
+    "cats": ("cats", "uniform"),
+    "rsparse": ("rsparse", "uniform"),
+    "fisher": ("wisparse", "fisher"),
+    "wisparse": ("wisparse", "refine"),
     "additive": ("wisparse", "additive"),
 }
 
@@ -42,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=EXAMPLE)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != "additive"])
-    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--num-samples", type=int, default=128)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--kl-tokens", type=int, default=2048)
     parser.add_argument("--eval-tokens", type=int, default=24576)
@@ -71,11 +78,15 @@ def main() -> None:
                 sparsity=sparsity,
                 method=method,
                 search=kind,
-                kl_tokens=None if kind == "fisher" else options.kl_tokens,
+                kl_tokens=None if kind in ("fisher", "refine") else options.kl_tokens,
                 seed=options.seed,
             )
-            with Clock() as clock:
-                result = search(source, tokens, settings)
+            try:
+                with Clock() as clock:
+                    result = search(source, tokens, settings)
+            except UsageError as refused:  # cats: up and down alone are not enough
+                print(f"{label} {sparsity}: {refused}", flush=True)
+                continue
             entry = row(f"{label} {100 * sparsity:g}%", evaluator(result), clock.spent, result)
             rows.append({"method": label, "sparsity": sparsity, **entry})
             rows[-1]["of_uniform"] = rows[-1]["kl"] / rows[first]["kl"]

@@ -20,7 +20,7 @@ def allocate_greedily(
     sizes: Mapping[str, int],
     target: float,
     *,
-    step: float = 0.05,
+    step: float = 0.01,
     cap: float = MAX_SPARSITY,
 ) -> dict[str, float]:
     """Sparsity per projection whose parameter-weighted mean is ``target``.

@@ -5,6 +5,7 @@
     paper      alpha -> block sparsities by evolution -> greedy within blocks -> alpha again
     additive   alpha -> KL of each projection alone at a few sparsities -> allocation in closed form -> alpha again
     fisher     loss-weighted norms and each projection's damage from two backward passes, allocation in closed form
+    refine     fisher, then every channel's scale and every threshold by a few gradient steps on the joint KL
 
 Every search ends alike: exact thresholds over all tokens, block after block, each from inputs that are as sparse as
 they will be at run time, so that what is realised is the target.
@@ -30,12 +31,13 @@ from wisparse.formats.recipe import ProjectionRecipe
 from . import additive, evolution
 from .alpha import search_alpha
 from .baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
-from .budget import check_target, mean_sparsity
+from .budget import check_target, mean_sparsity, repair
 from .calibration import CalibrationTokens
 from .greedy import allocate_greedily
 from .masking import MaskedModel
 from .processes import ALONE, Processes
 from .progress import Progress
+from .refinement import Refinement, batch_gradient, kept_channels, num_steps
 from .sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from .settings import METHODS, SEARCHES
 from .source import SourceModel
@@ -50,6 +52,11 @@ Allocation = dict[str, float]
 
 _LARGEST_LOGITS = 1 << 27
 
+# Of the refinement: tokens of a step; where its draws begin, past any micro-batch's; bounds that no model comes near.
+_TOKENS_PER_STEP = 8192
+_ROUNDS = 1 << 20
+_SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
+
 
 @dataclass(frozen=True)
 class SearchSettings:
@@ -63,11 +70,13 @@ class SearchSettings:
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
         seed: of everything that is drawn.
         kl_tokens: how many tokens the search measures on, about; None is 16,384 for ``fisher``, which goes through them
-            only twice, and 4,096 for the others. Final thresholds rest on all tokens.
+            only twice, and 4,096 for the others. Final thresholds, and the steps of ``refine``, rest on all tokens.
         stages: of the evolution, (survivors, micro-batches or None for all) in turn.
         levels: at which sparsities ``additive`` probes a projection.
-        greedy_step: sparsity that one greedy step adds to a block.
+        greedy_step: sparsity that one greedy step adds to a block. TEAL's 5% is half of a small projection at once, and
+            in models this small costs a third of the quality (benchmarks/LOG.md).
         fisher_draws: labels drawn per token for ``fisher``.
+        refine_steps: of ``refine``; None goes by the number of tokens, see `num_steps`.
         batch_size: sequences per forward pass.
     """
 
@@ -80,8 +89,9 @@ class SearchSettings:
     kl_tokens: int | None = None
     stages: tuple[tuple[int, int | None], ...] = ((1, None),)
     levels: tuple[float, ...] = additive.LEVELS
-    greedy_step: float = 0.05
+    greedy_step: float = 0.01
     fisher_draws: int = 2
+    refine_steps: int | None = None
     batch_size: int = 4
 
     def __post_init__(self) -> None:
@@ -89,9 +99,9 @@ class SearchSettings:
         for option, given, known in (("method", self.method, METHODS), ("search", self.search, SEARCHES)):
             if given not in known:
                 raise UsageError(f"--{option}: expected one of {', '.join(known)}, found {given!r}")
-        if self.search == "fisher" and self.method != "wisparse":
+        if self.search in ("fisher", "refine") and self.method != "wisparse":
             raise UsageError(
-                f"--search fisher decides the score too, so it belongs to --method wisparse; "
+                f"--search {self.search} decides the score too, so it belongs to --method wisparse; "
                 f"with --method {self.method} choose additive, greedy, paper or uniform"
             )
         if self.search != "uniform" and self.method in ("cats", "rsparse"):
@@ -166,13 +176,14 @@ class Run:
     ) -> None:
         self.source, self.tokens, self.settings = source, tokens, settings
         self.progress, self.store, self.processes = progress, store, processes
-        kl_tokens = settings.kl_tokens or (16384 if settings.search == "fisher" else 4096)
+        by_gradients = settings.search in ("fisher", "refine")
+        kl_tokens = settings.kl_tokens or (16384 if by_gradients else 4096)
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
         batch_size = _batch_size(settings, source.config.vocab_size, tokens.seq_len)
         self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
         # Where all tokens are gone through once, each process goes through its own; else it has units of its own.
         self.part = self.bench.part(source, tokens, processes)
-        self.units = Units(store, self.bench, settings.search, processes)
+        self.units = Units(store, self.bench, "fisher" if by_gradients else settings.search, processes)
         self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
@@ -400,6 +411,49 @@ class Run:
             bench.flow, bench.masked, batch, generator, bench.scales, thresholds, num_draws=num_draws
         )
 
+    def refine(self, allocation: Allocation) -> Allocation:
+        """Scales and sparsities by gradient steps on the joint KL, from those of ``allocation`` on."""
+        settings, sizes, names = self.settings, self.bench.sizes, self.bench.names
+        thresholds = self.bench.thresholds(allocation)
+        start = {n: (self.bench.scales[n].cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n in names}
+        steps = num_steps(self.tokens.input_ids.numel()) if settings.refine_steps is None else settings.refine_steps
+        steps = steps if settings.sparsity > 0.0 else 0
+        saved = self.store.load("fisher/refinement")
+        state = Refinement(start, steps) if saved is None else Refinement(**_unpacked(saved))
+        batch_size = _batch_size(settings, self.source.config.vocab_size, self.tokens.seq_len)
+        with Workbench(self.source, self.tokens, batch_size=batch_size) as bench:
+            flow, masked = bench.flow, bench.masked
+            share = max(1, round(_TOKENS_PER_STEP / (batch_size * self.tokens.seq_len)))
+            with self.progress.stage("Refinement", steps) as stage:
+                stage.advance(state.step)
+                while state.step < steps:
+                    batches = self._batches(state.step, share, flow.num_batches)
+                    logits = state.logits
+                    found = self.processes.spread(batches, lambda b, u=logits: batch_gradient(flow, masked, b, u))
+                    state.advance(found, sizes, settings.sparsity)
+                    self.store.save("fisher/refinement", _packed(vars(state)))
+                    stage.advance()
+                    stage.note(f"KL {state.history[-1]:.4f}")
+            counts = self.processes.spread(
+                range(flow.num_batches), lambda b: kept_channels(flow, masked, b, state.logits)
+            )
+        self.bench.num_kl_evaluations += steps * min(1.0, share / flow.num_batches)
+        self.history["refinement"] = state.history
+        for name, u in state.logits.items():
+            self.bench.set_scale(name, (u - u.mean()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).exp())
+        self.tables()
+        total = {name: flow.num_counted * len(state.logits[name]) for name in names}
+        dropped = {name: 1 - sum(one[name] for one in counts) / total[name] for name in names}
+        return repair(dropped, sizes, settings.sparsity)
+
+    def _batches(self, step: int, share: int, count: int) -> list[int]:
+        """The micro-batches of a step: round after round, each round in an order of its own."""
+        places = range(step * share, (step + 1) * share)
+        orders = {
+            r: torch.randperm(count, generator=self.draw(_ROUNDS + r)).tolist() for r in {p // count for p in places}
+        }
+        return sorted({orders[place // count][place % count] for place in places})
+
     # ------------------------------------------------------------------ the end
 
     def result(self, allocation: Allocation) -> SearchResult:
@@ -446,6 +500,16 @@ class Run:
         factors = sum(left.numel() + right.numel() for left, right in self.low_rank.values())
         dropped = mean_sparsity([projections[name].sparsity for name in names], [sizes[name] for name in names])
         return dropped - factors / sum(sizes.values())
+
+
+def _packed(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpacked(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _batch_size(settings: SearchSettings, vocab_size: int, seq_len: int) -> int:
@@ -498,10 +562,17 @@ def _fisher(run: Run) -> Allocation:
     return additive.allocate(run.predict(), run.bench.sizes, run.settings.sparsity)
 
 
+def _refine(run: Run) -> Allocation:
+    allocation = _fisher(run)
+    run.note("before refinement", allocation)
+    return run.refine(allocation)
+
+
 _PLANS: Mapping[str, Callable[[Run], Allocation]] = {
     "uniform": _uniform,
     "greedy": _greedy,
     "paper": _paper,
     "additive": _additive,
     "fisher": _fisher,
+    "refine": _refine,
 }

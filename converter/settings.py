@@ -23,7 +23,7 @@ __all__ = [
 
 MAX_SPARSITY = 0.95
 METHODS = ("wisparse", "teal", "wina", "wina-code", "cats", "rsparse")
-SEARCHES = ("fisher", "additive", "paper", "greedy", "uniform")
+SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # TEAL spreads each block's sparsity greedily, the others take the same everywhere.
@@ -114,9 +114,9 @@ class ConvertSettings:
             raise UsageError(f"--sparsity: expected a number from 0 to {MAX_SPARSITY}, found {self.sparsity:g}")
         _one_of("--method", self.method, METHODS)
         _one_of("--search", self.search, ("auto", *SEARCHES))
-        if self.search == "fisher" and self.method != "wisparse":
+        if self.search in ("fisher", "refine") and self.method != "wisparse":
             raise UsageError(
-                f"--search fisher makes a score of its own, so it cannot be --method {self.method}'s; "
+                f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
                 "choose additive, greedy or uniform"
             )
         if self.method in ("cats", "rsparse") and self.chosen_search != "uniform":

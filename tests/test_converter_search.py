@@ -19,7 +19,9 @@ from wisparse.converter.source import load_source
 from wisparse.formats.errors import UsageError
 
 SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "levels": (0.3, 0.6, 0.95), "greedy_step": 0.2}
+SMALL["refine_steps"] = 3
 COMBINATIONS = [
+    ("wisparse", "refine"),
     ("wisparse", "fisher"),
     ("wisparse", "additive"),
     ("wisparse", "paper"),
@@ -97,7 +99,7 @@ def test_the_model_is_left_as_it_was(source) -> None:
     assert not any(module._forward_pre_hooks for module in source.projections.values())
 
 
-@pytest.mark.parametrize("kind", ["fisher", "additive", "paper"])
+@pytest.mark.parametrize("kind", ["refine", "fisher", "additive", "paper"])
 def test_killed_anywhere_and_run_again_gives_the_same(kind: str) -> None:
     source = tiny_source(num_hidden_layers=2)
     settings = SearchSettings(search=kind, **SMALL)
