@@ -1,13 +1,15 @@
 """The next token drawn at random from the logits, on the device: what runtime/sampling.py defines, in three launches.
 
-    count:      how many logits have each of the 2**16 values that a half-precision number can have
+    count:      how many logits have each of the 2**16 values that a half-precision number can have, leaving out those
+                that cannot be kept: below top_k other logits, or too light for top_p
     threshold:  from those counts, the least value that top-k and top-p keep
     draw:       sums of the kept weights exp((logit - max) / temperature), in the order of the ids, and the first id at
                 which they exceed a random number
 
 Logits are rounded to the model's type, so with bf16 and fp16 the counts hold all there is to know, and nothing has to
-be sorted. Counts are integers and sums are added in a fixed order: the same input gives the same token on every run.
-Weights are float64, as in the definition. Rows whose temperature is 0 take the most probable token.
+be sorted. To count every logit would be most of the cost: thousands have one of a few values. Counts are integers and
+sums are added in a fixed order: the same input gives the same token on every run. Weights are float64, as in the
+definition. Rows whose temperature is 0 take the most probable token.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ class SampleState:
         counts: (B, 2**16) int32 by rank of the value, largest first; zero between steps, as is ``arrived``.
         block_counts, block_sums: (B, blocks) int32 and float64, of each block of ranks: logits, and their weights.
         threshold: (B,) int32, the last rank kept; 2**16 where none is dropped.
-        sums: (B, tiles) float64, of each tile of the vocabulary: the kept weights.
+        sums: (B, tiles) float64, of each tile of the vocabulary: all weights (count), then the kept ones (draw).
         largest: (B,) float32, the largest logit.
         likeliest: (B,) int32, its lowest id; -1 if it is infinite or the row holds a NaN.
         arrived: (B,) int32.
@@ -151,6 +153,7 @@ def _count_kernel(
     counts_ptr,  # (B, VALUES) int32
     largest_ptr,  # (B,) float32
     likeliest_ptr,  # (B,) int32
+    sums_ptr,  # (B, tiles) float64
     V,
     head_tiles,
     HEAD_PAD: tl.constexpr,
@@ -161,21 +164,46 @@ def _count_kernel(
     row = tl.program_id(1)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
-    _, _, filtered = _limits(numbers_ptr, token_ptr, row, V)
-    if filtered:
-        v = tile * TILE + tl.arange(0, TILE)
-        logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=0.0)
-        tl.atomic_add(counts_ptr + row * VALUES + _rank(logit, HALF), 1, mask=v < V, sem="relaxed")
-    if tile == 0:
+    top_k, top_p, filtered = _limits(numbers_ptr, token_ptr, row, V)
+    if filtered | (tile == 0):
         i = tl.arange(0, HEAD_PAD)
         value = tl.load(best_ptr + row * head_tiles + i, mask=i < head_tiles, other=float("-inf"))
-        token = tl.load(best_id_ptr + row * head_tiles + i, mask=i < head_tiles, other=2147483647)
         largest = tl.max(value, axis=0)
-        likeliest = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
-        broken = tl.max((value != value).to(tl.int32), axis=0)  # a maximum may pass over NaN
-        broken = (broken > 0) | (tl.abs(largest) == float("inf"))
-        tl.store(largest_ptr + row, largest)
-        tl.store(likeliest_ptr + row, tl.where(broken, -1, likeliest))
+        if tile == 0:
+            token = tl.load(best_id_ptr + row * head_tiles + i, mask=i < head_tiles, other=2147483647)
+            likeliest = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
+            broken = tl.max((value != value).to(tl.int32), axis=0)  # a maximum may pass over NaN
+            broken = (broken > 0) | (tl.abs(largest) == float("inf"))
+            tl.store(largest_ptr + row, largest)
+            tl.store(likeliest_ptr + row, tl.where(broken, -1, likeliest))
+        if filtered:
+            v = tile * TILE + tl.arange(0, TILE)
+            logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=float("-inf"))
+            rank = _rank(logit, HALF)
+            if top_k < V:
+                # The head's tiles have top_k maxima of at least this rank: so many logits are not beaten by any other.
+                ranks = tl.where(i < head_tiles, _rank(value, HALF), VALUES)
+                counted = rank <= _kth(ranks, top_k)
+            else:
+                # All that weigh less than this weigh, together, less than top_p leaves out; half of it, for rounding.
+                temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
+                weight = _weight(logit, largest, temperature)
+                tl.store(sums_ptr + row * tl.num_programs(0) + tile, tl.sum(weight, axis=0))
+                counted = weight * V >= 0.5 * (1.0 - top_p)
+            tl.atomic_add(counts_ptr + row * VALUES + rank, 1, mask=(v < V) & counted, sem="relaxed")
+
+
+@triton.jit
+def _kth(ranks, k):
+    """The k-th smallest of ranks; the last rank of all if they are fewer."""
+    low = tl.full((), 0, tl.int32)
+    high = tl.full((), VALUES - 1, tl.int32)
+    for _ in range(16):
+        middle = (low + high) // 2
+        enough = tl.sum((ranks <= middle).to(tl.int32), axis=0) >= k
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, tl.minimum(middle + 1, VALUES - 1))
+    return high
 
 
 @triton.jit
@@ -196,8 +224,11 @@ def _threshold_kernel(
     block_counts_ptr,  # (B, BLOCKS) int32
     block_sums_ptr,  # (B, BLOCKS) float64
     threshold_ptr,  # (B,) int32
+    sums_ptr,  # (B, tiles) float64
     arrived_ptr,  # (B,) int32
     V,
+    tiles,
+    TILES_PAD: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -217,21 +248,27 @@ def _threshold_kernel(
         if ticket == BLOCKS - 1:
             tl.store(arrived_ptr + row, 0)
             b = tl.arange(0, BLOCKS)
-            counts = tl.load(block_counts_ptr + row * BLOCKS + b)
-            # top-k: the first rank by which top_k logits have been met.
-            block_k = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
-            before = tl.sum(tl.where(b < block_k, counts, 0), axis=0)
-            rank, count, weight = _block_weights(counts_ptr, row, block_k, largest, temperature, HALF)
-            met = before + tl.cumsum(count, axis=0)
-            threshold = block_k * TILE + tl.sum((met < top_k).to(tl.int32), axis=0)
-            if top_p < 1.0:
-                # top-p: the first rank by which that share of the weight left by top-k has been met.
-                sums = tl.load(block_sums_ptr + row * BLOCKS + b)
+            sums = tl.load(block_sums_ptr + row * BLOCKS + b)
+            threshold = tl.full((), VALUES - 1, tl.int32)
+            if top_k < V:
+                # top-k: the first rank by which top_k logits have been met.
+                counts = tl.load(block_counts_ptr + row * BLOCKS + b)
+                block_k = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
+                before = tl.sum(tl.where(b < block_k, counts, 0), axis=0)
+                rank, count, weight = _block_weights(counts_ptr, row, block_k, largest, temperature, HALF)
+                met = before + tl.cumsum(count, axis=0)
+                threshold = block_k * TILE + tl.sum((met < top_k).to(tl.int32), axis=0)
                 of_block_k = tl.sum(tl.where(rank <= threshold, weight, 0.0), axis=0)
                 sums = tl.where(b < block_k, sums, tl.where(b == block_k, of_block_k, 0.0))
-                wanted = top_p * tl.sum(sums, axis=0)
+            if top_p < 1.0:
+                # top-p: the first rank by which that share of the weight left by top-k has been met.
+                total = tl.sum(sums, axis=0)
+                if top_k >= V:
+                    t = tl.arange(0, TILES_PAD)
+                    total = tl.sum(tl.load(sums_ptr + row * tiles + t, mask=t < tiles, other=0.0), axis=0)
+                wanted = top_p * total
                 block_p = tl.sum((tl.cumsum(sums, axis=0) < wanted).to(tl.int32), axis=0)
-                block_p = tl.minimum(block_p, block_k)
+                block_p = tl.minimum(block_p, BLOCKS - 1)
                 before_p = tl.sum(tl.where(b < block_p, sums, 0.0), axis=0)
                 rank, _, weight = _block_weights(counts_ptr, row, block_p, largest, temperature, HALF)
                 weight = tl.where(rank <= threshold, weight, 0.0)
@@ -283,9 +320,10 @@ def _draw_kernel(
     temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
     place = tl.load(position_ptr + row)
     if threshold < VALUES:  # the row was counted: leave the counts as they were found
-        v = tile * TILE + tl.arange(0, TILE)
-        logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=0.0)
-        tl.store(counts_ptr + row * VALUES + _rank(logit, HALF), 0, mask=v < V)
+        share = (VALUES + tiles - 1) // tiles
+        for start in range(0, share, TILE):
+            i = start + tl.arange(0, TILE)
+            tl.store(counts_ptr + row * VALUES + tile * share + i, 0, mask=(i < share) & (tile * share + i < VALUES))
     if (temperature > 0.0) & (likeliest >= 0) & (idle == 0):
         largest = tl.load(largest_ptr + row)
         min_p = tl.load(numbers_ptr + row * NUMBERS + MIN_P)
@@ -341,12 +379,12 @@ def launch_sample(
     half = dtype == torch.float16
     options = {"launch_pdl": True} if pdl else {}
     _count_kernel[(tiles, batch)](
-        logits, best, best_id, tokens, state.numbers, state.counts, state.largest, state.likeliest, vocabulary,
-        head_tiles, triton.next_power_of_2(head_tiles), half, pdl, **options,
+        logits, best, best_id, tokens, state.numbers, state.counts, state.largest, state.likeliest,
+        state.sums, vocabulary, head_tiles, triton.next_power_of_2(head_tiles), half, pdl, **options,
     )  # fmt: skip
     _threshold_kernel[(_BLOCKS, batch)](
         tokens, state.numbers, state.counts, state.largest, state.block_counts, state.block_sums, state.threshold,
-        state.arrived, vocabulary, half, pdl, **options,
+        state.sums, state.arrived, vocabulary, tiles, triton.next_power_of_2(tiles), half, pdl, **options,
     )  # fmt: skip
     _draw_kernel[(tiles, batch)](
         logits, tokens, next_tokens, positions, state.numbers, state.seeds, state.counts, state.largest,
