@@ -3,7 +3,8 @@
     PYTHONPATH=. python benchmarks/gpu_example.py examples/pycode-llama-6m OTHER_MODEL
 
 Per model, dtype and sparsity, for three random prompts and 201 greedy tokens: the first position at which the two
-differ; whether two runs give the same bits; whether tokens drawn in the graph are those that ``sampling.sample`` draws
+differ, and there the plain decoder's margin between its two best logits and how far the two decoders' logits are apart;
+whether two runs give the same bits; whether tokens drawn in the graph are those that ``sampling.sample`` draws
 from the decoder's own logits. Prints one line of JSON last.
 """
 
@@ -41,6 +42,19 @@ def greedy(decoder: Decoder, ids: torch.Tensor) -> tuple[list[int], torch.Tensor
         tokens.append(int(logits.argmax()))
         logits = decoder.decode(torch.tensor(tokens[-1:]))
     return [*tokens, int(logits.argmax())], logits.clone()
+
+
+def margin(slow: Decoder, fast: Decoder, ids: torch.Tensor, tokens: list[int]) -> tuple[float, float]:
+    """After these tokens: the plain decoder's best logit less its second, and the largest difference of the two
+    decoders' logits."""
+    for decoder in (slow, fast):
+        logits = decoder.prefill(0, ids, len(ids))
+        for token in tokens:
+            logits = decoder.decode(torch.tensor([token]))[0]
+        if decoder is slow:
+            expected = logits.clone()
+    first, second = expected.topk(2).values.tolist()
+    return first - second, float((logits - expected).abs().max())
 
 
 def stepped(decoder: Decoder, ids: torch.Tensor, settings: SamplingSettings, *, inside: bool) -> list[int]:
@@ -85,14 +99,17 @@ def check(folder: Path) -> list[dict]:
             slow = TorchDecoder(bundle, device=device, dtype=dtype, max_seq_len=256)
             if sparsity > 0:
                 give_masks(slow, fast)
-            first, repeats = [], True
+            first, margins, repeats = [], [], True
             for ids in prompts:
                 tokens, logits = greedy(fast, ids)
                 again, logits_again = greedy(fast, ids)
                 repeats &= tokens == again and torch.equal(logits, logits_again)
                 repeats &= stepped(fast, ids, SamplingSettings(), inside=True) == tokens[1:]
                 expected, _ = greedy(slow, ids)
-                first.append(next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None))
+                at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None)
+                first.append(at)
+                if at is not None:
+                    margins.append(margin(slow, fast, ids, expected[:at]))
             drawn = all(
                 stepped(fast, ids, settings, inside=True) == stepped(fast, ids, settings, inside=False)
                 for ids in prompts
@@ -101,8 +118,8 @@ def check(folder: Path) -> list[dict]:
             rows.append(
                 {
                     "model": folder.name, "dtype": str(dtype).removeprefix("torch."), "sparsity": sparsity,
-                    "first_difference": first, "of": TOKENS + 1, "repeats_bit_for_bit": bool(repeats),
-                    "sampled_as_defined": drawn,
+                    "first_difference": first, "of": TOKENS + 1, "margin_and_distance": margins,
+                    "repeats_bit_for_bit": bool(repeats), "sampled_as_defined": drawn,
                 }
             )  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
