@@ -21,6 +21,18 @@ from .recipe import Recipe
 __all__ = ["Evaluation", "Inherited", "read_inherited", "render_card"]
 
 _MAX_README_BYTES = 1 << 20
+# Which channels are kept, in words, where a method has a rule of its own.
+_RULE = (
+    "a channel is kept if |x| · g^alpha reaches the projection's threshold, where g is the norm of the channel's "
+    "weights, or what the search puts in its place"
+)
+_RULES = {
+    "teal": "a channel is kept if |x| reaches the projection's threshold",
+    "cats": "a channel of the MLP is kept if |SiLU(gate)| reaches the block's threshold; all else is dense",
+    "rsparse": "a channel is kept if |x| · g^alpha reaches the projection's threshold, where g is the norm of the "
+    "channel's weights; what is dropped goes through two small factors instead",
+}
+
 _LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 
 
@@ -211,8 +223,7 @@ def _recipe(recipe: Recipe) -> str:
     return "\n".join(
         [
             f"- source: `{recipe.base_model}`{commit}",
-            f"- method: {recipe.method}; a channel is kept if |x| · g^alpha reaches the projection's threshold, where "
-            "g is the norm of the channel's weights",
+            f"- method: {recipe.method}; {_RULES.get(recipe.method, _RULE)}",
             f"- sparsity: {recipe.sparsity:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "
             f"blocks; {min(blocks):.1%} to {max(blocks):.1%} by block, {min(sparsities):.1%} to {max(sparsities):.1%} "
             "by projection",

@@ -89,7 +89,11 @@ def test_mistyped_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None
 def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = _run([verb, "--help"], capsys)
     assert code == 0
-    assert f"wisparse {verb}" in out or f"wisparse-{verb}" in out
+    examples = [
+        line for line in out.splitlines() if line.strip().startswith((f"wisparse {verb} ", f"wisparse-{verb} "))
+    ]
+    assert examples
+    assert all(len(line) <= 80 for line in examples)
 
 
 def test_help_is_quick_and_light() -> None:

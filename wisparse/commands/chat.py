@@ -40,6 +40,10 @@ def command(
 
     Each line is a message; the model sees the whole conversation. /reset forgets it, Ctrl-C stops an answer, Ctrl-D
     leaves.
+
+    \b
+    wisparse chat out
+    wisparse chat USER/NAME --system-prompt "Answer in one sentence."
     """
     set_up_logging(verbose)
     model = load(

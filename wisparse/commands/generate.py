@@ -46,6 +46,11 @@ def command(
     """Generate text from BUNDLE, a folder or a Hub id.
 
     The text goes to standard output as it comes; a line with speed, memory and realised sparsity to standard error.
+
+    \b
+    wisparse generate out --prompt "Why is the sky blue?"
+    wisparse generate USER/NAME --temperature 0.7 --seed 1 < prompt.txt
+    wisparse generate out --prompt "Once" --device cpu --weights int8 --json
     """
     set_up_logging(verbose)
     text = _read_prompt(prompt)

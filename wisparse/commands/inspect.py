@@ -30,6 +30,10 @@ def command(bundle: str, revision: str | None, show: str, as_json: bool) -> None
     """Show the recipe of BUNDLE, a folder or a Hub id: one line per block, one column per projection.
 
     The weights are not read; `wisparse verify` does that.
+
+    \b
+    wisparse inspect out
+    wisparse inspect USER/NAME --revision main --json
     """
     opened = Bundle.open(fetch_bundle(bundle, revision))
     if as_json:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
 import click
 
@@ -17,8 +19,17 @@ __all__ = ["command"]
 @click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(bundle: str, revision: str | None, as_json: bool) -> None:
-    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id."""
-    report = verify_bundle(fetch_bundle(bundle, revision))
+    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id.
+
+    \b
+    wisparse verify out
+    wisparse verify USER/NAME --revision main --json
+    """
+    folder = fetch_bundle(bundle, revision)
+    report = verify_bundle(folder)
+    if not Path(bundle).is_dir():
+        # Pictures are not fetched, so that they are not there says nothing about the repository.
+        report = replace(report, notes=tuple(note for note in report.notes if not note.endswith(": missing")))
     if as_json:
         click.echo(json.dumps(report.to_dict(), indent=2))
         return
