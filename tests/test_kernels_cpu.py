@@ -128,6 +128,7 @@ def test_leaves_torchs_thread_count_alone() -> None:
     torch.set_num_threads(3)
     sparse_linear(x, transpose(weight), bias, scale, 0.5)
     assert torch.get_num_threads() == 3
+    assert cpu_threads.team_size() == 3  # which is where ours come from
 
 
 def test_without_masks_bias_rows_or_channels() -> None:

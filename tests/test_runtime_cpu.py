@@ -108,11 +108,14 @@ def test_decodes_as_the_reference_does(tiny_bundles: dict[str, Bundle], variant:
     assert not torch.allclose(wanted, decode_all(torch_decoder(bundle, max_batch=3), PROMPTS, steps), atol=0.01)
 
 
-def test_greedy_tokens_of_the_real_model_equal_the_references(example_bundle: Path) -> None:
+@pytest.mark.parametrize("which", ["example_model", "qwen_model"])
+def test_greedy_tokens_of_the_real_models_equal_the_references(
+    which: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    bundle = make_bundle(request.getfixturevalue(which), tmp_path / "bundle", 0.4)
     prompts = ["def f(", ">>> 12 + 30\n", "import os\n\n\nclass ", "for i in range(10):\n", "x = [1, 2", "# The "]
     models = [
-        wisparse.load(example_bundle, dtype="float32", backend=backend, max_seq_len=256)
-        for backend in ("numba", "torch")
+        wisparse.load(bundle, dtype="float32", backend=backend, max_seq_len=256) for backend in ("numba", "torch")
     ]
     for policy in ("dense", "half"):
         mine, wanted = (
