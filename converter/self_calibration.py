@@ -110,10 +110,8 @@ class _Writer:
 def _write(
     model: Any, writers: list[_Writer], rows: list[list[int]], seq_len: int, generator: torch.Generator, stage: Any
 ) -> None:
-    from transformers import DynamicCache
-
     device = input_device(model)
-    cache = DynamicCache(config=model.config)
+    cache = _cache(model.config, seq_len)
     drawn = [0] * len(writers)  # never used: every row begins with a forced token
     for position in range(seq_len):
         tokens = [writer.accept(token) for writer, token in zip(writers, drawn, strict=True)]
@@ -124,6 +122,32 @@ def _write(
             step = torch.tensor(tokens, device=device).unsqueeze(1)
             logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
             drawn = _draw(logits, [writer.temperature for writer in writers], generator)
+
+
+def _cache(config: Any, seq_len: int) -> Any:
+    """transformers' cache with room for ``seq_len`` tokens from the start.
+
+    Its own grows by copying every key and value at every token, and leaves a GPU's memory in pieces: twice as much.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    class Roomy(DynamicLayer):
+        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            if not self.is_initialized:
+                self.lazy_initialization(keys, values)
+                self.room = [new.new_empty(*new.shape[:2], seq_len, new.shape[3]) for new in (keys, values)]
+            begin = self.get_seq_length()
+            end = begin + keys.shape[-2]
+            for room, new in zip(self.room, (keys, values), strict=True):
+                room[:, :, begin:end] = new
+            self.keys, self.values = (room[:, :, :end] for room in self.room)
+            return self.keys, self.values
+
+    cache = DynamicCache(config=config)
+    # Layers with a sliding window keep their own kind: they need no more room than the window.
+    cache.layers = [Roomy() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
 
 
 def _draw(logits: Tensor, temperatures: list[float], generator: torch.Generator) -> list[int]:
@@ -150,7 +174,7 @@ def _threads_for(model: Any) -> Iterator[None]:
 
 
 def _batch_size(model: Any, num_samples: int, seq_len: int) -> int:
-    """Rows at a time such that keys and values stay under about 4 GB (twice that while they grow)."""
+    """Rows at a time such that keys and values stay under about 4 GB."""
     config = model.config
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     itemsize = next(model.parameters()).element_size()

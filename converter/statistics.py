@@ -288,7 +288,8 @@ def final_thresholds(
         while pending:
             # Those that read the same tensor as the first pending one see inputs that no other pending one can change.
             ready, inputs = first_inputs(bench.flow, masked, index, hidden, pending)
-            ready = bench.processes.broadcast(ready)  # one without tokens cannot tell
+            if bench.idle:  # a process without tokens cannot tell
+                ready = bench.processes.broadcast(ready)
             for name in ready:
                 scores = Scores(inputs, scales[name], bench.processes)
                 threshold = score_quantiles(scores, [allocation[name]])[0]

@@ -47,6 +47,7 @@ class Workbench:
     Attributes:
         names, sizes, groups: projections in order of execution, their parameters, and their names by block.
         num_counted: tokens that count, of all processes.
+        idle: some process has no tokens.
         num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
     """
 
@@ -64,6 +65,7 @@ class Workbench:
         self.processes = processes
         self.num_counted = int(keep.sum())
         rows = processes.rows(len(ids), batch_size)
+        self.idle = -(-len(ids) // batch_size) < processes.size
         self.masked = masked or MaskedModel(source.projections)
         self.flow = BlockFlow(source.model, source.blocks, ids[rows], keep[rows], batch_size)
         self.names = list(source.projections)
