@@ -111,7 +111,7 @@ def load(folder: Path, plain: bool) -> dict:
     """Load in this fresh process, then decode a little, greedily and sampled."""
     import torch
 
-    import wisparse
+    from wisparse.runtime import cuda_decoder, loader
     from wisparse.runtime.decoder import SamplingSettings
 
     imports = time.perf_counter() - _STARTED
@@ -124,14 +124,13 @@ def load(folder: Path, plain: bool) -> dict:
         from types import SimpleNamespace
 
         from wisparse.formats.bundle import Bundle
-        from wisparse.runtime.cuda_decoder import CudaDecoder
 
         bundle = Bundle.open(folder)
         stub = SimpleNamespace(tensor=bundle.checkpoint.tensor)
         stub = SimpleNamespace(config=bundle.config, masks=bundle.masks, checkpoint=stub)
-        decoder = CudaDecoder(stub, device=torch.device("cuda"), dtype=torch.bfloat16, max_seq_len=512)
+        decoder = cuda_decoder.CudaDecoder(stub, device=torch.device("cuda"), dtype=torch.bfloat16, max_seq_len=512)
     else:
-        decoder = wisparse.load(str(folder), max_seq_len=512).decoder
+        decoder = loader.load(str(folder), max_seq_len=512).decoder
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     weights = decoder.weights.num_bytes

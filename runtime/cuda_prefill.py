@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.bias import causal_lower_right
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import keep_mask
@@ -126,7 +125,12 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int 
     count, stop = q.shape[1], keys.shape[1]
     gqa = q.shape[0] != keys.shape[0]
     if window is None or stop <= window:
-        mask = None if count == 1 or start == 0 else causal_lower_right(count, stop)
+        mask = None
+        if count > 1 and start > 0:
+            # Here, because it imports torch._dynamo: a second that only long prompts need to spend.
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(count, stop)
         return functional.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, is_causal=start == 0 and count > 1, enable_gqa=gqa
         )[0]
