@@ -163,22 +163,23 @@ def run_all(all_settings: Sequence[ConvertSettings], progress: Progress) -> list
             )
         if not processes.leads:
             plans = [replace(plan, device=choose_device(device)) for plan in plans]
-        return execute(plans, progress, processes)
+        conversions = execute(plans, progress, processes)
+    return [_upload(conversion, progress) for conversion in conversions]
 
 
 def execute(plans: Sequence[Plan], progress: Progress, processes: Processes = ALONE) -> list[Conversion]:
-    """Carry plans out that differ in their sparsity alone: the model is loaded once, and statistics are shared.
+    """Carry out plans that differ in their sparsity alone, up to the bundles; uploading is the caller's.
 
-    Each bundle has the bytes it would have by itself. State is removed when all are done, so that an interrupted run
-    knows the bundles it has written. Processes other than the first one help, and return nothing.
+    The model is loaded once, and statistics are shared. Each bundle has the bytes it would have by itself. State is
+    removed when all are done, so that an interrupted run knows the bundles it has written. Processes other than the
+    first one help, and return nothing.
     """
     common = _Common() if len(plans) > 1 else None
     found = [_execute(plan, progress, common, processes) for plan in plans]
-    conversions = [conversion for conversion in found if conversion is not None]
     if processes.leads:
         for plan in plans:
             _remove_state(plan.settings)
-    return [_upload(conversion, progress) for conversion in conversions]
+    return [conversion for conversion in found if conversion is not None]
 
 
 @dataclass
