@@ -168,10 +168,10 @@ class ModelConfig:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
-            close = difflib.get_close_matches(str(model_type), ARCHITECTURES, n=1)
+            close = difflib.get_close_matches(str(model_type)[:80], ARCHITECTURES, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             raise UnsupportedModelError(
-                f"unsupported architecture: model_type {model_type!r}{hint}; known ones: {known}"
+                f"unsupported architecture: model_type {model_type!r:.80}{hint}; known ones: {known}"
             )
         if config.get("quantization_config"):
             raise UnsupportedModelError(
@@ -180,7 +180,7 @@ class ModelConfig:
             )
         activation = config.get("hidden_act", "silu")
         if activation != "silu":
-            raise UnsupportedModelError(f"hidden_act: expected 'silu', found {activation!r}")
+            raise UnsupportedModelError(f"hidden_act: expected 'silu', found {activation!r:.80}")
         arch = ARCHITECTURES[model_type]
         config = {**arch.defaults, **config}
 
@@ -200,7 +200,7 @@ class ModelConfig:
             raise UnsupportedModelError(f"head_dim: expected an even number, found {head_dim}")
         eps = config.get("rms_norm_eps", 1e-6)
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
-            raise UnsupportedModelError(f"config.json: rms_norm_eps: expected a small number, found {eps!r}")
+            raise UnsupportedModelError(f"config.json: rms_norm_eps: expected a small number, found {eps!r:.80}")
         return cls(
             model_type=model_type,
             hidden_size=hidden_size,

@@ -68,7 +68,7 @@ class Manifest:
                 raise BundleError(f"{MANIFEST}: files: {name!r:.200} is not a name this format allows")
             sha256[name] = _hex(entry, "sha256", 64, f"files.{name}")
         crc32 = {
-            name: int(_hex(entry, "crc32", 8, f"tensors.{name!r}"), 16)
+            name: int(_hex(entry, "crc32", 8, f"tensors.{name!r:.200}"), 16)
             for name, entry in _object(document, "tensors").items()
         }
         return cls(recipe, sha256, crc32)

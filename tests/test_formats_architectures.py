@@ -141,3 +141,20 @@ def test_any_config_is_read_or_refused(change: dict[str, Any], model_type: str) 
     except UnsupportedModelError:
         return
     assert all(projection.num_parameters > 0 for projection in config.projections(0))
+
+
+@pytest.mark.parametrize(
+    "value", ["a" * 5000, ["a" * 5000], {"a" * 5000: 1}, 10**4000], ids=["text", "list", "object", "number"]
+)
+def test_a_refusal_is_one_sentence_whatever_was_found(value: object) -> None:
+    keys = [*LLAMA, "hidden_act", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "head_dim"]
+    keys += ["attention_bias", "sliding_window", "original_max_position_embeddings", "partial_rotary_factor"]
+    messages = []
+    for key in keys:
+        for change in ({key: value}, {"rope_parameters": {"rope_type": "longrope", key: value}}):
+            try:
+                ModelConfig.from_dict(LLAMA | change)
+            except UnsupportedModelError as error:
+                messages.append(str(error))
+    assert len(messages) > len(keys)
+    assert max(map(len, messages)) < 400
