@@ -133,13 +133,13 @@ def _cache(config: Any, seq_len: int) -> Any:
     from transformers.cache_utils import DynamicLayer
 
     class Roomy(DynamicLayer):
-        def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            begin = self.keys.shape[-2] if self.is_initialized else 0
+            end = begin + key_states.shape[-2]
             if not self.is_initialized:
-                self.lazy_initialization(keys, values)
-                self.room = [new.new_empty(*new.shape[:2], seq_len, new.shape[3]) for new in (keys, values)]
-            begin = self.get_seq_length()
-            end = begin + keys.shape[-2]
-            for room, new in zip(self.room, (keys, values), strict=True):
+                self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+                self.room = [new.new_empty(*new.shape[:2], seq_len, new.shape[3]) for new in (key_states, value_states)]
+            for room, new in zip(self.room, (key_states, value_states), strict=True):
                 room[:, :, begin:end] = new
             self.keys, self.values = (room[:, :, :end] for room in self.room)
             return self.keys, self.values

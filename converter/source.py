@@ -54,7 +54,7 @@ class SourceModel:
         module = self.projections[name]
         if not module.weight.is_meta:
             return module.weight
-        kept: Tensor = module._hf_hook.weights_map["weight"]  # type: ignore[union-attr,index,operator]
+        kept: Tensor = module._hf_hook.weights_map["weight"]  # type: ignore[union-attr,index]
         return kept.to(self.device, module.weight.dtype)
 
 
