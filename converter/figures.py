@@ -43,7 +43,8 @@ def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
         _say_missing()
         return {}
     figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {"figures/sparsity.png": _sparsity}
-    figures["figures/alpha.png"] = _alpha
+    if len({one["alpha"] for block in report["blocks"] for one in block["projections"].values()}) > 1:
+        figures["figures/alpha.png"] = _alpha  # a method that chooses none has nothing to show
     if report["block_sensitivity"] is not None:
         figures["figures/block_sensitivity.png"] = _sensitivity
     if len(report["quality_against_sparsity"]) > 1:
@@ -191,7 +192,9 @@ def _quality(report: Mapping[str, Any]) -> Any:
     left.set_ylim(bottom=0)
     _percent(middle)
     _percent(right)
-    figure.suptitle(f"Quality against sparsity\n{report['model']['base_model'].rsplit('/', 1)[-1]}", fontsize=12)
+    figure.suptitle(
+        f"Quality against sparsity, every token sparse\n{report['model']['base_model'].rsplit('/', 1)[-1]}", fontsize=12
+    )
     return figure
 
 

@@ -2,6 +2,7 @@
 
     quality        KL, perplexity and agreement on text the search has not seen, every token sparse
     sensitivity    KL with one block sparse at a time
+    curve          quality at other sparsities: same scales, the target's spread over the projections in proportion
 
 The text is made as the calibration text was, with another seed. What the model writes itself is new then; a small
 corpus may give passages that were calibrated on, and the report says where the text came from.
@@ -45,6 +46,7 @@ class Measurement:
     quality: Quality
     text: str
     sensitivity: BlockSensitivity
+    curve: tuple[tuple[float, Quality], ...] = ()
 
 
 class MaskedLogits:
@@ -54,6 +56,9 @@ class MaskedLogits:
         source: the dense model.
         result: of the search.
 
+    Attributes:
+        thresholds: by projection; those of the result, until others are put there.
+
     Use as a context manager: the masks come off again at the end.
     """
 
@@ -61,7 +66,7 @@ class MaskedLogits:
         self._source = source
         self._masked = MaskedModel(source.projections)
         self._sizes = {name: module.weight.numel() for name, module in source.projections.items()}
-        self._thresholds = result.put_on(self._masked)
+        self.thresholds: Mapping[str, float] = result.put_on(self._masked)
         self._counting = ExitStack()
         self._realised: Callable[[], Mapping[str, float]] | None = None
 
@@ -79,7 +84,7 @@ class MaskedLogits:
         self._masked.clear()
         if sparse_from < len(token_ids):
             self._masked.dense_tokens = (torch.arange(len(token_ids), device=ids.device) < sparse_from)[None]
-            self._masked.set_thresholds(self._thresholds)
+            self._masked.set_thresholds(self.thresholds)
         return self._source.model(input_ids=ids, use_cache=False).logits[0].float()
 
     def measure_sparsity(self, enabled: bool) -> None:
@@ -115,15 +120,20 @@ def measure(
     fresh, text = _fresh_text(source, tokens, calibration, progress)
     with (
         MaskedLogits(source, result) as logits,
-        progress.stage("Measuring", fresh.num_samples) as stage,
+        progress.stage("Measuring", fresh.num_samples * (1 + len(result.elsewhere))) as stage,
     ):
         quality = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
+        curve = [(result.details.get("settings", {}).get("sparsity", 0.0), quality)] if result.elsewhere else []
+        for sparsity, thresholds in result.elsewhere.items():
+            logits.thresholds = thresholds
+            found = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)
+            curve.append((sparsity, found["all"]))
     with Workbench(source, _few(tokens)) as bench:
         for name in bench.names:
             bench.set_scale(name, result.channel_scales[name])
         with progress.stage("Block sensitivity", len(bench.groups)) as stage:
             sensitivity = block_sensitivity(bench, advance=stage.advance)
-    return Measurement(quality, text, sensitivity)
+    return Measurement(quality, text, sensitivity, tuple(sorted(curve, key=lambda point: point[0])))
 
 
 def _few(tokens: CalibrationTokens) -> CalibrationTokens:

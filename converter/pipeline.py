@@ -381,6 +381,7 @@ def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchRes
         quality=measurement.quality,
         quality_text=measurement.text,
         sensitivity=measurement.sensitivity,
+        curve=measurement.curve,
     )
     card = render_card(
         recipe,

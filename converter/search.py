@@ -57,6 +57,9 @@ _TOKENS_PER_STEP = 8192
 _ROUNDS = 1 << 20
 _SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
 
+# Where the report's curve has its points, beside the target.
+_OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
+
 
 @dataclass(frozen=True)
 class SearchSettings:
@@ -118,6 +121,8 @@ class SearchResult:
         details: JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details.
         low_rank: of ``rsparse``, by name: factors (N, r) and (r, K), float32 on the CPU.
         gate_thresholds: of ``cats``, by the name of ``down_proj``.
+        elsewhere: thresholds by name at other sparsities with the same scales, for a curve of quality: from the dense
+            model's inputs, so about right. Empty for ``cats`` and ``rsparse``, which have other budgets.
     """
 
     projections: Mapping[str, ProjectionRecipe]
@@ -125,6 +130,7 @@ class SearchResult:
     details: dict[str, Any] = field(default_factory=dict)
     low_rank: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     gate_thresholds: Mapping[str, float] = field(default_factory=dict)
+    elsewhere: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
     def put_on(self, masked: MaskedModel) -> dict[str, float]:
         """Put everything on a model but the thresholds, which are returned for `MaskedModel.set_thresholds`."""
@@ -485,7 +491,18 @@ class Run:
             },
             low_rank=self.low_rank,
             gate_thresholds={name: found[name][0] for name in self.gated if found[name][0] > 0},
+            elsewhere={} if self.gated or self.low_rank else self._elsewhere(allocation),
         )
+
+    def _elsewhere(self, allocation: Allocation) -> dict[float, dict[str, float]]:
+        """Thresholds at other sparsities, spread over the projections in the way of ``allocation``."""
+        target, sizes = self.settings.sparsity, self.bench.sizes
+        found = {}
+        for sparsity in _OTHER_SPARSITIES if target > 0.0 else ():
+            spread = repair({name: p * sparsity / target for name, p in allocation.items()}, sizes, sparsity)
+            if abs(sparsity - target) > 0.02:
+                found[sparsity] = self.bench.thresholds(spread)
+        return found
 
     def _spread_gate(self, down: str, projections: dict[str, ProjectionRecipe]) -> None:
         """What the gate drops is left out of down and of up alike; neither has a threshold of its own."""
