@@ -435,7 +435,7 @@ class Run:
                 while state.step < steps:
                     batches = self._batches(state.step, share, flow.num_batches)
                     logits = state.logits
-                    found = self.processes.spread(batches, lambda b, u=logits: batch_gradient(flow, masked, b, u))
+                    found = self.processes.spread(batches, partial(batch_gradient, flow, masked, logits=logits))
                     state.advance(found, sizes, settings.sparsity)
                     self.store.save("fisher/refinement", _packed(vars(state)))
                     stage.advance()
