@@ -134,7 +134,7 @@ def _cache(config: Any, seq_len: int) -> Any:
 
     class Roomy(DynamicLayer):
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-            begin = self.keys.shape[-2] if self.is_initialized else 0
+            begin = self.get_seq_length()
             end = begin + key_states.shape[-2]
             if not self.is_initialized:
                 self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
