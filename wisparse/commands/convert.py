@@ -131,6 +131,8 @@ def command(
     from wisparse.converter.progress import Progress
 
     progress = Progress(False if quiet or helper else None)
+    if dry_run and helper:
+        return
     if dry_run:
         from wisparse.converter.preflight import preflight
 
