@@ -73,7 +73,9 @@ def measure(folder: Path, problems: list[tuple[str, str]], backend: str) -> dict
         "search": recipe.search.get("settings", {}).get("search"),
         "sparsity": recipe.sparsity,
         "calibration": recipe.calibration.source,
-        "calibration_tokens": recipe.calibration.num_tokens,
+        "num_samples": recipe.calibration.num_samples,
+        "seq_len": recipe.calibration.seq_len,
+        "seed": recipe.calibration.seed,
         "backend": backend,
         "policies": found,
     }
@@ -85,7 +87,10 @@ def main() -> None:
     parser.add_argument("--bundles", nargs="*", type=Path, default=[])
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--calibration", nargs="+", default=["self"])
-    parser.add_argument("--problems", type=int, default=500)
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, help="default: 2,048 on a GPU, 512 on a CPU")
+    parser.add_argument("--search", default="auto")
+    parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--output", type=Path)
@@ -98,7 +103,8 @@ def main() -> None:
         for model in models:
             say(f"converting {model.name}")
             out = Path(work) / model.name
-            bundles.append(convert(model, out, sparsity=args.sparsity, calibration=args.calibration))
+            how = {"num_samples": args.num_samples, "seq_len": args.seq_len, "search": args.search}
+            bundles.append(convert(model, out, sparsity=args.sparsity, calibration=args.calibration, **how))
         rows = [measure(folder, problems, args.backend) for folder in bundles]
     document = {
         "benchmark": "interpreter_lines",

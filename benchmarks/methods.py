@@ -12,8 +12,8 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
     wina-code      |x| g for k and gate, |x| elsewhere, as WINA's code does (without its rotation of weights)
     cats           |SiLU(gate)|: up and down sparse, as far as they alone can meet the target
     rsparse        |x|, the same share unread everywhere, what is dropped through low-rank factors
-    fisher         loss-weighted norms, damage and allocation from backward passes
-    wisparse       the same, refined by gradient steps on the joint KL
+    wisparse       the default (fisher): loss-weighted norms, damage and allocation from backward passes
+    refine         the same, refined by gradient steps on the joint KL
     additive       the paper's score, allocation from a table of measured KL
 """
 
@@ -38,8 +38,8 @@ METHODS = {
     "wina-code": ("wina-code", "uniform"),
     "cats": ("cats", "uniform"),
     "rsparse": ("rsparse", "uniform"),
-    "fisher": ("wisparse", "fisher"),
-    "wisparse": ("wisparse", "refine"),
+    "wisparse": ("wisparse", "fisher"),
+    "refine": ("wisparse", "refine"),
     "additive": ("wisparse", "additive"),
 }
 

@@ -86,12 +86,11 @@ def markdown_table(rows: list[dict[str, Any]]) -> str:
         "| recipe | KL | of uniform | perplexity | top-1 | realised sparsity | seconds | KL evaluations |",
         "|---|---|---|---|---|---|---|---|",
     ]
+    formats = {"kl": "{:.4f}", "of_uniform": "{:.3f}", "perplexity": "{:.3f}", "top1_agreement": "{:.3f}"}
+    formats |= {"realised_sparsity": "{:.2%}", "seconds": "{:.0f}", "kl_evaluations": "{:.0f}"}
     for r in rows:
-        name = r["recipe"].replace("|", "\\|")
-        lines.append(
-            f"| {name} | {r['kl']:.4f} | {r['of_uniform']:.3f} | {r['perplexity']:.3f} | {r['top1_agreement']:.3f} "
-            f"| {100 * r['realised_sparsity']:.2f}% | {r['seconds']:.0f} | {r['kl_evaluations']:.0f} |"
-        )
+        cells = [form.format(r[key]) if r.get(key) is not None else "" for key, form in formats.items()]
+        lines.append(f"| {r['recipe'].replace('|', chr(92) + '|')} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
