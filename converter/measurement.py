@@ -41,11 +41,14 @@ _SENSITIVITY_TOKENS = 1024
 
 @dataclass(frozen=True)
 class Measurement:
-    """See the module's text; ``text`` says in words what the quality was measured on."""
+    """See the module's text; ``text`` says in words what the quality was measured on.
+
+    There is no ``sensitivity`` for methods that do more than mask a projection's input, and no ``curve`` either.
+    """
 
     quality: Quality
     text: str
-    sensitivity: BlockSensitivity
+    sensitivity: BlockSensitivity | None
     curve: tuple[tuple[float, Quality], ...] = ()
 
 
@@ -128,12 +131,18 @@ def measure(
             logits.thresholds = thresholds
             found = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)
             curve.append((sparsity, found["all"]))
+    sensitivity = None if result.low_rank or result.gate_thresholds else _sensitivity(source, tokens, result, progress)
+    return Measurement(quality, text, sensitivity, tuple(sorted(curve, key=lambda point: point[0])))
+
+
+def _sensitivity(
+    source: SourceModel, tokens: CalibrationTokens, result: SearchResult, progress: Progress
+) -> BlockSensitivity:
     with Workbench(source, _few(tokens)) as bench:
         for name in bench.names:
             bench.set_scale(name, result.channel_scales[name])
         with progress.stage("Block sensitivity", len(bench.groups)) as stage:
-            sensitivity = block_sensitivity(bench, advance=stage.advance)
-    return Measurement(quality, text, sensitivity, tuple(sorted(curve, key=lambda point: point[0])))
+            return block_sensitivity(bench, advance=stage.advance)
 
 
 def _few(tokens: CalibrationTokens) -> CalibrationTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -121,6 +122,14 @@ def test_cats_refuses_what_up_and_down_cannot_give() -> None:
         SearchSettings(method="cats", search="greedy")
 
 
+def test_cats_is_refused_before_anything_is_read(text: Path, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    for search_kind, message in (("auto", "only up and down are sparse"), ("greedy", "goes with --search uniform")):
+        with pytest.raises(UsageError, match=message):
+            convert(model, tmp_path / "out", method="cats", search=search_kind, sparsity=0.5, calibration=text)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model"]
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
@@ -150,6 +159,8 @@ def test_a_bundle_runs_as_it_was_measured(
     verify_bundle(out)
     bundle = Bundle.open(out)
     assert method in str(bundle.beyond_masks)
+    report = json.loads((out / "conversion_report.json").read_text())
+    assert (report["block_sensitivity"], report["quality_against_sparsity"]) == (None, [])
     ids = torch.randint(256, (1, 40), generator=torch.Generator().manual_seed(0))
     source = load_source(model, dtype=torch.float32, device="cpu")
     settings = SearchSettings(sparsity=0.3, method=method, search="uniform")

@@ -91,6 +91,19 @@ def test_meets_the_budget_and_realises_it(source, method: str, kind: str) -> Non
     assert {e.alpha for e in entries} == {0.0} if method == "teal" else True
 
 
+def test_other_sparsities_come_with_the_result(source) -> None:
+    tokens = tiny_tokens(8)
+    result = search(source, tokens, SearchSettings(sparsity=0.5, **SMALL))
+    assert sorted(result.elsewhere) == [0.3, 0.4, 0.6]
+    sizes = {name: module.weight.numel() for name, module in source.projections.items()}
+    for sparsity, thresholds in result.elsewhere.items():
+        with MaskedModel(source.projections) as masked:
+            result.put_on(masked)
+            found = evaluate(source.model, masked, tokens.input_ids, dict(thresholds))
+        assert set(thresholds) == set(sizes)
+        assert found.realised_sparsity == pytest.approx(sparsity, abs=0.04)
+
+
 def test_the_model_is_left_as_it_was(source) -> None:
     ids = tiny_tokens().input_ids
     before = source.model(input_ids=ids).logits
