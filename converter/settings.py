@@ -43,7 +43,7 @@ class ConvertSettings:
         sparsity: fraction of the projections' parameters to leave unread, in [0, 0.95].
         method: what the score is and who is sparse (`METHODS`).
         search: how the sparsity is spread over the projections (`SEARCHES`); ``auto`` is the method's own: the best
-            there is for ``wisparse``, what its authors do for the others.
+            for its time for ``wisparse``, what its authors do for the others.
         num_generations, num_offspring: of an evolutionary search; None is the search's own default.
         calibration: ``self``, ``paper``, a Hub data set, or paths.
         num_samples, seq_len: how many sequences of how many tokens; a length of None is `auto_seq_len`'s.
