@@ -23,7 +23,7 @@ import wisparse
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.divergence import Divergence, evaluate
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.search import SearchResult
+from wisparse.converter.search_settings import SearchResult
 from wisparse.converter.source import SourceModel
 
 __all__ = ["Evaluator", "describe_machine", "markdown_table", "stdlib_tokens"]

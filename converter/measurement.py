@@ -25,7 +25,7 @@ from .calibration import CalibrationTokens, load_calibration
 from .evaluation import Quality, evaluate_text
 from .masking import MaskedModel
 from .progress import Progress
-from .search import SearchResult
+from .search_settings import SearchResult
 from .source import SourceModel
 from .workbench import Workbench
 

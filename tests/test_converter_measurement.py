@@ -14,7 +14,7 @@ from wisparse.converter.block_sensitivity import block_sensitivity
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.divergence import kl_rows
 from wisparse.converter.measurement import MaskedLogits, measure
-from wisparse.converter.search import SearchResult
+from wisparse.converter.search_settings import SearchResult
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.converter.workbench import Workbench
 from wisparse.formats.bundle import Bundle
