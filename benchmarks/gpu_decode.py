@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import triton
 from gpu_baseline import Baseline
-from gpu_models import SHAPES, calibrate, random_bundle, set_sparsity
+from gpu_models import SHAPES, calibrate, give_masks, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
 from wisparse.runtime.cuda_decoder import CudaDecoder
@@ -79,12 +79,7 @@ def check(shape: str) -> dict:
         calibrated = calibrate(fast, [0.5])
         set_sparsity(fast, calibrated, 0.5)
         slow = TorchDecoder(bundle, device=device, dtype=dtype, max_seq_len=512)
-        for block, groups in zip(slow._blocks, fast.weights.blocks, strict=True):
-            own = iter(block.projections)
-            for group in groups.groups:
-                for i in range(len(group.widths)):
-                    projection = next(own)
-                    projection.channel_scale, projection.threshold = group.scales[i], group.thresholds[i]
+        give_masks(slow, fast)
         ids = torch.randint(bundle.config.vocab_size, (40,), generator=torch.Generator().manual_seed(3))
         first = fast.prefill(0, ids, 20).clone()
         error = (first - slow.prefill(0, ids, 20)).norm() / first.norm()
@@ -110,7 +105,7 @@ def check(shape: str) -> dict:
         result[f"{dtype} batch row 0 error"] = float((four[:1] - one).norm() / one.norm())
         fast.close()
         slow.close()
-        del fast, slow, calibrated, groups, block, own, group, projection
+        del fast, slow, calibrated
         gc.collect()
         torch.cuda.empty_cache()
     return result

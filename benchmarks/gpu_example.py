@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from gpu_models import calibrate, set_sparsity
+from gpu_models import calibrate, give_masks, set_sparsity
 from safetensors.torch import load_file
 
 from wisparse.formats.architectures import ModelConfig
@@ -68,16 +68,6 @@ def stepped(decoder: Decoder, ids: torch.Tensor, settings: SamplingSettings, *, 
             token = sample(decoder.decode(token), [settings], decoder.lengths[:1])
         tokens.append(int(token))
     return tokens
-
-
-def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:
-    """The calibrated masks of one decoder, to the other."""
-    for block, groups in zip(slow._blocks, fast.weights.blocks, strict=True):
-        own = iter(block.projections)
-        for group in groups.groups:
-            for i in range(len(group.widths)):
-                projection = next(own)
-                projection.channel_scale, projection.threshold = group.scales[i], group.thresholds[i]
 
 
 def check(folder: Path) -> list[dict]:

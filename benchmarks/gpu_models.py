@@ -16,8 +16,9 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda_decoder import CudaDecoder
 from wisparse.runtime.cuda_prefill import read_sequence
+from wisparse.runtime.torch_decoder import TorchDecoder
 
-__all__ = ["SHAPES", "calibrate", "random_bundle", "set_sparsity"]
+__all__ = ["SHAPES", "calibrate", "give_masks", "random_bundle", "set_sparsity"]
 
 _LLAMA3 = {
     "factor": 8.0,
@@ -125,6 +126,16 @@ def set_sparsity(decoder: CudaDecoder, calibrated: dict, sparsity: float) -> Non
                 group.thresholds.zero_()
     _switch_dense(decoder, sparsity == 0)
     decoder._steps.clear()
+
+
+def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:
+    """The calibrated masks of one decoder, to the other."""
+    for block, groups in zip(slow._blocks, fast.weights.blocks, strict=True):
+        own = iter(block.projections)
+        for group in groups.groups:
+            for i in range(len(group.widths)):
+                projection = next(own)
+                projection.channel_scale, projection.threshold = group.scales[i], group.thresholds[i]
 
 
 def _switch_dense(decoder: CudaDecoder, dense: bool) -> None:

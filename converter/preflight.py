@@ -30,6 +30,7 @@ from wisparse.formats.write import check_output, parse_size
 from .baselines import gate_sparsity
 from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .progress import Progress
+from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
 from .source import choose_device, choose_dtype, load_tokenizer
 from .state import StateStore
@@ -261,7 +262,7 @@ def _working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSet
     states = tokens * (4 * config.hidden_size + 2 * config.intermediate_size) * dtype.itemsize
     # A backward pass through one micro-batch: the scores of attention in float32, some rows of logits.
     attention = 6 * 4 * config.num_heads * length * length
-    logits = 6 * 4 * min(1 << 26, tokens * config.vocab_size)
+    logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)
     # Keys and values while the model writes its own text, and as they grow.
     written = tokens * config.num_blocks * config.num_kv_heads * config.head_dim * dtype.itemsize
     cache = min(2 * written, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0

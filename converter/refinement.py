@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from .divergence import kl_rows
 from .flow import BlockFlow
 from .masking import MaskedModel
-from .sensitivity import backward
+from .sensitivity import backward, rows_at_once
 
 __all__ = ["BatchGradient", "Refinement", "batch_gradient", "kept_channels", "num_steps"]
 
@@ -36,8 +36,6 @@ _MOST_STEPS = 24
 _TOKENS_PER_STEP = 2048
 _MOMENTUM, _MEMORY = 0.8, 0.95
 
-# Logits in memory at once: 256 MiB of float32, a few times over.
-_LARGEST_LOGITS = 1 << 26
 _SMALLEST = 1e-30
 
 
@@ -92,7 +90,7 @@ def batch_gradient(flow: BlockFlow, masked: MaskedModel, batch: int, logits: Map
 
     def loss(final: Tensor) -> list[Tensor]:
         value = final.new_zeros((), dtype=torch.float32)
-        size = max(1, _LARGEST_LOGITS // flow.head.weight.shape[0])
+        size = rows_at_once(flow)
         for dense_rows, rows in zip(dense.split(size), final.split(size), strict=True):
             value = value + checkpoint(divergence, dense_rows, rows, use_reentrant=False)
         total[0] = float(value.detach())

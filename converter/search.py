@@ -16,7 +16,6 @@ its name, so a killed run goes on where it stood and ends with the same bytes. S
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -42,7 +41,7 @@ from .settings import METHODS, SEARCHES
 from .source import SourceModel
 from .state import NO_STATE, Store
 from .statistics import channel_scale, final_thresholds, weight_norm
-from .units import Units
+from .units import Units, pack, unpack
 from .workbench import BlockView, Workbench
 
 __all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "search"]
@@ -221,7 +220,7 @@ class Run:
         start = None
         saved = self.store.load("paper/evolution")
         if saved is not None:
-            state = torch.load(io.BytesIO(saved), weights_only=True)
+            state = unpack(saved)
             bench.num_kl_evaluations += state.pop("kl_evaluations")
             generator.set_state(state.pop("generator"))
             start = evolution.Evolution(tuple(state.pop("parent")), history=tuple(state.pop("history")), **state)
@@ -242,10 +241,8 @@ class Run:
                 stage.advance(start.generation)
 
             def keep(state: evolution.Evolution) -> None:
-                buffer = io.BytesIO()
                 spent = {"kl_evaluations": bench.num_kl_evaluations - before}
-                torch.save({**asdict(state), **spent, "generator": generator.get_state()}, buffer)
-                self.store.save("paper/evolution", buffer.getvalue())
+                self.store.save("paper/evolution", pack({**asdict(state), **spent, "generator": generator.get_state()}))
                 stage.advance()
                 stage.note(f"KL {state.loss:.4f}")
 
@@ -342,7 +339,7 @@ class Run:
         steps = num_steps(self.tokens.input_ids.numel()) if settings.refine_steps is None else settings.refine_steps
         steps = steps if settings.sparsity > 0.0 else 0
         saved = self.store.load("fisher/refinement")
-        state = Refinement(start, steps) if saved is None else Refinement(**_unpacked(saved))
+        state = Refinement(start, steps) if saved is None else Refinement(**unpack(saved))
         batch_size = _batch_size(settings, self.source.config.vocab_size, self.tokens.seq_len)
         with Workbench(self.source, self.tokens, batch_size=batch_size) as bench:
             flow, masked = bench.flow, bench.masked
@@ -354,7 +351,7 @@ class Run:
                     logits = state.logits
                     found = self.processes.spread(batches, partial(batch_gradient, flow, masked, logits=logits))
                     state.advance(found, sizes, settings.sparsity)
-                    self.store.save("fisher/refinement", _packed(vars(state)))
+                    self.store.save("fisher/refinement", pack(vars(state)))
                     stage.advance()
                     stage.note(f"KL {state.history[-1]:.4f}")
             counts = self.processes.spread(
@@ -434,16 +431,6 @@ class Run:
         factors = sum(left.numel() + right.numel() for left, right in self.low_rank.values())
         dropped = mean_sparsity([projections[name].sparsity for name in names], [sizes[name] for name in names])
         return dropped - factors / sum(sizes.values())
-
-
-def _packed(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _unpacked(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def _batch_size(settings: SearchSettings, vocab_size: int, seq_len: int) -> int:

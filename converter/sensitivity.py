@@ -31,10 +31,15 @@ from .flow import BlockFlow
 from .masking import MaskedModel
 from .statistics import channel_scale
 
-__all__ = ["backward", "fisher_diagonal", "loss_weighted_norm", "quadratic_damage"]
+__all__ = ["LARGEST_LOGITS", "backward", "fisher_diagonal", "loss_weighted_norm", "quadratic_damage", "rows_at_once"]
 
 # Logits in memory at once: 256 MiB of float32, a few times over.
-_LARGEST_LOGITS = 1 << 26
+LARGEST_LOGITS = 1 << 26
+
+
+def rows_at_once(flow: BlockFlow) -> int:
+    """Of how many tokens the logits may be in memory together."""
+    return max(1, LARGEST_LOGITS // flow.head.weight.shape[0])
 
 
 def backward(
@@ -55,24 +60,14 @@ def backward(
         receive: called with a projection's name, its input as multiplied (T, K) and the gradient (T, K), both at the
             counted tokens.
     """
-    # The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
-    with sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext():
-        _backward(flow, masked, batch, loss, receive)
-
-
-def _backward(
-    flow: BlockFlow,
-    masked: MaskedModel,
-    batch: int,
-    loss: Callable[[Tensor], list[Tensor]],
-    receive: Callable[[str, Tensor, Tensor], None],
-) -> None:
     counted = flow.counted[batch]
     states = [flow.start()[batch]]
-    with torch.no_grad():
-        for index in range(len(flow.blocks)):
-            states.append(flow.block(index, batch, states[-1]))
-    with torch.enable_grad():
+    # The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
+    fixed_order = sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext()
+    with fixed_order, torch.enable_grad():
+        with torch.no_grad():
+            for index in range(len(flow.blocks)):
+                states.append(flow.block(index, batch, states[-1]))
         last = states[-1].detach().requires_grad_(True)
         final = flow.norm(last)
         values = loss(final[counted.to(final.device)])
@@ -113,7 +108,7 @@ def _label_losses(flow: BlockFlow, generator: torch.Generator, num_draws: int) -
         drawn = torch.cat([torch.rand(final.shape[0], 1, generator=generator) for _ in range(num_draws)], dim=1)
         result: list[Tensor] = []
         # A vocabulary is many times a hidden state: some rows at a time, computed again on the way back.
-        size = max(1, _LARGEST_LOGITS // flow.head.weight.shape[0])
+        size = rows_at_once(flow)
         for rows, u in zip(final.split(size), drawn.split(size), strict=True):
             with torch.no_grad():
                 cumulative = log_probs(rows).exp_().cumsum(-1)

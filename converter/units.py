@@ -16,7 +16,19 @@ from .processes import Processes
 from .state import Store
 from .workbench import BlockView, Workbench
 
-__all__ = ["Units"]
+__all__ = ["Units", "pack", "unpack"]
+
+
+def pack(value: Any) -> bytes:
+    """Numbers, strings and tensors in dicts and lists, as bytes for a `Store`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` was given; no code is run."""
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 class Units:
@@ -68,13 +80,12 @@ class Units:
     def _packed(self, compute: Callable[[], Any]) -> bytes:
         before = self._bench.num_kl_evaluations
         value = compute()
-        buffer = io.BytesIO()
-        torch.save([value, self._bench.num_kl_evaluations - before], buffer)
+        data = pack([value, self._bench.num_kl_evaluations - before])
         self._bench.num_kl_evaluations = before
-        return buffer.getvalue()
+        return data
 
     def _unpacked(self, data: bytes | None) -> Any:
-        value, evaluations = torch.load(io.BytesIO(data or b""), weights_only=True)
+        value, evaluations = unpack(data or b"")
         self._bench.num_kl_evaluations += evaluations
         return value
 

@@ -282,12 +282,11 @@ def _threshold_kernel(
 
 @triton.jit
 def _kept_weights(logits_ptr, row, tile, V, largest, temperature, threshold, min_p, HALF: tl.constexpr):
-    """Of one tile of the vocabulary: the ids, the ranks, and the weights, 0 where a filter drops them."""
+    """Of one tile of the vocabulary: the ids, and the weights, 0 where a filter drops them."""
     v = tile * TILE + tl.arange(0, TILE)
     logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=float("-inf"))
-    rank = _rank(logit, HALF)
     weight = _weight(logit, largest, temperature)
-    return v, rank, tl.where((v < V) & (rank <= threshold) & (weight >= min_p), weight, 0.0)
+    return v, tl.where((v < V) & (_rank(logit, HALF) <= threshold) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
@@ -327,7 +326,7 @@ def _draw_kernel(
     if (temperature > 0.0) & (likeliest >= 0) & (idle == 0):
         largest = tl.load(largest_ptr + row)
         min_p = tl.load(numbers_ptr + row * NUMBERS + MIN_P)
-        v, _, weight = _kept_weights(logits_ptr, row, tile, V, largest, temperature, threshold, min_p, HALF)
+        v, weight = _kept_weights(logits_ptr, row, tile, V, largest, temperature, threshold, min_p, HALF)
         tl.store(sums_ptr + row * tiles + tile, tl.sum(weight, axis=0))
         tl.debug_barrier()
         ticket = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
@@ -340,7 +339,7 @@ def _draw_kernel(
             found = tl.min(tl.where((tl.cumsum(sums, axis=0) > wanted) & (sums > 0.0), t, TILES_PAD), axis=0)
             found = tl.where(found < TILES_PAD, found, tl.max(tl.where(sums > 0.0, t, 0), axis=0))
             before = tl.sum(tl.where(t < found, sums, 0.0), axis=0)
-            v, _, weight = _kept_weights(logits_ptr, row, found, V, largest, temperature, threshold, min_p, HALF)
+            v, weight = _kept_weights(logits_ptr, row, found, V, largest, temperature, threshold, min_p, HALF)
             met = before + tl.cumsum(weight, axis=0)
             chosen = tl.min(tl.where((met > wanted) & (weight > 0.0), v, 2147483647), axis=0)
             chosen = tl.where(chosen < 2147483647, chosen, tl.max(tl.where(weight > 0.0, v, 0), axis=0))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
 
+from .cuda_graph import capture
 from .decoder import Decoder, SamplingSettings
 from .dense import without_masks
 from .memory import available_bytes, peak_bytes
@@ -193,19 +194,12 @@ def read_bandwidth_gbps(device: torch.device) -> float:
 
 def time_launches(launch: Callable[[], None], count: int, *, repetitions: int = 20) -> float:
     """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        launch()  # compiles outside of the capture
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
+    replay = capture(launch, torch.device("cuda"))
     times = []
     for _ in range(repetitions):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        graph.replay()
+        replay()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3 / count)
