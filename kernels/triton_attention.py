@@ -7,16 +7,18 @@
 Each program reads one stretch of one KV head's cache and leaves its running maximum, denominator and weighted sum; the
 projection that reads the attention's output (``o_proj``) combines the stretches as it selects its channels. The new
 token's key and value are taken from registers by split 0, so no program waits for the cache write. Rotary products are
-rounded to the model's dtype one by one, as transformers does, so that both agree.
+rounded to the model's dtype one by one, as transformers does, so that both agree. With float32 weights all of it is
+float64 (``triton_common`` says why), without the tensor cores.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import let_next_kernel_start, wait_for_previous_kernel
+from .triton_common import exact_argument, inverse_root, let_next_kernel_start, wait_for_previous_kernel
 
 __all__ = ["launch_attention"]
 
@@ -35,6 +37,7 @@ def _head_vectors(
     ROTARY: tl.constexpr,
     QK_NORM: tl.constexpr,
     dtype: tl.constexpr,
+    wide: tl.constexpr,
 ):
     """(heads, D_PAD) rotated query or key vectors, rounded to dtype; zeros in the padding."""
     d = tl.arange(0, D_PAD)
@@ -43,18 +46,18 @@ def _head_vectors(
     partner = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
     sign = tl.where(d < half, -1.0, 1.0)
     live = live_head[:, None] & (d < D)[None, :]
-    x = tl.load(base_ptr + head[:, None] * D + d[None, :], mask=live, other=0.0).to(tl.float32)
+    x = tl.load(base_ptr + head[:, None] * D + d[None, :], mask=live, other=0.0).to(wide)
     live_partner = live_head[:, None] & (partner < D)[None, :]
-    y = tl.load(base_ptr + head[:, None] * D + partner[None, :], mask=live_partner, other=0.0).to(tl.float32)
+    y = tl.load(base_ptr + head[:, None] * D + partner[None, :], mask=live_partner, other=0.0).to(wide)
     if QK_NORM:
-        rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-        norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(tl.float32)
-        x = ((x * rstd).to(dtype).to(tl.float32) * norm_x[None, :]).to(dtype).to(tl.float32)
-        y = ((y * rstd).to(dtype).to(tl.float32) * norm_y[None, :]).to(dtype).to(tl.float32)
-    straight = (x * cos[None, :]).to(dtype).to(tl.float32)
-    crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
-    rotated = tl.where((d < ROTARY)[None, :], (straight + crossed).to(dtype).to(tl.float32), x)
+        rstd = inverse_root(tl.sum(x * x, axis=1) / D + eps)[:, None]
+        norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(wide)
+        norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(wide)
+        x = ((x * rstd).to(dtype).to(wide) * norm_x[None, :]).to(dtype).to(wide)
+        y = ((y * rstd).to(dtype).to(wide) * norm_y[None, :]).to(dtype).to(wide)
+    straight = (x * cos[None, :]).to(dtype).to(wide)
+    crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(wide)
+    rotated = tl.where((d < ROTARY)[None, :], (straight + crossed).to(dtype).to(wide), x)
     return rotated.to(dtype)
 
 
@@ -68,22 +71,28 @@ def _cached(k_cache_ptr, v_cache_ptr, slot_base, t, live_t, D: tl.constexpr, D_P
 
 
 @triton.jit
-def _attend(q, k, v, live_t, m, total, acc, scale_log2, dtype: tl.constexpr):
+def _attend(q, k, v, live_t, m, total, acc, scale_log2, dtype: tl.constexpr, wide: tl.constexpr):
     """One more stretch of the softmax: new maximum (log2 domain), denominator and weighted sum."""
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    if wide == tl.float64:
+        s = tl.sum(q[:, None, :] * k[None, :, :], axis=2) * scale_log2
+    else:
+        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
     s = tl.where(live_t[None, :], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
     factor = tl.exp2(m - m_new)
     weight = tl.exp2(s - m_new[:, None])
     total = total * factor + tl.sum(weight, axis=1)
-    acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
+    if wide == tl.float64:
+        acc = acc * factor[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], axis=1)
+    else:
+        acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
     return m_new, total, acc
 
 
 @triton.jit
 def _attention_kernel(
     qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype
-    q_norm_ptr,  # (D,) dtype, QK_NORM only
+    q_norm_ptr,  # (D,) of the weights' type, QK_NORM only
     k_norm_ptr,
     cos_ptr,  # (max_seq_len, ROTARY / 2) dtype
     sin_ptr,
@@ -91,8 +100,8 @@ def _attention_kernel(
     v_cache_ptr,
     token_ptr,  # (B,) int64: negative: idle row
     position_ptr,  # (B,) int32: where the new token goes
-    out_ptr,  # (B, heads, SPLITS, D) float32
-    m_ptr,  # (B, heads, SPLITS) float32, log2 domain
+    out_ptr,  # (B, heads, SPLITS, D) wide
+    m_ptr,  # (B, heads, SPLITS) wide, log2 domain
     l_ptr,
     max_seq_len,
     scale_log2,  # log2(e) / sqrt(D)
@@ -111,6 +120,7 @@ def _attention_kernel(
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    wide: tl.constexpr = out_ptr.dtype.element_ty
     GROUP: tl.constexpr = HEADS // KV_HEADS
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -125,8 +135,8 @@ def _attention_kernel(
     # cos and sin repeat for the second half of the rotated dimensions.
     half: tl.constexpr = ROTARY // 2
     rotary_at = p * half + tl.where(d < half, d, d - half)
-    cos = tl.load(cos_ptr + rotary_at, mask=d < ROTARY, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + rotary_at, mask=d < ROTARY, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + rotary_at, mask=d < ROTARY, other=1.0).to(wide)
+    sin = tl.load(sin_ptr + rotary_at, mask=d < ROTARY, other=0.0).to(wide)
     slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * max_seq_len * D
     low = 0
     if WINDOW > 0:
@@ -143,30 +153,30 @@ def _attention_kernel(
     head = kv_head * GROUP + g
     live_head = g < GROUP
     base_ptr = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
-    q = _head_vectors(base_ptr, head, live_head, q_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype)
-    m = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
-    total = tl.zeros((GROUP_PAD,), tl.float32)
-    acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
+    q = _head_vectors(base_ptr, head, live_head, q_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype, wide)
+    m = tl.full((GROUP_PAD,), float("-inf"), wide)
+    total = tl.zeros((GROUP_PAD,), wide)
+    acc = tl.zeros((GROUP_PAD, D_PAD), wide)
     if split == 0:
         one = tl.arange(0, 1)
         k_new = _head_vectors(
-            base_ptr, HEADS + kv_head + one, one == 0, k_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype
+            base_ptr, HEADS + kv_head + one, one == 0, k_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype, wide
         )
         k_new = tl.reshape(k_new, (D_PAD,))
         v_new = tl.load(base_ptr + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
         written = tl.where(place >= 0, d, D) < D
         tl.store(k_cache_ptr + slot_base + p * D + d, k_new, mask=written)
         tl.store(v_cache_ptr + slot_base + p * D + d, v_new, mask=written)
-        m = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1) * scale_log2
-        total = tl.full((GROUP_PAD,), 1.0, tl.float32)
-        acc += v_new.to(tl.float32)[None, :]
+        m = tl.sum(q.to(wide) * k_new.to(wide)[None, :], axis=1) * scale_log2
+        total = tl.full((GROUP_PAD,), 1.0, wide)
+        acc += v_new.to(wide)[None, :]
 
     if begin < end:
-        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype)
+        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype, wide)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
         t = start + tl.arange(0, BLOCK_T)
         k, v = _cached(k_cache_ptr, v_cache_ptr, slot_base, t, t < end, D, D_PAD)
-        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype)
+        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype, wide)
 
     at = (row * HEADS + head) * SPLITS + split
     tl.store(m_ptr + at, m, mask=live_head)
@@ -190,7 +200,7 @@ def launch_attention(
     window: int | None = None,
     qk_norm: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
-    block_t: int = 64,
+    block_t: int | None = None,
     stages: int = 3,
     warps: int = 4,
     pdl: bool = False,
@@ -203,14 +213,18 @@ def launch_attention(
         tokens: (B,) int64; a negative one marks an idle row, which reads and writes no cache.
         positions: (B,) int32.
         cos, sin: (max_seq_len, rotary_dim / 2) of the same dtype.
-        out: (B, heads, kv_splits, D) float32.
-        softmax: maxima (log2 domain) and denominators, each (B, heads, kv_splits) float32.
+        out: (B, heads, kv_splits, D) wide.
+        softmax: maxima (log2 domain) and denominators, each (B, heads, kv_splits) wide.
         scale: of the scores, 1 / sqrt(D) for the models here.
         window: sliding window in positions, the new one included.
         qk_norm: RMSNorm weights (D,) of queries and keys (Qwen3), with ``eps``.
+        block_t: positions read at a time.
     """
     batch, _, splits, head_dim = out.shape
     kv_heads = k_cache.shape[1]
+    # tl.dot's smallest side is 16; without it there is a product for each query head, position and dimension.
+    exact = out.dtype == torch.float64
+    group = triton.next_power_of_2(heads // kv_heads)
     options = {"launch_pdl": True} if pdl else {}
     _attention_kernel[(splits, kv_heads, batch)](
         qkv,
@@ -226,18 +240,18 @@ def launch_attention(
         softmax[0],
         softmax[1],
         k_cache.shape[2],
-        scale * 1.4426950408889634,
-        eps,
+        exact_argument(scale * 1.4426950408889634, out.dtype),
+        exact_argument(eps, out.dtype),
         HEADS=heads,
         KV_HEADS=kv_heads,
         D=head_dim,
         D_PAD=max(16, triton.next_power_of_2(head_dim)),
         ROTARY=cos.shape[1] * 2,
-        GROUP_PAD=max(16, triton.next_power_of_2(heads // kv_heads)),
+        GROUP_PAD=group if exact else max(16, group),
         QK_NORM=qk_norm is not None,
         WINDOW=window or 0,
         SPLITS=splits,
-        BLOCK_T=block_t,
+        BLOCK_T=block_t or (max(1, 32 // group) if exact else 64),
         STAGES=stages,
         PDL=pdl,
         num_warps=warps,

@@ -3,10 +3,15 @@ launch.
 
 Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program c mod S. Heads or other
 runs of channels that are kept more often than others are thereby spread evenly, so the splits finish together.
+
+Kernels write "wide" for the type they add up in. float32 weights are for comparing decoders, and two that round in
+float32 disagree: a score within rounding of its threshold is kept by one and dropped by the other (LOG.md). So with
+float32 weights activations and sums are float64, whose error moves no score across its threshold.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -17,10 +22,14 @@ __all__ = [
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
+    "activation_dtype",
+    "exact_argument",
+    "inverse_root",
     "let_next_kernel_start",
     "normalise",
     "segment_channel",
     "wait_for_previous_kernel",
+    "wide_dtype",
 ]
 
 # Where a projection's input comes from.
@@ -32,6 +41,21 @@ FROM_ATTENTION = tl.constexpr(2)  # the attention's partial results, one for eac
 TO_PLAIN = tl.constexpr(0)  # y (B, N)
 TO_RESIDUAL = tl.constexpr(1)  # added to the residual stream, with the sum of squares the next norm needs
 TO_SILU = tl.constexpr(2)  # gate and up: silu(gate) * up
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels add up in: float64 for float32 weights, float32 for half-precision ones."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def activation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What activations and the cache are stored in: float64 for float32 weights, else the weights' type."""
+    return torch.float64 if dtype == torch.float32 else dtype
+
+
+def exact_argument(value: float, wide: torch.dtype) -> float | tl.constexpr:
+    """A number for a kernel that adds up in ``wide``: an ordinary argument is rounded to float32, a constant is not."""
+    return tl.constexpr(value) if wide == torch.float64 else value
 
 
 @triton.jit
@@ -60,6 +84,16 @@ def segment_channel(position, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
 
 @triton.jit
 def normalise(hidden, norm_weight, rstd, dtype):
-    """RMSNorm's two roundings: ``dtype(weight * dtype(hidden * rstd))``, from float32 values."""
-    scaled = (hidden * rstd).to(dtype).to(tl.float32)
+    """RMSNorm's two roundings: ``dtype(weight * dtype(hidden * rstd))``, from wide values."""
+    scaled = (hidden * rstd).to(dtype).to(rstd.dtype)
     return (scaled * norm_weight).to(dtype)
+
+
+@triton.jit
+def inverse_root(x):
+    """1 / sqrt(x). The instruction for float64 is only good to 7 digits."""
+    if x.dtype == tl.float64:  # noqa: SIM108 (resolved at compile time)
+        root = 1.0 / tl.sqrt(x)
+    else:
+        root = tl.rsqrt(x)
+    return root

@@ -2,13 +2,16 @@
 
     x     = input (plain | RMSNorm of the residual stream | the attention's splits, combined)
     keep  = not (|x| * channel_scale < threshold)                    as in reference.py, bit for bit
-    y     = sum over kept k of x[k] * weight_t[k, :]                 float32, then + bias, rounded to x's dtype
+    y     = sum over kept k of x[k] * weight_t[k, :]                 wide, then + bias, rounded to x's dtype
     out   = y | residual + y | silu(y_gate) * y_up
 
 A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
-global list, and reads one contiguous stretch of each kept row. Programs of one tile add up through float32 partial sums
-in scratch memory; the one that arrives last adds them in a fixed order and writes the result. There are no float
-atomics and no buffer has to be cleared: the same input gives the same bits on every run.
+global list, and reads one contiguous stretch of each kept row. Programs of one tile add up through partial sums in
+scratch memory; the one that arrives last adds them in a fixed order and writes the result. There are no float atomics
+and no buffer has to be cleared: the same input gives the same bits on every run.
+
+Sums are float32 for half-precision weights and float64 for float32 ones (``triton_common`` says why), whose rows are
+launched one by one.
 """
 
 from __future__ import annotations
@@ -27,10 +30,14 @@ from .triton_common import (
     TO_PLAIN,
     TO_RESIDUAL,
     TO_SILU,
+    activation_dtype,
+    exact_argument,
+    inverse_root,
     let_next_kernel_start,
     normalise,
     segment_channel,
     wait_for_previous_kernel,
+    wide_dtype,
 )
 
 __all__ = ["GemvTile", "Group", "Scratch", "launch_gemv", "sparse_gemv"]
@@ -54,7 +61,7 @@ def _load_input(
 ):
     """x[row, k] in ``dtype``, 0 where not live."""
     if INPUT == FROM_ATTENTION:
-        # x_ptr: (B, heads, splits, D) float32, each split's softmax-weighted sum; m its maximum, l its denominator.
+        # x_ptr: (B, heads, splits, D) wide, each split's softmax-weighted sum; m its maximum, l its denominator.
         split = tl.arange(0, KV_SPLITS)
         head = row * (K // HEAD_DIM) + k // HEAD_DIM
         at = head[:, None] * KV_SPLITS + split[None, :]
@@ -67,7 +74,7 @@ def _load_input(
     else:
         x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
         if INPUT == FROM_HIDDEN:
-            x = normalise(x.to(tl.float32), norm_weight, rstd, dtype)
+            x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
     return x
 
 
@@ -75,23 +82,23 @@ def _load_input(
 def _rstd(ssq_ptr, row, eps, parts, K: tl.constexpr, SSQ_PAD: tl.constexpr):
     """1 / rms of a row of the residual stream, from the partial sums of squares its writers left."""
     i = tl.arange(0, SSQ_PAD)
-    return tl.rsqrt(tl.sum(tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0), axis=0) / K + eps)
+    return inverse_root(tl.sum(tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0), axis=0) / K + eps)
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
 def _gemv_kernel(
-    x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) float32
-    m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) float32, log2 domain
+    x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) wide
+    m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) wide, log2 domain
     l_ptr,  # the same shape
-    ssq_in_ptr,  # FROM_HIDDEN: (B, ssq_parts) float32
-    norm_ptr,  # FROM_HIDDEN: (K,) dtype
-    weight_ptr,  # (K, stride) dtype, channel-major; the projections' columns side by side
-    bias_ptr,  # (N0 + N1 + N2,) dtype
+    ssq_in_ptr,  # FROM_HIDDEN: (B, ssq_parts) wide
+    norm_ptr,  # FROM_HIDDEN: (K,) of the weights' type
+    weight_ptr,  # (K, stride), channel-major; the projections' columns side by side
+    bias_ptr,  # (N0 + N1 + N2,) of the weights' type
     scale_ptr,  # (projections, K) float32
     threshold_ptr,  # (projections,) float32
     out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
-    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles) float32
-    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) float32
+    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles) wide
+    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) wide
     index_ptr,  # scratch: (programs, SEGMENT) int32
     value_ptr,  # scratch: (programs, B, SEGMENT) dtype
     counter_ptr,  # (tiles,) int32, 0 before and after
@@ -128,7 +135,8 @@ def _gemv_kernel(
     T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = T0 + T1 + T2
-    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    wide: tl.constexpr = partial_ptr.dtype.element_ty
     program = tl.program_id(0)
     tile = program % TILES
     split = program // TILES
@@ -200,7 +208,7 @@ def _gemv_kernel(
 
     # --- the product
     if BATCH == 1:
-        acc = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
+        acc = tl.zeros((BLOCK_K, BLOCK_N), wide)
         list_ptr = index_ptr + program * SEGMENT
         list_value_ptr = value_ptr + program * SEGMENT
         # Two steps ahead with the indices, one with the weights: the memory is never idle while a program multiplies.
@@ -214,7 +222,7 @@ def _gemv_kernel(
                 x_now = tl.load(list_value_ptr + at, mask=at < count, other=0.0)
                 # A dropped row is zero here whatever stands in it.
                 w = tl.where((x_now != 0)[:, None], lead[i], 0.0)
-                acc += x_now.to(tl.float32)[:, None] * w.to(tl.float32)
+                acc += x_now.to(wide)[:, None] * w.to(wide)
         for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
             ahead = _rows(weight_column_ptr, ks, in_width, lane, start + STEP, count, K, STRIDE, UNROLL, BLOCK_K)
             ks = _indices(list_ptr, lane, start + 2 * STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
@@ -224,7 +232,7 @@ def _gemv_kernel(
             for i in tl.static_range(UNROLL):
                 at = start + i * BLOCK_K + lane
                 x_now = tl.load(list_value_ptr + at, mask=at < count, other=0.0)
-                acc += x_now.to(tl.float32)[:, None] * ws[i].to(tl.float32)
+                acc += x_now.to(wide)[:, None] * ws[i].to(wide)
             ws = ahead
         if TRIGGER == 2:
             let_next_kernel_start(PDL)
@@ -271,9 +279,9 @@ def _gemv_kernel(
             if OUTPUT == TO_SILU:
                 gate = _add_partials(partial_ptr, bias_ptr, n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
                 up = _add_partials(partial_ptr, bias_ptr, N0 + n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
-                gate = gate.to(dtype).to(tl.float32)
-                silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
-                result = silu * up.to(dtype).to(tl.float32)
+                gate = gate.to(dtype).to(wide)
+                silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
+                result = silu * up.to(dtype).to(wide)
                 tl.store(out_ptr + row * N0 + n, result.to(dtype), mask=in_width)
             else:
                 if ARRIVALS > 1 or BATCH > 1:
@@ -284,9 +292,9 @@ def _gemv_kernel(
                     y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
                 y_rounded = y.to(dtype)
                 if OUTPUT == TO_RESIDUAL:
-                    hidden = tl.load(out_ptr + row * N + columns, mask=in_width, other=0.0).to(tl.float32)
-                    y_rounded = (hidden + y_rounded.to(tl.float32)).to(dtype)
-                    squares = y_rounded.to(tl.float32)
+                    hidden = tl.load(out_ptr + row * N + columns, mask=in_width, other=0.0).to(wide)
+                    y_rounded = (hidden + y_rounded.to(wide)).to(dtype)
+                    squares = y_rounded.to(wide)
                     squares = tl.where(in_width, squares * squares, 0.0)
                     tl.store(ssq_out_ptr + row * TILES + tile, tl.sum(squares, axis=0))
                 tl.store(out_ptr + row * N + columns, y_rounded, mask=in_width)
@@ -367,7 +375,7 @@ def _add_partials(
     """Sum over the splits, in a fixed order, plus bias. Read past L1: other multiprocessors wrote them."""
     # All at once if they fit the registers: each further turn waits for the L2 cache again.
     AT_ONCE: tl.constexpr = min(SPLITS_PAD, 32)
-    y = tl.zeros(columns.shape, tl.float32)
+    y = tl.zeros(columns.shape, partial_ptr.dtype.element_ty)
     for start in tl.static_range(0, SPLITS, AT_ONCE):
         s = start + tl.arange(0, AT_ONCE)
         parts = tl.load(
@@ -444,9 +452,9 @@ class Scratch:
     """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.partial = torch.empty(1, dtype=torch.float32, device=device)
+        self.partial = torch.empty(1, dtype=wide_dtype(dtype), device=device)
         self.index = torch.empty(1, dtype=torch.int32, device=device)
-        self.value = torch.empty(1, dtype=dtype, device=device)
+        self.value = torch.empty(1, dtype=activation_dtype(dtype), device=device)
         self.counter = torch.zeros(1, dtype=torch.int32, device=device)
 
     def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
@@ -492,19 +500,30 @@ def launch_gemv(
 
     Args:
         group: weights, scales and thresholds.
-        x: (batch, K) of the weights' dtype; for source ``attention`` (batch, heads, kv_splits, head_dim) float32.
-        out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` (batch, N / 2); the weights' dtype.
+        x: (batch, K) of the weights' dtype; for source ``attention`` (batch, heads, kv_splits, head_dim) wide.
+        out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` (batch, N / 2); the weights' dtype. For
+            float32 weights x and out are float64, or float32 if one rounding of the result is wanted.
         scratch: :meth:`Scratch.reserve` was called for this group, tile and batch.
-        batch: rows, 1 to 16; more than one read all channels, with zeros for the dropped ones.
+        batch: rows, 1 to 16; more than one read all channels, with zeros for the dropped ones (float32: row by row).
         source: ``plain``, ``hidden`` (RMS-normalise x with ``norm``, ``eps`` and ``ssq_in``) or ``attention``.
         target: ``plain``, ``residual`` (fills ``ssq_out``) or ``silu``.
         norm: (K,) RMSNorm weight.
-        ssq_in: (batch, parts) float32, partial sums of the squares of x's rows.
-        ssq_out: (batch, tiles) float32.
-        softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) float32.
+        ssq_in: (batch, parts) wide, partial sums of the squares of x's rows.
+        ssq_out: (batch, tiles) wide.
+        softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) wide.
         head_dim: for source ``attention``.
         pdl: programmatic dependent launch (compute capability 9.0 or later).
     """
+    if batch > 1 and group.weight_t.dtype == torch.float32:
+        for i in range(batch):
+            launch_gemv(
+                group, x[i : i + 1], out[i : i + 1], scratch, tile, source=source, target=target, norm=norm, eps=eps,
+                ssq_in=None if ssq_in is None else ssq_in[i : i + 1],
+                ssq_out=None if ssq_out is None else ssq_out[i : i + 1],
+                softmax=None if softmax is None else (softmax[0][i : i + 1], softmax[1][i : i + 1]),
+                head_dim=head_dim, pdl=pdl,
+            )  # fmt: skip
+        return
     widths = (*group.widths, 0, 0)[:3]
     tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
     parts = 1 if ssq_in is None else ssq_in.shape[1]
@@ -526,7 +545,7 @@ def launch_gemv(
         scratch.index,
         scratch.value,
         scratch.counter,
-        eps,
+        exact_argument(eps, scratch.partial.dtype),
         parts,
         K=group.in_features,
         N0=widths[0],

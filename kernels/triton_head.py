@@ -9,16 +9,17 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import let_next_kernel_start, normalise, wait_for_previous_kernel
+from .triton_common import exact_argument, inverse_root, let_next_kernel_start, normalise, wait_for_previous_kernel
 from .triton_gemv import _rstd
 
 __all__ = ["HEAD_ROWS", "HEAD_ROWS_BATCHED", "launch_embed", "launch_logits", "launch_next"]
 
-# Vocabulary rows of one program.
+# Vocabulary rows of one program; batches of float32 rows are launched row by row.
 HEAD_ROWS = 16
 HEAD_ROWS_BATCHED = 64
 
@@ -26,9 +27,9 @@ HEAD_ROWS_BATCHED = 64
 @triton.jit
 def _embed_kernel(
     token_ptr,  # (B,) int64; negative: idle row
-    embedding_ptr,  # (V, K) dtype
+    embedding_ptr,  # (V, K)
     hidden_ptr,  # (B, K) dtype
-    ssq_ptr,  # (B, tiles) float32
+    ssq_ptr,  # (B, tiles) wide
     K: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -42,16 +43,16 @@ def _embed_kernel(
     token = tl.load(token_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
     tl.store(hidden_ptr + row * K + k, x, mask=k < K)
-    wide = x.to(tl.float32)
+    wide = x.to(ssq_ptr.dtype.element_ty)
     tl.store(ssq_ptr + row * TILES + tile, tl.sum(wide * wide, axis=0))
 
 
 @triton.jit
 def _logits_kernel(
     hidden_ptr,  # (B, K) dtype
-    ssq_ptr,  # (B, SSQ) float32
-    norm_ptr,  # (K,) dtype
-    weight_ptr,  # (V, K) dtype
+    ssq_ptr,  # (B, SSQ) wide
+    norm_ptr,  # (K,) of the weights' type
+    weight_ptr,  # (V, K)
     logits_ptr,  # (B, V) float32
     best_ptr,  # (B, tiles) float32
     best_id_ptr,  # (B, tiles) int32
@@ -66,7 +67,8 @@ def _logits_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    dtype: tl.constexpr = weight_ptr.dtype.element_ty
+    dtype: tl.constexpr = hidden_ptr.dtype.element_ty
+    wide: tl.constexpr = ssq_ptr.dtype.element_ty
     tile = tl.program_id(0)
     v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     in_vocabulary = v < V
@@ -76,7 +78,7 @@ def _logits_kernel(
     let_next_kernel_start(PDL)
     if BATCH == 1:
         rstd = _rstd(ssq_ptr, 0, eps, SSQ, K, SSQ_PAD)
-        acc = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)
+        acc = tl.zeros((BLOCK_V, BLOCK_K), wide)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = start + lane
             live = k < K
@@ -86,9 +88,9 @@ def _logits_kernel(
                 other=0.0,
                 eviction_policy="evict_first",
             )
-            x = tl.load(hidden_ptr + k, mask=live, other=0.0).to(tl.float32)
-            norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
-            acc += normalise(x, norm, rstd, dtype).to(tl.float32)[None, :] * w.to(tl.float32)
+            x = tl.load(hidden_ptr + k, mask=live, other=0.0).to(wide)
+            norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(wide)
+            acc += normalise(x, norm, rstd, dtype).to(wide)[None, :] * w.to(wide)
         y = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
         _store_logits(logits_ptr, best_ptr, best_id_ptr, y, v, in_vocabulary, 0, tile, V)
     else:
@@ -98,7 +100,7 @@ def _logits_kernel(
         squares = tl.load(
             ssq_ptr + rows[:, None] * SSQ + i[None, :], mask=live_rows[:, None] & (i < SSQ)[None, :], other=0.0
         )
-        rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+        rstd_rows = inverse_root(tl.sum(squares, axis=1) / K + eps)
         acc = tl.zeros((16, BLOCK_V), tl.float32)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = start + lane
@@ -160,7 +162,7 @@ def _next_kernel(
 def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, pdl: bool = False) -> None:
     """hidden (B, K) = rows of ``embedding`` (V, K) at ``tokens`` (B,) int64; idle rows (negative) become zeros.
 
-    ``ssq`` (B, parts) float32 receives the partial sums of squares, whatever number of parts it has.
+    ``ssq`` (B, parts) wide receives the partial sums of squares, whatever number of parts it has.
     """
     width = hidden.shape[1]
     parts = ssq.shape[1]
@@ -189,17 +191,26 @@ def launch_logits(
     """Final norm and ``lm_head``, without selection.
 
     Args:
-        hidden: (B, K), with ``ssq`` (B, parts) float32, the partial sums of its squares.
+        hidden: (B, K), with ``ssq`` (B, parts) wide, the partial sums of its squares.
         norm: (K,).
         weight: (V, K), Hugging Face's layout.
-        logits: (B, V) float32, values rounded to the weights' dtype.
+        logits: (B, V) float32, values rounded to the weights' dtype. float32's rows are launched one by one.
         best, best_id: (B, ceil(V / block_v)) float32 and int32, each tile's largest logit and its lowest id.
     """
     batch, width = hidden.shape
     vocabulary = weight.shape[0]
     parts = ssq.shape[1]
+    if batch > 1 and weight.dtype == torch.float32:
+        for i in range(batch):
+            one = slice(i, i + 1)
+            launch_logits(
+                hidden[one], ssq[one], norm, weight, logits[one], best[one], best_id[one], eps=eps,
+                block_k=block_k, warps=warps, stages=stages, block_v=block_v, pdl=pdl,
+            )  # fmt: skip
+        return
     block_v = block_v or (HEAD_ROWS if batch == 1 else HEAD_ROWS_BATCHED)
-    block_k = block_k or (512 if batch == 1 else 128)
+    # float64 sums take twice the registers.
+    block_k = block_k or ((256 if ssq.dtype == torch.float64 else 512) if batch == 1 else 128)
     stages = stages or (1 if batch == 1 else 3)
     options = {"launch_pdl": True} if pdl else {}
     _logits_kernel[(triton.cdiv(vocabulary, block_v),)](
@@ -210,7 +221,7 @@ def launch_logits(
         logits,
         best,
         best_id,
-        eps,
+        exact_argument(eps, ssq.dtype),
         vocabulary,
         K=width,
         BATCH=batch,

@@ -3,6 +3,9 @@
 Prefill runs on the tensor cores (``cuda_prefill``); a decode step is ``cuda_step``. Batches of 2 and more read every
 channel once and multiply dropped ones by zero: four rows that keep half each leave 6% of the channels to skip
 (benchmarks/LOG.md).
+
+float32 weights are decoded in float64, activations and cache included: that is the mode to compare with, and keeps the
+channels that ``TorchDecoder`` in float64 keeps.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch.nn import functional
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.triton_common import activation_dtype
 from wisparse.kernels.triton_gemv import Group
 from wisparse.kernels.triton_sample import SAMPLED_DTYPES
 
@@ -56,11 +60,12 @@ class CudaDecoder(Decoder):
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.weights = load_weights(bundle, device, dtype)
-            self._rotary = Rotary(self.config, device, dtype)
+            self._activations = activation_dtype(dtype)
+            self._rotary = Rotary(self.config, device, self._activations)
             self._cos, self._sin = self._decode_tables()
             # Graphs are padded to 1, 2, 4, 8 or 16 rows.
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
-            self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
+            self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
         self._steps: dict[tuple[int, int, int], DecodeStep] = {}
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, and the step.
@@ -136,7 +141,7 @@ class CudaDecoder(Decoder):
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
         total = len(token_ids)
         check_prompt(total, self.max_seq_len)
-        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
+        scratch = KVCache(self.config, 1, total, self.device, self._activations)
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
         for hidden in self._read(scratch, 0, token_ids, sparse_from):
@@ -246,7 +251,7 @@ class CudaDecoder(Decoder):
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
         normed = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
-        return functional.linear(normed, self.weights.head).float()
+        return functional.linear(normed, self.weights.head.to(normed.dtype)).float()
 
     def _observer(self):
         if self._kept is None:

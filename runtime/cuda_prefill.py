@@ -1,7 +1,8 @@
 """A whole sequence through the blocks on a GPU: dense on the tensor cores, or masked for evaluation.
 
 The weights are the decoder's own, (K, N). Masked positions multiply by the whole weight all the same: prefill is bound
-by arithmetic, and a prompt's positions keep different channels.
+by arithmetic, and a prompt's positions keep different channels. With float32 weights activations and products are
+float64, as in the decode step (``kernels.triton_common``).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.triton_common import activation_dtype
 from wisparse.kernels.triton_gemv import Group
 
 from .cache import KVCache
@@ -24,8 +26,8 @@ __all__ = ["read_sequence", "rms_norm", "run_blocks"]
 
 # Prompts are read in pieces: bounds the activations of a long one.
 _PIECE = 2048
-# With a sliding window an explicit (piece, context) mask is needed.
-_WINDOW_PIECE = 512
+# With a sliding window an explicit (piece, context) mask is needed; in float64 torch keeps the scores as well.
+_SHORT_PIECE = 512
 
 Observer = Callable[[Group, Tensor, int], None]
 
@@ -48,7 +50,8 @@ def read_sequence(
         observe: called with each group, its input (piece, K) and the first masked row, before the product.
     """
     total = len(token_ids)
-    size = _PIECE if all(block.window is None for block in weights.blocks) else _WINDOW_PIECE
+    short = weights.embedding.dtype == torch.float32 or any(block.window is not None for block in weights.blocks)
+    size = _SHORT_PIECE if short else _PIECE
     for start in range(0, total, size):
         piece = token_ids[start : start + size]
         first_sparse = min(max(sparse_from - start, 0), len(piece))
@@ -71,7 +74,7 @@ def run_blocks(
     cache."""
     count = len(token_ids)
     cos, sin = rotary.tables(start, start + count, total)
-    x = functional.embedding(token_ids, weights.embedding)
+    x = functional.embedding(token_ids, weights.embedding).to(activation_dtype(weights.embedding.dtype))
 
     def apply(group: Group, n: Tensor) -> list[Tensor]:
         if observe is not None:
@@ -97,8 +100,8 @@ def run_blocks(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis; the mean in float32, the product in x's type."""
-    wide = x.float()
+    """x / rms(x) * weight over the last axis; the mean in float32 (float64 for float64), the product in x's type."""
+    wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
@@ -108,13 +111,13 @@ def _project(group: Group, x: Tensor, first_sparse: int) -> list[Tensor]:
     first = 0
     whole = group.dense or first_sparse >= len(x)
     if whole:  # one product for all of them
-        y = x @ group.weight_t[:, : group.out_features]
+        y = x @ group.weight_t[:, : group.out_features].to(x.dtype)
         return list((y if group.bias is None else y + group.bias).split(group.widths, dim=-1))
     for i, width in enumerate(group.widths):
         tail = x[first_sparse:]
         keep = keep_mask(tail, group.scales[i], group.thresholds[i])
         masked = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
-        y = masked @ group.weight_t[:, first : first + width]
+        y = masked @ group.weight_t[:, first : first + width].to(x.dtype)
         outputs.append(y if group.bias is None else y + group.bias[first : first + width])
         first += width
     return outputs

@@ -16,6 +16,7 @@ import triton
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.triton_attention import launch_attention
+from wisparse.kernels.triton_common import activation_dtype, wide_dtype
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
 from wisparse.kernels.triton_head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_sample import SAMPLED_DTYPES, SampleState, launch_sample
@@ -68,6 +69,9 @@ class DecodeStep:
         """``tiles`` (by role: qkv, o, gate_up, down) and ``pdl`` override what would be chosen, for measurements."""
         self.weights, self.config, self.rows = weights, config, rows
         device, dtype = weights.embedding.device, weights.embedding.dtype
+        wide, activations = wide_dtype(dtype), activation_dtype(dtype)
+        # Rows of float32 weights are launched one by one.
+        single = rows == 1 or dtype == torch.float32
         arch, multiprocessors = _describe(device)
         self.pdl = arch >= 90 if pdl is None else pdl
         self._cos, self._sin = cos, sin
@@ -79,7 +83,7 @@ class DecodeStep:
                 return tiles[role]
             return choose_tile(
                 arch, multiprocessors, group.in_features, group.out_features,
-                batch=rows, dense=group.dense,
+                batch=1 if single else rows, dense=group.dense,
             )  # fmt: skip
 
         roles = ("qkv", "o", "gate_up", "down")
@@ -97,7 +101,7 @@ class DecodeStep:
                 of_block[role] = chosen[key]
             self.tiles.append(of_block)
 
-        def empty(*shape: int, kind: torch.dtype = dtype) -> torch.Tensor:
+        def empty(*shape: int, kind: torch.dtype = activations) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=device)
 
         hidden = config.hidden_size
@@ -105,14 +109,14 @@ class DecodeStep:
         self.hidden = empty(rows, hidden)
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
         parts = max(triton.cdiv(hidden, t.block_n) for t in chosen.values())
-        self._ssq = empty(2, rows * parts, kind=torch.float32)
+        self._ssq = empty(2, rows * parts, kind=wide)
         self._qkv = empty(rows, config.q_size + 2 * config.kv_size)
-        self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=torch.float32)
+        self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=wide)
         partial = (rows, config.num_heads, kv_splits)
-        self._softmax = (empty(*partial, kind=torch.float32), empty(*partial, kind=torch.float32))
+        self._softmax = (empty(*partial, kind=wide), empty(*partial, kind=wide))
         self._activation = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, kind=torch.float32)
-        head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if rows == 1 else HEAD_ROWS_BATCHED)
+        head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if single else HEAD_ROWS_BATCHED)
         self._best = empty(rows, head_tiles, kind=torch.float32)
         self._best_id = empty(rows, head_tiles, kind=torch.int32)
         sampled = dtype in SAMPLED_DTYPES
@@ -140,7 +144,7 @@ class DecodeStep:
     def _set(self, settings: list[SamplingSettings]) -> None:
         """Put settings where the kernels read them; nothing to do while they stay the same."""
         if self._sampling is None:
-            raise ValueError(f"expected greedy settings for {self.hidden.dtype} logits, found {settings}")
+            raise ValueError(f"expected greedy settings for {self.weights.embedding.dtype} logits, found {settings}")
         if settings == self._settings:
             return
         padded = settings + [SamplingSettings()] * (self.rows - len(settings))
@@ -180,7 +184,7 @@ class DecodeStep:
         if role == "sample" and self._sampling is not None:
             launch_sample(
                 self.logits, self._best, self._best_id, self.tokens, self.tokens, self.positions, self._sampling,
-                self.hidden.dtype, pdl=pdl,
+                self.weights.embedding.dtype, pdl=pdl,
             )  # fmt: skip
             return
         block, tiles = weights.blocks[index], self.tiles[index]

@@ -306,8 +306,11 @@ def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.d
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis; the mean in float32, the product in x's type, as transformers has it."""
-    wide = x.float()
+    """x / rms(x) * weight over the last axis; the mean in float32, the product in x's type, as transformers has it.
+
+    In float64, which is there to compare with, the mean is float64 too.
+    """
+    wide = x if x.dtype == torch.float64 else x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 

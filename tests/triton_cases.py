@@ -14,6 +14,7 @@ import torch
 
 from wisparse.kernels.reference import keep_mask, sparse_linear
 from wisparse.kernels.triton_attention import launch_attention
+from wisparse.kernels.triton_common import activation_dtype, wide_dtype
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, sparse_gemv
 from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
 
@@ -21,7 +22,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 # bf16 casts truncate under the interpreter, so rounding is tested in fp16 there and in bf16 too on a GPU.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-ROUNDING = {torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
+ROUNDING = {torch.float64: 2.0**-44, torch.float32: 2.0**-20, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 
 def make_group(
@@ -63,6 +64,7 @@ def twin(x: torch.Tensor, group: Group) -> torch.Tensor:
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    """``dtype``: what the values were rounded to on their way; sums are wide."""
     assert torch.equal(found.isnan(), expected.isnan())
     found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
     torch.testing.assert_close(found, expected, rtol=ROUNDING[dtype], atol=ROUNDING[dtype])
@@ -96,6 +98,14 @@ def test_gemv_is_the_twins(dtype, tile, batch, widths, k, sparsity, bias):
     group = make_group(widths, k, dtype, sparsity, bias=bias)
     x = rows(batch, k, dtype)
     assert_close(sparse_gemv(x, group, tile), twin(x, group), dtype)
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_float32_weights_are_added_up_in_float64(tile, batch):
+    group = make_group((128, 37), 500, torch.float32, 0.5, bias=True)
+    x = rows(batch, 500, torch.float32)
+    assert torch.equal(sparse_gemv(x, group, tile), twin(x, group).float())
 
 
 def test_twin_here_is_the_reference():
@@ -144,25 +154,26 @@ def test_nan_and_inf_go_where_the_twins_go(tile):
 @pytest.mark.parametrize("splits", [1, 3])
 def test_fused_norm_and_residual(dtype, batch, splits):
     k, n, eps, parts = 80, 144, 1e-5, 3
+    stored, wide = activation_dtype(dtype), wide_dtype(dtype)
     group = make_group((n,), k, dtype, 0.5)
     tile = GemvTile(block_n=64, splits=splits)
-    hidden, norm = rows(batch, k, dtype), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
-    ssq = torch.zeros(batch, parts, device=DEVICE)
-    ssq[:, 1] = hidden.float().square().sum(1)
-    out, before = torch.empty(batch, n, dtype=dtype, device=DEVICE), rows(batch, n, dtype, seed=3)
+    hidden, norm = rows(batch, k, stored), (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
+    ssq = torch.zeros(batch, parts, dtype=wide, device=DEVICE)
+    ssq[:, 1] = hidden.to(wide).square().sum(1)
+    out, before = torch.empty(batch, n, dtype=stored, device=DEVICE), rows(batch, n, stored, seed=3)
     out.copy_(before)
-    ssq_out = torch.full((batch, 3), float("nan"), device=DEVICE)
+    ssq_out = torch.full((batch, 3), float("nan"), dtype=wide, device=DEVICE)
     scratch = Scratch(DEVICE, dtype)
     scratch.reserve(group, tile, batch)
     launch_gemv(
         group, hidden, out, scratch, tile, batch=batch, source="hidden", target="residual",
         norm=norm, eps=eps, ssq_in=ssq, ssq_out=ssq_out,
     )  # fmt: skip
-    rstd = torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)
-    x = norm * (hidden.float() * rstd).to(dtype)
-    expected = before.double() + twin(x, group).to(dtype).double()
-    assert_close(out, expected, dtype)
-    torch.testing.assert_close(ssq_out.sum(1), out.float().square().sum(1))
+    rstd = torch.rsqrt(hidden.to(wide).square().mean(1, keepdim=True) + eps)
+    x = norm * (hidden.to(wide) * rstd).to(stored)
+    expected = before.double() + twin(x, group).to(stored).double()
+    assert_close(out, expected, stored)
+    torch.testing.assert_close(ssq_out.sum(1), out.to(wide).square().sum(1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -171,26 +182,28 @@ def test_fused_norm_and_residual(dtype, batch, splits):
 def test_gate_and_up_in_one_launch(dtype, batch, splits):
     group = make_group((90, 90), 64, dtype, 0.5, bias=True)
     tile = GemvTile(block_n=64, splits=splits)
-    x = rows(batch, 64, dtype)
-    out = torch.full((batch, 90), float("nan"), dtype=dtype, device=DEVICE)
+    stored = activation_dtype(dtype)
+    x = rows(batch, 64, stored)
+    out = torch.full((batch, 90), float("nan"), dtype=stored, device=DEVICE)
     scratch = Scratch(DEVICE, dtype)
     scratch.reserve(group, tile, batch)
     launch_gemv(group, x, out, scratch, tile, batch=batch, target="silu")
     both = twin(x, group)
-    assert_close(out, torch.nn.functional.silu(both[:, :90]) * both[:, 90:], dtype)
+    assert_close(out, torch.nn.functional.silu(both[:, :90]) * both[:, 90:], stored)
 
 
 def attention_twin(qkv, k_cache, v_cache, positions, cos, sin, heads, window, qk_norm, eps):
-    """(B, heads, D) float32, row by row; writes the cache as the kernel does."""
+    """(B, heads, D) wide, row by row; writes the cache as the kernel does."""
     kv_heads, d = k_cache.shape[1], k_cache.shape[3]
-    out = torch.zeros(len(positions), heads, d, device=DEVICE)
+    wide = torch.float64 if qkv.dtype == torch.float64 else torch.float32
+    out = torch.zeros(len(positions), heads, d, dtype=wide, device=DEVICE)
     for b, p in enumerate(positions.tolist()):
         if p < 0:
             continue
         q, k, v = qkv[b].view(-1, d).split([heads, kv_heads, kv_heads])
         if qk_norm is not None:
             q, k = (
-                weight * (t.float() * torch.rsqrt(t.float().square().mean(-1, keepdim=True) + eps)).to(t.dtype)
+                weight * (t.to(wide) * torch.rsqrt(t.to(wide).square().mean(-1, keepdim=True) + eps)).to(t.dtype)
                 for t, weight in ((q, qk_norm[0]), (k, qk_norm[1]))
             )
         half = cos.shape[1]
@@ -202,8 +215,8 @@ def attention_twin(qkv, k_cache, v_cache, positions, cos, sin, heads, window, qk
         q, k = rotate(q), rotate(k)
         k_cache[b, :, p], v_cache[b, :, p] = k, v
         low = max(0, p + 1 - window) if window else 0
-        keys, values = k_cache[b, :, low : p + 1].float(), v_cache[b, :, low : p + 1].float()
-        q = q.float().view(kv_heads, heads // kv_heads, d)
+        keys, values = k_cache[b, :, low : p + 1].to(wide), v_cache[b, :, low : p + 1].to(wide)
+        q = q.to(wide).view(kv_heads, heads // kv_heads, d)
         weights = torch.softmax(q @ keys.transpose(1, 2) / math.sqrt(d), -1)
         out[b] = (weights @ values).view(heads, d)
     return out
@@ -220,37 +233,38 @@ def attention_twin(qkv, k_cache, v_cache, positions, cos, sin, heads, window, qk
 )
 def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions, window, qk_norm):
     batch, length, splits = len(positions), 64, 4
-    qkv = rows(batch, (heads + 2 * kv_heads) * d, dtype)
-    caches = [rows(batch * kv_heads, length * d, dtype, seed=s).view(batch, kv_heads, length, d) for s in (4, 5)]
+    stored, wide = activation_dtype(dtype), wide_dtype(dtype)
+    qkv = rows(batch, (heads + 2 * kv_heads) * d, stored)
+    caches = [rows(batch * kv_heads, length * d, stored, seed=s).view(batch, kv_heads, length, d) for s in (4, 5)]
     angle = torch.rand(length, rotary // 2, generator=torch.Generator().manual_seed(6)) * 6
-    cos, sin = angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype)
+    cos, sin = angle.cos().to(DEVICE, stored), angle.sin().to(DEVICE, stored)
     norms = tuple((1 + 0.1 * rows(1, d, dtype, seed=s)[0]).to(dtype) for s in (7, 8)) if qk_norm else None
     place = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
     expected_caches = [cache.clone() for cache in caches]
     expected = attention_twin(qkv, *expected_caches, place, cos, sin, heads, window, norms, 1e-6)
 
-    out = torch.full((batch, heads, splits, d), float("nan"), device=DEVICE)
-    softmax = (torch.full((batch, heads, splits), float("nan"), device=DEVICE),) * 2
+    out = torch.full((batch, heads, splits, d), float("nan"), dtype=wide, device=DEVICE)
+    softmax = (torch.full((batch, heads, splits), float("nan"), dtype=wide, device=DEVICE),) * 2
     softmax = (softmax[0], softmax[0].clone())
     launch_attention(
         qkv, *caches, place.sign().long(), place, cos, sin, out, softmax, heads=heads, scale=d**-0.5, window=window,
         qk_norm=norms, eps=1e-6, block_t=16,
     )  # fmt: skip
     for found, wanted in zip(caches, expected_caches, strict=True):
-        assert_close(found, wanted, dtype)
+        assert_close(found, wanted, stored)
     factor = torch.exp2(softmax[0] - softmax[0].amax(2, keepdim=True))
     combined = (out * factor[..., None]).sum(2) / (softmax[1] * factor).sum(2)[..., None]
     active = place >= 0
-    assert_close(combined[active], expected[active], dtype)
+    assert_close(combined[active], expected[active], stored)
 
     # o_proj reads the splits itself.
     group = make_group((40,), heads * d, dtype, 0.4)
     tile = GemvTile(block_n=64, splits=2)
-    y = torch.full((batch, 40), float("nan"), dtype=dtype, device=DEVICE)
+    y = torch.full((batch, 40), float("nan"), dtype=stored, device=DEVICE)
     scratch = Scratch(DEVICE, dtype)
     scratch.reserve(group, tile, batch)
     launch_gemv(group, out, y, scratch, tile, batch=batch, source="attention", softmax=softmax, head_dim=d)
-    assert_close(y[active], twin(combined.to(dtype).view(batch, -1), group)[active], dtype)
+    assert_close(y[active], twin(combined.to(stored).view(batch, -1), group)[active], stored)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -259,12 +273,13 @@ def test_embedding_logits_and_next(dtype, batch):
     vocabulary, k, eps, parts, block_v = 101, 48, 1e-5, 2, 32
     embedding = rows(vocabulary, k, dtype)
     tokens = torch.tensor([5, -1, 100][:batch], device=DEVICE)
-    hidden = torch.full((batch, k), float("nan"), dtype=dtype, device=DEVICE)
-    ssq = torch.full((batch, parts), float("nan"), device=DEVICE)
+    stored, wide = activation_dtype(dtype), wide_dtype(dtype)
+    hidden = torch.full((batch, k), float("nan"), dtype=stored, device=DEVICE)
+    ssq = torch.full((batch, parts), float("nan"), dtype=wide, device=DEVICE)
     launch_embed(tokens, embedding, hidden, ssq)
     expected = torch.where(tokens[:, None] < 0, embedding.new_zeros(()), embedding[tokens.clamp(min=0)])
-    assert torch.equal(hidden, expected)
-    torch.testing.assert_close(ssq.sum(1), hidden.float().square().sum(1))
+    assert torch.equal(hidden, expected.to(stored))
+    torch.testing.assert_close(ssq.sum(1), hidden.to(wide).square().sum(1))
 
     norm = (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
     weight = rows(vocabulary, k, dtype, seed=3) / math.sqrt(k)
@@ -276,8 +291,11 @@ def test_embedding_logits_and_next(dtype, batch):
         torch.empty(batch, tiles, dtype=torch.int32, device=DEVICE),
     )
     launch_logits(hidden, ssq, norm, weight, logits, best, best_id, eps=eps, block_k=32, block_v=block_v)
-    x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
-    assert_close(logits, x.double() @ weight.double().T, dtype)
+    x = norm * (hidden.to(wide) * torch.rsqrt(hidden.to(wide).square().mean(1, keepdim=True) + eps)).to(stored)
+    exact = x.double() @ weight.double().T
+    assert_close(logits, exact, dtype)
+    if dtype == torch.float32:
+        assert torch.equal(logits, exact.float())
 
     positions = torch.tensor([3, 4, 5][:batch], dtype=torch.int32, device=DEVICE)
     following = torch.empty(batch, dtype=torch.int64, device=DEVICE)

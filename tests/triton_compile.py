@@ -40,6 +40,16 @@ def compile_kernel(kernel, arch: int, types: dict[str, str], constants: dict, wa
     )
 
 
+def types_of(dtype: str) -> tuple[str, str]:
+    """Pointer types of activations and of sums: float64 for float32 weights, as triton_common has it."""
+    return ("*fp64", "*fp64") if dtype == "fp32" else (f"*{dtype}", "*fp32")
+
+
+def numbers(dtype: str, **values: float) -> tuple[dict[str, str], dict[str, float]]:
+    """Types and constants of float arguments, which are constants with float32 weights."""
+    return ({}, values) if dtype == "fp32" else (dict.fromkeys(values, "fp32"), {})
+
+
 def resources(compiled) -> dict[str, int]:
     """Registers and local memory (spills) of one thread, from the binary; shared memory from the compiler."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -64,12 +74,13 @@ def gemv(
         "down": (14336, (4096, 0, 0), "plain", "residual"),
     }
     k, widths, source, target = shapes[group]
-    input_type = "*fp32" if source == "attention" else f"*{dtype}"
+    activation, wide = types_of(dtype)
+    floats, exact = numbers(dtype, eps=1e-5)
     types = {
-        "x_ptr": input_type, "m_ptr": "*fp32", "l_ptr": "*fp32", "ssq_in_ptr": "*fp32", "norm_ptr": f"*{dtype}",
-        "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32", "threshold_ptr": "*fp32",
-        "out_ptr": f"*{dtype}", "ssq_out_ptr": "*fp32", "partial_ptr": "*fp32", "index_ptr": "*i32",
-        "value_ptr": f"*{dtype}", "counter_ptr": "*i32", "eps": "fp32", "ssq_parts": "i32",
+        "x_ptr": wide if source == "attention" else activation, "m_ptr": wide, "l_ptr": wide, "ssq_in_ptr": wide,
+        "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32",
+        "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide, "partial_ptr": wide, "index_ptr": "*i32",
+        "value_ptr": activation, "counter_ptr": "*i32", "ssq_parts": "i32", **floats,
     }  # fmt: skip
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=64,
@@ -77,32 +88,37 @@ def gemv(
         OUTPUT=triton_gemv._OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=triton_gemv._segment(k, tile),
         CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, LEAD=tile.lead,
-        PDL=arch >= 90 if pdl is None else pdl,
+        PDL=arch >= 90 if pdl is None else pdl, **exact,
     )  # fmt: skip
     return compile_kernel(triton_gemv._gemv_kernel, arch, types, constants, tile.warps, tile.stages)
 
 
 def attention(arch: int, dtype: str = "bf16"):
-    names = ("qkv_ptr", "q_norm_ptr", "k_norm_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr")
-    types = dict.fromkeys(names, f"*{dtype}") | {
-        "token_ptr": "*i64", "position_ptr": "*i32", "out_ptr": "*fp32", "m_ptr": "*fp32", "l_ptr": "*fp32",
-        "max_seq_len": "i32", "scale_log2": "fp32", "eps": "fp32",
+    activation, wide = types_of(dtype)
+    floats, exact = numbers(dtype, scale_log2=0.1275, eps=1e-5)
+    names = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr")
+    types = dict.fromkeys(names, activation) | dict.fromkeys(("out_ptr", "m_ptr", "l_ptr"), wide) | {
+        "q_norm_ptr": f"*{dtype}", "k_norm_ptr": f"*{dtype}", "token_ptr": "*i64", "position_ptr": "*i32",
+        "max_seq_len": "i32", **floats,
     }  # fmt: skip
     constants = dict(
-        HEADS=32, KV_HEADS=8, D=128, D_PAD=128, ROTARY=128, GROUP_PAD=16, QK_NORM=False, WINDOW=0, SPLITS=16,
-        BLOCK_T=64, STAGES=3, PDL=arch >= 90,
+        HEADS=32, KV_HEADS=8, D=128, D_PAD=128, ROTARY=128, GROUP_PAD=4 if exact else 16, QK_NORM=False, WINDOW=0,
+        SPLITS=16, BLOCK_T=8 if exact else 64, STAGES=3, PDL=arch >= 90, **exact,
     )  # fmt: skip
     return compile_kernel(triton_attention._attention_kernel, arch, types, constants, 4)
 
 
 def logits(arch: int, batch: int = 1, block_v: int = 32, block_k: int = 512, dtype: str = "bf16", stages: int = 1):
+    activation, wide = types_of(dtype)
+    floats, exact = numbers(dtype, eps=1e-5)
     types = {
-        "hidden_ptr": f"*{dtype}", "ssq_ptr": "*fp32", "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}",
-        "logits_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "eps": "fp32", "V": "i32",
+        "hidden_ptr": activation, "ssq_ptr": wide, "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}",
+        "logits_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "V": "i32", **floats,
     }  # fmt: skip
     constants = dict(
-        K=4096, BATCH=batch, SSQ=16, SSQ_PAD=16, BLOCK_V=block_v, BLOCK_K=block_k, STAGES=stages, PDL=arch >= 90
-    )
+        K=4096, BATCH=batch, SSQ=16, SSQ_PAD=16, BLOCK_V=block_v, BLOCK_K=block_k, STAGES=stages, PDL=arch >= 90,
+        **exact,
+    )  # fmt: skip
     return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4, stages)
 
 
@@ -133,6 +149,11 @@ def main(archs: list[int]) -> None:
             for group in ("qkv", "o", "gate_up", "down")
             for batch, dense in ((1, False), (1, True), (4, False))
         }
+        cases |= {
+            f"gemv {group} fp32": (gemv, default_tile(132, 4096, 4096), group, 1, False, "fp32")
+            for group in ("qkv", "o", "gate_up", "down")
+        }
+        cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32")}
         cases |= {"attention": (attention,), "logits batch 1": (logits,), "logits batch 4": (logits, 4, 64, 128)}
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
