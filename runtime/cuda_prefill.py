@@ -127,7 +127,9 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int 
     """Causal attention of the positions from ``start`` on, (heads, T, D); ``window`` counts the position itself."""
     count, stop = q.shape[1], keys.shape[1]
     gqa = q.shape[0] != keys.shape[0]
-    if window is None or stop <= window:
+    reach = stop if window is None else window
+    # In float64 no kernel takes the lower-right mask.
+    if stop <= reach and (q.dtype != torch.float64 or start == 0 or count == 1):
         mask = None
         if count > 1 and start > 0:
             # Here, because it imports torch._dynamo: a second that only long prompts need to spend.
@@ -137,9 +139,9 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int 
         return functional.scaled_dot_product_attention(
             q[None], keys[None], values[None], attn_mask=mask, is_causal=start == 0 and count > 1, enable_gqa=gqa
         )[0]
-    first = max(start - window + 1, 0)
+    first = max(start - reach + 1, 0)
     ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
-    near = (ahead <= 0) & (ahead > -window)
+    near = (ahead <= 0) & (ahead > -reach)
     return functional.scaled_dot_product_attention(
         q[None], keys[None, :, first:], values[None, :, first:], attn_mask=near, enable_gqa=gqa
     )[0]

@@ -398,11 +398,10 @@ def test_sparse_from() -> None:
 
 def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     position = 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
-    device = torch.device("cpu")
 
-    def with_free(count: int, max_batch: int = 1) -> int:
+    def with_free(count: int, max_batch: int = 1, device: str = "cpu") -> int:
         monkeypatch.setattr("wisparse.runtime.memory.available_bytes", lambda device: count * 4 * position + 1000)
-        return default_max_seq_len(tiny.config, torch.float32, device, max_batch, 1000)
+        return default_max_seq_len(tiny.config, torch.float32, torch.device(device), max_batch, 1000)
 
     assert tiny.config.max_position_embeddings == 256
     assert with_free(10**6) == 256
@@ -412,6 +411,8 @@ def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> N
         assert with_free(10**6) == 5000
         assert with_free(1000) == 768
         assert with_free(1000, max_batch=3) == 256
+        assert with_free(1200) == 1024
+        assert with_free(1200, device="cuda") == 512  # whose float32 has a float64 cache
     finally:
         object.__setattr__(tiny.config, "max_position_embeddings", 256)
 

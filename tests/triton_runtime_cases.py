@@ -11,7 +11,7 @@ import torch
 from triton_decoder_cases import DEVICE, make_bundle
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.runtime import cuda_decoder
+from wisparse.runtime import cuda_decoder, cuda_prefill
 from wisparse.runtime.cuda_decoder import CudaDecoder
 from wisparse.runtime.cuda_step import DecodeStep
 from wisparse.runtime.decoder import Decoder, SamplingSettings
@@ -34,6 +34,10 @@ def both(**settings):
 
 def start(decoder: Decoder, slot: int = 0, prompt: torch.Tensor = PROMPT) -> torch.Tensor:
     return decoder.prefill(slot, prompt, len(prompt)).argmax().view(1).cpu()
+
+
+def start_logits(decoder: Decoder) -> torch.Tensor:
+    return decoder.prefill(0, PROMPT, len(PROMPT)).clone()
 
 
 def run(decoder: Decoder, token: torch.Tensor, count: int, settings: list[SamplingSettings] | None = None) -> list:
@@ -63,6 +67,18 @@ def test_greedy_tokens_each_step_started_ahead(launches):
     assert run(fast, start(fast), 6) == run(slow, start(slow), 6)
     assert len(launches) == 7  # six, and the one ahead
     assert fast.lengths == slow.lengths == [11]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_prompt_is_read_in_pieces(dtype, monkeypatch):
+    whole = start_logits(make(CudaDecoder, dtype=dtype))
+    for name in ("_PIECE", "_SHORT_PIECE"):
+        monkeypatch.setattr(cuda_prefill, name, 2)
+    pieces = start_logits(make(CudaDecoder, dtype=dtype))
+    torch.testing.assert_close(pieces, whole, rtol=0, atol=0 if dtype == torch.float32 else 2e-2)
+    exact = start_logits(make(TorchDecoder, dtype=torch.float64))
+    torch.testing.assert_close(pieces, exact, rtol=0, atol=0 if dtype == torch.float32 else 5e-2)
 
 
 def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():
