@@ -2,10 +2,14 @@
 
     PYTHONPATH=. python benchmarks/gpu_example.py examples/pycode-llama-6m OTHER_MODEL
 
-Per model, dtype and sparsity, for three random prompts and 201 greedy tokens: the first position at which the two
-differ, and there the plain decoder's margin between its two best logits and how far the two decoders' logits are apart;
-whether two runs give the same bits; whether tokens drawn in the graph are those that ``sampling.sample`` draws
-from the decoder's own logits. Prints one line of JSON last.
+Per model, dtype and sparsity, for eight random prompts (three in 16 bits) and 201 greedy tokens: the first position at
+which the two differ, and there the plain decoder's margin between its two best logits and how far the two decoders'
+logits are apart; the first channel that one keeps and the other drops, with its score, the threshold and how far apart
+they are; whether two runs give the same bits; whether tokens drawn in the graph are those that ``sampling.sample``
+draws from the decoder's own logits (three prompts). Prints one line of JSON last.
+
+float32 weights are compared with the plain decoder in float64, as the CUDA decoder adds up in float64 too; where the
+plain decoder's own float32 leaves that is told beside it.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,12 +27,17 @@ from gpu_models import calibrate, give_masks, set_sparsity
 from safetensors.torch import load_file
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.reference import keep_mask, scores
+from wisparse.runtime import torch_decoder
 from wisparse.runtime.cuda_decoder import CudaDecoder
+from wisparse.runtime.cuda_prefill import rms_norm
+from wisparse.runtime.cuda_step import DecodeStep
 from wisparse.runtime.decoder import Decoder, SamplingSettings
 from wisparse.runtime.sampling import sample
 from wisparse.runtime.torch_decoder import TorchDecoder
 
 TOKENS = 200
+PROMPTS, FEW_PROMPTS = 8, 3
 SETTINGS = (
     SamplingSettings(0.8, seed=1),
     SamplingSettings(0.7, 0, 0.9, 0.0, 2),
@@ -44,6 +55,11 @@ def greedy(decoder: Decoder, ids: torch.Tensor) -> tuple[list[int], torch.Tensor
     return [*tokens, int(logits.argmax())], logits.clone()
 
 
+def first_difference(found: list[int], expected: list[int]) -> int | None:
+    """The first position at which two answers of the same length differ."""
+    return next((i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b), None)
+
+
 def margin(slow: Decoder, fast: Decoder, ids: torch.Tensor, tokens: list[int]) -> tuple[float, float]:
     """After these tokens: the plain decoder's best logit less its second, and the largest difference of the two
     decoders' logits."""
@@ -55,6 +71,77 @@ def margin(slow: Decoder, fast: Decoder, ids: torch.Tensor, tokens: list[int]) -
             expected = logits.clone()
     first, second = expected.topk(2).values.tolist()
     return first - second, float((logits - expected).abs().max())
+
+
+def kept_by_kernels(fast: CudaDecoder, token: int) -> list[torch.Tensor]:
+    """Decode a token launch by launch; the scores (K,) of every projection, from what its launch reads."""
+    step = fast.step_for(1, 0, fast.lengths[0] + 1)
+    found: list[torch.Tensor] = []
+
+    def record(index: int, role: str) -> None:
+        if role in ("qkv", "o", "gate_up", "down"):
+            block = step.weights.blocks[index]
+            group = getattr(block, role)
+            x = _input(step, index, role)
+            found.extend(scores(x, group.scales[i])[0] for i in range(len(group.widths)))
+        DecodeStep.launch_part(step, index, role)
+
+    step.launch_part = record  # type: ignore[method-assign]
+    step.tokens.copy_(torch.tensor([token]))
+    step.launch()
+    del step.launch_part
+    fast._count([token])
+    return found
+
+
+def _input(step: DecodeStep, index: int, role: str) -> torch.Tensor:
+    """(1, K): what a launch is about to read, by the definitions."""
+    block, eps = step.weights.blocks[index], step.config.rms_norm_eps
+    if role == "down":
+        return step._activation
+    if role == "o":
+        largest, total = step._softmax
+        factor = torch.exp2(largest - largest.amax(2, keepdim=True))
+        combined = (step._attended * factor[..., None]).sum(2) / (total * factor).sum(2)[..., None]
+        return combined.view(1, -1).to(step._activation.dtype)
+    return rms_norm(step.hidden, block.attention_norm if role == "qkv" else block.mlp_norm, eps)
+
+
+@contextmanager
+def kept_by_definition() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The scores (K,) and the threshold of every projection that the plain decoder masks meanwhile."""
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(x: torch.Tensor, scale: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+        found.append((scores(x, scale)[-1], threshold))
+        return keep_mask(x, scale, threshold)
+
+    torch_decoder.keep_mask = record  # type: ignore[attr-defined]
+    try:
+        yield found
+    finally:
+        torch_decoder.keep_mask = keep_mask  # type: ignore[attr-defined]
+
+
+def first_flip(slow: TorchDecoder, fast: CudaDecoder, ids: torch.Tensor, tokens: list[int]) -> dict | None:
+    """Decoding these tokens after a dense prompt: the first channel that one decoder keeps and the other drops."""
+    names = [projection.name for projection in fast.config.projections()]
+    for decoder in (slow, fast):
+        decoder.prefill(0, ids, len(ids))
+    for position, token in enumerate(tokens):
+        with kept_by_definition() as expected:
+            slow.decode(torch.tensor([token]))
+        for name, (wanted, threshold), found in zip(names, expected, kept_by_kernels(fast, token), strict=True):
+            differing = ((wanted < threshold) != (found < threshold)).nonzero().flatten().tolist()
+            if differing:
+                channel, limit = differing[0], float(threshold)
+                pair = float(wanted[channel]), float(found[channel])
+                distance = max(abs(one - limit) for one in pair) / limit
+                return {
+                    "position": position, "projection": name, "channel": channel, "channels": len(differing),
+                    "score": pair, "threshold": limit, "relative_distance": distance,
+                }  # fmt: skip
+    return None
 
 
 def stepped(decoder: Decoder, ids: torch.Tensor, settings: SamplingSettings, *, inside: bool) -> list[int]:
@@ -76,39 +163,53 @@ def check(folder: Path) -> list[dict]:
     config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text("utf-8")))
     checkpoint = SimpleNamespace(tensor=lambda name, device="cpu": tensors[name].to(device))
     bundle = SimpleNamespace(config=config, checkpoint=checkpoint, masks={})
-    device = torch.device("cuda")
-    prompts = [
-        torch.randint(config.vocab_size, (12,), generator=torch.Generator().manual_seed(seed)) for seed in range(3)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    all_prompts = [
+        torch.randint(config.vocab_size, (12,), generator=torch.Generator().manual_seed(seed))
+        for seed in range(PROMPTS)
     ]
     rows = []
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         fast = CudaDecoder(bundle, device=device, dtype=dtype, max_seq_len=256)
         calibrated = calibrate(fast, [0.5], tokens=200)
+        exact = dtype == torch.float32
+        prompts = all_prompts if exact else all_prompts[:FEW_PROMPTS]
+        references = {
+            kind: TorchDecoder(bundle, device=device, dtype=kind, max_seq_len=256)
+            for kind in ((torch.float64, torch.float32) if exact else (dtype,))
+        }
         for sparsity in (0.0, 0.5):
             set_sparsity(fast, calibrated, sparsity)
-            slow = TorchDecoder(bundle, device=device, dtype=dtype, max_seq_len=256)
             if sparsity > 0:
-                give_masks(slow, fast)
-            first, margins, repeats = [], [], True
+                for reference in references.values():
+                    give_masks(reference, fast)
+            slow, *others = references.values()
+            first, margins, flips, repeats, other_first = [], [], [], True, []
             for ids in prompts:
                 tokens, logits = greedy(fast, ids)
                 again, logits_again = greedy(fast, ids)
                 repeats &= tokens == again and torch.equal(logits, logits_again)
                 repeats &= stepped(fast, ids, SamplingSettings(), inside=True) == tokens[1:]
                 expected, _ = greedy(slow, ids)
-                at = next((i for i, (a, b) in enumerate(zip(tokens, expected, strict=True)) if a != b), None)
+                at = first_difference(tokens, expected)
                 first.append(at)
                 if at is not None:
                     margins.append(margin(slow, fast, ids, expected[:at]))
+                    flips.append(first_flip(slow, fast, ids, expected[:at]) if sparsity > 0 else None)
+                for other in others:
+                    found, _ = greedy(other, ids)
+                    other_first.append(first_difference(found, expected))
             drawn = all(
                 stepped(fast, ids, settings, inside=True) == stepped(fast, ids, settings, inside=False)
-                for ids in prompts
+                for ids in prompts[:FEW_PROMPTS]
                 for settings in SETTINGS
             )
             rows.append(
                 {
                     "model": folder.name, "dtype": str(dtype).removeprefix("torch."), "sparsity": sparsity,
-                    "first_difference": first, "of": TOKENS + 1, "margin_and_distance": margins,
+                    "reference": str(slow.dtype).removeprefix("torch."), "first_difference": first, "of": TOKENS + 1,
+                    "margin_and_distance": margins, "first_flips": flips,
+                    **({"first_difference_of_plain_float32": other_first} if others else {}),
                     "repeats_bit_for_bit": bool(repeats), "sampled_as_defined": drawn,
                 }
             )  # fmt: skip
@@ -121,7 +222,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
     rows = [row for folder in parser.parse_args().models for row in check(folder)]
-    line = json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows})
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, interpreted"
+    line = json.dumps({"gpu": name, "torch": torch.__version__, "rows": rows})
     if os.environ.get("OUT"):
         Path(os.environ["OUT"], "gpu-h200-example.json").write_text(line + "\n")
     print(line)
