@@ -26,21 +26,23 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.triton_gemv import GemvTile
 from wisparse.kernels.triton_tiles import remember_tiles, tile_key
 from wisparse.runtime.cuda_decoder import CudaDecoder
-from wisparse.runtime.cuda_step import SHORT_KV_SPLITS, DecodeStep
+from wisparse.runtime.cuda_step import DecodeStep, kv_splits_for
 
 __all__ = ["time_step"]
+
+CONTEXT = 150
 
 
 def time_step(
     decoder: CudaDecoder, tiles: dict[str, GemvTile] | None, *, rows: int = 1, runs: int = 9, **keywords
 ) -> float:
-    """Microseconds of one step at a context of about 200, replays back to back."""
+    """Microseconds of one step, replays back to back."""
     step = DecodeStep(
         decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._cos, decoder._sin,
-        first=0, rows=rows, tiles=tiles, kv_splits=SHORT_KV_SPLITS, **keywords,
+        first=0, rows=rows, tiles=tiles, kv_splits=kv_splits_for(CONTEXT), **keywords,
     )  # fmt: skip
     step.tokens.fill_(7)
-    decoder._positions.fill_(150)
+    decoder._positions.fill_(CONTEXT)
     step.replay()
     times = []
     for _ in range(runs):

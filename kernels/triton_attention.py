@@ -202,7 +202,7 @@ def launch_attention(
     eps: float = 0.0,
     block_t: int | None = None,
     stages: int = 3,
-    warps: int = 4,
+    warps: int | None = None,
     pdl: bool = False,
 ) -> None:
     """Launch one block's attention for B rows on the current stream. Nothing is checked or allocated here.
@@ -254,6 +254,7 @@ def launch_attention(
         BLOCK_T=block_t or (max(1, 32 // group) if exact else 64),
         STAGES=stages,
         PDL=pdl,
-        num_warps=warps,
+        # Few stretches leave multiprocessors idle: then more warps share one.
+        num_warps=warps or (8 if splits <= 8 else 4),
         **options,
     )

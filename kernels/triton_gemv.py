@@ -39,6 +39,7 @@ from .triton_common import (
     wait_for_previous_kernel,
     wide_dtype,
 )
+from .triton_lists import add_rows, get, put, room, room_source, settled
 
 __all__ = ["GemvTile", "Group", "Scratch", "launch_gemv", "sparse_gemv"]
 
@@ -53,6 +54,7 @@ def _load_input(
     row,
     k,
     live,
+    loaded,
     K: tl.constexpr,
     INPUT: tl.constexpr,
     KV_SPLITS: tl.constexpr,
@@ -61,20 +63,31 @@ def _load_input(
 ):
     """x[row, k] in ``dtype``, 0 where not live."""
     if INPUT == FROM_ATTENTION:
-        # x_ptr: (B, heads, splits, D) wide, each split's softmax-weighted sum; m its maximum, l its denominator.
-        split = tl.arange(0, KV_SPLITS)
-        head = row * (K // HEAD_DIM) + k // HEAD_DIM
-        at = head[:, None] * KV_SPLITS + split[None, :]
-        both = live[:, None] & (split[None, :] < KV_SPLITS)
-        m = tl.load(m_ptr + at, mask=both, other=0.0)
-        total = tl.load(l_ptr + at, mask=both, other=1.0)
-        part = tl.load(x_ptr + at * HEAD_DIM + (k % HEAD_DIM)[:, None], mask=both, other=0.0)
-        factor = tl.exp2(m - tl.max(m, axis=1)[:, None])
-        x = (tl.sum(part * factor, axis=1) / tl.sum(total * factor, axis=1)).to(dtype)
+        # x_ptr: (B, heads, splits, D) wide, each split's softmax-weighted sum; m its maximum, l its denominator. One
+        # tensor for each split: a second dimension would cost exchanges between threads.
+        at = (row * (K // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
+        ms = ()
+        totals = ()
+        parts = ()
+        for s in tl.static_range(KV_SPLITS):
+            ms = ms + (tl.load(m_ptr + at + s, mask=live, other=0.0),)  # noqa: RUF005
+            totals = totals + (tl.load(l_ptr + at + s, mask=live, other=1.0),)  # noqa: RUF005
+            part = tl.load(x_ptr + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
+            parts = parts + (part,)  # noqa: RUF005
+        m = ms[0]
+        for s in tl.static_range(1, KV_SPLITS):
+            m = tl.maximum(m, ms[s])
+        x = tl.zeros(k.shape, m.dtype)
+        total = tl.zeros(k.shape, m.dtype)
+        for s in tl.static_range(KV_SPLITS):
+            factor = tl.exp2(ms[s] - m)
+            total += totals[s] * factor
+            x += parts[s] * factor
+        x = (x / total).to(dtype)
+    elif INPUT == FROM_HIDDEN:
+        x = normalise(loaded.to(rstd.dtype), norm_weight, rstd, dtype)
     else:
-        x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
-        if INPUT == FROM_HIDDEN:
-            x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
+        x = loaded
     return x
 
 
@@ -99,8 +112,8 @@ def _gemv_kernel(
     out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
     ssq_out_ptr,  # TO_RESIDUAL: (B, tiles) wide
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) wide
-    index_ptr,  # scratch: (programs, SEGMENT) int32
-    value_ptr,  # scratch: (programs, B, SEGMENT) dtype
+    index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
+    value_ptr,  # scratch: (programs, LIST) wide, unless ROOM; batches: (programs, B, LIST) dtype
     counter_ptr,  # (tiles,) int32, 0 before and after
     eps,
     ssq_parts,  # columns of ssq_in
@@ -128,6 +141,8 @@ def _gemv_kernel(
     TRIGGER: tl.constexpr,
     STAGES: tl.constexpr,
     LEAD: tl.constexpr,
+    LIST: tl.constexpr,
+    ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = N0 + N1 + N2
@@ -157,7 +172,7 @@ def _gemv_kernel(
     columns = first + n
     weight_column_ptr = weight_ptr + columns
 
-    # --- this program's channels: x, which of them are kept, and their list in scratch memory
+    # --- this program's channels: x, which of them are kept, and their list
     position = tl.arange(0, SEGMENT)
     k = segment_channel(position, split, SPLITS, CHUNK)
     live = k < K
@@ -170,73 +185,100 @@ def _gemv_kernel(
     STEP: tl.constexpr = BLOCK_K * UNROLL
     LEAD_ROWS: tl.constexpr = LEAD * STEP if BATCH == 1 else 0
     lane = tl.arange(0, BLOCK_K)
+    SHARED: tl.constexpr = ROOM != ""
+    spare = 0
+    if SHARED:
+        list_index = room(ROOM, program)
+        list_value = list_index + LIST * 4
+        spare = list_value + LIST * 4
+    else:
+        list_index = index_ptr + program * LIST
+        list_value = value_ptr + program * LIST
+    if BATCH == 1:
+        # What the list does not reach reads as "no channel", so that nothing is compared with its length.
+        for start in tl.static_range(0, LIST, SEGMENT):
+            place = start + position
+            if not DENSE:
+                put(list_index, place, tl.full((SEGMENT,), K, tl.int32), place < LIST, SHARED)
+            put(list_value, place, tl.zeros((SEGMENT,), wide), place < LIST, SHARED)
+        tl.debug_barrier()
     if LEAD_ROWS > 0:
         # The first rows, whatever x will be: the memory would be idle until the channels are selected.
         lead = ()
         for step in tl.static_range(LEAD):
-            ks = _indices(index_ptr, lane, step * STEP, count, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K)
-            lead = lead + _rows(weight_column_ptr, ks, in_width, lane, step * STEP, count, K, STRIDE, UNROLL, BLOCK_K)
+            ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+            lead = lead + _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
     wait_for_previous_kernel(PDL)
     if TRIGGER == 1 or BATCH > 1:
         let_next_kernel_start(PDL)
     rstd = 1.0
     for row in tl.static_range(BATCH):
+        loaded = 0.0
+        if INPUT != FROM_ATTENTION:
+            loaded = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
         if INPUT == FROM_HIDDEN:
             rstd = _rstd(ssq_in_ptr, row, eps, ssq_parts, K, SSQ_PAD)
-        x = _load_input(x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, K, INPUT, KV_SPLITS, HEAD_DIM, dtype)
-        if DENSE:
-            tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, x)
-        else:
+        x = _load_input(
+            x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, loaded, K, INPUT, KV_SPLITS, HEAD_DIM, dtype
+        )
+        keep_row = live
+        if not DENSE:
             score = tl.abs(x.to(tl.float32)) * scale
             keep_row = live & ((score >= threshold) | (score != score))
-            if BATCH > 1:
-                # Every row of the weights is read: the union of several rows' kept channels is most of them.
-                masked = tl.where(keep_row, x, 0.0).to(dtype)
-                tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
-            else:
-                # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
-                listed = keep_row & (position >= LEAD_ROWS)
-                place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-                count = LEAD_ROWS + tl.sum(listed.to(tl.int32), axis=0)
-                tl.store(index_ptr + program * SEGMENT + place, k, mask=listed)
-                if LEAD_ROWS > 0:
-                    place = tl.where(position < LEAD_ROWS, position, place)
-                    listed = listed | (position < LEAD_ROWS)
-                    x = tl.where(keep_row, x, 0.0).to(dtype)
-                tl.store(value_ptr + program * SEGMENT + place, x, mask=listed)
-    tl.debug_barrier()
+        if BATCH > 1:
+            # Every row of the weights is read: the union of several rows' kept channels is most of them.
+            masked = tl.where(keep_row, x, 0.0).to(dtype)
+            tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
+        elif DENSE:
+            put(list_value, position, x, position >= 0, SHARED)
+        else:
+            # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
+            listed = keep_row & (position >= LEAD_ROWS)
+            place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+            # The list's length is known where it ends; through the list everybody learns it without a reduction.
+            put(list_index, position * 0 + (LIST - 1), place + 1, position == SEGMENT - 1, SHARED)
+            put(list_index, place, k, listed, SHARED)
+            if LEAD_ROWS > 0:
+                place = tl.where(position < LEAD_ROWS, position, place)
+                listed = listed | (position < LEAD_ROWS)
+                x = tl.where(keep_row, x, 0.0).to(dtype)
+            put(list_value, place, x, listed, SHARED)
+    list_index = settled(list_index, SHARED)
+    if SHARED:
+        list_value = list_index + LIST * 4
+    if BATCH == 1 and not DENSE:
+        count = get(list_index, LIST - 1, False, SHARED)
 
     # --- the product
     if BATCH == 1:
         acc = tl.zeros((BLOCK_K, BLOCK_N), wide)
-        list_ptr = index_ptr + program * SEGMENT
-        list_value_ptr = value_ptr + program * SEGMENT
-        # Two steps ahead with the indices, one with the weights: the memory is never idle while a program multiplies.
-        ks = _indices(list_ptr, lane, LEAD_ROWS, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
-        ws = _rows(weight_column_ptr, ks, in_width, lane, LEAD_ROWS, count, K, STRIDE, UNROLL, BLOCK_K)
-        ks = _indices(list_ptr, lane, LEAD_ROWS + STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
+        # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
+        ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+        ws = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+        ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
         if LEAD_ROWS > 0:
             tl.debug_barrier()
             for i in tl.static_range(LEAD * UNROLL):
-                at = i * BLOCK_K + lane
-                x_now = tl.load(list_value_ptr + at, mask=at < count, other=0.0)
+                x_now = get(list_value, i * BLOCK_K + lane, True, SHARED).to(wide)
                 # A dropped row is zero here whatever stands in it.
                 w = tl.where((x_now != 0)[:, None], lead[i], 0.0)
-                acc += x_now.to(wide)[:, None] * w.to(wide)
+                acc += x_now[:, None] * w.to(wide)
         for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
-            ahead = _rows(weight_column_ptr, ks, in_width, lane, start + STEP, count, K, STRIDE, UNROLL, BLOCK_K)
-            ks = _indices(list_ptr, lane, start + 2 * STEP, count, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K)
+            ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+            ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
             # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
             # flight; it moves nothing across a barrier.
             tl.debug_barrier()
             for i in tl.static_range(UNROLL):
-                at = start + i * BLOCK_K + lane
-                x_now = tl.load(list_value_ptr + at, mask=at < count, other=0.0)
-                acc += x_now.to(wide)[:, None] * ws[i].to(wide)
+                x_now = get(list_value, start + i * BLOCK_K + lane, True, SHARED).to(wide)
+                acc += x_now[:, None] * ws[i].to(wide)
             ws = ahead
         if TRIGGER == 2:
             let_next_kernel_start(PDL)
-        y = tl.sum(acc, axis=0)
+        if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:  # noqa: SIM108 (resolved at compile time)
+            y = add_rows(acc, spare, BLOCK_K, BLOCK_N)
+        else:
+            y = tl.sum(acc, axis=0)
         if SPLITS > 1:
             tl.store(partial_ptr + split * N + columns, y, mask=in_width)
     else:
@@ -301,50 +343,38 @@ def _gemv_kernel(
 
 
 @triton.jit
-def _indices(
-    list_ptr,
+def _channels(
+    list_index,
     lane,
     start,
-    count,
     split,
     DENSE: tl.constexpr,
     SPLITS: tl.constexpr,
     CHUNK: tl.constexpr,
     UNROLL: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
-    """The channels at positions ``start``.. of the program's list, as UNROLL tensors of BLOCK_K."""
+    """The channels at positions ``start``.. of the program's list, as UNROLL tensors of BLOCK_K; K or more: none."""
     ks = ()
     for i in tl.static_range(UNROLL):
         at = start + i * BLOCK_K + lane
         if DENSE:  # noqa: SIM108 (resolved at compile time)
             k = segment_channel(at, split, SPLITS, CHUNK)
         else:
-            k = tl.load(list_ptr + at, mask=at < count, other=0)
+            k = get(list_index, at, False, SHARED)
         ks = ks + (k,)  # noqa: RUF005 (the compiler knows no unpacking)
     return ks
 
 
 @triton.jit
-def _rows(
-    weight_column_ptr,
-    ks,
-    in_width,
-    lane,
-    start,
-    count,
-    K: tl.constexpr,
-    STRIDE: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The program's stretch of the rows ``ks``, as UNROLL tensors (BLOCK_K, BLOCK_N); zeros past ``count``."""
+def _rows(weight_column_ptr, ks, in_width, K: tl.constexpr, STRIDE: tl.constexpr, UNROLL: tl.constexpr):
+    """The program's stretch of the rows ``ks``, as UNROLL tensors (BLOCK_K, BLOCK_N); zeros where there is none."""
     ws = ()
     for i in tl.static_range(UNROLL):
-        live = (start + i * BLOCK_K + lane < count) & (ks[i] < K)
         w = tl.load(
             weight_column_ptr[None, :] + ks[i].to(tl.int64)[:, None] * STRIDE,
-            mask=live[:, None] & in_width[None, :],
+            mask=(ks[i] < K)[:, None] & in_width[None, :],
             other=0.0,
             eviction_policy="evict_first",
         )
@@ -459,12 +489,16 @@ class Scratch:
 
     def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
         """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
+        if group.weight_t.dtype == torch.float32:
+            batch = 1  # rows are launched one by one
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
-        segment = _segment(group.in_features, tile)
+        programs = tiles * tile.splits
+        segment, length, in_room = _lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
+        in_scratch = 0 if in_room else programs * length
         for name, size in (
             ("partial", tile.splits * batch * group.out_features),
-            ("index", tiles * tile.splits * segment),
-            ("value", tiles * tile.splits * segment * batch),
+            ("index", in_scratch if batch == 1 else 0),
+            ("value", in_scratch if batch == 1 else programs * batch * segment),
             ("counter", tiles),
         ):
             held = getattr(self, name)
@@ -476,6 +510,26 @@ class Scratch:
 def _segment(in_features: int, tile: GemvTile) -> int:
     chunks = triton.cdiv(in_features, tile.chunk)
     return triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
+
+
+def _lists(in_features: int, tile: GemvTile, batch: int, *, shared: bool) -> tuple[int, int, str]:
+    """Channels of a program, places in its lists, and PTX for the shared memory they lie in ("": in scratch memory)."""
+    segment = _segment(in_features, tile)
+    block_k = _block_k(tile, batch)
+    # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
+    length = segment + 3 * tile.unroll * block_k + 1
+    exchanged = block_k * tile.block_n if block_k > 1 else 0
+    return segment, length, room_source(4 * (2 * length + exchanged)) if shared and batch == 1 else ""
+
+
+def _has_room(weight_t: Tensor) -> bool:
+    """Half-precision weights on a GPU: the interpreter has no shared memory, and float64 values do not fit there."""
+    return weight_t.device.type == "cuda" and weight_t.dtype != torch.float32
+
+
+def _block_k(tile: GemvTile, batch: int) -> int:
+    # tl.dot's smallest K is 16.
+    return tile.block_k if batch == 1 else max(16, tile.block_k)
 
 
 def launch_gemv(
@@ -529,6 +583,8 @@ def launch_gemv(
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
     options = {"launch_pdl": True} if pdl and tile.early else {}
+    segment, length, in_room = _lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
+    block_k = _block_k(tile, batch)
     _gemv_kernel[(tiles * tile.splits,)](
         x,
         unused if softmax is None else softmax[0],
@@ -555,8 +611,8 @@ def launch_gemv(
         TRIGGER=tile.trigger,
         BATCH=batch,
         ROWS=16,
-        # A fixed size for all usual models: one compiled kernel serves whatever tile wrote the sums.
-        SSQ_PAD=max(64, triton.next_power_of_2(parts)),
+        # At least 32, so that one compiled kernel serves most tiles that wrote the sums; a warp adds up 32 by itself.
+        SSQ_PAD=max(32, triton.next_power_of_2(parts)),
         KV_SPLITS=1 if softmax is None else softmax[0].shape[2],
         HEAD_DIM=head_dim,
         HAS_BIAS=group.bias is not None,
@@ -564,16 +620,17 @@ def launch_gemv(
         INPUT=_INPUTS[source],
         OUTPUT=_OUTPUTS[target],
         BLOCK_N=tile.block_n,
-        # tl.dot's smallest K is 16.
-        BLOCK_K=tile.block_k if batch == 1 else max(16, tile.block_k),
+        BLOCK_K=block_k,
         SPLITS=tile.splits,
         SPLITS_PAD=triton.next_power_of_2(tile.splits),
-        SEGMENT=_segment(group.in_features, tile),
+        SEGMENT=segment,
         CHUNK=tile.chunk,
         UNROLL=tile.unroll,
         STAGES=tile.stages,
-        # Their values stand in the segment's own piece of scratch memory.
-        LEAD=min(tile.lead, _segment(group.in_features, tile) // (tile.block_k * tile.unroll)),
+        # They stand in the segment's own piece of the list.
+        LEAD=min(tile.lead, segment // (tile.block_k * tile.unroll)),
+        LIST=length,
+        ROOM=in_room,
         PDL=pdl,
         num_warps=tile.warps,
         **options,

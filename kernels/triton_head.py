@@ -63,6 +63,7 @@ def _logits_kernel(
     SSQ: tl.constexpr,
     SSQ_PAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    PASSES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,30 +71,49 @@ def _logits_kernel(
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     wide: tl.constexpr = ssq_ptr.dtype.element_ty
     tile = tl.program_id(0)
-    v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_vocabulary = v < V
     lane = tl.arange(0, BLOCK_K)
-    weight_row_ptr = weight_ptr + v.to(tl.int64) * K
-    wait_for_previous_kernel(PDL)
-    let_next_kernel_start(PDL)
     if BATCH == 1:
+        PART: tl.constexpr = BLOCK_V // PASSES
+        WHOLE: tl.constexpr = K <= BLOCK_K
+        v = tile * BLOCK_V + tl.arange(0, PART)
+        if WHOLE:
+            # The first rows and the norm are constants: they are on their way before the last block has ended.
+            w = _vocabulary_rows(weight_ptr, v, lane, V, K)
+            norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0).to(wide)
+        wait_for_previous_kernel(PDL)
+        let_next_kernel_start(PDL)
         rstd = _rstd(ssq_ptr, 0, eps, SSQ, K, SSQ_PAD)
-        acc = tl.zeros((BLOCK_V, BLOCK_K), wide)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
-            k = start + lane
-            live = k < K
-            w = tl.load(
-                weight_row_ptr[:, None] + k[None, :],
-                mask=in_vocabulary[:, None] & live[None, :],
-                other=0.0,
-                eviction_policy="evict_first",
-            )
-            x = tl.load(hidden_ptr + k, mask=live, other=0.0).to(wide)
-            norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(wide)
-            acc += normalise(x, norm, rstd, dtype).to(wide)[None, :] * w.to(wide)
-        y = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
-        _store_logits(logits_ptr, best_ptr, best_id_ptr, y, v, in_vocabulary, 0, tile, V)
+        if WHOLE:
+            x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0).to(wide)
+            x = normalise(x, norm, rstd, dtype).to(wide)
+        best = tl.full((PART,), float("-inf"), tl.float32)
+        best_id = tl.full((PART,), 2147483647, tl.int32)
+        broken = tl.zeros((PART,), tl.int32)
+        for part in tl.static_range(PASSES):
+            if WHOLE:
+                acc = x[None, :] * w.to(wide)
+                if part + 1 < PASSES:
+                    w = _vocabulary_rows(weight_ptr, v + PART, lane, V, K)
+            else:
+                acc = tl.zeros((PART, BLOCK_K), wide)
+                for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                    k = start + lane
+                    w = _vocabulary_rows(weight_ptr, v, k, V, K)
+                    x = tl.load(hidden_ptr + k, mask=k < K, other=0.0).to(wide)
+                    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(wide)
+                    acc += normalise(x, norm, rstd, dtype).to(wide)[None, :] * w.to(wide)
+            y = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
+            tl.store(logits_ptr + v, y, mask=v < V)
+            better = (v < V) & (y > best)
+            best = tl.where(better, y, best)
+            best_id = tl.where(better, v, best_id)
+            broken = broken | ((v < V) & (y != y)).to(tl.int32)
+            v += PART
+        _store_best(best_ptr, best_id_ptr, best, best_id, broken, tile)
     else:
+        wait_for_previous_kernel(PDL)
+        let_next_kernel_start(PDL)
+        v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         rows = tl.arange(0, 16)
         live_rows = rows < BATCH
         i = tl.arange(0, SSQ_PAD)
@@ -105,7 +125,7 @@ def _logits_kernel(
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             k = start + lane
             live = k < K
-            w = tl.load(weight_row_ptr[:, None] + k[None, :], mask=in_vocabulary[:, None] & live[None, :], other=0.0)
+            w = _vocabulary_rows(weight_ptr, v, k, V, K)
             x = tl.load(
                 hidden_ptr + rows[:, None] * K + k[None, :], mask=live_rows[:, None] & live[None, :], other=0.0
             ).to(tl.float32)
@@ -115,20 +135,29 @@ def _logits_kernel(
             )
         for row in tl.static_range(BATCH):
             y = tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0).to(dtype).to(tl.float32)
-            _store_logits(logits_ptr, best_ptr, best_id_ptr, y, v, in_vocabulary, row, tile, V)
+            tl.store(logits_ptr + row * V + v, y, mask=v < V)
+            shown = tl.where((v < V) & (y == y), y, float("-inf"))
+            broken = ((v < V) & (y != y)).to(tl.int32)
+            _store_best(best_ptr, best_id_ptr, shown, v, broken, row * tl.num_programs(0) + tile)
 
 
 @triton.jit
-def _store_logits(logits_ptr, best_ptr, best_id_ptr, y, v, in_vocabulary, row, tile, V):
-    tl.store(logits_ptr + row * V + v, y, mask=in_vocabulary)
-    shown = tl.where(in_vocabulary, y, float("-inf"))
-    best = tl.max(shown, axis=0)
-    # A maximum may pass over NaN; a row that holds one has no largest logit.
-    broken = tl.max((shown != shown).to(tl.int32), axis=0)
-    best = tl.where(broken > 0, float("nan"), best)
-    at = row * tl.num_programs(0) + tile
-    tl.store(best_ptr + at, best)
-    tl.store(best_id_ptr + at, tl.min(tl.where(shown == best, v, 2147483647), axis=0))
+def _vocabulary_rows(weight_ptr, v, k, V, K: tl.constexpr):
+    """weight[v, k], zeros outside. Read once."""
+    return tl.load(
+        weight_ptr + v.to(tl.int64)[:, None] * K + k[None, :],
+        mask=(v < V)[:, None] & (k < K)[None, :],
+        other=0.0,
+        eviction_policy="evict_first",
+    )
+
+
+@triton.jit
+def _store_best(best_ptr, best_id_ptr, best, best_id, broken, at):
+    """The largest of a tile's logits and its lowest id; NaN if one is NaN: such a row has no largest."""
+    largest = tl.max(best, axis=0)
+    tl.store(best_id_ptr + at, tl.min(tl.where(best == largest, best_id, 2147483647), axis=0))
+    tl.store(best_ptr + at, tl.where(tl.max(broken, axis=0) > 0, float("nan"), largest))
 
 
 @triton.jit
@@ -186,6 +215,7 @@ def launch_logits(
     warps: int = 4,
     stages: int | None = None,
     block_v: int | None = None,
+    passes: int | None = None,
     pdl: bool = False,
 ) -> None:
     """Final norm and ``lm_head``, without selection.
@@ -205,12 +235,15 @@ def launch_logits(
             one = slice(i, i + 1)
             launch_logits(
                 hidden[one], ssq[one], norm, weight, logits[one], best[one], best_id[one], eps=eps,
-                block_k=block_k, warps=warps, stages=stages, block_v=block_v, pdl=pdl,
+                block_k=block_k, warps=warps, stages=stages, block_v=block_v, passes=passes, pdl=pdl,
             )  # fmt: skip
         return
     block_v = block_v or (HEAD_ROWS if batch == 1 else HEAD_ROWS_BATCHED)
-    # float64 sums take twice the registers.
-    block_k = block_k or ((256 if ssq.dtype == torch.float64 else 512) if batch == 1 else 128)
+    # One row: whole rows of the weights, four at a time. float64 sums take twice the registers.
+    exact = ssq.dtype == torch.float64
+    block_k = block_k or ((256 if exact else 4096) if batch == 1 else 128)
+    block_k = min(block_k, max(16, triton.next_power_of_2(width)))
+    passes = passes or (max(1, block_v * block_k // 16384) if batch == 1 and not exact else 1)
     stages = stages or (1 if batch == 1 else 3)
     options = {"launch_pdl": True} if pdl else {}
     _logits_kernel[(triton.cdiv(vocabulary, block_v),)](
@@ -228,7 +261,8 @@ def launch_logits(
         SSQ=parts,
         SSQ_PAD=triton.next_power_of_2(parts),
         BLOCK_V=block_v,
-        BLOCK_K=min(block_k, max(16, triton.next_power_of_2(width))),
+        PASSES=passes,
+        BLOCK_K=block_k,
         STAGES=stages,
         PDL=pdl,
         num_warps=warps,

@@ -22,16 +22,21 @@ __all__ = ["cache_file", "choose_tile", "default_tile", "remember_tiles", "tile_
 
 log = logging.getLogger(__name__)
 
-# Measured on an H200 by benchmarks/gpu_tune.py at 50%, at 0% and for 4 rows: Llama-3.1-8B's and Mistral-7B's shapes.
+# Measured on an H200 by benchmarks/gpu_tune.py at 50%, at 0% and for 4 rows: Llama-3.1-8B's and Mistral-7B's shapes;
+# Qwen2.5-7B's at 50%.
 TABLE: Mapping[str, GemvTile] = {
     "sm90:sparse:4096x6144": GemvTile(256, 2, 22, 2, unroll=8, trigger=2),
-    "sm90:sparse:4096x4096": GemvTile(256, 2, 32, 2, unroll=8),
-    "sm90:sparse:4096x28672": GemvTile(1024, 1, 16, 4, unroll=8, trigger=2, early=False),
-    "sm90:sparse:14336x4096": GemvTile(512, 2, 49, 4, unroll=8, trigger=2),
-    "sm90:dense:4096x6144": GemvTile(256, 2, 22, 2, unroll=8, trigger=2, lead=4),
+    "sm90:sparse:4096x4096": GemvTile(256, 2, 40, 2, unroll=8, trigger=2),
+    "sm90:sparse:4096x28672": GemvTile(256, 2, 9, 2, unroll=8, trigger=2, early=False),
+    "sm90:sparse:14336x4096": GemvTile(256, 2, 41, 2, unroll=8, trigger=2),
+    "sm90:dense:4096x6144": GemvTile(256, 2, 27, 2, unroll=8, trigger=2, lead=2),
     "sm90:dense:4096x4096": GemvTile(256, 2, 32, 2, unroll=8, trigger=2, lead=1),
-    "sm90:dense:4096x28672": GemvTile(256, 2, 7, 2, unroll=8, trigger=2, early=False),
+    "sm90:dense:4096x28672": GemvTile(256, 2, 9, 2, unroll=8, trigger=2, early=False, lead=2),
     "sm90:dense:14336x4096": GemvTile(256, 2, 49, 2, unroll=8, trigger=2, lead=3),
+    "sm90:sparse:3584x4608": GemvTile(256, 2, 29, 2, unroll=8, trigger=2),
+    "sm90:sparse:3584x3584": GemvTile(256, 2, 28, 2, unroll=8, trigger=2),
+    "sm90:sparse:3584x37888": GemvTile(256, 2, 7, 2, unroll=8, trigger=2, early=False),
+    "sm90:sparse:18944x3584": GemvTile(256, 2, 47, 2, unroll=8, trigger=2),
     "sm90:batch:4096x6144": GemvTile(256, 32, 11, 4, stages=3, unroll=1),
     "sm90:batch:4096x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1),
     "sm90:batch:4096x28672": GemvTile(256, 32, 2, 8, stages=3, unroll=1),
@@ -51,24 +56,22 @@ def cache_file() -> Path:
     return Path(folder).expanduser() / "tiles.json"
 
 
-def default_tile(multiprocessors: int, in_features: int, out_features: int, batch: int = 1) -> GemvTile:
-    """A tile for a shape nobody measured: three or four programs for each multiprocessor, segments of at least 64
+def default_tile(
+    multiprocessors: int, in_features: int, out_features: int, batch: int = 1, *, dense: bool = False
+) -> GemvTile:
+    """A tile for a shape nobody measured: five to seven programs for each multiprocessor, segments of at least 64
     channels."""
     if batch > 1:
         block_n = 256 if out_features >= 2048 else 64
         splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
         return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
-    # block_k is what one 16-byte load of every thread covers. Wide outputs take long rows and start late, as a launch
-    # that fills the chip is spread unevenly if it starts among another's programs.
-    if out_features >= 16384:
-        splits = max(1, min(7 * multiprocessors // (2 * triton.cdiv(out_features, 1024)), in_features // 64, 32))
-        return GemvTile(1024, 1, splits, 4, unroll=8, trigger=2, early=False)
-    if in_features >= 8192:
-        splits = max(1, min(3 * multiprocessors // triton.cdiv(out_features, 512), in_features // 64, 64))
-        return GemvTile(512, 2, splits, 4, unroll=8, trigger=2)
+    # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
+    # chip is spread unevenly if it starts among another's programs.
     block_n = 256 if out_features >= 512 else 64
-    splits = max(1, min(4 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 32))
-    return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2)
+    wide = out_features >= 16384
+    splits = (7 if wide else 5) * multiprocessors // triton.cdiv(out_features, block_n)
+    splits = max(1, min(splits, in_features // 64, 64))
+    return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=2 if dense else 0)
 
 
 def choose_tile(
@@ -76,7 +79,8 @@ def choose_tile(
 ) -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb."""
     key = tile_key(arch, in_features, out_features, batch=batch, dense=dense)
-    return _remembered().get(key) or TABLE.get(key) or default_tile(multiprocessors, in_features, out_features, batch)
+    known = _remembered().get(key) or TABLE.get(key)
+    return known or default_tile(multiprocessors, in_features, out_features, batch, dense=dense)
 
 
 def remember_tiles(tiles: Mapping[str, GemvTile]) -> Path:

@@ -29,7 +29,7 @@ from wisparse.kernels.triton_sample import SAMPLED_DTYPES
 from .cache import KVCache
 from .cuda_graph import Landing
 from .cuda_prefill import read_sequence, rms_norm, run_blocks
-from .cuda_step import KV_SPLITS, MAX_ROWS, SHORT_CONTEXT, SHORT_KV_SPLITS, DecodeStep
+from .cuda_step import MAX_ROWS, DecodeStep, kv_splits_for
 from .cuda_weights import load_weights
 from .decoder import Decoder, SamplingSettings, check_prompt
 from .rotary import Rotary, switch_length
@@ -165,7 +165,7 @@ class CudaDecoder(Decoder):
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
         """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""
-        kv_splits = SHORT_KV_SPLITS if context <= SHORT_CONTEXT else KV_SPLITS
+        kv_splits = kv_splits_for(context)
         key = (first, rows, kv_splits)
         if key not in self._steps:
             self._steps[key] = DecodeStep(

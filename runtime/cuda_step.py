@@ -27,12 +27,12 @@ from .cuda_graph import capture
 from .cuda_weights import CudaWeights
 from .decoder import SamplingSettings
 
-__all__ = ["KV_SPLITS", "MAX_ROWS", "SHORT_CONTEXT", "SHORT_KV_SPLITS", "DecodeStep"]
+__all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "kv_splits_for"]
 
 MAX_ROWS = 16
-# Stretches the context is split into: with 8 KV heads 16 make about one program for each of an H200's multiprocessors.
-# A short context needs fewer, and o_proj then has less to combine.
-KV_SPLITS, SHORT_KV_SPLITS, SHORT_CONTEXT = 16, 4, 512
+# Stretches the context is split into, up to how many positions: with 8 KV heads 16 make about one program for each of
+# an H200's multiprocessors. A short context needs fewer, and o_proj then has less to combine.
+KV_SPLITS = {256: 4, 4096: 8, 2**31: 16}
 
 
 def _describe(device: torch.device) -> tuple[int, int]:
@@ -41,6 +41,11 @@ def _describe(device: torch.device) -> tuple[int, int]:
         return 80, 1
     properties = torch.cuda.get_device_properties(device)
     return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def kv_splits_for(context: int) -> int:
+    """Stretches for contexts up to ``context`` positions."""
+    return next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
 
 
 class DecodeStep:
@@ -64,7 +69,7 @@ class DecodeStep:
         rows: int,
         tiles: dict[str, GemvTile] | None = None,
         pdl: bool | None = None,
-        kv_splits: int = KV_SPLITS,
+        kv_splits: int = max(KV_SPLITS.values()),
     ) -> None:
         """``tiles`` (by role: qkv, o, gate_up, down) and ``pdl`` override what would be chosen, for measurements."""
         self.weights, self.config, self.rows = weights, config, rows

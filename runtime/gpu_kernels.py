@@ -15,7 +15,7 @@ from wisparse.kernels.triton_tiles import remember_tiles, tile_key
 
 from .benchmark import read_bandwidth_gbps, time_launches
 from .cuda_decoder import CudaDecoder
-from .cuda_step import SHORT_KV_SPLITS, DecodeStep
+from .cuda_step import DecodeStep, kv_splits_for
 from .decoder import Decoder
 
 __all__ = ["time_kernels", "tune"]
@@ -118,7 +118,7 @@ def _require_triton(decoder: Decoder, option: str) -> CudaDecoder:
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
     step = DecodeStep(
         decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._cos, decoder._sin,
-        first=0, rows=batch, tiles=tiles, kv_splits=SHORT_KV_SPLITS,
+        first=0, rows=batch, tiles=tiles, kv_splits=kv_splits_for(_CONTEXT),
     )  # fmt: skip
     step.tokens.fill_(7 % decoder.config.vocab_size)
     decoder._positions.fill_(min(_CONTEXT, decoder.max_seq_len - 1))

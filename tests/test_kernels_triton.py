@@ -58,7 +58,11 @@ def test_kernels_compile_within_the_chips_limits() -> None:
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {row["arch"] for row in rows} == set(SHARED_LIMIT)
     for row in rows:
-        assert row["shared"] <= SHARED_LIMIT[row["arch"]], row
+        assert row["shared"] + row["room"] <= SHARED_LIMIT[row["arch"]], row
+        # Lists lie in declared shared memory, of which there is 48 KiB unless the driver is asked for more.
+        has_lists = row["kernel"].startswith("gemv") and "batch 1" in row["kernel"]
+        assert (row["room"] > 0) == has_lists, row
+        assert not has_lists or row["room"] + row["shared"] <= 48 * 1024, row
         assert row["local"] == 0, row
         # One row is the case that speed is promised for: it may not spill. Batches may, a little, and float64 sums.
         slower = "batch 4" in row["kernel"] or "fp32" in row["kernel"]

@@ -17,6 +17,7 @@ from wisparse.kernels.triton_attention import launch_attention
 from wisparse.kernels.triton_common import activation_dtype, wide_dtype
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, sparse_gemv
 from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
+from wisparse.kernels.triton_lists import room_source
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -106,6 +107,15 @@ def test_float32_weights_are_added_up_in_float64(tile, batch):
     group = make_group((128, 37), 500, torch.float32, 0.5, bias=True)
     x = rows(batch, 500, torch.float32)
     assert torch.equal(sparse_gemv(x, group, tile), twin(x, group).float())
+
+
+@pytest.mark.parametrize("lead", [0, 2])
+def test_lists_longer_than_shared_memory_are_the_twins(lead):
+    group = make_group((64,), 6000, torch.float16, 0.5)
+    tile = GemvTile(block_n=64, block_k=8, splits=1, lead=lead)
+    assert room_source(2 * 4 * 6000) == "" != room_source(2 * 4 * 600)
+    x = rows(1, 6000, torch.float16)
+    assert_close(sparse_gemv(x, group, tile), twin(x, group), torch.float16)
 
 
 def test_twin_here_is_the_reference():
@@ -268,8 +278,10 @@ def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_embedding_logits_and_next(dtype, batch):
+@pytest.mark.parametrize(
+    ("batch", "passes", "block_k"), [(1, 1, 32), (1, 4, 32), (1, 4, 64), (3, 1, 32)]
+)  # rows of 48 in two pieces, or whole
+def test_embedding_logits_and_next(dtype, batch, passes, block_k):
     vocabulary, k, eps, parts, block_v = 101, 48, 1e-5, 2, 32
     embedding = rows(vocabulary, k, dtype)
     tokens = torch.tensor([5, -1, 100][:batch], device=DEVICE)
@@ -290,7 +302,9 @@ def test_embedding_logits_and_next(dtype, batch):
         torch.empty(batch, tiles, device=DEVICE),
         torch.empty(batch, tiles, dtype=torch.int32, device=DEVICE),
     )
-    launch_logits(hidden, ssq, norm, weight, logits, best, best_id, eps=eps, block_k=32, block_v=block_v)
+    launch_logits(
+        hidden, ssq, norm, weight, logits, best, best_id, eps=eps, block_k=block_k, block_v=block_v, passes=passes
+    )
     x = norm * (hidden.to(wide) * torch.rsqrt(hidden.to(wide).square().mean(1, keepdim=True) + eps)).to(stored)
     exact = x.double() @ weight.double().T
     assert_close(logits, exact, dtype)

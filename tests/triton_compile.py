@@ -51,7 +51,8 @@ def numbers(dtype: str, **values: float) -> tuple[dict[str, str], dict[str, floa
 
 
 def resources(compiled) -> dict[str, int]:
-    """Registers and local memory (spills) of one thread, from the binary; shared memory from the compiler."""
+    """Registers and local memory (spills) of one thread, from the binary; shared memory from the compiler, and what the
+    kernel itself declares of it (room), from its PTX."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -60,7 +61,9 @@ def resources(compiled) -> dict[str, int]:
     if found is None:
         raise RuntimeError(f"cuobjdump said nothing of resources: {done.stdout} {done.stderr}")
     registers, stack, _, local = map(int, found.groups())
-    return {"registers": registers, "stack": stack, "local": local, "shared": compiled.metadata.shared}
+    shared = compiled.metadata.shared
+    room = sum(map(int, re.findall(r"\.shared \.align 16 \.b8 room\[(\d+)\]", compiled.asm["ptx"])))
+    return {"registers": registers, "stack": stack, "local": local, "shared": shared, "room": room}
 
 
 def gemv(
@@ -82,11 +85,12 @@ def gemv(
         "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide, "partial_ptr": wide, "index_ptr": "*i32",
         "value_ptr": activation, "counter_ptr": "*i32", "ssq_parts": "i32", **floats,
     }  # fmt: skip
+    segment, length, in_room = triton_gemv._lists(k, tile, batch, shared=dtype != "fp32")
     constants = dict(
-        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=64,
+        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=32,
         KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv._INPUTS[source],
         OUTPUT=triton_gemv._OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=triton_gemv._segment(k, tile),
+        SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=segment, LIST=length, ROOM=in_room,
         CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, LEAD=tile.lead,
         PDL=arch >= 90 if pdl is None else pdl, **exact,
     )  # fmt: skip
@@ -108,7 +112,15 @@ def attention(arch: int, dtype: str = "bf16"):
     return compile_kernel(triton_attention._attention_kernel, arch, types, constants, 4)
 
 
-def logits(arch: int, batch: int = 1, block_v: int = 32, block_k: int = 512, dtype: str = "bf16", stages: int = 1):
+def logits(
+    arch: int,
+    batch: int = 1,
+    block_v: int = 16,
+    block_k: int = 4096,
+    dtype: str = "bf16",
+    stages: int = 1,
+    passes: int = 4,
+):
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
     types = {
@@ -116,8 +128,8 @@ def logits(arch: int, batch: int = 1, block_v: int = 32, block_k: int = 512, dty
         "logits_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "V": "i32", **floats,
     }  # fmt: skip
     constants = dict(
-        K=4096, BATCH=batch, SSQ=16, SSQ_PAD=16, BLOCK_V=block_v, BLOCK_K=block_k, STAGES=stages, PDL=arch >= 90,
-        **exact,
+        K=4096, BATCH=batch, SSQ=16, SSQ_PAD=16, BLOCK_V=block_v, PASSES=passes, BLOCK_K=block_k, STAGES=stages,
+        PDL=arch >= 90, **exact,
     )  # fmt: skip
     return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4, stages)
 
@@ -141,7 +153,7 @@ def main(archs: list[int]) -> None:
         cases = {
             f"gemv {group}{' dense' if dense else ''} batch {batch}": (
                 gemv,
-                default_tile(132, 4096, 4096, batch),
+                default_tile(132, 4096, 4096, batch, dense=dense),
                 group,
                 batch,
                 dense,
@@ -153,8 +165,9 @@ def main(archs: list[int]) -> None:
             f"gemv {group} fp32": (gemv, default_tile(132, 4096, 4096), group, 1, False, "fp32")
             for group in ("qkv", "o", "gate_up", "down")
         }
-        cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32")}
-        cases |= {"attention": (attention,), "logits batch 1": (logits,), "logits batch 4": (logits, 4, 64, 128)}
+        cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
+        cases |= {"attention": (attention,), "logits batch 1": (logits,)}
+        cases |= {"logits batch 4": (logits, 4, 64, 128, "bf16", 3, 1)}
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():

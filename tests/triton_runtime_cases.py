@@ -11,7 +11,7 @@ import torch
 from triton_decoder_cases import DEVICE, make_bundle
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.runtime import cuda_decoder, cuda_prefill
+from wisparse.runtime import cuda_decoder, cuda_prefill, cuda_step
 from wisparse.runtime.cuda_decoder import CudaDecoder
 from wisparse.runtime.cuda_step import DecodeStep
 from wisparse.runtime.decoder import Decoder, SamplingSettings
@@ -137,7 +137,7 @@ def test_the_context_is_filled_to_its_last_position():
 
 @pytest.mark.parametrize("prompt", [4, 5])
 def test_the_steps_change_where_the_context_grows_long(prompt, monkeypatch, launches):
-    monkeypatch.setattr(cuda_decoder, "SHORT_CONTEXT", 6)
+    monkeypatch.setattr(cuda_step, "KV_SPLITS", {6: 4, 2**31: 16})
     fast, slow = both()
     ids = torch.arange(prompt) * 3 + 1
     assert run(fast, start(fast, 0, ids), 3) == run(slow, start(slow, 0, ids), 3)
