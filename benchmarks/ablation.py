@@ -3,6 +3,7 @@
     python benchmarks/ablation.py                              # the example model; minutes on a GPU, hours on two cores
     python benchmarks/ablation.py --num-generations 20 --num-offspring 8 --num-samples 16      # half an hour
     python benchmarks/ablation.py --model PATH --out DIR       # another one; writes ablation-NAME.{md,json}
+    python benchmarks/ablation.py --parts baselines            # some of the rows: baselines, paper, additive
 
 Calibrated on standard-library files, measured on other ones, every token sparse. KL in nats per token, to the dense
 model. ``seconds`` and ``KL evaluations`` are those of the search up to that row; an evaluation is one pass over the
@@ -25,83 +26,105 @@ from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.progress import Progress
 from wisparse.converter.search import Run, SearchResult, SearchSettings, search
 from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.state import NO_STATE
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 
 
-class SharedAlphas:
-    """Keeps what several runs have in common: the alphas at uniform sparsity."""
+# Every row of the table, in its order.
+ROWS = {
+    "uniform": "|x|, uniform (TEAL uniform)",
+    "wina": "|x|·g, uniform (WINA's score everywhere)",
+    "alpha": "alpha per projection, uniform",
+    "evolution": "+ evolutionary block search",
+    "greedy": "+ greedy within blocks",
+    "paper": "+ alpha again (the paper's pipeline)",
+    "teal": "|x|, greedy within blocks (TEAL)",
+    "additive": "alpha, additive table of measured KL",
+    "additive-alpha": "alpha, additive table, alpha again",
+    "fisher": "loss-weighted norm and damage (fisher)",
+    "refine": "the same, refined on the joint KL (refine)",
+}
+PARTS = ("baselines", "paper", "additive")
 
-    def __init__(self) -> None:
-        self._kept: dict[str, bytes] = {}
-
-    def load(self, key: str) -> bytes | None:
-        return self._kept.get(key.partition("/")[2])
-
-    def save(self, key: str, data: bytes) -> None:
-        key = key.partition("/")[2]
-        if key.startswith("alpha/"):
-            self._kept[key] = data
+Settings = Callable[[str, str], SearchSettings]
+Add = Callable[[str, SearchResult, Clock], None]
 
 
-def _compared(
-    source: SourceModel,
-    tokens: CalibrationTokens,
-    settings: Callable[[str, str], SearchSettings],
-    add: Callable[[str, SearchResult, Clock], None],
-    sparsity: float,
-) -> None:
-    """The paper's pipeline stage by stage, and the additive table."""
-    shared = SharedAlphas()
-    run = Run(source, tokens, settings("wisparse", "paper"), Progress(enabled=False), shared)
+def baselines(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
+    """The rows that are one search each."""
+    for key, method, kind in (
+        ("uniform", "teal", "uniform"),
+        ("wina", "wina", "uniform"),
+        ("teal", "teal", "greedy"),
+        ("fisher", "wisparse", "fisher"),
+        ("refine", "wisparse", "refine"),
+    ):
+        with Clock() as clock:
+            result = search(source, tokens, settings(method, kind))
+        add(key, result, clock)
+
+
+def paper(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
+    """The paper's pipeline, stage by stage."""
+    run = Run(source, tokens, settings("wisparse", "paper"), Progress(enabled=False), NO_STATE)
     clock = Clock()
     with clock:
         run.prepare()
-    alpha_seconds = clock.spent
-    with clock:
         result = run.result(run.uniform())
-    add("alpha per projection, uniform", result, clock)
+    add("alpha", result, clock)
     with clock:
         blocks = run.evolve_blocks()
         spread = {n: p for group, p in zip(run.bench.groups, blocks, strict=True) for n in group}
         result = run.result(spread)
-    add("+ evolutionary block search", result, clock)
+    add("evolution", result, clock)
     with clock:
         spread = run.spread_within(blocks)
         result = run.result(spread)
-    add("+ greedy within blocks", result, clock)
+    add("greedy", result, clock)
     with clock:
         run.choose_alphas(spread, "alpha-again")
         result = run.result(spread)
-    add("+ alpha again (the paper's pipeline)", result, clock)
+    add("paper", result, clock)
     run.bench.masked.close()
-    run = Run(source, tokens, settings("wisparse", "additive"), Progress(enabled=False), shared)
+
+
+def additive_table(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
+    """The measured table, and alphas at its sparsities."""
+    run = Run(source, tokens, settings("wisparse", "additive"), Progress(enabled=False), NO_STATE)
     clock = Clock()
-    clock.spent = alpha_seconds  # taken over from the run before
     with clock:
         run.prepare()
-        spread = additive.allocate(run.probe(), run.bench.sizes, sparsity)
+        spread = additive.allocate(run.probe(), run.bench.sizes, run.settings.sparsity)
         result = run.result(spread)
-    add("alpha, additive table of measured KL", result, clock)
+    add("additive", result, clock)
     with clock:
         run.choose_alphas(spread, "alpha-again")
         result = run.result(spread)
-    add("alpha, additive table, alpha again", result, clock)
+    add("additive-alpha", result, clock)
     run.bench.masked.close()
+
+
+def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of any parts as the table has them, with their ratio to uniform |x| where that is known."""
+    known = {row["recipe"]: row for row in rows}
+    ordered = [known[label] for label in ROWS.values() if label in known]
+    uniform = known.get(ROWS["uniform"])
+    return [{**row, "of_uniform": row["kl"] / uniform["kl"] if uniform else None} for row in ordered]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=EXAMPLE)
     parser.add_argument("--sparsity", type=float, default=0.5)
-    parser.add_argument("--num-samples", type=int, default=128)
+    parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--kl-tokens", type=int, default=2048, help="for the searches that compare candidates")
     parser.add_argument("--eval-tokens", type=int, default=24576)
     parser.add_argument("--num-generations", type=int, default=400)
     parser.add_argument("--num-offspring", type=int, default=64)
     parser.add_argument("--staged", action="store_true", help="offspring on a quarter of the tokens, the best 4 on all")
-    parser.add_argument("--quick", action="store_true", help="leave out the paper's pipeline and the measured table")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
@@ -138,30 +161,20 @@ def main() -> None:
             seed=options.seed,
         )
 
-    def add(label: str, result: Any, clock: Clock) -> None:
-        entry = row(label, evaluator(result), clock.spent, result)
-        entry["of_uniform"] = entry["kl"] / (rows[0]["kl"] if rows else entry["kl"])
+    def add(key: str, result: SearchResult, clock: Clock) -> None:
+        entry = row(ROWS[key], evaluator(result), clock.spent, result)
         rows.append(entry)
         print(
-            f"{label}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}, {clock.spent:.0f} s", flush=True
+            f"{ROWS[key]}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}, {clock.spent:.0f} s",
+            flush=True,
         )
 
-    def whole(label: str, method: str, kind: str) -> None:
-        with Clock() as clock:
-            result = search(source, tokens, settings(method, kind))
-        add(label, result, clock)
+    with torch.no_grad():
+        for part, make in zip(PARTS, (baselines, paper, additive_table), strict=True):
+            if part in options.parts:
+                make(source, tokens, settings, add)
 
-    whole("|x|, uniform (TEAL uniform)", "teal", "uniform")
-    whole("|x|·g, uniform (WINA's score everywhere)", "wina", "uniform")
-    whole("|x|, greedy within blocks (TEAL)", "teal", "greedy")
-    whole("loss-weighted norm and damage (fisher)", "wisparse", "fisher")
-    whole("the same, refined on the joint KL (refine)", "wisparse", "refine")
-    if not options.quick:
-        with torch.no_grad():
-            _compared(source, tokens, settings, add, options.sparsity)
-
-    order = [0, 1, 2, 3, 4] if options.quick else [0, 1, 5, 6, 7, 8, 2, 9, 10, 3, 4]
-    rows = [rows[i] for i in order]
+    rows = in_order(rows)
     table = markdown_table(rows)
     print(f"\n{table}\n\ndense perplexity {rows[0]['dense_perplexity']:.3f}\n")
     document = {"benchmark": "ablation", **facts, "rows": rows}

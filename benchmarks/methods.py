@@ -12,8 +12,8 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
     wina-code      |x| g for k and gate, |x| elsewhere, as WINA's code does (without its rotation of weights)
     cats           |SiLU(gate)|: up and down sparse, as far as they alone can meet the target
     rsparse        |x|, the same share unread everywhere, what is dropped through low-rank factors
-    wisparse       the default (fisher): loss-weighted norms, damage and allocation from backward passes
-    refine         the same, refined by gradient steps on the joint KL
+    fisher         loss-weighted norms, damage and allocation from backward passes
+    wisparse       the default (refine): the same, refined by gradient steps on the joint KL
     additive       the paper's score, allocation from a table of measured KL
 """
 
@@ -38,8 +38,8 @@ METHODS = {
     "wina-code": ("wina-code", "uniform"),
     "cats": ("cats", "uniform"),
     "rsparse": ("rsparse", "uniform"),
-    "wisparse": ("wisparse", "fisher"),
-    "refine": ("wisparse", "refine"),
+    "fisher": ("wisparse", "fisher"),
+    "wisparse": ("wisparse", "refine"),
     "additive": ("wisparse", "additive"),
 }
 
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=EXAMPLE)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != "additive"])
-    parser.add_argument("--num-samples", type=int, default=128)
+    parser.add_argument("--num-samples", type=int, default=256)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--kl-tokens", type=int, default=2048)
     parser.add_argument("--eval-tokens", type=int, default=24576)

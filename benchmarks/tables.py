@@ -1,21 +1,29 @@
 """Every table of quality: the ablation and the methods against sparsities, on the models given, and a summary of both.
 
-    python benchmarks/tables.py examples/pycode-llama-6m PATH... --jobs 6       # minutes on one large GPU
+    python benchmarks/tables.py examples/pycode-llama-6m PATH... --jobs 12      # minutes on four large GPUs
 
-Each table is made in pieces, one process per piece and `--jobs` of them at a time; a piece that is there already is not
-made again. Written to --out (benchmarks/results): ablation-NAME, methods-NAME and summary as .md and .json.
+Each table is made in pieces, one process per piece and `--jobs` of them at a time, dealt out over all GPUs that are
+visible. A piece that is there already, made with the same options, is not made again. If a piece fails, the others are
+still made, nothing is written, and the exit status is 1: run the same command again. Written to --out
+(benchmarks/results): ablation-NAME, methods-NAME and summary as .md and .json.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import queue
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from ablation import PARTS, ROWS, in_order
 from quality import markdown_table
 
 HERE = Path(__file__).resolve().parent
@@ -23,29 +31,81 @@ EXAMPLE = HERE.parent / "examples" / "pycode-llama-6m"
 _PER_ROW = ("rows", "benchmark")
 
 
-def piece(folder: Path, script: str, arguments: list[str]) -> None:
-    """Run one of the two benchmarks into a folder of its own; what it prints is kept beside its result."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if list(folder.glob("*.json")):
-        return
-    command = [sys.executable, str(HERE / script), *arguments, "--out", str(folder)]
-    print("making", folder.name, flush=True)
-    with open(folder / "log", "w") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-    if code:
-        print((folder / "log").read_text()[-2000:], f"\n{folder.name}: exit status {code}", flush=True)
+@dataclass(frozen=True)
+class Piece:
+    """One process's share of the tables, in a folder of its own."""
+
+    folder: Path
+    script: str
+    arguments: tuple[str, ...]
+
+    def found(self) -> dict[str, Any] | None:
+        """What it made, if that was with these options."""
+        asked, files = self.folder / "asked", list(self.folder.glob("*.json"))
+        if not files or not asked.is_file() or asked.read_text() != self._asked():
+            return None
+        document: dict[str, Any] = json.loads(files[0].read_text())
+        return document
+
+    def make(self, gpu: str | None) -> bool:
+        """Run it, on one GPU; what it prints is kept beside its result. Returns whether it succeeded."""
+        if self.found() is not None:
+            return True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for old in self.folder.glob("*.json"):
+            old.unlink()
+        environment = os.environ | ({"CUDA_VISIBLE_DEVICES": gpu} if gpu is not None else {})
+        command = [sys.executable, str(HERE / self.script), *self.arguments, "--out", str(self.folder)]
+        began = time.perf_counter()
+        with open(self.folder / "log", "w") as log:
+            code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
+        (self.folder / "asked").write_text(self._asked())
+        made = code == 0 and self.found() is not None
+        if not made:
+            print((self.folder / "log").read_text()[-2000:], flush=True)
+        told = "made" if made else f"FAILED, exit status {code}"
+        print(f"{self.folder.name}: {told} in {time.perf_counter() - began:.0f} s", flush=True)
+        return made
+
+    def _asked(self) -> str:
+        return json.dumps([self.script, *self.arguments])
 
 
-def found(folder: Path) -> dict[str, Any] | None:
-    files = list(folder.glob("*.json"))
-    return json.loads(files[0].read_text()) if files else None
+def visible_gpus(device: str) -> list[str]:
+    """As CUDA_VISIBLE_DEVICES names them; none if pieces run on the CPU."""
+    if device == "cpu" or not torch.cuda.is_available():
+        return []
+    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    return named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
+
+
+def make_all(pieces: list[Piece], jobs: int, gpus: list[str]) -> bool:
+    """Some pieces at a time, the first ones first; each GPU gets its turn. Returns whether all succeeded."""
+    places: queue.Queue[str | None] = queue.Queue()
+    for job in range(jobs):
+        places.put(gpus[job % len(gpus)] if gpus else None)
+
+    def one(piece: Piece) -> bool:
+        place = places.get()
+        try:
+            return piece.make(place)
+        finally:
+            places.put(place)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return all(list(pool.map(one, pieces)))
 
 
 def merged(documents: list[dict[str, Any]]) -> dict[str, Any]:
-    """One document from those of several sparsities."""
-    whole = {**documents[0], "rows": [row for document in documents for row in document["rows"]]}
-    whole["rows"].sort(key=lambda row: row["sparsity"])
-    return whole
+    """One document from those of several pieces, which tell the same of themselves.
+
+    Raises:
+        ValueError: pieces made on different machines, or with different versions.
+    """
+    heads = [{key: value for key, value in document.items() if key != "rows"} for document in documents]
+    if any(head != heads[0] for head in heads):
+        raise ValueError(f"pieces that do not belong together, remove --pieces and make all: {heads}")
+    return {**heads[0], "rows": [row for document in documents for row in document["rows"]]}
 
 
 def across(rows: list[dict[str, Any]]) -> str:
@@ -66,15 +126,13 @@ def write(out: Path, name: str, title: str, document: dict[str, Any], *tables: s
     (out / f"{name}.json").write_text(json.dumps(document, indent=1) + "\n")
 
 
-def summary(methods: dict[str, dict[str, Any]], ablations: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Per model, every method at 50%: KL, its ratio to uniform |x| and to TEAL; with the paper's pipeline."""
+def summary(methods: dict[str, dict[str, Any]], ablations: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
+    """Per model, every method at 50%: KL, its ratio to uniform |x| and to TEAL; with rows of the ablation by key."""
     rows = []
     for model, document in methods.items():
         half = {row["method"]: row for row in document["rows"] if row["sparsity"] == 0.5}
         entries = {label: row["kl"] for label, row in half.items()}
-        for row in ablations.get(model, {}).get("rows", []):
-            if "the paper's pipeline" in row["recipe"]:
-                entries["paper"] = row["kl"]
+        entries |= {key: row["kl"] for key, row in ablations[model].items() if key in ("paper", "additive")}
         for label, kl in entries.items():
             ratios = {"of_uniform": kl / entries["teal-uniform"], "of_teal": kl / entries["teal"]}
             rows.append({"model": model, "method": label, "kl": kl, **ratios})
@@ -88,8 +146,14 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
     lines = ["| method, 50% | " + " | ".join(heads) + " |", "|---|" + "---|" * len(models)]
     for method in dict.fromkeys(row["method"] for row in rows):
         found = [cells.get((method, model)) for model in models]
-        texts = ["–" if c is None else f"{c['kl']:.4f}, {c['of_uniform']:.2f}, {c['of_teal']:.2f}" for c in found]
+        texts = ["–" if c is None else f"{c['kl']:.4f}, {c['of_uniform']:.3f}, {c['of_teal']:.3f}" for c in found]
         lines.append(f"| {method} | " + " | ".join(texts) + " |")
+    lines.append("")
+    for method in ("fisher", "wisparse"):
+        of = [[row[key] for row in rows if row["method"] == method] for key in ("of_uniform", "of_teal")]
+        means = [sum(values) / len(values) for values in of if values]
+        if means:
+            lines.append(f"- mean of {method}: {means[0]:.3f} of uniform, {means[1]:.3f} of TEAL")
     return "\n".join(lines)
 
 
@@ -97,45 +161,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, default=[EXAMPLE])
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time; three on a GPU are well fed")
     parser.add_argument("--out", type=Path, default=HERE / "results")
     parser.add_argument("--pieces", type=Path, default=Path("tables.pieces"), help="where unfinished tables lie")
-    parser.add_argument("--num-samples", default="128", help="of 512 tokens, to calibrate on")
+    parser.add_argument("--num-samples", default="256", help="of 512 tokens, to calibrate on")
     parser.add_argument("--eval-tokens", default="24576")
     parser.add_argument("--num-generations", default="400")
     parser.add_argument("--num-offspring", default="64")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
 
-    common = ["--num-samples", options.num_samples, "--eval-tokens", options.eval_tokens, "--device", options.device]
-    evolution = ["--num-generations", options.num_generations, "--num-offspring", options.num_offspring]
-    jobs = []
+    common = ("--num-samples", options.num_samples, "--eval-tokens", options.eval_tokens, "--device", options.device)
+    evolution = ("--num-generations", options.num_generations, "--num-offspring", options.num_offspring)
+    ablation_pieces: dict[str, list[Piece]] = {}
+    methods_pieces: dict[str, list[Piece]] = {}
     for model in options.models:
-        arguments = ["--model", str(model), *common]
-        jobs.append((options.pieces / f"ablation-{model.name}", "ablation.py", [*arguments, *evolution]))
-        for sparsity in sorted(options.sparsities, reverse=True):
-            arguments_here = [*arguments, "--sparsities", str(sparsity)]
-            jobs.append((options.pieces / f"methods-{model.name}-{sparsity:g}", "methods.py", arguments_here))
-    with ThreadPoolExecutor(options.jobs) as pool:
-        list(pool.map(lambda job: piece(*job), jobs))
+        name, arguments = model.name, ("--model", str(model), *common)
+        ablation_pieces[name] = [
+            Piece(options.pieces / f"ablation-{name}-{part}", "ablation.py", (*arguments, *evolution, "--parts", part))
+            for part in PARTS
+        ]
+        methods_pieces[name] = [
+            Piece(options.pieces / f"methods-{name}-{s:g}", "methods.py", (*arguments, "--sparsities", f"{s:g}"))
+            for s in sorted(options.sparsities)
+        ]
+    # The long ones first: the paper's evolution, of the largest model first; high sparsities before low ones.
+    size = {model.name: sum(file.stat().st_size for file in model.glob("*.safetensors")) for model in options.models}
+    names = sorted(size, key=lambda name: -size[name])
+    paper = PARTS.index("paper")
+    pieces = [ablation_pieces[name][paper] for name in names]
+    pieces += [piece for name in names for piece in reversed(methods_pieces[name])]
+    pieces += [piece for name in names for i, piece in enumerate(ablation_pieces[name]) if i != paper]
+    gpus = visible_gpus(options.device)
+    began = time.perf_counter()
+    if not make_all(pieces, options.jobs, gpus):
+        sys.exit(1)
+    print(f"all pieces in {time.perf_counter() - began:.0f} s", flush=True)
 
+    where = f"{len(gpus)} GPU(s)" if gpus else "one CPU"
+    shared = {"made by": f"benchmarks/tables.py, up to {options.jobs} processes on {where}: compare seconds roughly"}
     options.out.mkdir(parents=True, exist_ok=True)
     methods: dict[str, dict[str, Any]] = {}
-    ablations: dict[str, dict[str, Any]] = {}
+    ablations: dict[str, dict[str, dict[str, Any]]] = {}
     for model in options.models:
         name = model.name
-        ablation = found(options.pieces / f"ablation-{name}")
-        if ablation is not None:
-            ablations[name] = ablation
-            write(options.out, f"ablation-{name}", f"Ablation: {name}", ablation, markdown_table(ablation["rows"]))
-        parts = [found(options.pieces / f"methods-{name}-{sparsity:g}") for sparsity in options.sparsities]
-        documents = [part for part in parts if part is not None]
-        if documents:
-            methods[name] = whole = merged(documents)
-            tables = (f"KL, and of uniform |x|:\n\n{across(whole['rows'])}", markdown_table(whole["rows"]))
-            write(options.out, f"methods-{name}", f"Methods: {name}", whole, *tables)
-    if methods:
-        document = summary(methods, ablations)
+        whole = merged([piece.found() or {} for piece in ablation_pieces[name]]) | shared
+        whole["rows"] = in_order(whole["rows"])
+        by_label = {row["recipe"]: row for row in whole["rows"]}
+        ablations[name] = {key: by_label[label] for key, label in ROWS.items()}
+        write(options.out, f"ablation-{name}", f"Ablation: {name}", whole, markdown_table(whole["rows"]))
+        methods[name] = whole = merged([piece.found() or {} for piece in methods_pieces[name]]) | shared
+        tables = (f"KL, and of uniform |x|:\n\n{across(whole['rows'])}", markdown_table(whole["rows"]))
+        write(options.out, f"methods-{name}", f"Methods: {name}", whole, *tables)
+    if 0.5 in options.sparsities:
+        document = summary(methods, ablations) | shared
         write(options.out, "summary", "Summary of quality", document, summary_table(document["rows"]))
         print(summary_table(document["rows"]))
 

@@ -24,13 +24,18 @@ Candidate = tuple[float, ...]
 
 @dataclass(frozen=True)
 class Evolution:
-    """Where the search stands after ``generation`` generations: enough to go on from, together with the generator."""
+    """Where the search stands after ``generation`` generations: enough to go on from, together with the generator.
+
+    Attributes:
+        tried: mutants of this parent with their losses, by micro-batches: once the parent stands still, few are new.
+    """
 
     parent: Candidate
     loss: float
     generation: int
     history: tuple[float, ...]
     num_evaluations: int
+    tried: tuple[tuple[int | None, Candidate, float], ...] = ()
 
 
 def mutate(
@@ -93,18 +98,25 @@ def evolve(
         start = Evolution(parent, first, 0, (first,), 1)
     state = start
     while state.generation < num_generations:
-        # Equal mutants are scored once.
+        # Equal mutants of one parent are scored once.
         pool = list(dict.fromkeys(mutate(state.parent, sizes, generator, step=step) for _ in range(num_offspring)))
-        evaluations, scored = state.num_evaluations, []
+        known: dict[tuple[int | None, Candidate], float] = {(None, state.parent): state.loss}
+        known |= {(batches, candidate): loss for batches, candidate, loss in state.tried}
+        before, scored = len(known), []
         for survivors, batches in stages:
-            found = losses(pool, batches)
-            scored = sorted(zip(found, range(len(pool)), pool, strict=True), key=lambda item: item[:2])
-            evaluations += len(pool)
+            fresh = [candidate for candidate in pool if (batches, candidate) not in known]
+            if fresh:
+                known |= zip([(batches, candidate) for candidate in fresh], losses(fresh, batches), strict=True)
+            ranked = [(known[batches, candidate], index, candidate) for index, candidate in enumerate(pool)]
+            scored = sorted(ranked, key=lambda item: item[:2])
             pool = [candidate for _, _, candidate in scored[:survivors]]
+        evaluations = state.num_evaluations + len(known) - before
         best_loss, _, best = scored[0]
+        tried: tuple[tuple[int | None, Candidate, float], ...] = ()
         if best_loss >= state.loss:
             best, best_loss = state.parent, state.loss
-        state = Evolution(best, best_loss, state.generation + 1, (*state.history, best_loss), evaluations)
+            tried = tuple((batches, candidate, loss) for (batches, candidate), loss in known.items())
+        state = Evolution(best, best_loss, state.generation + 1, (*state.history, best_loss), evaluations, tried)
         if on_generation is not None:
             on_generation(state)
     return state

@@ -92,6 +92,21 @@ class Processes:
         found = self.gather([compute(item) for item in items[self.index :: self.size]])
         return [found[i % self.size][i // self.size] for i in range(len(items))]
 
+    def spread_tensors(
+        self, items: Sequence[Any], compute: Callable[[Any], Tensor], length: int, device: torch.device
+    ) -> list[Tensor]:
+        """As `spread`, of float64 vectors of one length: exchanged between devices, without a copy on the CPU."""
+        found: list[Tensor] = []
+        for first in range(0, len(items), self.size):
+            mine = items[first + self.index] if first + self.index < len(items) else None
+            vector = torch.zeros(length, dtype=torch.float64, device=device) if mine is None else compute(mine)
+            parts = [vector]
+            if self.size > 1:
+                parts = [torch.empty_like(vector) for _ in range(self.size)]
+                torch.distributed.all_gather(parts, vector)
+            found += parts[: len(items) - first]
+        return found
+
     def rows(self, count: int, size: int) -> list[int]:
         """Which of ``count`` rows are this process's, dealt out in micro-batches of ``size``."""
         return [row for row in range(count) if row // size % self.size == self.index]

@@ -5,18 +5,23 @@
 The mask is a step, whose slope is 0 nearly everywhere; the slope of a sigmoid of width `_WIDTH` stands in for it on the
 way back (straight-through), so a channel of a token counts if its score is near the threshold. Every step goes along
 
-    P (d KL / du - lambda d kept / du)          P: 1 / root mean square of the gradient, per channel (Adam's)
+    P (d KL / du - price d kept / du)           P: one number per projection, 1 / root mean square of its gradient
 
-with lambda such that the share of weights read stays as it is. So errors that cancel, within a projection and between
+with a price such that the share of weights read stays as it is. So errors that cancel, within a projection and between
 blocks, are taken as they are in the sparse model; what is predicted from the dense model (`sensitivity`) is the start.
-Few steps: a calibration text of 65,536 tokens is learnt by heart after about 40 (benchmarks/LOG.md). No weight changes.
-Sources: Bengio et al. (arXiv:1308.3432) for the estimator; Kingma and Ba (arXiv:1412.6980) for the step.
+
+There are about as many channels as tokens, so most of a channel's gradient is chance. What keeps that out: a channel
+moves in proportion to its gradient, so those that the text says little about stay (a step of their own size for each,
+Adam's, is worse); all are drawn back to the start; however many steps there are, they go one distance together, with a
+length that falls to 0; the last ones are averaged; and how much of the way to go is chosen on sequences that no step
+was taken on. No weight changes. What each is worth: benchmarks/LOG.md.
+Sources: Bengio et al. (arXiv:1308.3432) for the estimator; Polyak and Juditsky (1992) for the average.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,58 +33,160 @@ from .flow import BlockFlow
 from .masking import MaskedModel
 from .sensitivity import backward, rows_at_once
 
-__all__ = ["BatchGradient", "Refinement", "batch_gradient", "kept_channels", "num_steps"]
+__all__ = [
+    "PARTS",
+    "BatchGradient",
+    "Channels",
+    "Measured",
+    "Plan",
+    "Refinement",
+    "batch_gradient",
+    "dense_states",
+    "measure_batch",
+    "plan_steps",
+]
+
+# How much of the way from the start to the outcome may be gone.
+PARTS = (0.0, 0.5, 1.0)
 
 _WIDTH = 0.3
-_RATE = 0.03
-_MOST_STEPS = 24
-_TOKENS_PER_STEP = 2048
+# See `Plan`; and so many times what the others move is the most for a channel in a step.
+_DISTANCE, _FARTHEST = 0.385, 8.5
+_DRAWN_BACK = 0.02
 _MOMENTUM, _MEMORY = 0.8, 0.95
+# The average is over about the last eighth of the steps.
+_AVERAGED = 8
+
+_MOST_STEPS, _TOKENS_PER_SQUARED_STEP = 48, 57
+_MOST_TOKENS_PER_STEP = 16384
+_ROUNDS, _ENOUGH_TOKENS = 6, 8192
 
 _SMALLEST = 1e-30
 
 
-def num_steps(num_tokens: int) -> int:
-    """How many steps a calibration text of so many tokens bears before it is learnt by heart."""
-    return min(_MOST_STEPS, num_tokens // _TOKENS_PER_STEP)
+@dataclass(frozen=True)
+class Plan:
+    """Attributes:
+    steps: how many.
+    share: micro-batches of each.
+    held_out: micro-batches at the end of the text that no step is taken on.
+    distance: root mean square of the change of u, were all steps as long as the first and in one direction.
+    """
+
+    steps: int
+    share: int
+    held_out: int
+    distance: float
+
+
+def plan_steps(num_tokens: int, num_batches: int) -> Plan:
+    """What a calibration text of so many tokens in so many micro-batches bears.
+
+    Six times through the text, in the more and the larger steps, the longer it is: 12 of 4,096 tokens for 8,192 tokens,
+    24 of 8,192 for 32,768, 48 of 16,384 for 131,072, and no more than that. A text of less than 8,192 tokens says too
+    little of a channel to go the whole distance.
+    """
+    held_out = max(1, round(num_batches / 8)) if num_batches > 2 else 0
+    steps = min(_MOST_STEPS, round(math.sqrt(num_tokens / _TOKENS_PER_SQUARED_STEP)))
+    part_of_text = min(_ROUNDS / max(steps, 1), _MOST_TOKENS_PER_STEP / num_tokens)
+    share = max(1, min(round(part_of_text * num_batches), num_batches - held_out))
+    return Plan(steps, share, held_out, _DISTANCE * min(1.0, math.sqrt(num_tokens / _ENOUGH_TOKENS)))
+
+
+@dataclass(frozen=True)
+class Channels:
+    """The channels of all projections in one vector (C,).
+
+    Attributes:
+        widths: channels by projection, in the vector's order.
+        sizes: parameters by projection.
+    """
+
+    widths: Mapping[str, int]
+    sizes: Mapping[str, int]
+
+    @property
+    def packed_length(self) -> int:
+        """Of a packed `BatchGradient`."""
+        return 2 * sum(self.widths.values()) + len(self.widths) + 2
+
+    def split(self, vector: Tensor) -> dict[str, Tensor]:
+        """By projection, (K,) each."""
+        return dict(zip(self.widths, vector.split(list(self.widths.values())), strict=True))
+
+    def join(self, parts: Mapping[str, Tensor]) -> Tensor:
+        return torch.cat([parts[name] for name in self.widths])
+
+    def spread(self, values: Tensor) -> Tensor:
+        """One value per projection (P,) to each of its channels."""
+        return values.repeat_interleave(torch.tensor(list(self.widths.values()), device=values.device))
+
+    def means(self, vector: Tensor) -> Tensor:
+        """Per projection, (P,)."""
+        return torch.stack([part.mean() for part in vector.split(list(self.widths.values()))])
+
+    def shares(self, device: torch.device) -> Tensor:
+        """What part of all parameters one channel of each projection is, (P,) float64."""
+        total = sum(self.sizes.values())
+        share = [self.sizes[name] / total / width for name, width in self.widths.items()]
+        return torch.tensor(share, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)
 class BatchGradient:
-    """Sums over the counted tokens of one micro-batch; per projection (K,) float32 on the CPU.
+    """Sums over the counted tokens of one micro-batch, float64 on the model's device.
 
     Attributes:
-        kl: of the joint sparse model.
-        num_tokens: counted ones.
-        gradient: d KL / du.
-        slope: d kept / du, kept counted in channels.
-        kept: channels kept, per projection.
+        gradient: (C,) d KL / du.
+        slope: (C,) d kept / du, kept counted in channels.
+        kept: (P,) channels kept, per projection.
+        kl: () of the joint sparse model.
+        num_tokens: () counted ones.
     """
 
-    kl: float
-    num_tokens: int
-    gradient: dict[str, Tensor]
-    slope: dict[str, Tensor]
-    kept: dict[str, int]
+    gradient: Tensor
+    slope: Tensor
+    kept: Tensor
+    kl: Tensor
+    num_tokens: Tensor
+
+    def pack(self) -> Tensor:
+        """As one vector, which processes can exchange."""
+        return torch.cat([self.gradient, self.slope, self.kept, self.kl[None], self.num_tokens[None]])
+
+    @classmethod
+    def unpack(cls, packed: Tensor, channels: Channels) -> BatchGradient:
+        count, projections = sum(channels.widths.values()), len(channels.widths)
+        gradient, slope, kept, rest = packed.split([count, count, projections, 2])
+        return cls(gradient, slope, kept, rest[0], rest[1])
 
 
-def batch_gradient(flow: BlockFlow, masked: MaskedModel, batch: int, logits: Mapping[str, Tensor]) -> BatchGradient:
-    """One pass forward and backward over a micro-batch, dense and sparse.
-
-    Args:
-        logits: u (K,) float32 of every projection.
-    """
-    counted = flow.counted[batch]
+@torch.no_grad()
+def dense_states(flow: BlockFlow, masked: MaskedModel, batch: int) -> Tensor:
+    """The dense model's last hidden states at the counted tokens of a micro-batch, (T, hidden_size) on the CPU."""
     masked.clear()
     masked.dense_tokens = None
-    with torch.no_grad():
-        dense = flow.finish(0, batch, flow.start()[batch])[counted]
-    _put_on(masked, logits, ~counted)
+    final = flow.finish(0, batch, flow.start()[batch])
+    return final[flow.counted[batch].to(final.device)].cpu()
+
+
+def batch_gradient(
+    flow: BlockFlow, masked: MaskedModel, batch: int, channels: Channels, logits: Tensor, dense: Tensor
+) -> BatchGradient:
+    """One pass of the sparse model forward and backward over a micro-batch.
+
+    Args:
+        logits: (C,) float32, u of every channel.
+        dense: of `dense_states`.
+    """
+    counted = flow.counted[batch]
+    by_name = channels.split(logits.to(flow.device))
+    _put_on(masked, by_name, ~counted)
     seen: dict[str, Tensor] = {}
     gradient: dict[str, Tensor] = {}
     slope: dict[str, Tensor] = {}
-    kept: dict[str, int] = {}
-    total = [0.0]
+    kept: dict[str, Tensor] = {}
+    total: list[Tensor] = []
 
     def note(name: str, x: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -91,26 +198,29 @@ def batch_gradient(flow: BlockFlow, masked: MaskedModel, batch: int, logits: Map
     def loss(final: Tensor) -> list[Tensor]:
         value = final.new_zeros((), dtype=torch.float32)
         size = rows_at_once(flow)
-        for dense_rows, rows in zip(dense.split(size), final.split(size), strict=True):
+        for dense_rows, rows in zip(dense.to(final.device).split(size), final.split(size), strict=True):
             value = value + checkpoint(divergence, dense_rows, rows, use_reentrant=False)
-        total[0] = float(value.detach())
+        total.append(value.detach().double())
         return [value]
 
     def receive(name: str, _: Tensor, at_input: Tensor) -> None:
-        x = seen.pop(name)[counted].float()
-        u = logits[name].to(x.device)
-        z = (x.abs().clamp_min(_SMALLEST).log() + u) / _WIDTH
+        x = seen.pop(name)[counted.to(at_input.device)].float()
+        z = (x.abs().clamp_min(_SMALLEST).log() + by_name[name].to(x.device)) / _WIDTH
         soft = torch.sigmoid(z)
         weight = soft * (1 - soft) / _WIDTH
-        gradient[name] = (at_input.float() * x * weight).sum(0).cpu()
-        slope[name] = weight.sum(0).cpu()
-        kept[name] = int((z >= 0).sum())
+        # What one process of several sends, and all add up in one order.
+        gradient[name] = (at_input.float() * x * weight).sum(0).double().to(flow.device)
+        slope[name] = weight.sum(0).double().to(flow.device)
+        kept[name] = (z >= 0).sum().double().to(flow.device)
 
     with masked.observing(note):
         backward(flow, masked, batch, loss, receive)
     masked.dense_tokens = None
     masked.clear()
-    return BatchGradient(total[0], len(dense), gradient, slope, kept)
+    kept_all = torch.stack([kept[name] for name in channels.widths])
+    return BatchGradient(
+        channels.join(gradient), channels.join(slope), kept_all, total[0].to(flow.device), counted.sum().double()
+    )
 
 
 @dataclass
@@ -118,63 +228,110 @@ class Refinement:
     """Where the descent stands: enough to go on from.
 
     Attributes:
-        logits: u by projection, (K,) float32 on the CPU.
-        steps: how many there will be.
+        logits: u (C,) float32.
+        steps, distance: see `Plan`.
         step: how many were done.
         history: KL per token of every step's micro-batches, before the step.
+        average: of the last u, (C,) float32: the outcome.
+        momentum: average of the last gradients, (C,) float32.
+        square: average of the last squared gradients per projection, (P,) float64.
+        pliancy: d (share of parameters kept) / d (a common shift of u), at the last step.
     """
 
-    logits: dict[str, Tensor]
+    logits: Tensor
     steps: int
+    distance: float
     step: int = 0
     history: list[float] = field(default_factory=list)
-    momentum: dict[str, Tensor] = field(default_factory=dict)
-    slope: dict[str, Tensor] = field(default_factory=dict)
-    square: dict[str, Tensor] = field(default_factory=dict)
+    average: Tensor | None = None
+    momentum: Tensor | None = None
+    square: Tensor | None = None
+    pliancy: float = 0.0
 
-    def advance(self, found: list[BatchGradient], sizes: Mapping[str, int], target: float) -> None:
+    def to(self, device: torch.device) -> Refinement:
+        """Tensors on ``device``."""
+        moved = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Refinement(**{**vars(self), **moved})
+
+    def advance(self, found: Sequence[BatchGradient], channels: Channels, start: Tensor, target: float) -> None:
         """One step, from the gradients of its micro-batches, in their order.
 
         Args:
-            sizes: parameters per projection.
+            start: (C,) float32, where u was before the first step.
             target: share of all parameters to leave unread.
         """
-        tokens = sum(one.num_tokens for one in found)
-        share = {name: size / sum(sizes.values()) / len(self.logits[name]) for name, size in sizes.items()}
-        gradient = {name: _sum([one.gradient[name] for one in found]) / tokens for name in sizes}
-        slope = {name: _sum([one.slope[name] for one in found]) / tokens * share[name] for name in sizes}
-        kept = sum(sum(one.kept[name] for one in found) * share[name] for name in sizes) / tokens
+        tokens = _sum([one.num_tokens for one in found])
+        shares = channels.shares(start.device)
+        gradient = _sum([one.gradient for one in found]) / tokens
+        slope = _sum([one.slope for one in found]) / tokens * channels.spread(shares)
+        kept = (_sum([one.kept for one in found]) * shares).sum() / tokens
         self.step += 1
-        self.history.append(round(sum(one.kl for one in found) / tokens, 6))
-        for name in sizes:
-            _lerp(self.momentum, name, gradient[name], 1 - _MOMENTUM)
-            _lerp(self.slope, name, slope[name], 1 - _MOMENTUM)
-            _lerp(self.square, name, gradient[name].square(), 1 - _MEMORY)
-        correction = 1 - _MEMORY**self.step
-        scale = {name: 1 / ((self.square[name] / correction).sqrt() + 1e-8) for name in sizes}
-
-        def along(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> float:
-            return sum(float((left[name] * scale[name] * right[name]).sum(dtype=torch.float64)) for name in sizes)
-
-        price = along(self.slope, self.momentum) / max(along(self.slope, self.slope), 1e-30)
-        rate = _RATE * 0.5 * (1 + math.cos(math.pi * (self.step - 1) / self.steps))
+        self.history.append(round(float(_sum([one.kl for one in found]) / tokens), 6))
+        self.momentum = _lerp(self.momentum, gradient, 1 - _MOMENTUM).float()
+        self.square = _lerp(self.square, channels.means(gradient.square()), 1 - _MEMORY)
+        size = (self.square / (1 - _MEMORY**self.step)).sqrt().clamp_min(_SMALLEST)
+        scaled_slope = slope / channels.spread(size)
+        price = (self.momentum * scaled_slope).sum() / (slope * scaled_slope).sum().clamp_min(_SMALLEST)
+        direction = self.momentum / channels.spread(size) - price * scaled_slope
+        direction = (direction / direction.square().mean().sqrt().clamp_min(_SMALLEST)).clamp(-_FARTHEST, _FARTHEST)
+        falling = 0.5 * (1 + math.cos(math.pi * (self.step - 1) / self.steps))
         # What curvature did to the budget in the last step is put right by a common shift.
-        shift = 0.5 * ((1 - target) - kept) / max(sum(float(slope[name].sum()) for name in sizes), 1e-12)
-        for name in sizes:
-            direction = scale[name] * (self.momentum[name] - price * self.slope[name])
-            self.logits[name] = self.logits[name] - rate * direction.clamp(-3, 3) + shift
+        self.pliancy = float(slope.sum().clamp_min(1e-12))
+        shift = 0.5 * ((1 - target) - kept) / self.pliancy
+        moved = self.logits - self.distance / self.steps * falling * direction + shift
+        self.logits = torch.lerp(moved, start.double(), _DRAWN_BACK * falling).float()
+        weight = 1.0 if self.average is None else min(1.0, _AVERAGED / self.steps)
+        self.average = _lerp(self.average, self.logits.double(), weight).float()
+
+    def gone(self, part: float, start: Tensor) -> Tensor:
+        """u after a part of the way from ``start``."""
+        return start if self.average is None else torch.lerp(start, self.average, part)
 
 
-def kept_channels(flow: BlockFlow, masked: MaskedModel, batch: int, logits: Mapping[str, Tensor]) -> dict[str, int]:
-    """Channels kept over the counted tokens of one micro-batch, per projection, everything sparse."""
-    _put_on(masked, logits, ~flow.counted[batch])
-    with torch.no_grad(), masked.counting() as realised:
-        flow.finish(0, batch, flow.start()[batch])
+@dataclass(frozen=True)
+class Measured:
+    """Of the sparse model over the counted tokens of one micro-batch or several.
+
+    Attributes:
+        kept: channels kept, per projection.
+        kl: summed.
+        num_tokens: how many.
+    """
+
+    kept: dict[str, int]
+    kl: float
+    num_tokens: int
+
+    @classmethod
+    def total(cls, parts: Sequence[Measured]) -> Measured:
+        kept = {name: sum(one.kept[name] for one in parts) for name in parts[0].kept}
+        return cls(kept, math.fsum(one.kl for one in parts), sum(one.num_tokens for one in parts))
+
+    def dropped(self, channels: Channels) -> dict[str, float]:
+        """Share of the channels left unread, per projection."""
+        return {name: 1 - self.kept[name] / self.num_tokens / width for name, width in channels.widths.items()}
+
+
+@torch.no_grad()
+def measure_batch(
+    flow: BlockFlow, masked: MaskedModel, batch: int, channels: Channels, logits: Tensor, dense: Tensor | None = None
+) -> Measured:
+    """One pass over a micro-batch, everything sparse; without ``dense``, of `dense_states`, the KL is not measured."""
+    counted = flow.counted[batch]
+    _put_on(masked, channels.split(logits.to(flow.device)), ~counted)
+    with masked.counting() as realised:
+        final = flow.finish(0, batch, flow.start()[batch])
         found = realised()
     masked.dense_tokens = None
     masked.clear()
-    counted = int(flow.counted[batch].sum())
-    return {name: round((1 - found[name]) * counted * len(u)) for name, u in logits.items()}
+    kl = 0.0
+    if dense is not None:
+        size, rows = rows_at_once(flow), final[counted.to(final.device)]
+        for dense_rows, some in zip(dense.to(final.device).split(size), rows.split(size), strict=True):
+            kl += float(kl_rows(flow.logits(dense_rows).log_softmax(-1), flow.logits(some)).double().sum())
+    num_tokens = int(counted.sum())
+    kept = {name: round((1 - found[name]) * num_tokens * width) for name, width in channels.widths.items()}
+    return Measured(kept, kl, num_tokens)
 
 
 def _put_on(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tensor) -> None:
@@ -184,12 +341,13 @@ def _put_on(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Ten
     masked.dense_tokens = dense_tokens
 
 
-def _sum(parts: list[Tensor]) -> Tensor:
+def _sum(parts: Sequence[Tensor]) -> Tensor:
     total = torch.zeros_like(parts[0])
     for part in parts:
         total = total + part
     return total
 
 
-def _lerp(kept: dict[str, Tensor], name: str, value: Tensor, weight: float) -> None:
-    kept[name] = torch.lerp(kept.get(name, torch.zeros_like(value)), value, weight)
+def _lerp(kept: Tensor | None, value: Tensor, weight: float) -> Tensor:
+    """The running average of ``value`` (float64), which starts at 0."""
+    return weight * value if kept is None else torch.lerp(kept.double(), value, weight)

@@ -34,7 +34,17 @@ from .calibration import CalibrationTokens
 from .greedy import allocate_greedily
 from .processes import ALONE, Processes
 from .progress import Progress
-from .refinement import Refinement, batch_gradient, kept_channels, num_steps
+from .refinement import (
+    PARTS,
+    BatchGradient,
+    Channels,
+    Measured,
+    Refinement,
+    batch_gradient,
+    dense_states,
+    measure_batch,
+    plan_steps,
+)
 from .search_settings import SearchResult, SearchSettings
 from .sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from .settings import METHODS, SEARCHES
@@ -50,8 +60,7 @@ Allocation = dict[str, float]
 
 _LARGEST_LOGITS = 1 << 27
 
-# Of the refinement: tokens of a step; where its draws begin, past any micro-batch's; bounds that no model comes near.
-_TOKENS_PER_STEP = 8192
+# Of the refinement: where its draws begin, past any micro-batch's; bounds that no model comes near.
 _ROUNDS = 1 << 20
 _SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
 
@@ -223,18 +232,20 @@ class Run:
             state = unpack(saved)
             bench.num_kl_evaluations += state.pop("kl_evaluations")
             generator.set_state(state.pop("generator"))
-            start = evolution.Evolution(tuple(state.pop("parent")), history=tuple(state.pop("history")), **state)
+            start = evolution.Evolution(**state)
 
         def losses(candidates: Sequence[evolution.Candidate], num_batches: int | None) -> list[float]:
-            def one(candidate: evolution.Candidate) -> tuple[float, float]:
-                spread = {n: p for group, p in zip(bench.groups, candidate, strict=True) for n in group}
-                spent = bench.num_kl_evaluations
-                return bench.kl(spread, num_batches=num_batches), bench.num_kl_evaluations - spent
-
+            spreads = [
+                {n: p for group, p in zip(bench.groups, candidate, strict=True) for n in group}
+                for candidate in candidates
+            ]
+            size = bench.side_by_side
+            sharing = [spreads[first : first + size] for first in range(0, len(spreads), size)]
             done = bench.num_kl_evaluations
-            found = self.processes.spread(candidates, one)
-            bench.num_kl_evaluations = done + sum(spent for _, spent in found)
-            return [kl for kl, _ in found]
+            found = self.processes.spread(sharing, partial(bench.kls, num_batches=num_batches))
+            share = 1.0 if num_batches is None else min(1.0, num_batches / bench.flow.num_batches)
+            bench.num_kl_evaluations = done + share * len(spreads)
+            return [kl for some in found for kl in some]
 
         with self.progress.stage("Block search", generations) as stage:
             if start is not None:
@@ -335,44 +346,86 @@ class Run:
         """Scales and sparsities by gradient steps on the joint KL, from those of ``allocation`` on."""
         settings, sizes, names = self.settings, self.bench.sizes, self.bench.names
         thresholds = self.bench.thresholds(allocation)
-        start = {n: (self.bench.scales[n].cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n in names}
-        steps = num_steps(self.tokens.input_ids.numel()) if settings.refine_steps is None else settings.refine_steps
-        steps = steps if settings.sparsity > 0.0 else 0
-        saved = self.store.load("fisher/refinement")
-        state = Refinement(start, steps) if saved is None else Refinement(**unpack(saved))
+        channels = Channels({n: self.source.projections[n].in_features for n in names}, sizes)
+        start = channels.join(
+            {n: (self.bench.scales[n].cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n in names}
+        )
         batch_size = _batch_size(settings, self.source.config.vocab_size, self.tokens.seq_len)
+        saved = self.store.load("fisher/refinement")
         with Workbench(self.source, self.tokens, batch_size=batch_size) as bench:
             flow, masked = bench.flow, bench.masked
-            share = max(1, round(_TOKENS_PER_STEP / (batch_size * self.tokens.seq_len)))
+            plan = plan_steps(self.tokens.input_ids.numel(), flow.num_batches)
+            steps = plan.steps if settings.refine_steps is None else settings.refine_steps
+            steps = steps if settings.sparsity > 0.0 else 0
+            state = Refinement(start, steps, plan.distance) if saved is None else Refinement(**unpack(saved))
+            state, start = state.to(flow.device), start.to(flow.device)
+            kept_dense: dict[int, Tensor] = {}
+
+            def dense(batch: int) -> Tensor:
+                if batch not in kept_dense:
+                    kept_dense[batch] = dense_states(flow, masked, batch)
+                return kept_dense[batch]
+
+            def gradient(batch: int) -> Tensor:
+                return batch_gradient(flow, masked, batch, channels, state.logits, dense(batch)).pack()
+
+            def measured(u: Tensor, batches: Sequence[int], with_kl: bool) -> Measured:
+                def one(batch: int) -> Measured:
+                    return measure_batch(flow, masked, batch, channels, u, dense(batch) if with_kl else None)
+
+                return Measured.total(self.processes.spread(batches, one))
+
+            free = flow.num_batches - plan.held_out
             with self.progress.stage("Refinement", steps) as stage:
                 stage.advance(state.step)
                 while state.step < steps:
-                    batches = self._batches(state.step, share, flow.num_batches)
-                    logits = state.logits
-                    found = self.processes.spread(batches, partial(batch_gradient, flow, masked, logits=logits))
-                    state.advance(found, sizes, settings.sparsity)
-                    self.store.save("fisher/refinement", pack(vars(state)))
+                    batches = self._batches(state.step, plan.share, free)
+                    found = self.processes.spread_tensors(batches, gradient, channels.packed_length, flow.device)
+                    state.advance(
+                        [BatchGradient.unpack(one, channels) for one in found], channels, start, settings.sparsity
+                    )
+                    self.store.save("fisher/refinement", pack(vars(state.to(torch.device("cpu")))))
                     stage.advance()
                     stage.note(f"KL {state.history[-1]:.4f}")
-            counts = self.processes.spread(
-                range(flow.num_batches), lambda b: kept_channels(flow, masked, b, state.logits)
-            )
-        self.bench.num_kl_evaluations += steps * min(1.0, share / flow.num_batches)
+            # What of the way helps on text that was not used, each part at the same sparsity.
+            outcomes = []
+            for part in PARTS if steps and plan.held_out else (1.0,):
+                u, held_out = state.gone(part, start), range(free, flow.num_batches)
+                if held_out and steps:
+                    excess = self._mean(measured(u, held_out, False).dropped(channels)) - settings.sparsity
+                    u = u + excess / state.pliancy
+                    found_kl = measured(u, held_out, True)
+                    outcomes.append((found_kl.kl / found_kl.num_tokens, part, u))
+                else:
+                    outcomes.append((0.0, part, u))
+            _, part, outcome = min(outcomes, key=lambda one: one[:2])
+            dropped = measured(outcome, range(flow.num_batches), False).dropped(channels)
+            tokens_seen = steps * plan.share * flow.num_counted / flow.num_batches
+        self.bench.num_kl_evaluations += tokens_seen / self.bench.flow.num_counted
         self.history["refinement"] = state.history
-        for name, u in state.logits.items():
+        self.history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in outcomes if plan.held_out}
+        for name, u in channels.split(outcome.cpu()).items():
             self.bench.set_scale(name, (u - u.mean()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).exp())
         self.tables()
-        total = {name: flow.num_counted * len(state.logits[name]) for name in names}
-        dropped = {name: 1 - sum(one[name] for one in counts) / total[name] for name in names}
         return repair(dropped, sizes, settings.sparsity)
 
+    def _mean(self, sparsities: Allocation) -> float:
+        names = self.bench.names
+        return mean_sparsity([sparsities[name] for name in names], [self.bench.sizes[name] for name in names])
+
     def _batches(self, step: int, share: int, count: int) -> list[int]:
-        """The micro-batches of a step: round after round, each round in an order of its own."""
-        places = range(step * share, (step + 1) * share)
-        orders = {
-            r: torch.randperm(count, generator=self.draw(_ROUNDS + r)).tolist() for r in {p // count for p in places}
-        }
-        return sorted({orders[place // count][place % count] for place in places})
+        """The micro-batches of a step, one of every class: those that leave one remainder when divided by ``share``.
+
+        So each has its process, which knows its dense states. A class is gone through round after round, each round in
+        an order of its own.
+        """
+        found = []
+        for first in range(share):
+            members = range(first, count, share)
+            turn, place = divmod(step, len(members))
+            order = torch.randperm(len(members), generator=self.draw(_ROUNDS + turn * share + first))
+            found.append(members[int(order[place])])
+        return found
 
     # ------------------------------------------------------------------ the end
 

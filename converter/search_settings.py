@@ -30,20 +30,20 @@ class SearchSettings:
         search: how sparsity is spread; see `search`.
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
         seed: of everything that is drawn.
-        kl_tokens: how many tokens the search measures on, about; None is 16,384 for ``fisher``, which goes through them
-            only twice, and 4,096 for the others. Final thresholds, and the steps of ``refine``, rest on all tokens.
+        kl_tokens: how many tokens the search measures on, about; None is 16,384 for ``fisher`` and ``refine``, which go
+            through them only twice, and 4,096 for the others. Final thresholds, and ``refine``'s steps, rest on all.
         stages: of the evolution, (survivors, micro-batches or None for all) in turn.
         levels: at which sparsities ``additive`` probes a projection.
         greedy_step: sparsity that one greedy step adds to a block. TEAL's 5% is half of a small projection at once, and
             in models this small costs a third of the quality (benchmarks/LOG.md).
         fisher_draws: labels drawn per token for ``fisher``.
-        refine_steps: of ``refine``; None goes by the number of tokens, see `num_steps`.
+        refine_steps: of ``refine``; None goes by the number of tokens, see `plan_steps`.
         batch_size: sequences per forward pass.
     """
 
     sparsity: float = 0.5
     method: str = "wisparse"
-    search: str = "fisher"
+    search: str = "refine"
     num_generations: int | None = None
     num_offspring: int | None = None
     seed: int = 0

@@ -27,7 +27,7 @@ SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # TEAL spreads each block's sparsity greedily, the others take the same everywhere.
-_OWN_SEARCH = {"wisparse": "fisher", "teal": "greedy"} | dict.fromkeys(METHODS[2:], "uniform")
+_OWN_SEARCH = {"wisparse": "refine", "teal": "greedy"} | dict.fromkeys(METHODS[2:], "uniform")
 
 # Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
 _SHORTEST = 8

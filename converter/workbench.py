@@ -29,6 +29,11 @@ from .statistics import Scores, block_inputs, score_quantiles
 
 __all__ = ["BlockView", "Workbench"]
 
+# Candidates in one pass, and how large the widest tensor of such a pass may be: a GPU takes as long for a few thousand
+# tokens as for a few ten thousand, a CPU does not.
+_MOST_CANDIDATES = 16
+_LARGEST_PASS = {"cuda": 1 << 26, "cpu": 1 << 20}
+
 # The sparsities of the quantile tables: 0, 0.5%, ..., 95%.
 _LEVELS: tuple[float, ...] = tuple(round(i * STEP, 4) for i in range(round(MAX_SPARSITY / STEP) + 1))
 
@@ -49,6 +54,7 @@ class Workbench:
         num_counted: tokens that count, of all processes.
         idle: some process has no tokens.
         num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
+        side_by_side: how many candidates `kls` takes.
     """
 
     def __init__(
@@ -76,6 +82,11 @@ class Workbench:
         self.num_kl_evaluations = 0.0
         self._tables: dict[str, list[float]] = {}
         self._reference: DenseReference | None = None
+        self._wide: list[BlockFlow] = []
+        batch_tokens = max((ids.numel() for ids in self.flow.input_ids), default=1)
+        widest = max(module.in_features for module in source.projections.values())
+        room = _LARGEST_PASS.get(self.flow.device.type, 1) // (batch_tokens * widest)
+        self.side_by_side = max(1, min(room, _MOST_CANDIDATES))
 
     def __enter__(self) -> Workbench:
         return self
@@ -190,6 +201,43 @@ class Workbench:
         self.num_kl_evaluations += 1.0 if num_batches is None else len(batches) / flow.num_batches
         found = self.processes.in_order(found)
         return sum(kl for kl, _ in found) / max(sum(tokens for _, tokens in found), 1)
+
+    @torch.no_grad()
+    def kls(self, allocations: Sequence[Mapping[str, float]], *, num_batches: int | None = None) -> list[float]:
+        """`kl` of up to `side_by_side` allocations of the same projections, in one pass: each has a part of the rows.
+
+        A pass has the same shape however many there are, so that a candidate's KL does not depend on its neighbours.
+        """
+        if self.side_by_side == 1:
+            return [self.kl(allocation, num_batches=num_batches) for allocation in allocations]
+        reference = self.reference
+        filled = [*allocations, *[allocations[0]] * (self.side_by_side - len(allocations))]
+        thresholds = [self.thresholds(allocation) for allocation in filled]
+        totals, tokens = [0.0] * len(allocations), 0
+        self.masked.clear()
+        for batch in range(self.flow.num_batches if num_batches is None else num_batches):
+            wide, rows = self._widened(batch), len(self.flow.input_ids[batch])
+            for name in allocations[0]:
+                one_each = torch.tensor([found[name] for found in thresholds], device=wide.device)
+                self.masked.set_threshold(name, one_each.repeat_interleave(rows))
+            self.masked.dense_tokens = ~wide.counted[0]
+            final = wide.finish(0, 0, wide.start()[0])
+            for i in range(len(allocations)):
+                totals[i] += reference.kl_sum(batch, final[i * rows : (i + 1) * rows])
+            tokens += int(self.flow.counted[batch].sum())
+        self.masked.dense_tokens = None
+        self.masked.clear()
+        share = 1.0 if num_batches is None else num_batches / self.flow.num_batches
+        self.num_kl_evaluations += len(allocations) * share
+        return [total / max(tokens, 1) for total in totals]
+
+    def _widened(self, batch: int) -> BlockFlow:
+        """The flow of one micro-batch, `side_by_side` times."""
+        while len(self._wide) <= batch:
+            index, times = len(self._wide), self.side_by_side
+            ids, keep = self.flow.input_ids[index].repeat(times, 1), self.flow.counted[index].repeat(times, 1)
+            self._wide.append(BlockFlow(self.flow.model, self.flow.blocks, ids, keep, len(ids)))
+        return self._wide[batch]
 
 
 @dataclass

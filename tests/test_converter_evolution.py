@@ -109,3 +109,20 @@ def test_stages_thin_the_offspring_out() -> None:
     assert calls[0] is None  # the start
     assert (calls.count(2), calls.count(None)) == (4, 1 + 2)
     assert found.num_evaluations == len(calls)
+
+
+def test_a_mutant_of_one_parent_is_scored_once() -> None:
+    scored: list[tuple[float, ...]] = []
+
+    def losses(candidates: Sequence[tuple[float, ...]], batches: int | None) -> list[float]:
+        scored.extend(candidates)
+        return bowl((0.5,) * 4)(candidates, batches)
+
+    found = evolve(losses, [1] * 4, 0.5, generator(7), num_generations=40, num_offspring=8)
+    assert len(scored) == len(set(scored)) == found.num_evaluations == 1 + 4 * 3  # one block up, another one down
+
+
+def test_what_was_tried_is_forgotten_with_the_parent() -> None:
+    found = evolve(bowl((0.2, 0.8)), [1, 1], 0.5, generator(8), num_generations=1, num_offspring=8)
+    assert found.parent != (0.5, 0.5)
+    assert found.tried == ()

@@ -77,7 +77,7 @@ def test_every_architecture_converts(model_type: str, tmp_path: Path) -> None:
 def test_default_search_end_to_end(model: Path, out: Path) -> None:
     recipe = Bundle.open(convert(model, out, num_samples=2, seq_len=16, device="cpu", sparsity=0.4)).recipe
     assert recipe.method == "wisparse"
-    assert recipe.search["settings"]["search"] == "fisher"
+    assert recipe.search["settings"]["search"] == "refine"
     assert recipe.sparsity == 0.4
     assert len({entry.sparsity for entry in recipe.projections}) > 1
 

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_source import tiny_source, tiny_tokens
 
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.divergence import evaluate
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.refinement import Refinement, batch_gradient, kept_channels, num_steps
+from wisparse.converter.refinement import (
+    BatchGradient,
+    Channels,
+    Measured,
+    Refinement,
+    batch_gradient,
+    dense_states,
+    measure_batch,
+    plan_steps,
+)
 from wisparse.converter.search import SearchSettings, search
 from wisparse.converter.source import SourceModel
 from wisparse.converter.workbench import Workbench
@@ -18,22 +29,35 @@ from wisparse.converter.workbench import Workbench
 WIDTH = 0.3
 
 
-def start(source: SourceModel) -> dict[str, torch.Tensor]:
+def channels_of(source: SourceModel) -> Channels:
+    modules = source.projections
+    return Channels({n: m.in_features for n, m in modules.items()}, {n: m.weight.numel() for n, m in modules.items()})
+
+
+def start(source: SourceModel) -> torch.Tensor:
     """Half of the channels dropped in every projection, by scales that differ by channel."""
     result = search(source, tiny_tokens(2), SearchSettings(method="teal", search="uniform"))
     draw = torch.Generator().manual_seed(3)
-    return {
-        name: 0.1 * torch.randn(source.projections[name].in_features, generator=draw) - math.log(entry.threshold)
-        for name, entry in result.projections.items()
-    }
+    return channels_of(source).join(
+        {
+            name: 0.1 * torch.randn(source.projections[name].in_features, generator=draw) - math.log(entry.threshold)
+            for name, entry in result.projections.items()
+        }
+    )
+
+
+def gradient(bench: Workbench, channels: Channels, batch: int, logits: torch.Tensor) -> BatchGradient:
+    dense = dense_states(bench.flow, bench.masked, batch)
+    return batch_gradient(bench.flow, bench.masked, batch, channels, logits, dense)
 
 
 def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
     source, tokens = tiny_source(), tiny_tokens(2)
+    channels = channels_of(source)
+    logits = start(source)
     with Workbench(source, tokens, batch_size=2) as bench:
-        logits = start(source)
-        found = batch_gradient(bench.flow, bench.masked, 0, logits)
-    leaves = {name: u.clone().requires_grad_(True) for name, u in logits.items()}
+        found = gradient(bench, channels, 0, logits)
+    leaves = {name: u.clone().requires_grad_(True) for name, u in channels.split(logits).items()}
     kept = dict.fromkeys(leaves, 0)
 
     def drop(name: str):
@@ -55,46 +79,114 @@ def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
         gradients = torch.autograd.grad(kl, list(leaves.values()))
     for handle in handles:
         handle.remove()
-    assert found.kl == pytest.approx(float(kl.detach()), rel=1e-4)
-    assert found.num_tokens == int(tokens.keep.sum())
-    assert found.kept == kept
+    assert float(found.kl) == pytest.approx(float(kl.detach()), rel=1e-4)
+    assert int(found.num_tokens) == int(tokens.keep.sum())
+    assert dict(zip(kept, found.kept.tolist(), strict=True)) == kept
     for name, expected in zip(leaves, gradients, strict=True):
         assert expected.abs().max() > 1e-3
-        torch.testing.assert_close(found.gradient[name], expected, rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(channels.split(found.gradient)[name].float(), expected, rtol=1e-3, atol=1e-4)
 
 
-def test_counts_are_the_masks() -> None:
+def test_what_is_measured_is_what_the_gradient_saw() -> None:
     source, tokens = tiny_source(), tiny_tokens(2)
+    channels = channels_of(source)
     with Workbench(source, tokens, batch_size=2) as bench:
         logits = start(source)
-        counts = kept_channels(bench.flow, bench.masked, 0, logits)
-        assert counts == batch_gradient(bench.flow, bench.masked, 0, logits).kept
+        found = gradient(bench, channels, 0, logits)
+        dense = dense_states(bench.flow, bench.masked, 0)
+        measured = measure_batch(bench.flow, bench.masked, 0, channels, logits, dense)
+        assert list(measured.kept.values()) == found.kept.tolist()
+        assert measured.num_tokens == int(found.num_tokens)
+        assert measured.kl == pytest.approx(float(found.kl), rel=1e-5)
+        assert measure_batch(bench.flow, bench.masked, 0, channels, logits).kl == 0.0
     assert not any(module._forward_pre_hooks for module in source.projections.values())
+
+
+def test_what_processes_exchange_is_what_was_found() -> None:
+    channels = Channels({"a": 3, "b": 5}, {"a": 6, "b": 20})
+    found = BatchGradient(*(torch.rand(n, dtype=torch.float64) for n in (8, 8, 2)), *torch.rand(2, dtype=torch.float64))
+    packed = found.pack()
+    assert len(packed) == channels.packed_length
+    again = BatchGradient.unpack(packed, channels)
+    assert all(torch.equal(vars(again)[name], value) for name, value in vars(found).items())
 
 
 def test_steps_lower_the_kl_and_keep_the_budget() -> None:
     source, tokens = tiny_source(), tiny_tokens(8)
+    channels = channels_of(source)
     with Workbench(source, tokens, batch_size=4) as bench:
-        state = Refinement(start(source), 20)
-        total = sum(bench.sizes.values())
-        first = [kept_channels(bench.flow, bench.masked, b, state.logits) for b in range(2)]
-        counted = bench.flow.num_counted
+        state, begun = Refinement(start(source), 20, 0.385), start(source)
 
-        def unread(counts: list[dict[str, int]]) -> float:
-            part = {n: sum(c[n] for c in counts) / counted / len(state.logits[n]) for n in bench.sizes}
-            return 1 - sum(part[n] * size for n, size in bench.sizes.items()) / total
+        def measured(logits: torch.Tensor) -> tuple[float, float]:
+            dense = [dense_states(bench.flow, bench.masked, b) for b in range(2)]
+            parts = [measure_batch(bench.flow, bench.masked, b, channels, logits, dense[b]) for b in range(2)]
+            found = Measured.total(parts)
+            dropped = found.dropped(channels)
+            unread = sum(dropped[n] * size for n, size in bench.sizes.items()) / sum(bench.sizes.values())
+            return unread, found.kl / found.num_tokens
 
-        target = unread(first)
+        target, before = measured(begun)
         while state.step < state.steps:
-            found = [batch_gradient(bench.flow, bench.masked, b, state.logits) for b in range(2)]
-            state.advance(found, bench.sizes, target)
-        last = [kept_channels(bench.flow, bench.masked, b, state.logits) for b in range(2)]
-    assert unread(last) == pytest.approx(target, abs=0.01)
-    assert state.history[-1] < 0.9 * state.history[0]
+            state.advance([gradient(bench, channels, b, state.logits) for b in range(2)], channels, begun, target)
+        assert state.history[0] == pytest.approx(before, rel=1e-4)
+        unread, after = measured(state.gone(1.0, begun))
+    assert unread == pytest.approx(target, abs=0.01)
+    assert after < 0.9 * before
+    assert torch.equal(state.gone(0.0, begun), begun)
 
 
-def test_few_tokens_bear_few_steps() -> None:
-    assert [num_steps(n) for n in (1000, 8192, 32768, 1 << 20)] == [0, 4, 16, 24]
+def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
+    channels = Channels({"a": 400, "b": 400}, {"a": 400, "b": 400})
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(800, generator=draw, dtype=torch.float64)
+    one = torch.ones((), dtype=torch.float64)
+    moved = []
+    for factor in (1.0, 1000.0):
+        begun = torch.zeros(800)
+        state = Refinement(begun, 10, 0.385)
+        kept = torch.full((2,), 200.0, dtype=torch.float64)
+        slope = torch.full((800,), 0.1, dtype=torch.float64)
+        state.advance([BatchGradient(factor * noise, slope, kept, one, one)], channels, begun, 0.5)
+        moved.append(state.logits)
+    torch.testing.assert_close(moved[0], moved[1])
+    assert float(moved[0].square().mean().sqrt()) == pytest.approx(0.0385 * 0.98, rel=1e-3)
+
+
+def test_more_tokens_bear_more_steps() -> None:
+    for num_tokens, num_batches, expected in (
+        (100, 1, (1, 1, 0, 0.0425)),
+        (2048, 4, (6, 3, 1, 0.1925)),
+        (8192, 4, (12, 2, 1, 0.385)),
+        (32768, 16, (24, 4, 2, 0.385)),
+        (131072, 64, (48, 8, 8, 0.385)),
+        (1 << 20, 512, (48, 8, 64, 0.385)),
+    ):
+        plan = plan_steps(num_tokens, num_batches)
+        assert (plan.steps, plan.share, plan.held_out, round(plan.distance, 4)) == expected
+
+
+def test_steps_that_harm_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The sequences held out are like the others, as in a real text.
+    rows = tiny_tokens(2).input_ids.tolist() * 8
+    tokens = CalibrationTokens.from_rows(rows, "test", 0)
+    settings = SearchSettings(search="refine", refine_steps=6, kl_tokens=192, batch_size=2)
+    helped = search(tiny_source(), tokens, settings).details["history"]["held out"]
+    advance = Refinement.advance
+
+    def backwards(self: Refinement, found, channels, begun, target) -> None:
+        turned = [replace(one, gradient=-one.gradient) for one in found]
+        advance(self, turned, channels, begun, target)
+
+    monkeypatch.setattr(Refinement, "advance", backwards)
+    result = search(tiny_source(), tokens, settings)
+    harmed = result.details["history"]["held out"]
+    assert list(helped) == list(harmed) == ["0 of the way", "0.5 of the way", "1 of the way"]
+    assert helped["1 of the way"] < helped["0 of the way"] < harmed["1 of the way"]
+    assert helped["0 of the way"] == pytest.approx(harmed["0 of the way"], rel=0.02)
+    # The start is what comes out: the channels' scales are those of the search that takes no step.
+    begun = search(tiny_source(), tokens, replace(settings, refine_steps=0))
+    for name, scale in begun.channel_scales.items():
+        torch.testing.assert_close(result.channel_scales[name], scale, rtol=1e-4, atol=1e-6)
 
 
 def test_the_search_is_better_than_its_start_on_its_own_text() -> None:

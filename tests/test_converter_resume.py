@@ -18,7 +18,7 @@ from tiny_bundle import tiny_config, write_tiny_model
 HARNESS = Path(__file__).with_name("kill_conversion.py")
 SEARCHES: dict[str, dict[str, Any]] = {
     "fisher": {},
-    "refine": {},
+    "refine": {"num_samples": 24},  # enough tokens for three steps
     "additive": {},
     "paper": {"num_generations": 3, "num_offspring": 3},
 }

@@ -16,6 +16,7 @@ from wisparse.converter.divergence import evaluate
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.search import SearchResult, SearchSettings, search
 from wisparse.converter.source import load_source
+from wisparse.converter.workbench import Workbench
 from wisparse.formats.errors import UsageError
 
 SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "levels": (0.3, 0.6, 0.95), "greedy_step": 0.2}
@@ -129,6 +130,24 @@ def test_killed_anywhere_and_run_again_gives_the_same(kind: str) -> None:
     assert flat(search(source, tiny_tokens(8), settings, store=store)) == undisturbed
 
 
+def test_candidates_side_by_side_are_those_one_by_one(source) -> None:
+    with torch.no_grad(), Workbench(source, tiny_tokens(6), batch_size=4) as bench:
+        for name in bench.names:
+            bench.set_scale(name, torch.ones(source.projections[name].in_features))
+        for view in bench.blocks():
+            view.build_tables()
+        assert bench.side_by_side > 3
+        spreads = [dict.fromkeys(bench.names, p) for p in (0.0, 0.3, 0.6)]
+        for batches in (None, 1):
+            together = bench.kls(spreads, num_batches=batches)
+            spent = bench.num_kl_evaluations
+            alone = [bench.kl(spread, num_batches=batches) for spread in spreads]
+            assert together == pytest.approx(alone, rel=1e-4, abs=1e-7)
+            assert bench.num_kl_evaluations == pytest.approx(2 * spent)
+            assert bench.kls(spreads[:1], num_batches=batches)[0] == together[0], "whatever the neighbours"
+            bench.num_kl_evaluations = 0.0
+
+
 def test_the_seed_decides_what_is_drawn(source) -> None:
     results = [flat(search(source, tiny_tokens(8), SearchSettings(seed=seed, **SMALL))) for seed in (0, 0, 1)]
     assert results[0] == results[1]
@@ -168,7 +187,7 @@ def test_the_default_beats_uniform_magnitude_by_far(example_model: Path) -> None
     tokens = CalibrationTokens.from_rows(rows(files[0::2], 8), "standard library", 0)
     held_out = torch.tensor(rows(files[1::2], 12))
     kl = {}
-    for method, kind in (("teal", "uniform"), ("wisparse", "fisher")):
+    for method, kind in (("teal", "uniform"), ("wisparse", "fisher"), ("wisparse", "refine")):
         result = search(source, tokens, SearchSettings(method=method, search=kind))
         with MaskedModel(source.projections) as masked:
             for name, scale in result.channel_scales.items():
@@ -178,3 +197,5 @@ def test_the_default_beats_uniform_magnitude_by_far(example_model: Path) -> None
         assert found.realised_sparsity == pytest.approx(0.5, abs=0.01)
         kl[kind] = found.kl
     assert kl["fisher"] <= 0.65 * kl["uniform"]
+    # So few tokens: the steps must not learn them by heart.
+    assert kl["refine"] < 0.99 * kl["fisher"]
