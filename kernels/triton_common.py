@@ -27,7 +27,9 @@ __all__ = [
     "inverse_root",
     "let_next_kernel_start",
     "normalise",
+    "reciprocal_rms",
     "segment_channel",
+    "segment_length",
     "wait_for_previous_kernel",
     "wide_dtype",
 ]
@@ -83,6 +85,13 @@ def segment_channel(position, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
+def segment_length(split, K: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
+    """Positions in a split's segment; the last chunk may run past K and is masked where it is read."""
+    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
+    return ((CHUNKS - split + SPLITS - 1) // SPLITS) * CHUNK
+
+
+@triton.jit
 def normalise(hidden, norm_weight, rstd, dtype):
     """RMSNorm's two roundings: ``dtype(weight * dtype(hidden * rstd))``, from wide values."""
     scaled = (hidden * rstd).to(dtype).to(rstd.dtype)
@@ -97,3 +106,10 @@ def inverse_root(x):
     else:
         root = tl.rsqrt(x)
     return root
+
+
+@triton.jit
+def reciprocal_rms(ssq_ptr, row, eps, parts, K: tl.constexpr, SSQ_PAD: tl.constexpr):
+    """1 / rms of a row of the residual stream, from the partial sums of squares its writers left."""
+    i = tl.arange(0, SSQ_PAD)
+    return inverse_root(tl.sum(tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0), axis=0) / K + eps)

@@ -1,17 +1,13 @@
-"""One projection, or several that read the same input, over the kept channels: selection, product and what follows it.
+"""One projection, or several that read the same input, over the kept channels.
 
     x     = input (plain | RMSNorm of the residual stream | the attention's splits, combined)
     keep  = not (|x| * channel_scale < threshold)                    as in reference.py, bit for bit
     y     = sum over kept k of x[k] * weight_t[k, :]                 wide, then + bias, rounded to x's dtype
     out   = y | residual + y | silu(y_gate) * y_up
 
-A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
-global list, and reads one contiguous stretch of each kept row. Programs of one tile add up through partial sums in
-scratch memory; the one that arrives last adds them in a fixed order and writes the result. There are no float atomics
-and no buffer has to be cleared: the same input gives the same bits on every run.
-
-Sums are float32 for half-precision weights and float64 for float32 ones (``triton_common`` says why), whose rows are
-launched one by one.
+This is what the host knows: weights, how a launch is cut, the memory its programs share. ``triton_gemv_kernel`` is what
+they do. Sums are float32 for half-precision weights and float64 for float32 ones (``triton_common`` says why), whose
+rows are launched one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +16,6 @@ from dataclasses import dataclass
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from .triton_common import (
@@ -32,396 +27,15 @@ from .triton_common import (
     TO_SILU,
     activation_dtype,
     exact_argument,
-    inverse_root,
-    let_next_kernel_start,
-    normalise,
-    segment_channel,
-    wait_for_previous_kernel,
     wide_dtype,
 )
-from .triton_lists import add_rows, get, put, room, room_source, settled
+from .triton_gemv_kernel import sparse_gemv_kernel
+from .triton_lists import room_source
 
-__all__ = ["GemvTile", "Group", "Scratch", "launch_gemv", "sparse_gemv"]
+__all__ = ["INPUTS", "OUTPUTS", "GemvTile", "Group", "Scratch", "launch_gemv", "program_lists", "sparse_gemv"]
 
-
-@triton.jit
-def _load_input(
-    x_ptr,
-    m_ptr,
-    l_ptr,
-    norm_weight,
-    rstd,
-    row,
-    k,
-    live,
-    loaded,
-    K: tl.constexpr,
-    INPUT: tl.constexpr,
-    KV_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """x[row, k] in ``dtype``, 0 where not live."""
-    if INPUT == FROM_ATTENTION:
-        # x_ptr: (B, heads, splits, D) wide, each split's softmax-weighted sum; m its maximum, l its denominator. One
-        # tensor for each split: a second dimension would cost exchanges between threads.
-        at = (row * (K // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
-        ms = ()
-        totals = ()
-        parts = ()
-        for s in tl.static_range(KV_SPLITS):
-            ms = ms + (tl.load(m_ptr + at + s, mask=live, other=0.0),)  # noqa: RUF005
-            totals = totals + (tl.load(l_ptr + at + s, mask=live, other=1.0),)  # noqa: RUF005
-            part = tl.load(x_ptr + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
-            parts = parts + (part,)  # noqa: RUF005
-        m = ms[0]
-        for s in tl.static_range(1, KV_SPLITS):
-            m = tl.maximum(m, ms[s])
-        x = tl.zeros(k.shape, m.dtype)
-        total = tl.zeros(k.shape, m.dtype)
-        for s in tl.static_range(KV_SPLITS):
-            factor = tl.exp2(ms[s] - m)
-            total += totals[s] * factor
-            x += parts[s] * factor
-        x = (x / total).to(dtype)
-    elif INPUT == FROM_HIDDEN:
-        x = normalise(loaded.to(rstd.dtype), norm_weight, rstd, dtype)
-    else:
-        x = loaded
-    return x
-
-
-@triton.jit
-def _rstd(ssq_ptr, row, eps, parts, K: tl.constexpr, SSQ_PAD: tl.constexpr):
-    """1 / rms of a row of the residual stream, from the partial sums of squares its writers left."""
-    i = tl.arange(0, SSQ_PAD)
-    return inverse_root(tl.sum(tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0), axis=0) / K + eps)
-
-
-@triton.jit(do_not_specialize=["ssq_parts"])
-def _gemv_kernel(
-    x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) wide
-    m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) wide, log2 domain
-    l_ptr,  # the same shape
-    ssq_in_ptr,  # FROM_HIDDEN: (B, ssq_parts) wide
-    norm_ptr,  # FROM_HIDDEN: (K,) of the weights' type
-    weight_ptr,  # (K, stride), channel-major; the projections' columns side by side
-    bias_ptr,  # (N0 + N1 + N2,) of the weights' type
-    scale_ptr,  # (projections, K) float32
-    threshold_ptr,  # (projections,) float32
-    out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
-    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles) wide
-    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) wide
-    index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
-    value_ptr,  # scratch: (programs, LIST) wide, unless ROOM; batches: (programs, B, LIST) dtype
-    counter_ptr,  # (tiles,) int32, 0 before and after
-    eps,
-    ssq_parts,  # columns of ssq_in
-    K: tl.constexpr,
-    N0: tl.constexpr,
-    N1: tl.constexpr,
-    N2: tl.constexpr,
-    STRIDE: tl.constexpr,
-    BATCH: tl.constexpr,
-    ROWS: tl.constexpr,
-    SSQ_PAD: tl.constexpr,
-    KV_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DENSE: tl.constexpr,
-    INPUT: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    TRIGGER: tl.constexpr,
-    STAGES: tl.constexpr,
-    LEAD: tl.constexpr,
-    LIST: tl.constexpr,
-    ROOM: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    N: tl.constexpr = N0 + N1 + N2
-    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
-    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = T0 + T1 + T2
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    wide: tl.constexpr = partial_ptr.dtype.element_ty
-    program = tl.program_id(0)
-    tile = program % TILES
-    split = program // TILES
-
-    # The projection this tile belongs to, and its columns in the weights.
-    second = (tile >= T0).to(tl.int32)
-    third = (tile >= T0 + T1).to(tl.int32)
-    projection = second + third if N2 > 0 else second
-    local = tile - second * T0
-    first = tl.where(second > 0, N0, 0)
-    width = tl.where(second > 0, N1, N0)
-    if N2 > 0:
-        local = local - third * T1
-        first = tl.where(third > 0, N0 + N1, first)
-        width = tl.where(third > 0, N2, width)
-    n = local * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = n < width
-    columns = first + n
-    weight_column_ptr = weight_ptr + columns
-
-    # --- this program's channels: x, which of them are kept, and their list
-    position = tl.arange(0, SEGMENT)
-    k = segment_channel(position, split, SPLITS, CHUNK)
-    live = k < K
-    threshold = tl.load(threshold_ptr + projection)
-    count = segment_length(split, K, SPLITS, CHUNK)
-    scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
-    norm_weight = scale
-    if INPUT == FROM_HIDDEN:
-        norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
-    STEP: tl.constexpr = BLOCK_K * UNROLL
-    LEAD_ROWS: tl.constexpr = LEAD * STEP if BATCH == 1 else 0
-    lane = tl.arange(0, BLOCK_K)
-    SHARED: tl.constexpr = ROOM != ""
-    spare = 0
-    if SHARED:
-        list_index = room(ROOM, program)
-        list_value = list_index + LIST * 4
-        spare = list_value + LIST * 4
-    else:
-        list_index = index_ptr + program * LIST
-        list_value = value_ptr + program * LIST
-    if BATCH == 1:
-        # What the list does not reach reads as "no channel", so that nothing is compared with its length.
-        for start in tl.static_range(0, LIST, SEGMENT):
-            place = start + position
-            if not DENSE:
-                put(list_index, place, tl.full((SEGMENT,), K, tl.int32), place < LIST, SHARED)
-            put(list_value, place, tl.zeros((SEGMENT,), wide), place < LIST, SHARED)
-        tl.debug_barrier()
-    if LEAD_ROWS > 0:
-        # The first rows, whatever x will be: the memory would be idle until the channels are selected.
-        lead = ()
-        for step in tl.static_range(LEAD):
-            ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-            lead = lead + _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
-    wait_for_previous_kernel(PDL)
-    if TRIGGER == 1 or BATCH > 1:
-        let_next_kernel_start(PDL)
-    rstd = 1.0
-    for row in tl.static_range(BATCH):
-        loaded = 0.0
-        if INPUT != FROM_ATTENTION:
-            loaded = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
-        if INPUT == FROM_HIDDEN:
-            rstd = _rstd(ssq_in_ptr, row, eps, ssq_parts, K, SSQ_PAD)
-        x = _load_input(
-            x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, loaded, K, INPUT, KV_SPLITS, HEAD_DIM, dtype
-        )
-        keep_row = live
-        if not DENSE:
-            score = tl.abs(x.to(tl.float32)) * scale
-            keep_row = live & ((score >= threshold) | (score != score))
-        if BATCH > 1:
-            # Every row of the weights is read: the union of several rows' kept channels is most of them.
-            masked = tl.where(keep_row, x, 0.0).to(dtype)
-            tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
-        elif DENSE:
-            put(list_value, position, x, position >= 0, SHARED)
-        else:
-            # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
-            listed = keep_row & (position >= LEAD_ROWS)
-            place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-            # The list's length is known where it ends; through the list everybody learns it without a reduction.
-            put(list_index, position * 0 + (LIST - 1), place + 1, position == SEGMENT - 1, SHARED)
-            put(list_index, place, k, listed, SHARED)
-            if LEAD_ROWS > 0:
-                place = tl.where(position < LEAD_ROWS, position, place)
-                listed = listed | (position < LEAD_ROWS)
-                x = tl.where(keep_row, x, 0.0).to(dtype)
-            put(list_value, place, x, listed, SHARED)
-    list_index = settled(list_index, SHARED)
-    if SHARED:
-        list_value = list_index + LIST * 4
-    if BATCH == 1 and not DENSE:
-        count = get(list_index, LIST - 1, False, SHARED)
-
-    # --- the product
-    if BATCH == 1:
-        acc = tl.zeros((BLOCK_K, BLOCK_N), wide)
-        # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
-        ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-        ws = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
-        ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-        if LEAD_ROWS > 0:
-            tl.debug_barrier()
-            for i in tl.static_range(LEAD * UNROLL):
-                x_now = get(list_value, i * BLOCK_K + lane, True, SHARED).to(wide)
-                # A dropped row is zero here whatever stands in it.
-                w = tl.where((x_now != 0)[:, None], lead[i], 0.0)
-                acc += x_now[:, None] * w.to(wide)
-        for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
-            ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
-            ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-            # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
-            # flight; it moves nothing across a barrier.
-            tl.debug_barrier()
-            for i in tl.static_range(UNROLL):
-                x_now = get(list_value, start + i * BLOCK_K + lane, True, SHARED).to(wide)
-                acc += x_now[:, None] * ws[i].to(wide)
-            ws = ahead
-        if TRIGGER == 2:
-            let_next_kernel_start(PDL)
-        if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:  # noqa: SIM108 (resolved at compile time)
-            y = add_rows(acc, spare, BLOCK_K, BLOCK_N)
-        else:
-            y = tl.sum(acc, axis=0)
-        if SPLITS > 1:
-            tl.store(partial_ptr + split * N + columns, y, mask=in_width)
-    else:
-        # Rows padded to the tensor cores' 16; dropped channels hold zeros.
-        rows = tl.arange(0, ROWS)
-        acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
-        base = value_ptr + (program * BATCH + rows) * SEGMENT
-        for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
-            at = start + lane
-            live_k = at < count
-            k_now = segment_channel(at, split, SPLITS, CHUNK)
-            live_k = live_k & (k_now < K)
-            both = (rows < BATCH)[:, None] & live_k[None, :]
-            x_now = tl.load(base[:, None] + at[None, :], mask=both, other=0.0)
-            w = tl.load(
-                weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
-                mask=live_k[:, None] & in_width[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(x_now, w, acc, input_precision="ieee")
-        tl.store(
-            partial_ptr + (split * BATCH + rows)[:, None] * N + columns[None, :],
-            acc,
-            mask=(rows < BATCH)[:, None] & in_width[None, :],
-        )
-
-    # --- the last program of the tile to arrive adds the partial sums, in the order of the splits
-    ARRIVALS: tl.constexpr = SPLITS * 2 if OUTPUT == TO_SILU else SPLITS
-    last = True
-    if ARRIVALS > 1 or BATCH > 1:
-        if SPLITS == 1 and BATCH == 1:
-            tl.store(partial_ptr + columns, y, mask=in_width)
-        tl.debug_barrier()
-        ticket = tl.atomic_add(counter_ptr + local if OUTPUT == TO_SILU else counter_ptr + tile, 1, sem="acq_rel")
-        last = ticket == ARRIVALS - 1
-    if last:
-        if ARRIVALS > 1 or BATCH > 1:
-            tl.store(counter_ptr + local if OUTPUT == TO_SILU else counter_ptr + tile, 0)
-        for row in tl.static_range(BATCH):
-            if OUTPUT == TO_SILU:
-                gate = _add_partials(partial_ptr, bias_ptr, n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
-                up = _add_partials(partial_ptr, bias_ptr, N0 + n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
-                gate = gate.to(dtype).to(wide)
-                silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
-                result = silu * up.to(dtype).to(wide)
-                tl.store(out_ptr + row * N0 + n, result.to(dtype), mask=in_width)
-            else:
-                if ARRIVALS > 1 or BATCH > 1:
-                    y = _add_partials(
-                        partial_ptr, bias_ptr, columns, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS
-                    )
-                elif HAS_BIAS:
-                    y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
-                y_rounded = y.to(dtype)
-                if OUTPUT == TO_RESIDUAL:
-                    hidden = tl.load(out_ptr + row * N + columns, mask=in_width, other=0.0).to(wide)
-                    y_rounded = (hidden + y_rounded.to(wide)).to(dtype)
-                    squares = y_rounded.to(wide)
-                    squares = tl.where(in_width, squares * squares, 0.0)
-                    tl.store(ssq_out_ptr + row * TILES + tile, tl.sum(squares, axis=0))
-                tl.store(out_ptr + row * N + columns, y_rounded, mask=in_width)
-
-
-@triton.jit
-def _channels(
-    list_index,
-    lane,
-    start,
-    split,
-    DENSE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SHARED: tl.constexpr,
-):
-    """The channels at positions ``start``.. of the program's list, as UNROLL tensors of BLOCK_K; K or more: none."""
-    ks = ()
-    for i in tl.static_range(UNROLL):
-        at = start + i * BLOCK_K + lane
-        if DENSE:  # noqa: SIM108 (resolved at compile time)
-            k = segment_channel(at, split, SPLITS, CHUNK)
-        else:
-            k = get(list_index, at, False, SHARED)
-        ks = ks + (k,)  # noqa: RUF005 (the compiler knows no unpacking)
-    return ks
-
-
-@triton.jit
-def _rows(weight_column_ptr, ks, in_width, K: tl.constexpr, STRIDE: tl.constexpr, UNROLL: tl.constexpr):
-    """The program's stretch of the rows ``ks``, as UNROLL tensors (BLOCK_K, BLOCK_N); zeros where there is none."""
-    ws = ()
-    for i in tl.static_range(UNROLL):
-        w = tl.load(
-            weight_column_ptr[None, :] + ks[i].to(tl.int64)[:, None] * STRIDE,
-            mask=(ks[i] < K)[:, None] & in_width[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
-        ws = ws + (w,)  # noqa: RUF005
-    return ws
-
-
-@triton.jit
-def segment_length(split, K: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
-    """Positions in a split's segment; the last chunk may run past K and is masked where it is read."""
-    CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
-    return ((CHUNKS - split + SPLITS - 1) // SPLITS) * CHUNK
-
-
-@triton.jit
-def _add_partials(
-    partial_ptr,
-    bias_ptr,
-    columns,
-    in_width,
-    row,
-    N: tl.constexpr,
-    BATCH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Sum over the splits, in a fixed order, plus bias. Read past L1: other multiprocessors wrote them."""
-    # All at once if they fit the registers: each further turn waits for the L2 cache again.
-    AT_ONCE: tl.constexpr = min(SPLITS_PAD, 32)
-    y = tl.zeros(columns.shape, partial_ptr.dtype.element_ty)
-    for start in tl.static_range(0, SPLITS, AT_ONCE):
-        s = start + tl.arange(0, AT_ONCE)
-        parts = tl.load(
-            partial_ptr + (s * BATCH + row)[:, None] * N + columns[None, :],
-            mask=(s < SPLITS)[:, None] & in_width[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        y += tl.sum(parts, axis=0)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
-    return y
-
-
-_INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
-_OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
+INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
+OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
 
 
 @dataclass(frozen=True)
@@ -493,7 +107,7 @@ class Scratch:
             batch = 1  # rows are launched one by one
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
         programs = tiles * tile.splits
-        segment, length, in_room = _lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
+        segment, length, in_room = program_lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
         in_scratch = 0 if in_room else programs * length
         for name, size in (
             ("partial", tile.splits * batch * group.out_features),
@@ -512,7 +126,7 @@ def _segment(in_features: int, tile: GemvTile) -> int:
     return triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
 
 
-def _lists(in_features: int, tile: GemvTile, batch: int, *, shared: bool) -> tuple[int, int, str]:
+def program_lists(in_features: int, tile: GemvTile, batch: int, *, shared: bool) -> tuple[int, int, str]:
     """Channels of a program, places in its lists, and PTX for the shared memory they lie in ("": in scratch memory)."""
     segment = _segment(in_features, tile)
     block_k = _block_k(tile, batch)
@@ -583,9 +197,9 @@ def launch_gemv(
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
     options = {"launch_pdl": True} if pdl and tile.early else {}
-    segment, length, in_room = _lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
+    segment, length, in_room = program_lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
     block_k = _block_k(tile, batch)
-    _gemv_kernel[(tiles * tile.splits,)](
+    sparse_gemv_kernel[(tiles * tile.splits,)](
         x,
         unused if softmax is None else softmax[0],
         unused if softmax is None else softmax[1],
@@ -617,8 +231,8 @@ def launch_gemv(
         HEAD_DIM=head_dim,
         HAS_BIAS=group.bias is not None,
         DENSE=group.dense,
-        INPUT=_INPUTS[source],
-        OUTPUT=_OUTPUTS[target],
+        INPUT=INPUTS[source],
+        OUTPUT=OUTPUTS[target],
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         SPLITS=tile.splits,

@@ -14,8 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .triton_common import exact_argument, inverse_root, let_next_kernel_start, normalise, wait_for_previous_kernel
-from .triton_gemv import _rstd
+from .triton_common import (
+    exact_argument,
+    inverse_root,
+    let_next_kernel_start,
+    normalise,
+    reciprocal_rms,
+    wait_for_previous_kernel,
+)
 
 __all__ = ["HEAD_ROWS", "HEAD_ROWS_BATCHED", "launch_embed", "launch_logits", "launch_next"]
 
@@ -82,7 +88,7 @@ def _logits_kernel(
             norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0).to(wide)
         wait_for_previous_kernel(PDL)
         let_next_kernel_start(PDL)
-        rstd = _rstd(ssq_ptr, 0, eps, SSQ, K, SSQ_PAD)
+        rstd = reciprocal_rms(ssq_ptr, 0, eps, SSQ, K, SSQ_PAD)
         if WHOLE:
             x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0).to(wide)
             x = normalise(x, norm, rstd, dtype).to(wide)

@@ -85,16 +85,16 @@ def gemv(
         "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide, "partial_ptr": wide, "index_ptr": "*i32",
         "value_ptr": activation, "counter_ptr": "*i32", "ssq_parts": "i32", **floats,
     }  # fmt: skip
-    segment, length, in_room = triton_gemv._lists(k, tile, batch, shared=dtype != "fp32")
+    segment, length, in_room = triton_gemv.program_lists(k, tile, batch, shared=dtype != "fp32")
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=32,
-        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv._INPUTS[source],
-        OUTPUT=triton_gemv._OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
+        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
+        OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=segment, LIST=length, ROOM=in_room,
         CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, LEAD=tile.lead,
         PDL=arch >= 90 if pdl is None else pdl, **exact,
     )  # fmt: skip
-    return compile_kernel(triton_gemv._gemv_kernel, arch, types, constants, tile.warps, tile.stages)
+    return compile_kernel(triton_gemv.sparse_gemv_kernel, arch, types, constants, tile.warps, tile.stages)
 
 
 def attention(arch: int, dtype: str = "bf16"):
