@@ -22,7 +22,7 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,14 @@ def completing(model: Model, prefill: str) -> Callable[[str], str]:
     )
 
 
-def measure(folder: Path, problems: list[tuple[str, str]], backend: str) -> dict[str, Any]:
-    """Answers of one bundle under every policy, in float32: a policy is compared, not a rounding."""
+def measure(folder: Path, problems: list[tuple[str, str]], backend: str, policies: Sequence[str]) -> dict[str, Any]:
+    """Answers of one bundle under some policies, in float32: a policy is compared, not a rounding."""
     recipe = Bundle.open(folder).recipe
     with load(folder, dtype="float32", backend=backend, max_seq_len=512) as model:
         with without_masks(model) as dense_model:
             dense = exact_answers(completing(dense_model, "dense"), problems)
         found = {
-            policy: Answers(dense, exact_answers(completing(model, policy), problems)).to_dict() for policy in POLICIES
+            policy: Answers(dense, exact_answers(completing(model, policy), problems)).to_dict() for policy in policies
         }
         backend = model.decoder.name
     for policy, figures in found.items():
@@ -92,6 +92,7 @@ def main() -> None:
     parser.add_argument("--search", default="auto")
     parser.add_argument("--problems", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=POLICIES)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -105,7 +106,7 @@ def main() -> None:
             out = Path(work) / model.name
             how = {"num_samples": args.num_samples, "seq_len": args.seq_len, "search": args.search}
             bundles.append(convert(model, out, sparsity=args.sparsity, calibration=args.calibration, **how))
-        rows = [measure(folder, problems, args.backend) for folder in bundles]
+        rows = [measure(folder, problems, args.backend, args.policies) for folder in bundles]
     document = {
         "benchmark": "interpreter_lines",
         "num_problems": args.problems,

@@ -31,20 +31,11 @@ from .alpha import search_alpha
 from .baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
 from .budget import mean_sparsity, repair
 from .calibration import CalibrationTokens
+from .descent import Descent
 from .greedy import allocate_greedily
 from .processes import ALONE, Processes
 from .progress import Progress
-from .refinement import (
-    PARTS,
-    BatchGradient,
-    Channels,
-    Measured,
-    Refinement,
-    batch_gradient,
-    dense_states,
-    measure_batch,
-    plan_steps,
-)
+from .refinement import Channels
 from .search_settings import SearchResult, SearchSettings
 from .sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from .settings import METHODS, SEARCHES
@@ -59,10 +50,6 @@ __all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "sear
 Allocation = dict[str, float]
 
 _LARGEST_LOGITS = 1 << 27
-
-# Of the refinement: where its draws begin, past any micro-batch's; bounds that no model comes near.
-_ROUNDS = 1 << 20
-_SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
 
 # Where the report's curve has its points, beside the target.
 _OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
@@ -344,88 +331,25 @@ class Run:
 
     def refine(self, allocation: Allocation) -> Allocation:
         """Scales and sparsities by gradient steps on the joint KL, from those of ``allocation`` on."""
-        settings, sizes, names = self.settings, self.bench.sizes, self.bench.names
-        thresholds = self.bench.thresholds(allocation)
-        channels = Channels({n: self.source.projections[n].in_features for n in names}, sizes)
-        start = channels.join(
-            {n: (self.bench.scales[n].cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n in names}
-        )
+        settings, bench = self.settings, self.bench
         batch_size = _batch_size(settings, self.source.config.vocab_size, self.tokens.seq_len)
-        saved = self.store.load("fisher/refinement")
-        with Workbench(self.source, self.tokens, batch_size=batch_size) as bench:
-            flow, masked = bench.flow, bench.masked
-            plan = plan_steps(self.tokens.input_ids.numel(), flow.num_batches)
-            steps = plan.steps if settings.refine_steps is None else settings.refine_steps
-            steps = steps if settings.sparsity > 0.0 else 0
-            state = Refinement(start, steps, plan.distance) if saved is None else Refinement(**unpack(saved))
-            state, start = state.to(flow.device), start.to(flow.device)
-            kept_dense: dict[int, Tensor] = {}
-
-            def dense(batch: int) -> Tensor:
-                if batch not in kept_dense:
-                    kept_dense[batch] = dense_states(flow, masked, batch)
-                return kept_dense[batch]
-
-            def gradient(batch: int) -> Tensor:
-                return batch_gradient(flow, masked, batch, channels, state.logits, dense(batch)).pack()
-
-            def measured(u: Tensor, batches: Sequence[int], with_kl: bool) -> Measured:
-                def one(batch: int) -> Measured:
-                    return measure_batch(flow, masked, batch, channels, u, dense(batch) if with_kl else None)
-
-                return Measured.total(self.processes.spread(batches, one))
-
-            free = flow.num_batches - plan.held_out
-            with self.progress.stage("Refinement", steps) as stage:
-                stage.advance(state.step)
-                while state.step < steps:
-                    batches = self._batches(state.step, plan.share, free)
-                    found = self.processes.spread_tensors(batches, gradient, channels.packed_length, flow.device)
-                    state.advance(
-                        [BatchGradient.unpack(one, channels) for one in found], channels, start, settings.sparsity
-                    )
-                    self.store.save("fisher/refinement", pack(vars(state.to(torch.device("cpu")))))
-                    stage.advance()
-                    stage.note(f"KL {state.history[-1]:.4f}")
-            # What of the way helps on text that was not used, each part at the same sparsity.
-            outcomes = []
-            for part in PARTS if steps and plan.held_out else (1.0,):
-                u, held_out = state.gone(part, start), range(free, flow.num_batches)
-                if held_out and steps:
-                    excess = self._mean(measured(u, held_out, False).dropped(channels)) - settings.sparsity
-                    u = u + excess / state.pliancy
-                    found_kl = measured(u, held_out, True)
-                    outcomes.append((found_kl.kl / found_kl.num_tokens, part, u))
-                else:
-                    outcomes.append((0.0, part, u))
-            _, part, outcome = min(outcomes, key=lambda one: one[:2])
-            dropped = measured(outcome, range(flow.num_batches), False).dropped(channels)
-            tokens_seen = steps * plan.share * flow.num_counted / flow.num_batches
-        self.bench.num_kl_evaluations += tokens_seen / self.bench.flow.num_counted
-        self.history["refinement"] = state.history
-        self.history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in outcomes if plan.held_out}
-        for name, u in channels.split(outcome.cpu()).items():
-            self.bench.set_scale(name, (u - u.mean()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).exp())
+        widths = {name: self.source.projections[name].in_features for name in bench.names}
+        with Workbench(self.source, self.tokens, batch_size=batch_size) as everything:
+            descent = Descent(everything, Channels(widths, bench.sizes), settings.sparsity, self.processes)
+            found = descent.run(
+                bench.scales,
+                bench.thresholds(allocation),
+                self.draw,
+                settings.refine_steps,
+                self.store,
+                self.progress,
+            )
+        bench.num_kl_evaluations += found.num_tokens / bench.flow.num_counted
+        self.history |= found.history
+        for name, scale in found.scales.items():
+            bench.set_scale(name, scale)
         self.tables()
-        return repair(dropped, sizes, settings.sparsity)
-
-    def _mean(self, sparsities: Allocation) -> float:
-        names = self.bench.names
-        return mean_sparsity([sparsities[name] for name in names], [self.bench.sizes[name] for name in names])
-
-    def _batches(self, step: int, share: int, count: int) -> list[int]:
-        """The micro-batches of a step, one of every class: those that leave one remainder when divided by ``share``.
-
-        So each has its process, which knows its dense states. A class is gone through round after round, each round in
-        an order of its own.
-        """
-        found = []
-        for first in range(share):
-            members = range(first, count, share)
-            turn, place = divmod(step, len(members))
-            order = torch.randperm(len(members), generator=self.draw(_ROUNDS + turn * share + first))
-            found.append(members[int(order[place])])
-        return found
+        return repair(found.dropped, bench.sizes, settings.sparsity)
 
     # ------------------------------------------------------------------ the end
 

@@ -11,17 +11,9 @@ from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.divergence import evaluate
+from wisparse.converter.joint_kl import Measured, batch_gradient, dense_states, measure_batch
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.refinement import (
-    BatchGradient,
-    Channels,
-    Measured,
-    Refinement,
-    batch_gradient,
-    dense_states,
-    measure_batch,
-    plan_steps,
-)
+from wisparse.converter.refinement import BatchGradient, Channels, Refinement, plan_steps
 from wisparse.converter.search import SearchSettings, search
 from wisparse.converter.source import SourceModel
 from wisparse.converter.workbench import Workbench
