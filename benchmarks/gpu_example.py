@@ -87,8 +87,9 @@ def kept_by_kernels(fast: CudaDecoder, token: int) -> list[torch.Tensor]:
         DecodeStep.launch_part(step, index, role)
 
     step.launch_part = record  # type: ignore[method-assign]
-    step.tokens.copy_(torch.tensor([token]))
-    step.launch()
+    with torch.inference_mode():
+        step.tokens.copy_(torch.tensor([token]))
+        step.launch()
     del step.launch_part
     fast._count([token])
     return found

@@ -254,7 +254,7 @@ def launch_attention(
         BLOCK_T=block_t or (max(1, 32 // group) if exact else 64),
         STAGES=stages,
         PDL=pdl,
-        # Few stretches leave multiprocessors idle: then more warps share one.
-        num_warps=warps or (8 if splits <= 8 else 4),
+        # Few stretches leave multiprocessors idle: then more warps share one, if the head is wide enough for them.
+        num_warps=warps or (8 if splits <= 8 and head_dim >= 128 else 4),
         **options,
     )

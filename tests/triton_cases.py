@@ -234,14 +234,16 @@ def attention_twin(qkv, k_cache, v_cache, positions, cos, sin, heads, window, qk
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "d", "rotary", "positions", "window", "qk_norm"),
+    ("heads", "kv_heads", "d", "rotary", "positions", "window", "qk_norm", "block_t"),
     [
-        (4, 2, 16, 16, [37], None, False),
-        (6, 2, 24, 16, [0, 29, -1], None, True),  # padded head, partial rotary, an idle row
-        (4, 4, 32, 32, [50], 10, False),  # sliding window
+        (4, 2, 16, 16, [37], None, False, 16),
+        (4, 2, 16, 16, [37], None, False, None),
+        (6, 2, 24, 16, [0, 29, -1], None, True, 16),  # padded head, partial rotary, an idle row
+        (4, 4, 32, 32, [50], 10, False, 16),  # sliding window
+        (8, 2, 128, 128, [60], None, False, None),  # as most models have them
     ],
 )
-def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions, window, qk_norm):
+def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions, window, qk_norm, block_t):
     batch, length, splits = len(positions), 64, 4
     stored, wide = activation_dtype(dtype), wide_dtype(dtype)
     qkv = rows(batch, (heads + 2 * kv_heads) * d, stored)
@@ -258,7 +260,7 @@ def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions,
     softmax = (softmax[0], softmax[0].clone())
     launch_attention(
         qkv, *caches, place.sign().long(), place, cos, sin, out, softmax, heads=heads, scale=d**-0.5, window=window,
-        qk_norm=norms, eps=1e-6, block_t=16,
+        qk_norm=norms, eps=1e-6, **({} if block_t is None else {"block_t": block_t}),
     )  # fmt: skip
     for found, wanted in zip(caches, expected_caches, strict=True):
         assert_close(found, wanted, stored)
