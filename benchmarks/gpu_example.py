@@ -222,12 +222,12 @@ def check(folder: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
-    rows = [row for folder in parser.parse_args().models for row in check(folder)]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, interpreted"
-    line = json.dumps({"gpu": name, "torch": torch.__version__, "rows": rows})
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], "gpu-h200-example.json").write_text(line + "\n")
-    print(line)
+    for folder in parser.parse_args().models:
+        line = json.dumps({"gpu": name, "torch": torch.__version__, "rows": check(folder)})
+        if os.environ.get("OUT"):
+            Path(os.environ["OUT"], f"gpu-h200-example-{folder.name}.json").write_text(line + "\n")
+        print(line)
 
 
 if __name__ == "__main__":
