@@ -10,6 +10,7 @@ import torch
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.calibration import CalibrationTokens
+from wisparse.converter.descent import micro_batches
 from wisparse.converter.divergence import evaluate
 from wisparse.converter.joint_kl import Measured, batch_gradient, dense_states, measure_batch
 from wisparse.converter.masking import MaskedModel
@@ -155,6 +156,18 @@ def test_more_tokens_bear_more_steps() -> None:
     ):
         plan = plan_steps(num_tokens, num_batches)
         assert (plan.steps, plan.share, plan.held_out, round(plan.distance, 4)) == expected
+
+
+def test_every_micro_batch_has_its_place_in_a_step() -> None:
+    def draw(index: int) -> torch.Generator:
+        return torch.Generator().manual_seed(index)
+
+    steps = [micro_batches(draw, step, 4, 14) for step in range(12)]
+    assert all([batch % 4 for batch in step] == [0, 1, 2, 3] for step in steps)
+    for place, members in ((0, [0, 4, 8, 12]), (2, [2, 6, 10])):
+        rounds = [[step[place] for step in steps[i : i + len(members)]] for i in range(0, 12, len(members))]
+        assert all(sorted(one) == members for one in rounds)
+        assert len({tuple(one) for one in rounds}) > 1, "each round has an order of its own"
 
 
 def test_steps_that_harm_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:

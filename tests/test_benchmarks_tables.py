@@ -1,0 +1,113 @@
+"""The tables of quality are made in pieces: what fails is told, what is there is kept, what does not fit is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+# Stands in for the benchmarks: one row per call, as they write them; the model "broken" fails.
+_FAKE = """
+import json, sys
+from pathlib import Path
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+if given["--model"].endswith("broken"):
+    sys.exit("no such weights")
+with open(Path(__file__).with_name("calls"), "a") as calls:
+    print(sys.argv[1:], file=calls)
+name, sparsity = Path(given["--model"]).name, float(given.get("--sparsities", 0.5))
+figures = {"perplexity": 9.0, "top1_agreement": 0.8, "realised_sparsity": sparsity, "seconds": 1, "kl_evaluations": 1}
+document = {"model": name, "device": "a fake"}
+if "--parts" in given:
+    labels = LABELS[given["--parts"]]
+    document["rows"] = [{"recipe": label, "kl": 0.2, **figures} for label in labels]
+else:
+    kls = {"teal-uniform": 0.4, "teal": 0.2, "fisher": 0.15, "wisparse": 0.1}
+    document["rows"] = [
+        {"method": m, "sparsity": sparsity, "recipe": m, "kl": kl, "of_uniform": kl / 0.4, **figures}
+        for m, kl in kls.items()
+    ]
+(Path(given["--out"]) / "result.json").write_text(json.dumps(document))
+"""
+
+
+@pytest.fixture
+def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import tables
+
+    labels = list(tables.ROWS.values())
+    parts = {"baselines": [labels[i] for i in (0, 1, 6, 9, 10)], "paper": labels[2:6], "additive": labels[7:9]}
+    for script in ("ablation.py", "methods.py"):
+        (tmp_path / script).write_text(f"LABELS = {parts!r}\n{_FAKE}")
+    monkeypatch.setattr(tables, "HERE", tmp_path)
+    for model in ("one", "two", "broken"):
+        (tmp_path / model).mkdir()
+    return tables
+
+
+def run(tables: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
+    options = ["--device", "cpu", "--jobs", "3", "--pieces", str(folder / "pieces"), "--out", str(folder / "out")]
+    monkeypatch.setattr(sys, "argv", ["tables.py", *arguments, *options])
+    tables.main()
+
+
+def calls(folder: Path) -> int:
+    return len((folder / "calls").read_text().splitlines())
+
+
+def test_one_command_writes_every_table(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
+    names = [*(f"{kind}-{model}" for kind in ("ablation", "methods") for model in ("one", "two")), "summary"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        f"{n}.{end}" for n in names for end in ("md", "json")
+    }
+    ablation = json.loads((tmp_path / "out" / "ablation-two.json").read_text())
+    assert [row["recipe"] for row in ablation["rows"]] == list(tables.ROWS.values())
+    assert "up to 3 processes on one CPU" in ablation["made by"]
+    assert "mean of wisparse: 0.250 of uniform, 0.500 of TEAL" in capsys.readouterr().out
+    assert calls(tmp_path) == 2 * (3 + 4)
+    run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
+    assert calls(tmp_path) == 2 * (3 + 4), "nothing is made twice"
+    run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), "--eval-tokens", "512")
+    assert calls(tmp_path) == 3 * (3 + 4), "with other options everything is"
+
+
+def test_a_piece_that_fails_is_told(
+    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "broken"))
+    assert caught.value.code == 1
+    told = capsys.readouterr().out
+    assert "methods-broken-0.5: FAILED, exit status 1" in told
+    assert "no such weights" in told
+    assert "methods-one-0.5: made" in told, "the others are made all the same"
+    assert not (tmp_path / "out").exists()
+
+
+def test_pieces_of_different_machines_are_refused(tables: ModuleType) -> None:
+    with pytest.raises(ValueError, match="do not belong together"):
+        tables.merged([{"device": "a", "rows": []}, {"device": "b", "rows": []}])
+
+
+def test_every_gpu_gets_its_turn(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[str | None] = []
+
+    def made(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
+        used.append(env.get("CUDA_VISIBLE_DEVICES"))
+        return subprocess.CompletedProcess([], 1)
+
+    monkeypatch.setattr(tables.subprocess, "run", made)
+    pieces = [tables.Piece(tmp_path / str(i), "methods.py", ()) for i in range(6)]
+    assert not tables.make_all(pieces, 2, ["0", "3"])
+    assert set(used) == {"0", "3"}
+    assert len(used) == 6
