@@ -65,6 +65,8 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"it knows float32, bfloat16 and float16, not {dtype}"
     if name == "triton":
+        if torch.version.hip is not None:
+            return "its kernels are for NVIDIA's GPUs, this PyTorch is for AMD's"
         capability = torch.cuda.get_device_capability(device)
         if capability < _LEAST_CAPABILITY:
             return f"it needs compute capability 8.0, the device has {capability[0]}.{capability[1]}"

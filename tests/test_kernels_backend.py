@@ -33,6 +33,14 @@ def test_an_old_gpu_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "7.5" in choice.reason
 
 
+def test_another_makers_gpu_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    choice = choose_backend(torch.device("cuda", 0), torch.bfloat16)
+    assert choice.name == "torch"
+    assert "NVIDIA" in choice.reason
+
+
 def test_a_named_back_end_is_never_replaced() -> None:
     with pytest.raises(ValueError, match="triton cannot run on cpu"):
         choose_backend(CPU, torch.bfloat16, "triton")
