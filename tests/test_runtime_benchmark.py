@@ -38,7 +38,7 @@ def test_command_prints_one_json_document(bundle: Path) -> None:
     arguments = [str(bundle), "--backend", "torch", "--runs", "1", "--max-new-tokens", "3", "--json"]
     result = CliRunner().invoke(command, arguments)
     assert result.exit_code == 0, result.output
-    found = json.loads(result.stdout)
+    found = json.loads(result.stdout)  # nothing beside it
     assert found["backend"] == "torch"
     assert found["workload"]["new_tokens"] == 3
     assert found["sparse"]["tok_per_s"] > 0
@@ -56,6 +56,7 @@ def test_command_prints_a_whole_table(bundle: Path, columns: str) -> None:
     (head,) = [line for line in result.stdout.splitlines() if "ms/step" in line]
     for name in ("tok/s", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"):
         assert name in head
+    assert json.loads(result.stdout.splitlines()[-1])["backend"] == "torch"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what a machine without an NVIDIA GPU says")

@@ -24,7 +24,7 @@ __all__ = ["command"]
 @click.option("--kernels", is_flag=True, help="Time every kernel of a block too (NVIDIA GPUs).")
 @click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
 @device_options
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
+@click.option("--json", "as_json", is_flag=True, help="Leave the tables out: print the last line, JSON, alone.")
 def command(
     bundle: str,
     prompt_length: int,
@@ -40,6 +40,7 @@ def command(
     """Time BUNDLE, a folder or a Hub id, against its dense self: same weights, same back end, masks off.
 
     The ceiling is what the bytes allow: those that a step has to read, at the read bandwidth measured in the same run.
+    The last line is all of it as JSON.
 
     \b
     wisparse bench out
@@ -61,10 +62,9 @@ def command(
         model = load(bundle, max_batch=batch, **loading)
     workload = Workload(prompt_length, max_new_tokens, batch, runs)
     found = compare(model, workload, weights=loading["weights"], kernels=kernels)
-    if as_json:
-        click.echo(json.dumps(found.to_dict()))
-        return
-    _show(found)
+    if not as_json:
+        _show(found)
+    click.echo(json.dumps(found.to_dict()))
 
 
 def _show(found: Comparison) -> None:
