@@ -172,14 +172,8 @@ def sparse_gemv_kernel(
     else:
         list_index = index_ptr + program * LIST
         list_value = value_ptr + program * LIST
-    if BATCH == 1:
-        # What the list does not reach reads as "no channel", so that nothing is compared with its length.
-        for start in tl.static_range(0, LIST, SEGMENT):
-            place = start + position
-            if not DENSE:
-                put(list_index, place, tl.full((SEGMENT,), K, tl.int32), place < LIST, SHARED)
-            put(list_value, place, tl.zeros((SEGMENT,), wide), place < LIST, SHARED)
-        tl.debug_barrier()
+    if BATCH == 1 and SHARED:
+        _clear(list_index, list_value, K, wide, SEGMENT, LIST, DENSE, SHARED)
     if LEAD_ROWS > 0:
         # The first rows, whatever x will be: the memory would be idle until the channels are selected.
         lead = ()
@@ -187,6 +181,9 @@ def sparse_gemv_kernel(
             ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
             lead = lead + _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
     wait_for_previous_kernel(PDL)
+    if BATCH == 1 and not SHARED:
+        # Not before: the kernel before this one may still read its lists in the same scratch memory.
+        _clear(list_index, list_value, K, wide, SEGMENT, LIST, DENSE, SHARED)
     if TRIGGER == 1 or BATCH > 1:
         let_next_kernel_start(PDL)
     rstd = 1.0
@@ -318,6 +315,26 @@ def sparse_gemv_kernel(
                     squares = tl.where(in_width, squares * squares, 0.0)
                     tl.store(ssq_out_ptr + row * TILES + tile, tl.sum(squares, axis=0))
                 tl.store(out_ptr + row * N + columns, y_rounded, mask=in_width)
+
+
+@triton.jit
+def _clear(
+    list_index,
+    list_value,
+    K: tl.constexpr,
+    wide: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    LIST: tl.constexpr,
+    DENSE: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Fill the lists with "no channel": what they will not reach then needs no comparison with their length."""
+    for start in tl.static_range(0, LIST, SEGMENT):
+        place = start + tl.arange(0, SEGMENT)
+        if not DENSE:
+            put(list_index, place, tl.full((SEGMENT,), K, tl.int32), place < LIST, SHARED)
+        put(list_value, place, tl.zeros((SEGMENT,), wide), place < LIST, SHARED)
+    tl.debug_barrier()
 
 
 @triton.jit

@@ -118,6 +118,21 @@ def test_lists_longer_than_shared_memory_are_the_twins(lead):
     assert_close(sparse_gemv(x, group, tile), twin(x, group), torch.float16)
 
 
+def test_launches_that_begin_early_leave_the_lists_of_the_one_before_alone():
+    # float32's lists lie in scratch memory, the same for all launches; early starts need a GPU of generation 9.0.
+    pdl = not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
+    groups = [make_group((96,), 300, torch.float32, 0.5, seed=seed) for seed in (0, 1)]
+    tile = GemvTile(block_n=64, block_k=2, splits=4, unroll=2, trigger=1)
+    scratch = Scratch(DEVICE, torch.float32)
+    xs = [rows(1, 300, torch.float32, seed=seed) for seed in range(4 if INTERPRETED else 200)]
+    outs = [torch.full((1, 96), float("nan"), device=DEVICE) for _ in xs]
+    scratch.reserve(groups[0], tile)
+    for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
+        launch_gemv(groups[i % 2], x, out, scratch, tile, pdl=pdl)
+    for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
+        assert_close(out, twin(x, groups[i % 2]), torch.float32)
+
+
 def test_twin_here_is_the_reference():
     group = make_group((24, 8), 32, torch.float32, 0.5, bias=True)
     x = rows(2, 32, torch.float32)
