@@ -91,7 +91,7 @@ def sparse_gemv_kernel(
     ssq_out_ptr,  # TO_RESIDUAL: (B, tiles) wide
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) wide
     index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
-    value_ptr,  # scratch: (programs, LIST) wide, unless ROOM; batches: (programs, B, LIST) dtype
+    value_ptr,  # scratch: (programs, LIST) dtype, unless ROOM; batches: (programs, B, SEGMENT)
     counter_ptr,  # (tiles,) int32, 0 before and after
     eps,
     ssq_parts,  # columns of ssq_in

@@ -43,6 +43,7 @@ def put(items, place, value, wanted, SHARED: tl.constexpr):
     if not SHARED:
         tl.store(items + place, value.to(items.dtype.element_ty), mask=wanted)
     elif value.dtype.is_floating():
+        # Its own way in: as bits among integers it costs a quarter more registers.
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }",
             "=r,r,f,r",
@@ -65,16 +66,14 @@ def put(items, place, value, wanted, SHARED: tl.constexpr):
 @triton.jit
 def get(items, place, FLOATING: tl.constexpr, SHARED: tl.constexpr):
     """items[place], after ``settled``."""
-    if not SHARED:
-        value = tl.load(items + place)
-    elif FLOATING:
-        value = tl.inline_asm_elementwise(
-            "ld.shared.b32 $0, [$1];", "=f,r", [items + place * 4], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
+    if SHARED:
         value = tl.inline_asm_elementwise(
             "ld.shared.b32 $0, [$1];", "=r,r", [items + place * 4], dtype=tl.int32, is_pure=True, pack=1
         )
+        if FLOATING:
+            value = value.to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(items + place)
     return value
 
 
