@@ -40,7 +40,7 @@ SELECTION = {
 
 def sanitizer(tool: str) -> list[str]:
     """The command in front of what is to be watched."""
-    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "20"]
+    command = ["compute-sanitizer", "--tool", tool, "--print-limit", "500"]
     for kernel in KERNELS:
         command += ["--kernel-name", f"kns={kernel}_kernel"]
     return command

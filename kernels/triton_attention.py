@@ -72,19 +72,22 @@ def _cached(k_cache_ptr, v_cache_ptr, slot_base, t, live_t, D: tl.constexpr, D_P
 
 @triton.jit
 def _attend(q, k, v, live_t, m, total, acc, scale_log2, dtype: tl.constexpr, wide: tl.constexpr):
-    """One more stretch of the softmax: new maximum (log2 domain), denominator and weighted sum."""
+    """One more stretch of the softmax: new maximum (log2 domain), denominator and weighted sum. float64 takes one
+    position, always a live one, at a time."""
     if wide == tl.float64:
-        s = tl.sum(q[:, None, :] * k[None, :, :], axis=2) * scale_log2
+        s = tl.sum(q * k, axis=1) * scale_log2
+        m_new = tl.maximum(m, s)
+        weight = tl.exp2(s - m_new)
+        factor = tl.exp2(m - m_new)
+        total = total * factor + weight
+        acc = acc * factor[:, None] + weight[:, None] * v
     else:
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-    s = tl.where(live_t[None, :], s, float("-inf"))
-    m_new = tl.maximum(m, tl.max(s, axis=1))
-    factor = tl.exp2(m - m_new)
-    weight = tl.exp2(s - m_new[:, None])
-    total = total * factor + tl.sum(weight, axis=1)
-    if wide == tl.float64:
-        acc = acc * factor[:, None] + tl.sum(weight[:, :, None] * v[None, :, :], axis=1)
-    else:
+        s = tl.where(live_t[None, :], s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1))
+        factor = tl.exp2(m - m_new)
+        weight = tl.exp2(s - m_new[:, None])
+        total = total * factor + tl.sum(weight, axis=1)
         acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
     return m_new, total, acc
 
@@ -218,11 +221,10 @@ def launch_attention(
         scale: of the scores, 1 / sqrt(D) for the models here.
         window: sliding window in positions, the new one included.
         qk_norm: RMSNorm weights (D,) of queries and keys (Qwen3), with ``eps``.
-        block_t: positions read at a time.
+        block_t: positions read at a time; float64 takes one.
     """
     batch, _, splits, head_dim = out.shape
     kv_heads = k_cache.shape[1]
-    # tl.dot's smallest side is 16; without it there is a product for each query head, position and dimension.
     exact = out.dtype == torch.float64
     group = triton.next_power_of_2(heads // kv_heads)
     options = {"launch_pdl": True} if pdl else {}
@@ -247,14 +249,15 @@ def launch_attention(
         D=head_dim,
         D_PAD=max(16, triton.next_power_of_2(head_dim)),
         ROTARY=cos.shape[1] * 2,
-        GROUP_PAD=group if exact else max(16, group),
+        GROUP_PAD=group if exact else max(16, group),  # tl.dot's smallest side
         QK_NORM=qk_norm is not None,
         WINDOW=window or 0,
         SPLITS=splits,
-        BLOCK_T=block_t or (max(1, 32 // group) if exact else 64),
+        BLOCK_T=1 if exact else block_t or 64,
         STAGES=stages,
         PDL=pdl,
-        # Few stretches leave multiprocessors idle: then more warps share one, if the head is wide enough for them.
-        num_warps=warps or (8 if splits <= 8 and head_dim >= 128 else 4),
+        # Few stretches leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
+        # float64 position is work for one warp, and nothing has to be exchanged through shared memory.
+        num_warps=warps or (1 if exact else 8 if splits <= 8 and head_dim >= 128 else 4),
         **options,
     )

@@ -67,7 +67,14 @@ def resources(compiled) -> dict[str, int]:
 
 
 def gemv(
-    arch: int, tile, group: str, batch: int = 1, dense: bool = False, dtype: str = "bf16", pdl: bool | None = None
+    arch: int,
+    tile,
+    group: str,
+    batch: int = 1,
+    dense: bool = False,
+    dtype: str = "bf16",
+    pdl: bool | None = None,
+    kv_splits: int = 16,
 ):
     """The GEMV as Llama-3.1-8B launches it for ``group``."""
     shapes = {  # K, widths, source, target
@@ -88,7 +95,7 @@ def gemv(
     segment, length, in_room = triton_gemv.program_lists(k, tile, batch, shared=dtype != "fp32")
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=32,
-        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
+        KV_SPLITS=kv_splits, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=segment, LIST=length, ROOM=in_room,
         CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, LEAD=tile.lead,
@@ -97,7 +104,7 @@ def gemv(
     return compile_kernel(triton_gemv.sparse_gemv_kernel, arch, types, constants, tile.warps, tile.stages)
 
 
-def attention(arch: int, dtype: str = "bf16"):
+def attention(arch: int, dtype: str = "bf16", splits: int = 16):
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, scale_log2=0.1275, eps=1e-5)
     names = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr")
@@ -107,9 +114,10 @@ def attention(arch: int, dtype: str = "bf16"):
     }  # fmt: skip
     constants = dict(
         HEADS=32, KV_HEADS=8, D=128, D_PAD=128, ROTARY=128, GROUP_PAD=4 if exact else 16, QK_NORM=False, WINDOW=0,
-        SPLITS=16, BLOCK_T=8 if exact else 64, STAGES=3, PDL=arch >= 90, **exact,
+        SPLITS=splits, BLOCK_T=1 if exact else 64, STAGES=3, PDL=arch >= 90, **exact,
     )  # fmt: skip
-    return compile_kernel(triton_attention._attention_kernel, arch, types, constants, 4)
+    warps = 1 if exact else 8 if splits <= 8 else 4
+    return compile_kernel(triton_attention._attention_kernel, arch, types, constants, warps)
 
 
 def logits(
@@ -166,7 +174,7 @@ def main(archs: list[int]) -> None:
             for group in ("qkv", "o", "gate_up", "down")
         }
         cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
-        cases |= {"attention": (attention,), "logits batch 1": (logits,)}
+        cases |= {"attention": (attention,), "attention short": (attention, "bf16", 4), "logits batch 1": (logits,)}
         cases |= {"logits batch 4": (logits, 4, 64, 128, "bf16", 3, 1)}
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
