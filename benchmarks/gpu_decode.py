@@ -21,10 +21,13 @@ from pathlib import Path
 import torch
 import triton
 from gpu_baseline import Baseline
+from gpu_example import launch_input
 from gpu_models import SHAPES, calibrate, give_masks, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
+from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda_decoder import CudaDecoder
+from wisparse.runtime.cuda_step import DecodeStep
 from wisparse.runtime.decoder import SamplingSettings
 from wisparse.runtime.torch_decoder import TorchDecoder
 
@@ -111,8 +114,21 @@ def check(shape: str) -> dict:
     return result
 
 
+def kept_share(step: DecodeStep, role: str) -> float:
+    """The share of a role's weights, over all blocks, whose channels its launches keep, from what they read."""
+    kept = size = 0
+    for index, block in enumerate(step.weights.blocks):
+        group = getattr(block, role)
+        x = launch_input(step, index, role)
+        for scale, threshold, width in zip(group.scales, group.thresholds, group.widths, strict=True):
+            kept += int(keep_mask(x, scale, threshold).any(0).sum()) * width
+            size += group.in_features * width
+    return kept / size
+
+
 def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: int = 1, context: int = 0) -> dict:
-    """Microseconds of each launch of a block, averaged over all blocks, with its share of the ideal."""
+    """Microseconds of each launch of a block, averaged over all blocks, with its share of the ideal: the weights it
+    keeps, read at the ceiling (batches read all of them)."""
     step = decoder.step_for(rows, context=context)
     count = len(decoder.weights.blocks)
     table = {}
@@ -130,13 +146,17 @@ def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: in
             size = decoder.weights.head.numel()
         else:
             group = getattr(decoder.weights.blocks[0], role)
-            size = group.in_features * group.out_features * (1 - sparsity)
+            kept = kept_share(step, role) if rows == 1 else 1.0
+            size = group.in_features * group.out_features * kept
         ideal = size * decoder.dtype.itemsize / ceiling * 1e-3
         table[role] = {"us": us, "ideal_us": ideal, "share": ideal / us}
+        if role != "logits":
+            table[role]["kept"] = kept
     print(f"per launch at {sparsity:.0%}, {rows} rows:")
     for role, row in table.items():
         share = f"  ideal {row['ideal_us']:7.2f}  {row['share']:6.1%}" if "share" in row else ""
-        print(f"  {role:10s} {row['us']:8.2f} us{share}")
+        kept = f"  kept {row['kept']:6.1%}" if "kept" in row else ""
+        print(f"  {role:10s} {row['us']:8.2f} us{share}{kept}")
     return table
 
 

@@ -82,7 +82,7 @@ def kept_by_kernels(fast: CudaDecoder, token: int) -> list[torch.Tensor]:
         if role in ("qkv", "o", "gate_up", "down"):
             block = step.weights.blocks[index]
             group = getattr(block, role)
-            x = _input(step, index, role)
+            x = launch_input(step, index, role)
             found.extend(scores(x, group.scales[i])[0] for i in range(len(group.widths)))
         DecodeStep.launch_part(step, index, role)
 
@@ -95,7 +95,7 @@ def kept_by_kernels(fast: CudaDecoder, token: int) -> list[torch.Tensor]:
     return found
 
 
-def _input(step: DecodeStep, index: int, role: str) -> torch.Tensor:
+def launch_input(step: DecodeStep, index: int, role: str) -> torch.Tensor:
     """(1, K): what a launch is about to read, by the definitions."""
     block, eps = step.weights.blocks[index], step.config.rms_norm_eps
     if role == "down":

@@ -88,7 +88,7 @@ class Case:
         """A function that launches every copy once."""
         scratch = Scratch(self.x.device, self.out.dtype)
         scratch.reserve(self.groups[0], tile, self.batch)
-        ssq_out = torch.empty(self.batch, triton.cdiv(self.n, tile.block_n), device="cuda")
+        ssq_out = torch.empty(self.batch, tile.parts(self.n), device="cuda")
 
         def launch(limit: int | None = None) -> None:
             for group in self.groups[:limit]:

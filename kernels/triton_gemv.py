@@ -31,8 +31,19 @@ from .triton_common import (
 )
 from .triton_gemv_kernel import sparse_gemv_kernel
 from .triton_lists import room_source
+from .triton_partials import NOTHING
 
-__all__ = ["INPUTS", "OUTPUTS", "GemvTile", "Group", "Scratch", "launch_gemv", "program_lists", "sparse_gemv"]
+__all__ = [
+    "INPUTS",
+    "OUTPUTS",
+    "GemvTile",
+    "Group",
+    "Scratch",
+    "launch_gemv",
+    "program_lists",
+    "sparse_gemv",
+    "sums_at_once",
+]
 
 INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
 OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
@@ -47,6 +58,13 @@ class GemvTile:
     ``early`` lets the launch begin before the one before it has ended, and ``trigger`` says when it lets the next one
     begin: 1 at its start, 2 after its product. ``lead`` times ``unroll * block_k`` rows are read before the channels
     are selected, and multiplied by zero if they were to be dropped.
+
+    The last ``pollers`` splits of a tile, a power of two, wait for the partial sums of all, add them up and write the
+    result. One waits for programs that began before it. Several wait for each other too, so those of all tiles must be
+    fewer than the programs that a GPU runs at once; ``default_tile`` keeps them below its multiprocessors.
+
+    Raises:
+        ValueError: ``pollers`` is no power of two, or larger than ``splits`` or ``block_n``.
     """
 
     block_n: int = 512
@@ -59,6 +77,18 @@ class GemvTile:
     trigger: int = 1
     early: bool = True
     lead: int = 0
+    pollers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.pollers <= min(self.splits, self.block_n) or self.pollers & (self.pollers - 1):
+            raise ValueError(
+                f"expected pollers to be a power of two up to splits ({self.splits}) and block_n ({self.block_n}), "
+                f"found {self.pollers}"
+            )
+
+    def parts(self, width: int) -> int:
+        """Columns of ``ssq_out``: partial sums of squares that a launch with ``width`` outputs leaves."""
+        return triton.cdiv(width, self.block_n) * self.pollers
 
 
 @dataclass(frozen=True)
@@ -96,13 +126,20 @@ class Scratch:
     """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        self.partial = torch.empty(1, dtype=wide_dtype(dtype), device=device)
+        bits = torch.int64 if wide_dtype(dtype) == torch.float64 else torch.int32
+        self.partial = torch.full((1,), NOTHING, dtype=bits, device=device)
         self.index = torch.empty(1, dtype=torch.int32, device=device)
         self.value = torch.empty(1, dtype=activation_dtype(dtype), device=device)
-        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
 
     def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
-        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
+        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw.
+
+        Raises:
+            ValueError: several pollers on a CPU: the interpreter runs programs one after the other, and the first would
+                wait for ever.
+        """
+        if tile.pollers > 1 and group.weight_t.device.type != "cuda":
+            raise ValueError(f"expected one poller where there is no GPU, found {tile}")
         if group.weight_t.dtype == torch.float32:
             batch = 1  # rows are launched one by one
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
@@ -113,12 +150,11 @@ class Scratch:
             ("partial", tile.splits * batch * group.out_features),
             ("index", in_scratch if batch == 1 else 0),
             ("value", in_scratch if batch == 1 else programs * batch * segment),
-            ("counter", tiles),
         ):
             held = getattr(self, name)
             if held.numel() < size:
-                # Zeros for the counters, which each launch leaves as it found them; the rest may hold anything.
-                setattr(self, name, torch.zeros(size, dtype=held.dtype, device=held.device))
+                # Each launch leaves partial sums as it found them; the lists may hold anything.
+                setattr(self, name, torch.full((size,), NOTHING, dtype=held.dtype, device=held.device))
 
 
 def _segment(in_features: int, tile: GemvTile) -> int:
@@ -134,6 +170,13 @@ def program_lists(in_features: int, tile: GemvTile, batch: int, *, shared: bool)
     length = segment + 3 * tile.unroll * block_k + 1
     exchanged = block_k * tile.block_n if block_k > 1 else 0
     return segment, length, room_source(4 * (2 * length + exchanged)) if shared and batch == 1 else ""
+
+
+def sums_at_once(tile: GemvTile, batch: int, target: str) -> int:
+    """Partial sums of a column that a poller reads in one turn: 64 numbers a thread, over all rows it looks for."""
+    columns = tile.block_n // tile.pollers * min(batch, 4) * (2 if target == "silu" else 1)
+    fitting = max(1, 32 * 32 * tile.warps // columns)
+    return min(triton.next_power_of_2(tile.splits), 1 << (fitting.bit_length() - 1))
 
 
 def _has_room(weight_t: Tensor) -> bool:
@@ -177,7 +220,7 @@ def launch_gemv(
         target: ``plain``, ``residual`` (fills ``ssq_out``) or ``silu``.
         norm: (K,) RMSNorm weight.
         ssq_in: (batch, parts) wide, partial sums of the squares of x's rows.
-        ssq_out: (batch, tiles) wide.
+        ssq_out: (batch, tile.parts(N)) wide.
         softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) wide.
         head_dim: for source ``attention``.
         pdl: programmatic dependent launch (compute capability 9.0 or later).
@@ -214,8 +257,7 @@ def launch_gemv(
         scratch.partial,
         scratch.index,
         scratch.value,
-        scratch.counter,
-        exact_argument(eps, scratch.partial.dtype),
+        exact_argument(eps, wide_dtype(group.weight_t.dtype)),
         parts,
         K=group.in_features,
         N0=widths[0],
@@ -236,7 +278,8 @@ def launch_gemv(
         BLOCK_N=tile.block_n,
         BLOCK_K=block_k,
         SPLITS=tile.splits,
-        SPLITS_PAD=triton.next_power_of_2(tile.splits),
+        POLLERS=tile.pollers,
+        AT_ONCE=sums_at_once(tile, batch, target),
         SEGMENT=segment,
         CHUNK=tile.chunk,
         UNROLL=tile.unroll,

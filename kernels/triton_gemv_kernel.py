@@ -2,9 +2,8 @@
 
 A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
 global list, keeps their list where its threads share it (``triton_lists``) and reads one contiguous stretch of each
-kept row. Programs of one tile add up through partial sums in scratch memory; the one that arrives last adds them in a
-fixed order and writes the result. There are no float atomics and no buffer has to be cleared: the same input gives the
-same bits on every run.
+kept row. Programs of one tile add up through partial sums in scratch memory (``triton_partials``), in a fixed order.
+There are no float atomics and no buffer has to be cleared: the same input gives the same bits on every run.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import triton.language as tl
 from .triton_common import (
     FROM_ATTENTION,
     FROM_HIDDEN,
-    TO_RESIDUAL,
     TO_SILU,
     let_next_kernel_start,
     normalise,
@@ -25,6 +23,7 @@ from .triton_common import (
     wait_for_previous_kernel,
 )
 from .triton_lists import add_rows, get, put, room, settled
+from .triton_partials import leave_partial, write_result
 
 __all__ = ["sparse_gemv_kernel"]
 
@@ -88,11 +87,10 @@ def sparse_gemv_kernel(
     scale_ptr,  # (projections, K) float32
     threshold_ptr,  # (projections,) float32
     out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
-    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles) wide
-    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) wide
+    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles * POLLERS) wide
+    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums, NOTHING before and after
     index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
     value_ptr,  # scratch: (programs, LIST) dtype, unless ROOM; batches: (programs, B, SEGMENT)
-    counter_ptr,  # (tiles,) int32, 0 before and after
     eps,
     ssq_parts,  # columns of ssq_in
     K: tl.constexpr,
@@ -112,7 +110,8 @@ def sparse_gemv_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    POLLERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SEGMENT: tl.constexpr,
     CHUNK: tl.constexpr,
     UNROLL: tl.constexpr,
@@ -129,7 +128,7 @@ def sparse_gemv_kernel(
     T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = T0 + T1 + T2
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    wide: tl.constexpr = partial_ptr.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if partial_ptr.dtype.element_ty == tl.int64 else tl.float32
     program = tl.program_id(0)
     tile = program % TILES
     split = program // TILES
@@ -254,8 +253,7 @@ def sparse_gemv_kernel(
             y = add_rows(acc, spare, BLOCK_K, BLOCK_N)
         else:
             y = tl.sum(acc, axis=0)
-        if SPLITS > 1:
-            tl.store(partial_ptr + split * N + columns, y, mask=in_width)
+        leave_partial(partial_ptr, split * N + columns, y, in_width)
     else:
         # Rows padded to the tensor cores' 16; dropped channels hold zeros.
         rows = tl.arange(0, ROWS)
@@ -274,47 +272,36 @@ def sparse_gemv_kernel(
                 other=0.0,
             )
             acc = tl.dot(x_now, w, acc, input_precision="ieee")
-        tl.store(
-            partial_ptr + (split * BATCH + rows)[:, None] * N + columns[None, :],
-            acc,
-            mask=(rows < BATCH)[:, None] & in_width[None, :],
-        )
+        place = (split * BATCH + rows)[:, None] * N + columns[None, :]
+        leave_partial(partial_ptr, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
 
-    # --- the last program of the tile to arrive adds the partial sums, in the order of the splits
-    ARRIVALS: tl.constexpr = SPLITS * 2 if OUTPUT == TO_SILU else SPLITS
-    last = True
-    if ARRIVALS > 1 or BATCH > 1:
-        if SPLITS == 1 and BATCH == 1:
-            tl.store(partial_ptr + columns, y, mask=in_width)
-        tl.debug_barrier()
-        ticket = tl.atomic_add(counter_ptr + local if OUTPUT == TO_SILU else counter_ptr + tile, 1, sem="acq_rel")
-        last = ticket == ARRIVALS - 1
-    if last:
-        if ARRIVALS > 1 or BATCH > 1:
-            tl.store(counter_ptr + local if OUTPUT == TO_SILU else counter_ptr + tile, 0)
-        for row in tl.static_range(BATCH):
-            if OUTPUT == TO_SILU:
-                gate = _add_partials(partial_ptr, bias_ptr, n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
-                up = _add_partials(partial_ptr, bias_ptr, N0 + n, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS)
-                gate = gate.to(dtype).to(wide)
-                silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
-                result = silu * up.to(dtype).to(wide)
-                tl.store(out_ptr + row * N0 + n, result.to(dtype), mask=in_width)
-            else:
-                if ARRIVALS > 1 or BATCH > 1:
-                    y = _add_partials(
-                        partial_ptr, bias_ptr, columns, in_width, row, N, BATCH, SPLITS, SPLITS_PAD, HAS_BIAS
-                    )
-                elif HAS_BIAS:
-                    y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
-                y_rounded = y.to(dtype)
-                if OUTPUT == TO_RESIDUAL:
-                    hidden = tl.load(out_ptr + row * N + columns, mask=in_width, other=0.0).to(wide)
-                    y_rounded = (hidden + y_rounded.to(wide)).to(dtype)
-                    squares = y_rounded.to(wide)
-                    squares = tl.where(in_width, squares * squares, 0.0)
-                    tl.store(ssq_out_ptr + row * TILES + tile, tl.sum(squares, axis=0))
-                tl.store(out_ptr + row * N + columns, y_rounded, mask=in_width)
+    # --- the tile's last splits add the partial sums of all and write the result
+    turn = split - (SPLITS - POLLERS)
+    if OUTPUT == TO_SILU:
+        turn = tl.where(second > 0, turn, -1)  # up's programs do, for gate too
+    if turn >= 0:
+        write_result(
+            turn,
+            local * BLOCK_N,
+            0 if OUTPUT == TO_SILU else first,
+            width,
+            tile * POLLERS + turn,
+            partial_ptr,
+            bias_ptr,
+            out_ptr,
+            ssq_out_ptr,
+            wide,
+            N0,
+            N,
+            BATCH,
+            OUTPUT,
+            HAS_BIAS,
+            BLOCK_N,
+            SPLITS,
+            POLLERS,
+            TILES * POLLERS,
+            AT_ONCE,
+        )
 
 
 @triton.jit
@@ -375,34 +362,3 @@ def _rows(weight_column_ptr, ks, in_width, K: tl.constexpr, STRIDE: tl.constexpr
         )
         ws = ws + (w,)  # noqa: RUF005
     return ws
-
-
-@triton.jit
-def _add_partials(
-    partial_ptr,
-    bias_ptr,
-    columns,
-    in_width,
-    row,
-    N: tl.constexpr,
-    BATCH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-):
-    """Sum over the splits, in a fixed order, plus bias. Read past L1: other multiprocessors wrote them."""
-    # All at once if they fit the registers: each further turn waits for the L2 cache again.
-    AT_ONCE: tl.constexpr = min(SPLITS_PAD, 32)
-    y = tl.zeros(columns.shape, partial_ptr.dtype.element_ty)
-    for start in tl.static_range(0, SPLITS, AT_ONCE):
-        s = start + tl.arange(0, AT_ONCE)
-        parts = tl.load(
-            partial_ptr + (s * BATCH + row)[:, None] * N + columns[None, :],
-            mask=(s < SPLITS)[:, None] & in_width[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        y += tl.sum(parts, axis=0)
-    if HAS_BIAS:
-        y += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)
-    return y

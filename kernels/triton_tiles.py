@@ -64,14 +64,24 @@ def default_tile(
     if batch > 1:
         block_n = 256 if out_features >= 2048 else 64
         splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
-        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
+        pollers = _pollers(multiprocessors, out_features, block_n, splits)
+        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1, pollers=pollers)
     # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
     # chip is spread unevenly if it starts among another's programs.
     block_n = 256 if out_features >= 512 else 64
     wide = out_features >= 16384
     splits = (7 if wide else 5) * multiprocessors // triton.cdiv(out_features, block_n)
     splits = max(1, min(splits, in_features // 64, 64))
-    return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=2 if dense else 0)
+    return GemvTile(
+        block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=2 if dense else 0,
+        pollers=_pollers(multiprocessors, out_features, block_n, splits),
+    )  # fmt: skip
+
+
+def _pollers(multiprocessors: int, out_features: int, block_n: int, splits: int) -> int:
+    """Up to four for each tile, as long as every one of them could have a multiprocessor of its own."""
+    most = max(1, min(4, splits, multiprocessors // triton.cdiv(out_features, block_n)))
+    return 1 << (most.bit_length() - 1)
 
 
 def choose_tile(

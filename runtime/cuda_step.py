@@ -113,7 +113,7 @@ class DecodeStep:
         self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.hidden = empty(rows, hidden)
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
-        parts = max(triton.cdiv(hidden, t.block_n) for t in chosen.values())
+        parts = max(t.parts(hidden) for t in chosen.values())
         self._ssq = empty(2, rows * parts, kind=wide)
         self._qkv = empty(rows, config.q_size + 2 * config.kv_size)
         self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=wide)
@@ -169,8 +169,7 @@ class DecodeStep:
 
     def _sums(self, index: int, role: str) -> torch.Tensor:
         """(rows, parts): sums of squares that ``role`` of block ``index`` leaves; block -1 is the embedding."""
-        tile = self.tiles[max(index, 0)][role]
-        parts = triton.cdiv(self.config.hidden_size, tile.block_n)
+        parts = self.tiles[max(index, 0)][role].parts(self.config.hidden_size)
         return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
 
     def launch_part(self, index: int, role: str) -> None:

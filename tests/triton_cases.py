@@ -18,6 +18,7 @@ from wisparse.kernels.triton_common import activation_dtype, wide_dtype
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, sparse_gemv
 from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_lists import room_source
+from wisparse.kernels.triton_partials import NOTHING
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -80,6 +81,7 @@ TILES = [
     GemvTile(block_n=64, block_k=32, splits=3, chunk=4, unroll=1, lead=1),
     GemvTile(block_n=128, block_k=8, splits=5, unroll=4),
     GemvTile(block_n=64, block_k=2, splits=3, unroll=2, lead=3),
+    *[GemvTile(block_n=64, block_k=4, splits=5, unroll=2, pollers=n) for n in (2, 4) if not INTERPRETED],
 ]
 
 
@@ -148,14 +150,26 @@ def test_poisoned_buffers_do_not_show(tile, batch):
     x = rows(batch, 50, torch.float32)
     scratch = Scratch(DEVICE, torch.float32)
     scratch.reserve(group, tile, batch)
-    scratch.partial.fill_(float("nan"))
     scratch.value.fill_(float("nan"))
     scratch.index.fill_(2**30)
     out = torch.full((batch, 72), float("nan"), device=DEVICE)
-    for _ in range(2):  # the counters have to be as before
+    for _ in range(2):  # partial sums have to be taken back
         launch_gemv(group, x, out, scratch, tile, batch=batch)
         assert_close(out, twin(x, group), torch.float32)
-    assert not scratch.counter.any()
+    assert (scratch.partial == NOTHING).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="on a GPU programs run side by side")
+def test_several_pollers_are_refused_where_programs_run_in_turn():
+    group = make_group((72,), 50, torch.float16, 0.5)
+    with pytest.raises(ValueError, match="one poller"):
+        Scratch(DEVICE, torch.float16).reserve(group, GemvTile(block_n=64, splits=2, pollers=2))
+
+
+@pytest.mark.parametrize("pollers", [0, 3, 8])
+def test_pollers_have_to_fit_the_tile(pollers):
+    with pytest.raises(ValueError, match="power of two up to splits"):
+        GemvTile(block_n=64, splits=4, pollers=pollers)
 
 
 @pytest.mark.parametrize("tile", TILES)
@@ -167,6 +181,12 @@ def test_nan_and_inf_go_where_the_twins_go(tile):
         found, expected = sparse_gemv(x, group, tile), twin(x, group)
         assert_close(found, expected, torch.float32)
         assert not found.isfinite().any()
+    # All bits set: the NaN that says "no partial sum yet", which would be waited for if it were left.
+    half = make_group((64,), 48, torch.float16, 0.5)
+    x = rows(1, 48, torch.float16)
+    x[0, 7] = torch.tensor(-1, dtype=torch.int16).view(torch.float16)
+    half.weight_t.view(torch.int16)[7] = -1
+    assert sparse_gemv(x, half, tile).isnan().all()
     # A dropped channel's weight is never read: an Inf there does not leak.
     x = rows(1, 48, torch.float32)
     x[0, 7] = 0.0

@@ -89,15 +89,17 @@ def gemv(
     types = {
         "x_ptr": wide if source == "attention" else activation, "m_ptr": wide, "l_ptr": wide, "ssq_in_ptr": wide,
         "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32",
-        "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide, "partial_ptr": wide, "index_ptr": "*i32",
-        "value_ptr": activation, "counter_ptr": "*i32", "ssq_parts": "i32", **floats,
+        "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide,
+        "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "ssq_parts": "i32",
+        **floats,
     }  # fmt: skip
     segment, length, in_room = triton_gemv.program_lists(k, tile, batch, shared=dtype != "fp32")
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=32,
         KV_SPLITS=kv_splits, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        SPLITS_PAD=triton.next_power_of_2(tile.splits), SEGMENT=segment, LIST=length, ROOM=in_room,
+        POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target),
+        SEGMENT=segment, LIST=length, ROOM=in_room,
         CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, LEAD=tile.lead,
         PDL=arch >= 90 if pdl is None else pdl, **exact,
     )  # fmt: skip

@@ -1,0 +1,139 @@
+"""The end of a product: the programs of a tile add up, and some of them write the result.
+
+Each program leaves its partial sum in scratch memory, which holds "nothing yet" before a launch and after it. The last
+splits of a tile, POLLERS of them, take a part of its columns each: they look until every split's partial sums of these
+columns are there, put "nothing yet" in their place, add them in the order of the splits and write the result. So the
+numbers are their own signal. A counter of programs would need a fence and one way to the L2 cache and back more.
+
+Programs that look hold their places on the chip. All others end without waiting for anybody, so those that look end
+too, as long as they leave room for the ones that are still to begin: ``GemvTile`` says how many there may be.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_common import TO_RESIDUAL, TO_SILU
+
+__all__ = ["NOTHING", "leave_partial", "write_result"]
+
+# All bits set. As a number that is a NaN, though none that arithmetic results in, nor one that is ever left.
+NOTHING = -1
+_NOTHING = tl.constexpr(NOTHING)
+_NAN32 = tl.constexpr(0x7FC00000)
+_NAN64 = tl.constexpr(0x7FF8000000000000)
+# Rows of a batch whose partial sums are looked for at the same time.
+_ROWS = tl.constexpr(4)
+
+
+@triton.jit
+def leave_partial(partial_ptr, place, y, mask):
+    """Leave partial sums where ``write_result`` looks for them: (SPLITS, B, N) integers as wide as y's numbers."""
+    bits = y.to(partial_ptr.dtype.element_ty, bitcast=True)
+    nan = _NAN64 if partial_ptr.dtype.element_ty == tl.int64 else _NAN32
+    tl.store(partial_ptr + place, tl.where(bits == _NOTHING, nan, bits), mask=mask)
+
+
+@triton.jit
+def write_result(
+    turn,  # which part of the tile's columns, 0 to POLLERS - 1
+    first,  # the tile's first column in its projection
+    offset,  # the projection's first column in partial sums and bias; for TO_SILU gate's, N0 before up's
+    width,  # the projection's columns
+    place,  # where the part's sum of squares goes, TO_RESIDUAL only
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    ssq_out_ptr,
+    wide: tl.constexpr,
+    N0: tl.constexpr,
+    N: tl.constexpr,
+    BATCH: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Add up a part of a tile's columns and write what becomes of them."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    PART: tl.constexpr = BLOCK_N // POLLERS
+    OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
+    EACH: tl.constexpr = 2 if OUTPUT == TO_SILU else 1
+    n = first + turn * PART + tl.arange(0, PART)
+    live = n < width
+    columns = offset + n
+    # One sum for each row, or two: gate's, then up's.
+    for begin in tl.static_range(0, BATCH, _ROWS):
+        hidden = ()
+        if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
+            for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
+                hidden = hidden + (tl.load(out_ptr + row * N + columns, mask=live, other=0.0),)  # noqa: RUF005
+        sums = ()
+        for _ in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
+            sums = sums + (tl.zeros((PART,), wide),)  # noqa: RUF005
+        for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+            # First all reads, so that one way to the L2 cache serves them, then the waiting.
+            found = ()
+            for i in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
+                at, there = _places(
+                    partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
+                )
+                found = found + (tl.load(at, mask=there, other=0, volatile=True),)  # noqa: RUF005
+            added = ()
+            for i in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
+                at, there = _places(
+                    partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
+                )
+                sum_so_far, words = sums[i - begin * EACH], found[i - begin * EACH]
+                added = added + (sum_so_far + _take(words, at, there, wide),)  # noqa: RUF005
+            sums = added
+        for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
+            y = _with_bias(sums[(row - begin) * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)
+            if OUTPUT == TO_SILU:
+                up = _with_bias(sums[(row - begin) * EACH + 1], bias_ptr + N0 + columns, live, HAS_BIAS)
+                gate = y.to(wide)
+                silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
+                y = (silu * up.to(dtype).to(wide)).to(dtype)
+            if OUTPUT == TO_RESIDUAL:
+                y = (hidden[row - begin].to(wide) + y.to(wide)).to(dtype)
+                squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
+                tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=0))
+            tl.store(out_ptr + row * OUT_N + columns, y, mask=live)
+
+
+@triton.jit
+def _places(
+    partial_ptr,
+    columns,
+    live,
+    row,
+    start,
+    N: tl.constexpr,
+    BATCH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Where AT_ONCE splits' partial sums of a row lie, and which of them there are."""
+    split = start + tl.arange(0, AT_ONCE)
+    at = partial_ptr + (split * BATCH + row)[:, None] * N + columns[None, :]
+    return at, (split < SPLITS)[:, None] & live[None, :]
+
+
+@triton.jit
+def _take(found, at, there, wide: tl.constexpr):
+    """The sum over the splits once all are there; "nothing yet" stands in their place again."""
+    while tl.max(tl.max((found == _NOTHING).to(tl.int32), axis=1), axis=0) > 0:
+        found = tl.load(at, mask=there, other=0, volatile=True)
+    tl.store(at, tl.full(found.shape, _NOTHING, found.dtype), mask=there)
+    return tl.sum(found.to(wide, bitcast=True), axis=0)
+
+
+@triton.jit
+def _with_bias(y, bias_ptr, live, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        y += tl.load(bias_ptr, mask=live, other=0.0).to(tl.float32)
+    return y
