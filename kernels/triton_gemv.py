@@ -59,9 +59,10 @@ class GemvTile:
     begin: 1 at its start, 2 after its product. ``lead`` times ``unroll * block_k`` rows are read before the channels
     are selected, and multiplied by zero if they were to be dropped.
 
-    The last ``pollers`` splits of a tile, a power of two, wait for the partial sums of all, add them up and write the
-    result. One waits for programs that began before it. Several wait for each other too, so those of all tiles must be
-    fewer than the programs that a GPU runs at once; ``default_tile`` keeps them below its multiprocessors.
+    Partial sums are added by the program of a tile that arrives last, or by ``pollers`` (a power of two) of its last
+    splits, which wait for all others. One waits for programs that began before it. Several wait for each other too, so
+    those of all tiles must be fewer than the programs that a GPU runs at once; ``default_tile`` keeps them below its
+    multiprocessors.
 
     Raises:
         ValueError: ``pollers`` is no power of two, or larger than ``splits`` or ``block_n``.
@@ -77,18 +78,18 @@ class GemvTile:
     trigger: int = 1
     early: bool = True
     lead: int = 0
-    pollers: int = 1
+    pollers: int = 0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.pollers <= min(self.splits, self.block_n) or self.pollers & (self.pollers - 1):
+        if not 0 <= self.pollers <= min(self.splits, self.block_n) or self.pollers & (self.pollers - 1):
             raise ValueError(
-                f"expected pollers to be a power of two up to splits ({self.splits}) and block_n ({self.block_n}), "
-                f"found {self.pollers}"
+                "expected pollers to be 0 or a power of two up to splits and block_n "
+                f"({self.splits} and {self.block_n}), found {self.pollers}"
             )
 
     def parts(self, width: int) -> int:
         """Columns of ``ssq_out``: partial sums of squares that a launch with ``width`` outputs leaves."""
-        return triton.cdiv(width, self.block_n) * self.pollers
+        return triton.cdiv(width, self.block_n) * max(1, self.pollers)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ class Scratch:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         bits = torch.int64 if wide_dtype(dtype) == torch.float64 else torch.int32
-        self.partial = torch.full((1,), NOTHING, dtype=bits, device=device)
+        self.partial = torch.empty(1, dtype=bits, device=device)
+        self.awaited = torch.full((1,), NOTHING, dtype=bits, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
         self.index = torch.empty(1, dtype=torch.int32, device=device)
         self.value = torch.empty(1, dtype=activation_dtype(dtype), device=device)
 
@@ -147,14 +150,16 @@ class Scratch:
         segment, length, in_room = program_lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
         in_scratch = 0 if in_room else programs * length
         for name, size in (
-            ("partial", tile.splits * batch * group.out_features),
+            ("awaited" if tile.pollers else "partial", tile.splits * batch * group.out_features),
             ("index", in_scratch if batch == 1 else 0),
             ("value", in_scratch if batch == 1 else programs * batch * segment),
+            ("counter", tiles),
         ):
             held = getattr(self, name)
             if held.numel() < size:
-                # Each launch leaves partial sums as it found them; the lists may hold anything.
-                setattr(self, name, torch.full((size,), NOTHING, dtype=held.dtype, device=held.device))
+                # Each launch leaves counters and awaited sums as it found them; the rest may hold anything.
+                content = NOTHING if name == "awaited" else 0
+                setattr(self, name, torch.full((size,), content, dtype=held.dtype, device=held.device))
 
 
 def _segment(in_features: int, tile: GemvTile) -> int:
@@ -173,10 +178,14 @@ def program_lists(in_features: int, tile: GemvTile, batch: int, *, shared: bool)
 
 
 def sums_at_once(tile: GemvTile, batch: int, target: str) -> int:
-    """Partial sums of a column that a poller reads in one turn: 64 numbers a thread, over all rows it looks for."""
+    """Splits whose partial sums are read in one turn. Those that are waited for stay in registers, 32 numbers a thread
+    over all rows."""
+    splits = triton.next_power_of_2(tile.splits)
+    if tile.pollers == 0:
+        return min(splits, 32)
     columns = tile.block_n // tile.pollers * min(batch, 4) * (2 if target == "silu" else 1)
     fitting = max(1, 32 * 32 * tile.warps // columns)
-    return min(triton.next_power_of_2(tile.splits), 1 << (fitting.bit_length() - 1))
+    return min(splits, 1 << (fitting.bit_length() - 1))
 
 
 def _has_room(weight_t: Tensor) -> bool:
@@ -254,7 +263,8 @@ def launch_gemv(
         group.thresholds,
         out,
         unused if ssq_out is None else ssq_out,
-        scratch.partial,
+        scratch.awaited if tile.pollers else scratch.partial,
+        scratch.counter,
         scratch.index,
         scratch.value,
         exact_argument(eps, wide_dtype(group.weight_t.dtype)),

@@ -23,7 +23,7 @@ from .triton_common import (
     wait_for_previous_kernel,
 )
 from .triton_lists import add_rows, get, put, room, settled
-from .triton_partials import leave_partial, write_result
+from .triton_partials import leave_partial, write_result, writers_turn
 
 __all__ = ["sparse_gemv_kernel"]
 
@@ -87,8 +87,9 @@ def sparse_gemv_kernel(
     scale_ptr,  # (projections, K) float32
     threshold_ptr,  # (projections,) float32
     out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
-    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles * POLLERS) wide
-    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums, NOTHING before and after
+    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles * max(1, POLLERS)) wide
+    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums; POLLERS: NOTHING before and after
+    counter_ptr,  # (tiles,) int32, 0 before and after; no POLLERS
     index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
     value_ptr,  # scratch: (programs, LIST) dtype, unless ROOM; batches: (programs, B, SEGMENT)
     eps,
@@ -128,6 +129,7 @@ def sparse_gemv_kernel(
     T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = T0 + T1 + T2
     dtype: tl.constexpr = out_ptr.dtype.element_ty
+    PARTS: tl.constexpr = max(1, POLLERS)
     wide: tl.constexpr = tl.float64 if partial_ptr.dtype.element_ty == tl.int64 else tl.float32
     program = tl.program_id(0)
     tile = program % TILES
@@ -275,17 +277,23 @@ def sparse_gemv_kernel(
         place = (split * BATCH + rows)[:, None] * N + columns[None, :]
         leave_partial(partial_ptr, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
 
-    # --- the tile's last splits add the partial sums of all and write the result
-    turn = split - (SPLITS - POLLERS)
-    if OUTPUT == TO_SILU:
-        turn = tl.where(second > 0, turn, -1)  # up's programs do, for gate too
+    # --- one program of the tile, or a few, add the partial sums of all and write the result
+    IN_PAIRS: tl.constexpr = OUTPUT == TO_SILU
+    turn = writers_turn(
+        split,
+        (second > 0) | (not IN_PAIRS),
+        counter_ptr + local if IN_PAIRS else counter_ptr + tile,
+        SPLITS * 2 if IN_PAIRS else SPLITS,
+        SPLITS,
+        POLLERS,
+    )
     if turn >= 0:
         write_result(
             turn,
             local * BLOCK_N,
-            0 if OUTPUT == TO_SILU else first,
+            0 if IN_PAIRS else first,
             width,
-            tile * POLLERS + turn,
+            tile * PARTS + turn,
             partial_ptr,
             bias_ptr,
             out_ptr,
@@ -299,7 +307,7 @@ def sparse_gemv_kernel(
             BLOCK_N,
             SPLITS,
             POLLERS,
-            TILES * POLLERS,
+            TILES * PARTS,
             AT_ONCE,
         )
 

@@ -1,12 +1,15 @@
-"""The end of a product: the programs of a tile add up, and some of them write the result.
+"""The end of a product: the programs of a tile add up, and one or a few of them write the result.
 
-Each program leaves its partial sum in scratch memory, which holds "nothing yet" before a launch and after it. The last
-splits of a tile, POLLERS of them, take a part of its columns each: they look until every split's partial sums of these
-columns are there, put "nothing yet" in their place, add them in the order of the splits and write the result. So the
-numbers are their own signal. A counter of programs would need a fence and one way to the L2 cache and back more.
+Each program leaves its partial sum in scratch memory; they are added in the order of the splits. Who adds them?
 
-Programs that look hold their places on the chip. All others end without waiting for anybody, so those that look end
-too, as long as they leave room for the ones that are still to begin: ``GemvTile`` says how many there may be.
+POLLERS = 0: the program that arrives last, by a counter of those that did. That takes a fence, the counter's way to the
+L2 cache and back, and then the sums' own.
+
+POLLERS > 0: that many of the tile's last splits, a part of its columns each. Scratch memory holds "nothing yet" before
+a launch and after it: they look until every split's sums are there and put "nothing yet" in their place. The numbers
+are their own signal, and two ways to the L2 cache fewer. But looking takes bandwidth from those that still read
+weights, and programs that look hold their places on the chip. All others end without waiting for anybody, so those that
+look end too, as long as they leave room for the ones that are still to begin: ``GemvTile`` says how many there may be.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import triton.language as tl
 
 from .triton_common import TO_RESIDUAL, TO_SILU
 
-__all__ = ["NOTHING", "leave_partial", "write_result"]
+__all__ = ["NOTHING", "leave_partial", "write_result", "writers_turn"]
 
 # All bits set. As a number that is a NaN, though none that arithmetic results in, nor one that is ever left.
 NOTHING = -1
@@ -33,6 +36,26 @@ def leave_partial(partial_ptr, place, y, mask):
     bits = y.to(partial_ptr.dtype.element_ty, bitcast=True)
     nan = _NAN64 if partial_ptr.dtype.element_ty == tl.int64 else _NAN32
     tl.store(partial_ptr + place, tl.where(bits == _NOTHING, nan, bits), mask=mask)
+
+
+@triton.jit
+def writers_turn(split, is_last, counter_ptr, ARRIVALS: tl.constexpr, SPLITS: tl.constexpr, POLLERS: tl.constexpr):
+    """Which part of its tile's columns this program writes, from 0; negative: none.
+
+    ``is_last``: it belongs to the last projection of its tile (up, for gate and up). ``counter_ptr``: the tile's, 0
+    before and after.
+    """
+    if POLLERS > 0:
+        turn = tl.where(is_last, split - (SPLITS - POLLERS), -1)
+    else:
+        tl.debug_barrier()
+        if ARRIVALS > 1:
+            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
+            turn = tl.where(arrived == ARRIVALS, 0, -1)
+            tl.store(counter_ptr, 0, mask=arrived == ARRIVALS)
+        else:
+            turn = split
+    return turn
 
 
 @triton.jit
@@ -60,7 +83,7 @@ def write_result(
 ):
     """Add up a part of a tile's columns and write what becomes of them."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    PART: tl.constexpr = BLOCK_N // POLLERS
+    PART: tl.constexpr = BLOCK_N // POLLERS if POLLERS > 0 else BLOCK_N
     OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
     EACH: tl.constexpr = 2 if OUTPUT == TO_SILU else 1
     n = first + turn * PART + tl.arange(0, PART)
@@ -89,7 +112,7 @@ def write_result(
                     partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
                 )
                 sum_so_far, words = sums[i - begin * EACH], found[i - begin * EACH]
-                added = added + (sum_so_far + _take(words, at, there, wide),)  # noqa: RUF005
+                added = added + (sum_so_far + _take(words, at, there, wide, POLLERS),)  # noqa: RUF005
             sums = added
         for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
             y = _with_bias(sums[(row - begin) * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)
@@ -124,11 +147,12 @@ def _places(
 
 
 @triton.jit
-def _take(found, at, there, wide: tl.constexpr):
-    """The sum over the splits once all are there; "nothing yet" stands in their place again."""
-    while tl.max(tl.max((found == _NOTHING).to(tl.int32), axis=1), axis=0) > 0:
-        found = tl.load(at, mask=there, other=0, volatile=True)
-    tl.store(at, tl.full(found.shape, _NOTHING, found.dtype), mask=there)
+def _take(found, at, there, wide: tl.constexpr, POLLERS: tl.constexpr):
+    """The sum over the splits; if it has to be waited for, "nothing yet" stands in its place again."""
+    if POLLERS > 0:
+        while tl.max(tl.max((found == _NOTHING).to(tl.int32), axis=1), axis=0) > 0:
+            found = tl.load(at, mask=found == _NOTHING, other=found, volatile=True)
+        tl.store(at, tl.full(found.shape, _NOTHING, found.dtype), mask=there)
     return tl.sum(found.to(wide, bitcast=True), axis=0)
 
 

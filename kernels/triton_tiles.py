@@ -64,8 +64,7 @@ def default_tile(
     if batch > 1:
         block_n = 256 if out_features >= 2048 else 64
         splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
-        pollers = _pollers(multiprocessors, out_features, block_n, splits)
-        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1, pollers=pollers)
+        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
     # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
     # chip is spread unevenly if it starts among another's programs.
     block_n = 256 if out_features >= 512 else 64
@@ -74,7 +73,7 @@ def default_tile(
     splits = max(1, min(splits, in_features // 64, 64))
     return GemvTile(
         block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=2 if dense else 0,
-        pollers=_pollers(multiprocessors, out_features, block_n, splits),
+        pollers=0 if wide else _pollers(multiprocessors, out_features, block_n, splits),
     )  # fmt: skip
 
 

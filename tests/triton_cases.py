@@ -81,6 +81,7 @@ TILES = [
     GemvTile(block_n=64, block_k=32, splits=3, chunk=4, unroll=1, lead=1),
     GemvTile(block_n=128, block_k=8, splits=5, unroll=4),
     GemvTile(block_n=64, block_k=2, splits=3, unroll=2, lead=3),
+    GemvTile(block_n=128, block_k=4, splits=5, unroll=2, pollers=1),
     *[GemvTile(block_n=64, block_k=4, splits=5, unroll=2, pollers=n) for n in (2, 4) if not INTERPRETED],
 ]
 
@@ -150,13 +151,15 @@ def test_poisoned_buffers_do_not_show(tile, batch):
     x = rows(batch, 50, torch.float32)
     scratch = Scratch(DEVICE, torch.float32)
     scratch.reserve(group, tile, batch)
+    scratch.partial.fill_(NOTHING)  # as a number a NaN
     scratch.value.fill_(float("nan"))
     scratch.index.fill_(2**30)
     out = torch.full((batch, 72), float("nan"), device=DEVICE)
     for _ in range(2):  # partial sums have to be taken back
         launch_gemv(group, x, out, scratch, tile, batch=batch)
         assert_close(out, twin(x, group), torch.float32)
-    assert (scratch.partial == NOTHING).all()
+    assert (scratch.awaited == NOTHING).all()
+    assert not scratch.counter.any()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU programs run side by side")
@@ -166,7 +169,7 @@ def test_several_pollers_are_refused_where_programs_run_in_turn():
         Scratch(DEVICE, torch.float16).reserve(group, GemvTile(block_n=64, splits=2, pollers=2))
 
 
-@pytest.mark.parametrize("pollers", [0, 3, 8])
+@pytest.mark.parametrize("pollers", [-1, 3, 8])
 def test_pollers_have_to_fit_the_tile(pollers):
     with pytest.raises(ValueError, match="power of two up to splits"):
         GemvTile(block_n=64, splits=4, pollers=pollers)

@@ -90,8 +90,8 @@ def gemv(
         "x_ptr": wide if source == "attention" else activation, "m_ptr": wide, "l_ptr": wide, "ssq_in_ptr": wide,
         "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32",
         "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide,
-        "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "ssq_parts": "i32",
-        **floats,
+        "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
+        "ssq_parts": "i32", **floats,
     }  # fmt: skip
     segment, length, in_room = triton_gemv.program_lists(k, tile, batch, shared=dtype != "fp32")
     constants = dict(
