@@ -27,7 +27,7 @@ from gpu_models import SHAPES
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import keep_mask
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
-from wisparse.kernels.triton_tiles import remember_tiles, tile_key
+from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
 
 __all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "time_graph"]
 
@@ -125,7 +125,12 @@ def candidates(k: int, widths: tuple[int, ...], batch: int, processors: int) -> 
             splits |= {split for split in (16, 32) if max(splits) > split}
             for split in sorted(splits):
                 for unroll in (4, 8):
-                    found.append(GemvTile(block_n, warps * 256 // block_n, split, warps, 1, unroll=unroll))
+                    for pollers in {0, most_pollers(processors, sum(widths), block_n, split)}:
+                        found.append(
+                            GemvTile(
+                                block_n, warps * 256 // block_n, split, warps, 1, 32, unroll, trigger=2, pollers=pollers
+                            )
+                        )
         return found
     found = []
     ways = [(16, 4, 3, 1), (32, 4, 3, 1), (64, 4, 3, 1), (32, 8, 3, 1), (64, 8, 3, 1)]

@@ -105,7 +105,7 @@ def write_result(
                 at, there = _places(
                     partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
                 )
-                found = found + (tl.load(at, mask=there, other=0, volatile=True),)  # noqa: RUF005
+                found = found + (_look(at, there, POLLERS),)  # noqa: RUF005
             added = ()
             for i in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
                 at, there = _places(
@@ -144,6 +144,16 @@ def _places(
     split = start + tl.arange(0, AT_ONCE)
     at = partial_ptr + (split * BATCH + row)[:, None] * N + columns[None, :]
     return at, (split < SPLITS)[:, None] & live[None, :]
+
+
+@triton.jit
+def _look(at, there, POLLERS: tl.constexpr):
+    """Partial sums as they are now, read past L1: other multiprocessors write them."""
+    if POLLERS > 0:
+        found = tl.load(at, mask=there, other=0, volatile=True)
+    else:
+        found = tl.load(at, mask=there, other=0, cache_modifier=".cg")
+    return found
 
 
 @triton.jit

@@ -11,37 +11,39 @@ import json
 import logging
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import triton
 
 from .triton_gemv import GemvTile
 
-__all__ = ["cache_file", "choose_tile", "default_tile", "remember_tiles", "tile_key"]
+__all__ = ["cache_file", "choose_tile", "default_tile", "most_pollers", "remember_tiles", "tile_key"]
 
 log = logging.getLogger(__name__)
 
-# Measured on an H200 by benchmarks/gpu_tune.py at 50%, at 0% and for 4 rows: Llama-3.1-8B's and Mistral-7B's shapes;
-# Qwen2.5-7B's at 50%.
+# Measured on an H200 in whole steps, at 50%, at 0% and for 4 rows: Llama-3.1-8B's and Mistral-7B's shapes; Qwen2.5-7B's
+# at 50%.
 TABLE: Mapping[str, GemvTile] = {
-    "sm90:sparse:4096x6144": GemvTile(256, 2, 22, 2, unroll=8, trigger=2),
-    "sm90:sparse:4096x4096": GemvTile(256, 2, 40, 2, unroll=8, trigger=2),
-    "sm90:sparse:4096x28672": GemvTile(256, 2, 9, 2, unroll=8, trigger=2, early=False),
-    "sm90:sparse:14336x4096": GemvTile(256, 2, 41, 2, unroll=8, trigger=2),
-    "sm90:dense:4096x6144": GemvTile(256, 2, 27, 2, unroll=8, trigger=2, lead=2),
-    "sm90:dense:4096x4096": GemvTile(256, 2, 32, 2, unroll=8, trigger=2, lead=1),
+    "sm90:sparse:4096x6144": GemvTile(256, 4, 16, 4, chunk=32, unroll=8, trigger=2, pollers=4),
+    "sm90:sparse:4096x4096": GemvTile(256, 4, 20, 4, chunk=32, unroll=8, trigger=2, pollers=8),
+    "sm90:sparse:4096x28672": GemvTile(256, 2, 9, 2, chunk=32, unroll=8, trigger=2, early=False),
+    "sm90:sparse:14336x4096": GemvTile(256, 4, 32, 4, chunk=32, unroll=8, trigger=2, pollers=8),
+    "sm90:dense:4096x6144": GemvTile(256, 4, 22, 4, unroll=8, trigger=2, lead=2, pollers=4),
+    "sm90:dense:4096x4096": GemvTile(256, 2, 32, 2, unroll=8, trigger=2, lead=1, pollers=8),
     "sm90:dense:4096x28672": GemvTile(256, 2, 9, 2, unroll=8, trigger=2, early=False, lead=2),
-    "sm90:dense:14336x4096": GemvTile(256, 2, 49, 2, unroll=8, trigger=2, lead=3),
-    "sm90:sparse:3584x4608": GemvTile(256, 2, 29, 2, unroll=8, trigger=2),
-    "sm90:sparse:3584x3584": GemvTile(256, 2, 28, 2, unroll=8, trigger=2),
-    "sm90:sparse:3584x37888": GemvTile(256, 2, 7, 2, unroll=8, trigger=2, early=False),
-    "sm90:sparse:18944x3584": GemvTile(256, 2, 47, 2, unroll=8, trigger=2),
-    "sm90:batch:4096x6144": GemvTile(256, 32, 11, 4, stages=3, unroll=1),
-    "sm90:batch:4096x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1),
+    "sm90:dense:14336x4096": GemvTile(256, 4, 24, 4, unroll=8, trigger=2, lead=3, pollers=8),
+    "sm90:sparse:3584x4608": GemvTile(256, 4, 16, 4, chunk=32, unroll=8, trigger=2, pollers=4),
+    "sm90:sparse:3584x3584": GemvTile(256, 4, 20, 4, chunk=64, unroll=8, trigger=2, pollers=8),
+    "sm90:sparse:3584x37888": GemvTile(256, 2, 7, 2, chunk=64, unroll=8, trigger=2, early=False),
+    "sm90:sparse:18944x3584": GemvTile(256, 4, 24, 4, chunk=32, unroll=8, trigger=2, pollers=4),
+    "sm90:batch:4096x6144": GemvTile(256, 32, 11, 4, stages=3, unroll=1, pollers=4),
+    "sm90:batch:4096x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1, pollers=8),
     "sm90:batch:4096x28672": GemvTile(256, 32, 2, 8, stages=3, unroll=1),
-    "sm90:batch:14336x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1, early=False),
+    "sm90:batch:14336x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1, early=False, pollers=8),
 }
+# More than this for each tile cost more than they save.
+MOST_POLLERS = 8
 
 
 def tile_key(arch: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False) -> str:
@@ -59,37 +61,46 @@ def cache_file() -> Path:
 def default_tile(
     multiprocessors: int, in_features: int, out_features: int, batch: int = 1, *, dense: bool = False
 ) -> GemvTile:
-    """A tile for a shape nobody measured: five to seven programs for each multiprocessor, segments of at least 64
-    channels."""
+    """A tile for a shape nobody measured: about three programs of four warps for each multiprocessor, or seven of two
+    where the output is wide; segments of at least 64 channels."""
+    wide = out_features >= 16384
     if batch > 1:
         block_n = 256 if out_features >= 2048 else 64
         splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
-        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
+        pollers = 0 if wide else most_pollers(multiprocessors, out_features, block_n, splits)
+        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1, pollers=pollers)
     # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
-    # chip is spread unevenly if it starts among another's programs.
+    # chip is spread unevenly if it starts among another's programs; and looking for its sums would slow down those that
+    # still read.
     block_n = 256 if out_features >= 512 else 64
-    wide = out_features >= 16384
-    splits = (7 if wide else 5) * multiprocessors // triton.cdiv(out_features, block_n)
+    warps, programs = (2, 7) if wide else (4, 3)
+    splits = programs * multiprocessors // triton.cdiv(out_features, block_n)
     splits = max(1, min(splits, in_features // 64, 64))
     return GemvTile(
-        block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=2 if dense else 0,
-        pollers=0 if wide else _pollers(multiprocessors, out_features, block_n, splits),
+        block_n, warps * 256 // block_n, splits, warps, chunk=8 if dense else 32, unroll=8, trigger=2, early=not wide,
+        lead=2 if dense else 0,
+        pollers=0 if wide else most_pollers(multiprocessors, out_features, block_n, splits),
     )  # fmt: skip
 
 
-def _pollers(multiprocessors: int, out_features: int, block_n: int, splits: int) -> int:
-    """Up to four for each tile, as long as every one of them could have a multiprocessor of its own."""
-    most = max(1, min(4, splits, multiprocessors // triton.cdiv(out_features, block_n)))
-    return 1 << (most.bit_length() - 1)
+def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: int) -> int:
+    """Up to eight for each tile, as long as every one of them could have a multiprocessor of its own; 0 if not even one
+    could."""
+    most = min(MOST_POLLERS, splits, multiprocessors // triton.cdiv(out_features, block_n))
+    return 1 << (most.bit_length() - 1) if most > 0 else 0
 
 
 def choose_tile(
     arch: int, multiprocessors: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False
 ) -> GemvTile:
-    """The tile of a launch: local measurements first, then the table, then the rule of thumb."""
+    """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
+    than there is room for."""
     key = tile_key(arch, in_features, out_features, batch=batch, dense=dense)
-    known = _remembered().get(key) or TABLE.get(key)
-    return known or default_tile(multiprocessors, in_features, out_features, batch, dense=dense)
+    tile = _remembered().get(key) or TABLE.get(key)
+    if tile is None:
+        return default_tile(multiprocessors, in_features, out_features, batch, dense=dense)
+    most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits)
+    return tile if tile.pollers <= most else replace(tile, pollers=most)
 
 
 def remember_tiles(tiles: Mapping[str, GemvTile]) -> Path:

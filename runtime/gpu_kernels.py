@@ -11,7 +11,7 @@ import torch
 
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.triton_gemv import GemvTile
-from wisparse.kernels.triton_tiles import remember_tiles, tile_key
+from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
 
 from .benchmark import read_bandwidth_gbps, time_launches
 from .cuda_decoder import CudaDecoder
@@ -74,36 +74,45 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     """
     decoder = _require_triton(decoder, "--tune")
     first = decoder.weights.blocks[0]
+    properties = torch.cuda.get_device_properties(decoder.device)
     tiles = dict(_step(decoder, batch, None).tiles[0])
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
     for role in _ROLES:
-        for candidate in _neighbours(tiles[role], batch):
+        outputs = getattr(first, role).out_features
+        for candidate in _neighbours(tiles[role], batch, outputs, properties.multi_processor_count):
             found = _time(decoder, batch, {**tiles, role: candidate})
             if found < best * (1 - _MARGIN):
                 best, tiles[role] = found, candidate
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
-    major, minor = torch.cuda.get_device_capability(decoder.device)
     named = {}
     for role in _ROLES:
         group = getattr(first, role)
-        key = tile_key(major * 10 + minor, group.in_features, group.out_features, batch=batch, dense=group.dense)
+        key = tile_key(
+            properties.major * 10 + properties.minor,
+            group.in_features,
+            group.out_features,
+            batch=batch,
+            dense=group.dense,
+        )
         named[key] = tiles[role]
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
 
 
-def _neighbours(tile: GemvTile, batch: int) -> Iterator[GemvTile]:
-    """Tiles around one: other widths at the same bytes per load, and other numbers of splits."""
+def _neighbours(tile: GemvTile, batch: int, out_features: int, multiprocessors: int) -> Iterator[GemvTile]:
+    """Tiles around one: other widths at the same bytes per load, other numbers of splits, other ways to add up."""
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
             continue
         block_k = tile.block_k if batch > 1 else max(1, tile.block_k * tile.block_n // width)
         for factor in (0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0):
             splits = max(1, round(tile.splits * factor * width / tile.block_n))
-            candidate = replace(tile, block_n=width, block_k=block_k, splits=splits)
-            if candidate != tile:
-                yield candidate
+            most = most_pollers(multiprocessors, out_features, width, splits)
+            for pollers in {min(tile.pollers, most)} if factor != 1.0 else {0, most // 2, most}:
+                candidate = replace(tile, block_n=width, block_k=block_k, splits=splits, pollers=pollers)
+                if candidate != tile:
+                    yield candidate
 
 
 def _require_triton(decoder: Decoder, option: str) -> CudaDecoder:

@@ -1,0 +1,72 @@
+"""Which tile a launch gets, without a GPU: whatever the shape and the chip, its pollers have room."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+shapes = st.tuples(st.integers(16, 40_000), st.integers(16, 120_000))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WISPARSE_CACHE", str(tmp_path))
+
+
+def has_room(tile, multiprocessors: int, out_features: int) -> bool:
+    return tile.pollers * -(-out_features // tile.block_n) <= multiprocessors
+
+
+@given(shapes, st.integers(1, 200), st.sampled_from([1, 4]), st.booleans())
+def test_pollers_of_any_shape_have_room(shape, multiprocessors, batch, dense):
+    from wisparse.kernels.triton_tiles import default_tile
+
+    tile = default_tile(multiprocessors, *shape, batch, dense=dense)
+    assert has_room(tile, multiprocessors, shape[1])
+    assert 1 <= tile.splits <= max(1, shape[0] // 64)
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 114, 78, 8])
+def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocessors):
+    from wisparse.kernels.triton_tiles import TABLE, choose_tile
+
+    for key, tile in TABLE.items():
+        _, kind, shape = key.split(":")
+        k, n = map(int, shape.split("x"))
+        batch = 4 if kind == "batch" else 1
+        chosen = choose_tile(90, multiprocessors, k, n, batch=batch, dense=kind == "dense")
+        assert has_room(chosen, multiprocessors, n)
+        assert chosen == tile or (multiprocessors < 132 and chosen.pollers < tile.pollers)
+
+
+def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(caplog):
+    from wisparse.kernels.triton_gemv import GemvTile
+    from wisparse.kernels.triton_tiles import TABLE, cache_file, choose_tile, remember_tiles
+
+    key, tile = "sm90:sparse:4096x4096", GemvTile(128, 4, 10, 2)
+    remember_tiles({key: tile})
+    assert choose_tile(90, 132, 4096, 4096) == tile
+    fields = json.loads(cache_file().read_text("utf-8"))
+    fields[key]["pollers"] = 3
+    cache_file().write_text(json.dumps(fields), "utf-8")
+    with caplog.at_level(logging.WARNING, logger="wisparse"):
+        assert choose_tile(90, 132, 4096, 4096) == TABLE[key]
+    assert "pollers" in caplog.text
+
+
+@given(shapes, st.sampled_from([1, 4]), st.integers(1, 200))
+def test_tiles_tried_around_one_have_room_too(shape, batch, multiprocessors):
+    from wisparse.kernels.triton_tiles import default_tile
+    from wisparse.runtime.gpu_kernels import _neighbours
+
+    tile = default_tile(multiprocessors, *shape, batch)
+    tried = list(_neighbours(tile, batch, shape[1], multiprocessors))
+    assert tile not in tried
+    assert all(has_room(other, multiprocessors, shape[1]) for other in tried)
