@@ -125,7 +125,7 @@ def candidates(k: int, widths: tuple[int, ...], batch: int, processors: int) -> 
             splits |= {split for split in (16, 32) if max(splits) > split}
             for split in sorted(splits):
                 for unroll in (4, 8):
-                    for pollers in {0, most_pollers(processors, sum(widths), block_n, split)}:
+                    for pollers in {0, most_pollers(processors, sum(widths), block_n, split, warps)}:
                         found.append(
                             GemvTile(
                                 block_n, warps * 256 // block_n, split, warps, 1, 32, unroll, trigger=2, pollers=pollers

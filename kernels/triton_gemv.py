@@ -61,11 +61,12 @@ class GemvTile:
 
     Partial sums are added by the program of a tile that arrives last, or by ``pollers`` (a power of two) of its last
     splits, which wait for all others. One waits for programs that began before it. Several wait for each other too, so
-    those of all tiles must be fewer than the programs that a GPU runs at once; ``default_tile`` keeps them below its
+    those of all tiles must be fewer than the programs that a GPU runs at once; ``choose_tile`` keeps them below its
     multiprocessors.
 
     Raises:
-        ValueError: ``pollers`` is no power of two, or larger than ``splits`` or ``block_n``.
+        ValueError: ``pollers`` is no power of two, or larger than ``splits``; or two threads would look at one sum:
+            they may not see the same, and the program would take what only one of them has seen.
     """
 
     block_n: int = 512
@@ -81,11 +82,12 @@ class GemvTile:
     pollers: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.pollers <= min(self.splits, self.block_n) or self.pollers & (self.pollers - 1):
+        if not 0 <= self.pollers <= self.splits or self.pollers & (self.pollers - 1):
             raise ValueError(
-                "expected pollers to be 0 or a power of two up to splits and block_n "
-                f"({self.splits} and {self.block_n}), found {self.pollers}"
+                f"expected pollers to be 0 or a power of two up to splits ({self.splits}), found {self.pollers}"
             )
+        if self.pollers and triton.next_power_of_2(self.splits) * self.block_n // self.pollers < 32 * self.warps:
+            raise ValueError(f"expected a sum to look at for every thread of a poller, found {self}")
 
     def parts(self, width: int) -> int:
         """Columns of ``ssq_out``: partial sums of squares that a launch with ``width`` outputs leaves."""

@@ -61,32 +61,26 @@ def cache_file() -> Path:
 def default_tile(
     multiprocessors: int, in_features: int, out_features: int, batch: int = 1, *, dense: bool = False
 ) -> GemvTile:
-    """A tile for a shape nobody measured: about three programs of four warps for each multiprocessor, or seven of two
-    where the output is wide; segments of at least 64 channels."""
-    wide = out_features >= 16384
+    """A tile for a shape nobody measured: five to seven programs for each multiprocessor, segments of at least 64
+    channels, no pollers."""
     if batch > 1:
         block_n = 256 if out_features >= 2048 else 64
         splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
-        pollers = 0 if wide else most_pollers(multiprocessors, out_features, block_n, splits)
-        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1, pollers=pollers)
+        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
     # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
-    # chip is spread unevenly if it starts among another's programs; and looking for its sums would slow down those that
-    # still read.
+    # chip is spread unevenly if it starts among another's programs.
     block_n = 256 if out_features >= 512 else 64
-    warps, programs = (2, 7) if wide else (4, 3)
-    splits = programs * multiprocessors // triton.cdiv(out_features, block_n)
+    wide = out_features >= 16384
+    splits = (7 if wide else 5) * multiprocessors // triton.cdiv(out_features, block_n)
     splits = max(1, min(splits, in_features // 64, 64))
-    return GemvTile(
-        block_n, warps * 256 // block_n, splits, warps, chunk=8 if dense else 32, unroll=8, trigger=2, early=not wide,
-        lead=2 if dense else 0,
-        pollers=0 if wide else most_pollers(multiprocessors, out_features, block_n, splits),
-    )  # fmt: skip
+    return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=2 if dense else 0)
 
 
-def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: int) -> int:
-    """Up to eight for each tile, as long as every one of them could have a multiprocessor of its own; 0 if not even one
-    could."""
-    most = min(MOST_POLLERS, splits, multiprocessors // triton.cdiv(out_features, block_n))
+def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: int, warps: int) -> int:
+    """Up to eight for each tile, as long as every one of them could have a multiprocessor of its own, and a sum to look
+    at for every thread; 0 if not even one could."""
+    sums = triton.next_power_of_2(splits) * block_n
+    most = min(MOST_POLLERS, splits, multiprocessors // triton.cdiv(out_features, block_n), sums // (32 * warps))
     return 1 << (most.bit_length() - 1) if most > 0 else 0
 
 
@@ -99,7 +93,7 @@ def choose_tile(
     tile = _remembered().get(key) or TABLE.get(key)
     if tile is None:
         return default_tile(multiprocessors, in_features, out_features, batch, dense=dense)
-    most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits)
+    most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits, tile.warps)
     return tile if tile.pollers <= most else replace(tile, pollers=most)
 
 

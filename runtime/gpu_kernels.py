@@ -108,7 +108,7 @@ def _neighbours(tile: GemvTile, batch: int, out_features: int, multiprocessors: 
         block_k = tile.block_k if batch > 1 else max(1, tile.block_k * tile.block_n // width)
         for factor in (0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0):
             splits = max(1, round(tile.splits * factor * width / tile.block_n))
-            most = most_pollers(multiprocessors, out_features, width, splits)
+            most = most_pollers(multiprocessors, out_features, width, splits, tile.warps)
             for pollers in {min(tile.pollers, most)} if factor != 1.0 else {0, most // 2, most}:
                 candidate = replace(tile, block_n=width, block_k=block_k, splits=splits, pollers=pollers)
                 if candidate != tile:

@@ -33,6 +33,18 @@ def test_pollers_of_any_shape_have_room(shape, multiprocessors, batch, dense):
     assert 1 <= tile.splits <= max(1, shape[0] // 64)
 
 
+@given(
+    shapes, st.integers(1, 200), st.sampled_from([64, 128, 256, 512]), st.integers(1, 64), st.sampled_from([1, 4, 8])
+)
+def test_the_most_pollers_have_room_and_each_thread_its_own_sums(shape, multiprocessors, block_n, splits, warps):
+    from wisparse.kernels.triton_gemv import GemvTile
+    from wisparse.kernels.triton_tiles import most_pollers
+
+    pollers = most_pollers(multiprocessors, shape[1], block_n, splits, warps)
+    tile = GemvTile(block_n, splits=splits, warps=warps, pollers=pollers)  # does not refuse
+    assert has_room(tile, multiprocessors, shape[1])
+
+
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 8])
 def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocessors):
     from wisparse.kernels.triton_tiles import TABLE, choose_tile

@@ -166,13 +166,20 @@ def test_poisoned_buffers_do_not_show(tile, batch):
 def test_several_pollers_are_refused_where_programs_run_in_turn():
     group = make_group((72,), 50, torch.float16, 0.5)
     with pytest.raises(ValueError, match="one poller"):
-        Scratch(DEVICE, torch.float16).reserve(group, GemvTile(block_n=64, splits=2, pollers=2))
+        Scratch(DEVICE, torch.float16).reserve(group, GemvTile(block_n=64, splits=4, pollers=2))
 
 
 @pytest.mark.parametrize("pollers", [-1, 3, 8])
 def test_pollers_have_to_fit_the_tile(pollers):
     with pytest.raises(ValueError, match="power of two up to splits"):
         GemvTile(block_n=64, splits=4, pollers=pollers)
+
+
+def test_no_sum_is_looked_at_by_two_threads():
+    """Seen on a GPU: 4 splits of 16 columns and 128 threads. One saw the last sum arrive, its double had not."""
+    GemvTile(block_n=64, splits=4, warps=2, pollers=4)
+    with pytest.raises(ValueError, match="for every thread"):
+        GemvTile(block_n=64, splits=4, warps=4, pollers=4)
 
 
 @pytest.mark.parametrize("tile", TILES)

@@ -9,6 +9,7 @@ Registers, spills and shared memory are read from the binaries. Run by test_kern
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -63,7 +64,25 @@ def resources(compiled) -> dict[str, int]:
     registers, stack, _, local = map(int, found.groups())
     shared = compiled.metadata.shared
     room = sum(map(int, re.findall(r"\.shared \.align 16 \.b8 room\[(\d+)\]", compiled.asm["ptx"])))
-    return {"registers": registers, "stack": stack, "local": local, "shared": shared, "room": room}
+    return {
+        "registers": registers, "stack": stack, "local": local, "shared": shared, "room": room,
+        "looks_shared": looks_shared(compiled),
+    }  # fmt: skip
+
+
+def looks_shared(compiled) -> int:
+    """Looks at partial sums (volatile loads) in which a number has more than one thread, from the compiler's layouts;
+    -1: there are none."""
+    source = compiled.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", source, re.MULTILINE))
+    shared = 0
+    looks = [line for line in source.splitlines() if "tt.load" in line and "isVolatile = true" in line]
+    for line in looks:
+        shape, layout = re.search(r"tensor<([\dx]+)x!tt\.ptr<\w+>, (#\w+)>", line).groups()  # type: ignore[union-attr]
+        threads = re.findall(r"(?:threadsPerWarp|warpsPerCTA) = \[([\d, ]+)\]", layouts[layout])
+        have = [math.prod(numbers) for numbers in zip(*(map(int, t.split(",")) for t in threads), strict=True)]
+        shared += any(n > size for n, size in zip(have, map(int, shape.split("x")), strict=True))
+    return shared if looks else -1
 
 
 def gemv(
@@ -157,7 +176,8 @@ def sampling(arch: int, name: str, half: bool):
 
 
 def main(archs: list[int]) -> None:
-    from wisparse.kernels.triton_tiles import default_tile
+    from wisparse.kernels.triton_gemv import GemvTile
+    from wisparse.kernels.triton_tiles import TABLE, default_tile
 
     for arch in archs:
         cases = {
@@ -178,6 +198,14 @@ def main(archs: list[int]) -> None:
         cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
         cases |= {"attention": (attention,), "attention short": (attention, "bf16", 4), "logits batch 1": (logits,)}
         cases |= {"logits batch 4": (logits, 4, 64, 128, "bf16", 3, 1)}
+        # The measured tiles that wait for their sums, and the least that a poller may have.
+        waiting = GemvTile(64, 4, 5, 4, unroll=2, pollers=4)
+        cases |= {f"gemv {group} batch 1 waiting": (gemv, waiting, group) for group in ("qkv", "down")}
+        if arch == 90:
+            for group, shape in (("qkv", "4096x6144"), ("o", "4096x4096"), ("down", "14336x4096")):
+                for kind, batch in (("sparse", 1), ("dense", 1), ("batch", 4)):
+                    tile = TABLE[f"sm90:{kind}:{shape}"]
+                    cases[f"gemv {group} batch {batch} {kind} waiting"] = (gemv, tile, group, batch, kind == "dense")
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():
