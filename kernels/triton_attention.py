@@ -8,7 +8,7 @@ Each program reads one stretch of one KV head's cache and leaves its running max
 projection that reads the attention's output (``o_proj``) combines the stretches as it selects its channels. The new
 token's key and value are taken from registers by split 0, so no program waits for the cache write. Rotary products are
 rounded to the model's dtype one by one, as transformers does, so that both agree. With float32 weights all of it is
-float64 (``triton_common`` says why), without the tensor cores.
+float64 (``precision`` says why), without the tensor cores.
 """
 
 from __future__ import annotations

@@ -4,9 +4,7 @@ launch.
 Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program c mod S. Heads or other
 runs of channels that are kept more often than others are thereby spread evenly, so the splits finish together.
 
-Kernels write "wide" for the type they add up in. float32 weights are for comparing decoders, and two that round in
-float32 disagree: a score within rounding of its threshold is kept by one and dropped by the other (LOG.md). So with
-float32 weights activations and sums are float64, whose error moves no score across its threshold.
+Kernels write "wide" for the type they add up in (``precision``).
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ __all__ = [
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
-    "activation_dtype",
     "exact_argument",
     "inverse_root",
     "let_next_kernel_start",
@@ -31,7 +28,6 @@ __all__ = [
     "segment_channel",
     "segment_length",
     "wait_for_previous_kernel",
-    "wide_dtype",
 ]
 
 # Where a projection's input comes from.
@@ -43,16 +39,6 @@ FROM_ATTENTION = tl.constexpr(2)  # the attention's partial results, one for eac
 TO_PLAIN = tl.constexpr(0)  # y (B, N)
 TO_RESIDUAL = tl.constexpr(1)  # added to the residual stream, with the sum of squares the next norm needs
 TO_SILU = tl.constexpr(2)  # gate and up: silu(gate) * up
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What kernels add up in: float64 for float32 weights, float32 for half-precision ones."""
-    return torch.float64 if dtype == torch.float32 else torch.float32
-
-
-def activation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What activations and the cache are stored in: float64 for float32 weights, else the weights' type."""
-    return torch.float64 if dtype == torch.float32 else dtype
 
 
 def exact_argument(value: float, wide: torch.dtype) -> float | tl.constexpr:

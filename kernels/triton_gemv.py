@@ -6,7 +6,7 @@
     out   = y | residual + y | silu(y_gate) * y_up
 
 This is what the host knows: weights, how a launch is cut, the memory its programs share. ``triton_gemv_kernel`` is what
-they do. Sums are float32 for half-precision weights and float64 for float32 ones (``triton_common`` says why), whose
+they do. Sums are float32 for half-precision weights and float64 for float32 ones (``precision`` says why), whose
 rows are launched one by one.
 """
 
@@ -18,6 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
+from .precision import activation_dtype, wide_dtype
 from .triton_common import (
     FROM_ATTENTION,
     FROM_HIDDEN,
@@ -25,9 +26,7 @@ from .triton_common import (
     TO_PLAIN,
     TO_RESIDUAL,
     TO_SILU,
-    activation_dtype,
     exact_argument,
-    wide_dtype,
 )
 from .triton_gemv_kernel import sparse_gemv_kernel
 from .triton_lists import room_source

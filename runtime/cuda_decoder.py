@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
-from wisparse.kernels.triton_common import activation_dtype
 from wisparse.kernels.triton_gemv import Group
 from wisparse.kernels.triton_sample import SAMPLED_DTYPES
 

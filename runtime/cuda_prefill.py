@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
-from wisparse.kernels.triton_common import activation_dtype
 from wisparse.kernels.triton_gemv import Group
 
 from .cache import KVCache

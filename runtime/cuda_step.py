@@ -15,8 +15,8 @@ import torch
 import triton
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.precision import activation_dtype, wide_dtype
 from wisparse.kernels.triton_attention import launch_attention
-from wisparse.kernels.triton_common import activation_dtype, wide_dtype
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
 from wisparse.kernels.triton_head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_sample import SAMPLED_DTYPES, SampleState, launch_sample

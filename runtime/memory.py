@@ -7,6 +7,7 @@ import sys
 import torch
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.precision import activation_dtype
 
 from .cache import bytes_per_position
 
@@ -50,8 +51,8 @@ def default_max_seq_len(
 
     At least 256, and rounded down to a multiple of 256 unless it is the model's context.
     """
-    if device.type == "cuda" and dtype == torch.float32:
-        dtype = torch.float64  # what ``CudaDecoder`` keeps beside float32 weights
+    if device.type == "cuda":
+        dtype = activation_dtype(dtype)
     free = max(available_bytes(device) - weight_bytes, 0)
     fitting = int(free * _CACHE_SHARE) // (bytes_per_position(config, dtype) * max_batch)
     if fitting >= config.max_position_embeddings:

@@ -12,9 +12,9 @@ import os
 import pytest
 import torch
 
+from wisparse.kernels.precision import activation_dtype, wide_dtype
 from wisparse.kernels.reference import keep_mask, sparse_linear
 from wisparse.kernels.triton_attention import launch_attention
-from wisparse.kernels.triton_common import activation_dtype, wide_dtype
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, sparse_gemv
 from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_lists import room_source
