@@ -111,8 +111,8 @@ def write_result(
                 at, there = _places(
                     partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
                 )
-                sum_so_far, words = sums[i - begin * EACH], found[i - begin * EACH]
-                added = added + (sum_so_far + _take(words, at, there, wide, POLLERS),)  # noqa: RUF005
+                more = _take(found[i - begin * EACH], at, there, wide, POLLERS)
+                added = added + (sums[i - begin * EACH] + more,)  # noqa: RUF005
             sums = added
         for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
             y = _with_bias(sums[(row - begin) * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)

@@ -71,17 +71,17 @@ def resources(compiled) -> dict[str, int]:
 
 
 def looks_shared(compiled) -> int:
-    """Looks at partial sums (volatile loads) in which a number has more than one thread, from the compiler's layouts;
-    -1: there are none."""
+    """Looks at partial sums (volatile loads) in which a number has more than one register, from the compiler's layouts;
+    -1: there are no looks."""
     source = compiled.asm["ttgir"]
     layouts = dict(re.findall(r"^(#\w+) = (#ttg\.blocked<.*>)$", source, re.MULTILINE))
     shared = 0
     looks = [line for line in source.splitlines() if "tt.load" in line and "isVolatile = true" in line]
     for line in looks:
         shape, layout = re.search(r"tensor<([\dx]+)x!tt\.ptr<\w+>, (#\w+)>", line).groups()  # type: ignore[union-attr]
-        threads = re.findall(r"(?:threadsPerWarp|warpsPerCTA) = \[([\d, ]+)\]", layouts[layout])
-        have = [math.prod(numbers) for numbers in zip(*(map(int, t.split(",")) for t in threads), strict=True)]
-        shared += any(n > size for n, size in zip(have, map(int, shape.split("x")), strict=True))
+        factors = re.findall(r"(?:sizePerThread|threadsPerWarp|warpsPerCTA) = \[([\d, ]+)\]", layouts[layout])
+        covered = [math.prod(numbers) for numbers in zip(*(map(int, f.split(",")) for f in factors), strict=True)]
+        shared += any(n > size for n, size in zip(covered, map(int, shape.split("x")), strict=True))
     return shared if looks else -1
 
 
