@@ -7,6 +7,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,44 +18,50 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 TESTS = Path(__file__).resolve().parent
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+CASES = {
+    "kernels are their twins": "triton_cases.py",
+    "a decode step is the plain decoder's": "triton_decoder_cases.py",
+    "sampling on the device is its twin": "triton_sample_cases.py",
+    "the decoder keeps its promises": "triton_runtime_cases.py",
+}
+COMPILE = "triton_compile.py"
 
 
-def run_cases(name: str) -> None:
-    """Run a file of cases in its own process: the interpreter is chosen when a kernel is decorated."""
+def run(name: str) -> subprocess.CompletedProcess[str]:
+    """Run a file of cases, or the compiler, in its own process: the interpreter is chosen when a kernel is
+    decorated."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if not torch.cuda.is_available():
-        environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(TESTS / name)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    if name == COMPILE:
+        environment.pop("TRITON_INTERPRET", None)
+        environment["TRITON_DEFAULT_FP_FUSION"] = "1"
+        command = [sys.executable, str(TESTS / name), *map(str, SHARED_LIMIT)]
+    else:
+        if not torch.cuda.is_available():
+            environment["TRITON_INTERPRET"] = "1"
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(TESTS / name)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subprocess.CompletedProcess[str]]]]:
+    """What this session's tests here wait for, all started with the first: as many at a time as there are cores."""
+    selected = " ".join(item.nodeid for item in request.session.items)
+    names = [name for title, name in CASES.items() if f"[{title}]" in selected]
+    names += [COMPILE] if "test_kernels_compile" in selected else []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield {name: pool.submit(run, name) for name in names}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", CASES)
+def test_cases(title, outcomes) -> None:
+    done = outcomes[CASES[title]].result()
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.slow
-def test_kernels_are_their_twins() -> None:
-    run_cases("triton_cases.py")
-
-
-@pytest.mark.slow
-def test_a_decode_step_is_the_plain_decoders() -> None:
-    run_cases("triton_decoder_cases.py")
-
-
-@pytest.mark.slow
-def test_sampling_on_the_device_is_its_twin() -> None:
-    run_cases("triton_sample_cases.py")
-
-
-@pytest.mark.slow
-def test_the_decoder_keeps_its_promises() -> None:
-    run_cases("triton_runtime_cases.py")
-
-
-@pytest.mark.slow
-def test_kernels_compile_within_the_chips_limits() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_DEFAULT_FP_FUSION"] = "1"
-    command = [sys.executable, str(TESTS / "triton_compile.py"), *map(str, SHARED_LIMIT)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+def test_kernels_compile_within_the_chips_limits(outcomes) -> None:
+    done = outcomes[COMPILE].result()
     assert done.returncode == 0, done.stderr[-4000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert {row["arch"] for row in rows} == set(SHARED_LIMIT)
