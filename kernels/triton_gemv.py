@@ -30,7 +30,7 @@ from .triton_common import (
 )
 from .triton_gemv_kernel import sparse_gemv_kernel
 from .triton_lists import room_source
-from .triton_partials import NOTHING
+from .triton_partials import NOTHING, ROWS_AT_ONCE
 
 __all__ = [
     "INPUTS",
@@ -184,7 +184,7 @@ def sums_at_once(tile: GemvTile, batch: int, target: str) -> int:
     splits = triton.next_power_of_2(tile.splits)
     if tile.pollers == 0:
         return min(splits, 32)
-    columns = tile.block_n // tile.pollers * min(batch, 4) * (2 if target == "silu" else 1)
+    columns = tile.block_n // tile.pollers * min(batch, ROWS_AT_ONCE) * (2 if target == "silu" else 1)
     fitting = max(1, 32 * 32 * tile.warps // columns)
     return min(splits, 1 << (fitting.bit_length() - 1))
 

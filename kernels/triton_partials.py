@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .triton_common import TO_RESIDUAL, TO_SILU
 
-__all__ = ["NOTHING", "leave_partial", "write_result", "writers_turn"]
+__all__ = ["NOTHING", "ROWS_AT_ONCE", "leave_partial", "write_result", "writers_turn"]
 
 # All bits set. As a number that is a NaN, though none that arithmetic results in, nor one that is ever left.
 NOTHING = -1
@@ -27,7 +27,8 @@ _NOTHING = tl.constexpr(NOTHING)
 _NAN32 = tl.constexpr(0x7FC00000)
 _NAN64 = tl.constexpr(0x7FF8000000000000)
 # Rows of a batch whose partial sums are looked for at the same time.
-_ROWS = tl.constexpr(4)
+ROWS_AT_ONCE = 4
+_ROWS = tl.constexpr(ROWS_AT_ONCE)
 
 
 @triton.jit
@@ -100,19 +101,18 @@ def write_result(
             sums = sums + (tl.zeros((PART,), wide),)  # noqa: RUF005
         for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
             # First all reads, so that one way to the L2 cache serves them, then the waiting.
+            places = ()
             found = ()
             for i in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
                 at, there = _places(
                     partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
                 )
+                places = places + ((at, there),)  # noqa: RUF005
                 found = found + (_look(at, there, POLLERS),)  # noqa: RUF005
             added = ()
-            for i in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
-                at, there = _places(
-                    partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
-                )
-                more = _take(found[i - begin * EACH], at, there, wide, POLLERS)
-                added = added + (sums[i - begin * EACH] + more,)  # noqa: RUF005
+            for i in tl.static_range(min(_ROWS, BATCH - begin) * EACH):
+                at, there = places[i]
+                added = added + (sums[i] + _take(found[i], at, there, wide, POLLERS),)  # noqa: RUF005
             sums = added
         for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
             y = _with_bias(sums[(row - begin) * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)

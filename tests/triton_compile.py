@@ -86,14 +86,7 @@ def looks_shared(compiled) -> int:
 
 
 def gemv(
-    arch: int,
-    tile,
-    group: str,
-    batch: int = 1,
-    dense: bool = False,
-    dtype: str = "bf16",
-    pdl: bool | None = None,
-    kv_splits: int = 16,
+    arch: int, tile, group: str, batch: int = 1, dense: bool = False, dtype: str = "bf16", pdl: bool | None = None
 ):
     """The GEMV as Llama-3.1-8B launches it for ``group``."""
     shapes = {  # K, widths, source, target
@@ -115,7 +108,7 @@ def gemv(
     segment, length, in_room = triton_gemv.program_lists(k, tile, batch, shared=dtype != "fp32")
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=32,
-        KV_SPLITS=kv_splits, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
+        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target),
         SEGMENT=segment, LIST=length, ROOM=in_room,
