@@ -26,12 +26,14 @@ from gpu_models import SHAPES, calibrate, give_masks, random_bundle, set_sparsit
 from gpu_tiles import ceiling_gbps, time_graph
 
 from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.triton_gemv import launch_kind
 from wisparse.runtime.cuda_decoder import CudaDecoder
 from wisparse.runtime.cuda_step import DecodeStep
 from wisparse.runtime.decoder import SamplingSettings
 from wisparse.runtime.torch_decoder import TorchDecoder
 
 PROMPT, TOKENS = 5, 200
+BATCHES = (2, 4, 8)
 GREEDY = SamplingSettings()
 
 
@@ -115,7 +117,7 @@ def check(shape: str) -> dict:
 
 
 def kept_share(step: DecodeStep, role: str) -> float:
-    """The share of a role's weights, over all blocks, whose channels its launches keep, from what they read."""
+    """The share of a role's weights, over all blocks, whose channels some row keeps, from what its launches read."""
     kept = size = 0
     for index, block in enumerate(step.weights.blocks):
         group = getattr(block, role)
@@ -127,8 +129,8 @@ def kept_share(step: DecodeStep, role: str) -> float:
 
 
 def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: int = 1, context: int = 0) -> dict:
-    """Microseconds of each launch of a block, averaged over all blocks, with its share of the ideal: the weights it
-    keeps, read at the ceiling (batches read all of them)."""
+    """Microseconds of each launch of a block, averaged over all blocks, with its share of the ideal: the weights that
+    any of its rows keeps, read at the ceiling (many rows read all of them)."""
     step = decoder.step_for(rows, context=context)
     count = len(decoder.weights.blocks)
     table = {}
@@ -146,7 +148,7 @@ def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: in
             size = decoder.weights.head.numel()
         else:
             group = getattr(decoder.weights.blocks[0], role)
-            kept = kept_share(step, role) if rows == 1 else 1.0
+            kept = 1.0 if launch_kind(rows, group.sparsity) == "batch" else kept_share(step, role)
             size = group.in_features * group.out_features * kept
         ideal = size * decoder.dtype.itemsize / ceiling * 1e-3
         table[role] = {"us": us, "ideal_us": ideal, "share": ideal / us}
@@ -200,7 +202,7 @@ def main() -> None:
     began = time.perf_counter()
     torch.cuda.reset_peak_memory_stats()
     context = 8192 + TOKENS + 16 if "context" in parts else 512
-    decoder = CudaDecoder(bundle, device=device, dtype=dtype, max_seq_len=context, max_batch=4)
+    decoder = CudaDecoder(bundle, device=device, dtype=dtype, max_seq_len=context, max_batch=max(BATCHES))
     torch.cuda.synchronize()
     result["load_s"] = time.perf_counter() - began
     result["load_peak_over_weights"] = torch.cuda.max_memory_allocated() / decoder.weights.num_bytes
@@ -237,15 +239,15 @@ def main() -> None:
         print(f"context 8192: {long:.1f} tok/s, {long / short:.3f} of {short:.1f} at {TOKENS}", flush=True)
         if "kernels" in parts:
             kernel_table(decoder, 0.5, ceiling, context=8192)
-    for batch in [2, 4] if "batch" in parts else []:
+    for batch in BATCHES if "batch" in parts else []:
         result[f"batch_{batch}"] = {}
-        for sparsity in (0.0, 0.5):
+        for sparsity in arguments.sparsities:
             set_sparsity(decoder, calibrated, sparsity)
             rate = statistics.median(rates(decoder, batch=batch, runs=3))
             result[f"batch_{batch}"][str(sparsity)] = rate
             print(f"batch {batch} at {sparsity:.0%}: {rate:.1f} tok/s in all", flush=True)
-        if "kernels" in parts and batch == 4:
-            kernel_table(decoder, 0.5, ceiling, rows=4)
+        if "kernels" in parts:
+            kernel_table(decoder, arguments.sparsities[-1], ceiling, rows=batch)
     print(f"peak memory {torch.cuda.max_memory_allocated() / 1e9:.1f} GB")
     line = json.dumps(result)
     if os.environ.get("OUT"):

@@ -96,7 +96,7 @@ def kept_by_kernels(fast: CudaDecoder, token: int) -> list[torch.Tensor]:
 
 
 def launch_input(step: DecodeStep, index: int, role: str) -> torch.Tensor:
-    """(1, K): what a launch is about to read, by the definitions."""
+    """(rows, K): what a launch is about to read, by the definitions."""
     block, eps = step.weights.blocks[index], step.config.rms_norm_eps
     if role == "down":
         return step._activation
@@ -104,7 +104,7 @@ def launch_input(step: DecodeStep, index: int, role: str) -> torch.Tensor:
         largest, total = step._softmax
         factor = torch.exp2(largest - largest.amax(2, keepdim=True))
         combined = (step._attended * factor[..., None]).sum(2) / (total * factor).sum(2)[..., None]
-        return combined.view(1, -1).to(step._activation.dtype)
+        return combined.flatten(1).to(step._activation.dtype)
     return rms_norm(step.hidden, block.attention_norm if role == "qkv" else block.mlp_norm, eps)
 
 

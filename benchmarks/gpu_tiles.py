@@ -26,7 +26,7 @@ from gpu_models import SHAPES
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import keep_mask
-from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
+from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
 
 __all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "time_graph"]
@@ -78,7 +78,7 @@ class Case:
         else:
             self.x = x
         self.groups = [
-            Group(torch.randn(k, n, device="cuda", dtype=dtype), widths, None, scales, thresholds, sparsity == 0)
+            Group(torch.randn(k, n, device="cuda", dtype=dtype), widths, None, scales, thresholds, sparsity)
             for _ in range(copies)
         ]
         width = widths[0] if target == "silu" else n
@@ -113,11 +113,11 @@ def case_for(config: ModelConfig, role: str, sparsity: float, **keywords) -> Cas
     return Case(k, widths, source, target, config.head_dim, sparsity, **keywords)
 
 
-def candidates(k: int, widths: tuple[int, ...], batch: int, processors: int) -> list[GemvTile]:
+def candidates(k: int, widths: tuple[int, ...], kind: str, processors: int) -> list[GemvTile]:
     """Tiles worth trying: one to eight programs for each multiprocessor, 8 to 64 numbers a thread in flight."""
     # block_n, warps, unroll: block_k is then what one 16-byte load of every thread covers.
     found = []
-    if batch == 1:
+    if kind != "batch":
         for block_n, warps in ((256, 2), (256, 4), (512, 2), (512, 4), (512, 8), (1024, 4), (1024, 8)):
             tiles = sum(triton.cdiv(width, block_n) for width in widths)
             splits = {max(1, min(round(processors * m / tiles - 0.45), k // 32)) for m in (1, 2, 3, 4, 5, 6)}
@@ -208,7 +208,7 @@ def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: fl
     work = {}
     for role in roles:
         case = case_for(config, role, sparsity, batch=batch, copies=1)
-        work[role] = candidates(case.k, case.widths, batch, properties.multi_processor_count)
+        work[role] = candidates(case.k, case.widths, launch_kind(batch, sparsity), properties.multi_processor_count)
         del case
     workers = max(1, (os.cpu_count() or 2) - 1)
     jobs = [
@@ -277,14 +277,14 @@ def main() -> None:
         "down": (config.intermediate_size, config.hidden_size),
     }
     best = {
-        tile_key(major * 10 + minor, *sizes[role], batch=arguments.batch, dense=arguments.sparsity == 0): rows[0][1]
+        tile_key(major * 10 + minor, *sizes[role], launch_kind(arguments.batch, arguments.sparsity)): rows[0][1]
         for role, rows in results.items()
     }
     print("written to", remember_tiles(best))
     line = json.dumps({key: asdict(tile) for key, tile in best.items()})
     if os.environ.get("OUT"):
-        kind = "batch" if arguments.batch > 1 else "dense" if arguments.sparsity == 0 else "sparse"
-        Path(os.environ["OUT"], f"tiles-{arguments.shape}-{kind}.json").write_text(line)
+        name = f"tiles-{arguments.shape}-{arguments.batch}-{arguments.sparsity}.json"
+        Path(os.environ["OUT"], name).write_text(line)
     print(line)
 
 

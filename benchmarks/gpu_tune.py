@@ -23,7 +23,7 @@ from gpu_models import SHAPES, calibrate, random_bundle, set_sparsity
 from gpu_tiles import _compile, sweep
 
 from wisparse.formats.architectures import ModelConfig
-from wisparse.kernels.triton_gemv import GemvTile
+from wisparse.kernels.triton_gemv import GemvTile, launch_kind
 from wisparse.kernels.triton_tiles import remember_tiles, tile_key
 from wisparse.runtime.cuda_decoder import CudaDecoder
 from wisparse.runtime.cuda_step import DecodeStep, kv_splits_for
@@ -70,7 +70,7 @@ def main() -> None:
     ranked = sweep(shape, roles, sparsity, batch, arguments.ceiling, True, False)
 
     def variants(tile: GemvTile) -> list[GemvTile]:
-        if batch > 1:
+        if launch_kind(batch, sparsity) == "batch":
             return [tile, replace(tile, early=False)]
         return [replace(tile, trigger=trigger, early=early) for trigger in (1, 2) for early in (True, False)]
 
@@ -109,14 +109,11 @@ def main() -> None:
         "down": (config.intermediate_size, config.hidden_size),
     }
     major, minor = torch.cuda.get_device_capability()
-    found = {
-        tile_key(major * 10 + minor, *sizes[role], batch=batch, dense=sparsity == 0): tiles[role] for role in roles
-    }
+    found = {tile_key(major * 10 + minor, *sizes[role], launch_kind(batch, sparsity)): tiles[role] for role in roles}
     remember_tiles(found)
     line = json.dumps({key: asdict(tile) for key, tile in found.items()})
     if os.environ.get("OUT"):
-        kind = "batch" if batch > 1 else "dense" if sparsity == 0 else "sparse"
-        Path(os.environ["OUT"], f"tune-{shape}-{kind}.json").write_text(line)
+        Path(os.environ["OUT"], f"tune-{shape}-{batch}-{sparsity}.json").write_text(line)
     print(line)
 
 

@@ -221,7 +221,8 @@ def launch_attention(
         scale: of the scores, 1 / sqrt(D) for the models here.
         window: sliding window in positions, the new one included.
         qk_norm: RMSNorm weights (D,) of queries and keys (Qwen3), with ``eps``.
-        block_t: positions read at a time; float64 takes one.
+        block_t: positions read at a time; float64 takes one. ``stages`` of them are on their way at once, in shared
+            memory: 64 of keys and values take 32 KiB with heads of 128 in half precision.
     """
     batch, _, splits, head_dim = out.shape
     kv_heads = k_cache.shape[1]

@@ -39,6 +39,7 @@ __all__ = [
     "Group",
     "Scratch",
     "launch_gemv",
+    "launch_kind",
     "program_lists",
     "sparse_gemv",
     "sums_at_once",
@@ -46,13 +47,31 @@ __all__ = [
 
 INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
 OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
+# At less, four unrelated rows together drop too little to gain from it.
+_FOUR_ROWS_FROM = 0.4
+
+
+def launch_kind(batch: int, sparsity: float) -> str:
+    """How a launch goes about its rows of x, decided from measurements on an H200.
+
+    Args:
+        batch: rows of x.
+        sparsity: of the group's weights, 0 for a dense one.
+
+    Returns:
+        ``sparse`` or ``dense``: one row. ``rows``: a few, which read the channels that any of them keeps. ``batch``:
+        more, or too few dropped channels in common: all channels, with zeros for the dropped ones, on the tensor cores.
+    """
+    if batch == 1:
+        return "dense" if sparsity == 0 else "sparse"
+    return "rows" if batch == 2 or (batch <= 4 and sparsity >= _FOUR_ROWS_FROM) else "batch"
 
 
 @dataclass(frozen=True)
 class GemvTile:
     """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns.
 
-    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time (for batches ``block_k`` rows,
+    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time (for the tensor cores ``block_k``,
     ``stages`` pieces ahead). Channels are dealt to the splits ``chunk`` at a time. With programmatic dependent launch,
     ``early`` lets the launch begin before the one before it has ended, and ``trigger`` says when it lets the next one
     begin: 1 at its start, 2 after its product. ``lead`` times ``unroll * block_k`` rows are read before the channels
@@ -103,7 +122,8 @@ class Group:
         bias: (sum(widths),) of the weights' dtype, or None.
         scales: (projections, K) float32.
         thresholds: (projections,) float32.
-        dense: all thresholds are 0: no channel is ever dropped.
+        sparsity: the share of the weights that the masks are expected to drop. 0 if all thresholds are: no channel is
+            ever dropped then.
     """
 
     weight_t: Tensor
@@ -111,7 +131,12 @@ class Group:
     bias: Tensor | None
     scales: Tensor
     thresholds: Tensor
-    dense: bool
+    sparsity: float
+
+    @property
+    def dense(self) -> bool:
+        """No channel is ever dropped."""
+        return self.sparsity == 0
 
     @property
     def in_features(self) -> int:
@@ -148,12 +173,15 @@ class Scratch:
             batch = 1  # rows are launched one by one
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
         programs = tiles * tile.splits
-        segment, length, in_room = program_lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
-        in_scratch = 0 if in_room else programs * length
+        listed = launch_kind(batch, group.sparsity) != "batch"
+        segment, length, in_room = program_lists(
+            group.in_features, tile, batch, listed=listed, shared=_has_room(group.weight_t)
+        )
+        in_scratch = programs * length if listed and not in_room else 0
         for name, size in (
             ("awaited" if tile.pollers else "partial", tile.splits * batch * group.out_features),
-            ("index", in_scratch if batch == 1 else 0),
-            ("value", in_scratch if batch == 1 else programs * batch * segment),
+            ("index", in_scratch),
+            ("value", batch * (in_scratch if listed else programs * segment)),
             ("counter", tiles),
         ):
             held = getattr(self, name)
@@ -168,14 +196,15 @@ def _segment(in_features: int, tile: GemvTile) -> int:
     return triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
 
 
-def program_lists(in_features: int, tile: GemvTile, batch: int, *, shared: bool) -> tuple[int, int, str]:
+def program_lists(in_features: int, tile: GemvTile, batch: int, *, listed: bool, shared: bool) -> tuple[int, int, str]:
     """Channels of a program, places in its lists, and PTX for the shared memory they lie in ("": in scratch memory)."""
     segment = _segment(in_features, tile)
-    block_k = _block_k(tile, batch)
+    block_k = _block_k(tile, listed)
     # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
     length = segment + 3 * tile.unroll * block_k + 1
     exchanged = block_k * tile.block_n if block_k > 1 else 0
-    return segment, length, room_source(4 * (2 * length + exchanged)) if shared and batch == 1 else ""
+    size = 4 * ((1 + batch) * length + exchanged)
+    return segment, length, room_source(size) if shared and listed else ""
 
 
 def sums_at_once(tile: GemvTile, batch: int, target: str) -> int:
@@ -194,9 +223,9 @@ def _has_room(weight_t: Tensor) -> bool:
     return weight_t.device.type == "cuda" and weight_t.dtype != torch.float32
 
 
-def _block_k(tile: GemvTile, batch: int) -> int:
+def _block_k(tile: GemvTile, listed: bool) -> int:
     # tl.dot's smallest K is 16.
-    return tile.block_k if batch == 1 else max(16, tile.block_k)
+    return tile.block_k if listed else max(16, tile.block_k)
 
 
 def launch_gemv(
@@ -225,7 +254,7 @@ def launch_gemv(
         out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` (batch, N / 2); the weights' dtype. For
             float32 weights x and out are float64, or float32 if one rounding of the result is wanted.
         scratch: :meth:`Scratch.reserve` was called for this group, tile and batch.
-        batch: rows, 1 to 16; more than one read all channels, with zeros for the dropped ones (float32: row by row).
+        batch: rows, 1 to 16; :func:`launch_kind` says what is read for them (float32: row by row).
         source: ``plain``, ``hidden`` (RMS-normalise x with ``norm``, ``eps`` and ``ssq_in``) or ``attention``.
         target: ``plain``, ``residual`` (fills ``ssq_out``) or ``silu``.
         norm: (K,) RMSNorm weight.
@@ -250,8 +279,10 @@ def launch_gemv(
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
     options = {"launch_pdl": True} if pdl and tile.early else {}
-    segment, length, in_room = program_lists(group.in_features, tile, batch, shared=_has_room(group.weight_t))
-    block_k = _block_k(tile, batch)
+    listed = launch_kind(batch, group.sparsity) != "batch"
+    segment, length, in_room = program_lists(
+        group.in_features, tile, batch, listed=listed, shared=_has_room(group.weight_t)
+    )
     sparse_gemv_kernel[(tiles * tile.splits,)](
         x,
         unused if softmax is None else softmax[0],
@@ -277,6 +308,7 @@ def launch_gemv(
         STRIDE=group.weight_t.stride(0),
         TRIGGER=tile.trigger,
         BATCH=batch,
+        LISTED=listed,
         ROWS=16,
         # At least 32, so that one compiled kernel serves most tiles that wrote the sums; a warp adds up 32 by itself.
         SSQ_PAD=max(32, triton.next_power_of_2(parts)),
@@ -287,7 +319,7 @@ def launch_gemv(
         INPUT=INPUTS[source],
         OUTPUT=OUTPUTS[target],
         BLOCK_N=tile.block_n,
-        BLOCK_K=block_k,
+        BLOCK_K=_block_k(tile, listed),
         SPLITS=tile.splits,
         POLLERS=tile.pollers,
         AT_ONCE=sums_at_once(tile, batch, target),

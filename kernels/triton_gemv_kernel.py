@@ -2,8 +2,10 @@
 
 A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
 global list, keeps their list where its threads share it (``triton_lists``) and reads one contiguous stretch of each
-kept row. Programs of one tile add up through partial sums in scratch memory (``triton_partials``), in a fixed order.
-There are no float atomics and no buffer has to be cleared: the same input gives the same bits on every run.
+kept row of the weights. A few rows of x share one list (LISTED): the channels that any of them keeps, with each row's
+values, 0 where it drops one. Many rows together keep nearly all, and the tensor cores multiply all. Programs of one
+tile add up through partial sums in scratch memory (``triton_partials``), in a fixed order. There are no float atomics
+and no buffer has to be cleared: the same input gives the same bits on every run.
 """
 
 from __future__ import annotations
@@ -91,7 +93,7 @@ def sparse_gemv_kernel(
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums; POLLERS: NOTHING before and after
     counter_ptr,  # (tiles,) int32, 0 before and after; no POLLERS
     index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
-    value_ptr,  # scratch: (programs, LIST) dtype, unless ROOM; batches: (programs, B, SEGMENT)
+    value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM; many rows: (programs, B, SEGMENT)
     eps,
     ssq_parts,  # columns of ssq_in
     K: tl.constexpr,
@@ -100,6 +102,7 @@ def sparse_gemv_kernel(
     N2: tl.constexpr,
     STRIDE: tl.constexpr,
     BATCH: tl.constexpr,
+    LISTED: tl.constexpr,
     ROWS: tl.constexpr,
     SSQ_PAD: tl.constexpr,
     KV_SPLITS: tl.constexpr,
@@ -162,19 +165,19 @@ def sparse_gemv_kernel(
     if INPUT == FROM_HIDDEN:
         norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
     STEP: tl.constexpr = BLOCK_K * UNROLL
-    LEAD_ROWS: tl.constexpr = LEAD * STEP if BATCH == 1 else 0
+    LEAD_ROWS: tl.constexpr = LEAD * STEP if LISTED else 0
     lane = tl.arange(0, BLOCK_K)
     SHARED: tl.constexpr = ROOM != ""
     spare = 0
     if SHARED:
         list_index = room(ROOM, program)
         list_value = list_index + LIST * 4
-        spare = list_value + LIST * 4
+        spare = list_value + BATCH * LIST * 4
     else:
         list_index = index_ptr + program * LIST
-        list_value = value_ptr + program * LIST
-    if BATCH == 1 and SHARED:
-        _clear(list_index, list_value, K, wide, SEGMENT, LIST, DENSE, SHARED)
+        list_value = value_ptr + program * BATCH * LIST
+    if LISTED and SHARED:
+        _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
     if LEAD_ROWS > 0:
         # The first rows, whatever x will be: the memory would be idle until the channels are selected.
         lead = ()
@@ -182,12 +185,14 @@ def sparse_gemv_kernel(
             ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
             lead = lead + _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
     wait_for_previous_kernel(PDL)
-    if BATCH == 1 and not SHARED:
+    if LISTED and not SHARED:
         # Not before: the kernel before this one may still read its lists in the same scratch memory.
-        _clear(list_index, list_value, K, wide, SEGMENT, LIST, DENSE, SHARED)
-    if TRIGGER == 1 or BATCH > 1:
+        _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
+    if TRIGGER == 1 or not LISTED:
         let_next_kernel_start(PDL)
     rstd = 1.0
+    keep = position < 0
+    xs = ()
     for row in tl.static_range(BATCH):
         loaded = 0.0
         if INPUT != FROM_ATTENTION:
@@ -201,33 +206,39 @@ def sparse_gemv_kernel(
         if not DENSE:
             score = tl.abs(x.to(tl.float32)) * scale
             keep_row = live & ((score >= threshold) | (score != score))
-        if BATCH > 1:
-            # Every row of the weights is read: the union of several rows' kept channels is most of them.
+        if not LISTED:
             masked = tl.where(keep_row, x, 0.0).to(dtype)
             tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
         elif DENSE:
-            put(list_value, position, x, position >= 0, SHARED)
+            put(_values_of(list_value, row, LIST, SHARED), position, x, position >= 0, SHARED)
         else:
-            # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
-            listed = keep_row & (position >= LEAD_ROWS)
-            place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
-            # The list's length is known where it ends; through the list everybody learns it without a reduction.
-            put(list_index, position * 0 + (LIST - 1), place + 1, position == SEGMENT - 1, SHARED)
-            put(list_index, place, k, listed, SHARED)
-            if LEAD_ROWS > 0:
-                place = tl.where(position < LEAD_ROWS, position, place)
-                listed = listed | (position < LEAD_ROWS)
+            keep = keep | keep_row
+            if LEAD_ROWS > 0 or BATCH > 1:
                 x = tl.where(keep_row, x, 0.0).to(dtype)
-            put(list_value, place, x, listed, SHARED)
+            xs = xs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
+    if LISTED and not DENSE:
+        # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
+        listed = keep & (position >= LEAD_ROWS)
+        place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+        # The list's length is known where it ends; through the list everybody learns it without a reduction.
+        put(list_index, position * 0 + (LIST - 1), place + 1, position == SEGMENT - 1, SHARED)
+        put(list_index, place, k, listed, SHARED)
+        if LEAD_ROWS > 0:
+            place = tl.where(position < LEAD_ROWS, position, place)
+            listed = listed | (position < LEAD_ROWS)
+        for row in tl.static_range(BATCH):
+            put(_values_of(list_value, row, LIST, SHARED), place, xs[row], listed, SHARED)
     list_index = settled(list_index, SHARED)
     if SHARED:
         list_value = list_index + LIST * 4
-    if BATCH == 1 and not DENSE:
+    if LISTED and not DENSE:
         count = get(list_index, LIST - 1, False, SHARED)
 
     # --- the product
-    if BATCH == 1:
-        acc = tl.zeros((BLOCK_K, BLOCK_N), wide)
+    if LISTED:
+        sums = ()
+        for _ in tl.static_range(BATCH):
+            sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), wide),)  # noqa: RUF005
         # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
         ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
         ws = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
@@ -235,10 +246,12 @@ def sparse_gemv_kernel(
         if LEAD_ROWS > 0:
             tl.debug_barrier()
             for i in tl.static_range(LEAD * UNROLL):
-                x_now = get(list_value, i * BLOCK_K + lane, True, SHARED).to(wide)
-                # A dropped row is zero here whatever stands in it.
-                w = tl.where((x_now != 0)[:, None], lead[i], 0.0)
-                acc += x_now[:, None] * w.to(wide)
+                at = i * BLOCK_K + lane
+                w = lead[i]
+                if BATCH == 1:
+                    # A dropped row is zero here whatever stands in it.
+                    w = tl.where((get(list_value, at, True, SHARED) != 0)[:, None], w, 0.0)
+                sums = _add_products(sums, list_value, at, w.to(wide), BATCH, LIST, SHARED)
         for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
             ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
             ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
@@ -246,16 +259,19 @@ def sparse_gemv_kernel(
             # flight; it moves nothing across a barrier.
             tl.debug_barrier()
             for i in tl.static_range(UNROLL):
-                x_now = get(list_value, start + i * BLOCK_K + lane, True, SHARED).to(wide)
-                acc += x_now[:, None] * ws[i].to(wide)
+                at = start + i * BLOCK_K + lane
+                sums = _add_products(sums, list_value, at, ws[i].to(wide), BATCH, LIST, SHARED)
             ws = ahead
         if TRIGGER == 2:
             let_next_kernel_start(PDL)
-        if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:  # noqa: SIM108 (resolved at compile time)
-            y = add_rows(acc, spare, BLOCK_K, BLOCK_N)
-        else:
-            y = tl.sum(acc, axis=0)
-        leave_partial(partial_ptr, split * N + columns, y, in_width)
+        for row in tl.static_range(BATCH):
+            if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:
+                if row > 0:
+                    tl.debug_barrier()  # the row before has read its own from the same place
+                y = add_rows(sums[row], spare, BLOCK_K, BLOCK_N)
+            else:
+                y = tl.sum(sums[row], axis=0)
+            leave_partial(partial_ptr, (split * BATCH + row) * N + columns, y, in_width)
     else:
         # Rows padded to the tensor cores' 16; dropped channels hold zeros.
         rows = tl.arange(0, ROWS)
@@ -318,18 +334,38 @@ def _clear(
     list_value,
     K: tl.constexpr,
     wide: tl.constexpr,
+    BATCH: tl.constexpr,
     SEGMENT: tl.constexpr,
     LIST: tl.constexpr,
     DENSE: tl.constexpr,
     SHARED: tl.constexpr,
 ):
     """Fill the lists with "no channel": what they will not reach then needs no comparison with their length."""
-    for start in tl.static_range(0, LIST, SEGMENT):
-        place = start + tl.arange(0, SEGMENT)
-        if not DENSE:
+    if not DENSE:
+        for start in tl.static_range(0, LIST, SEGMENT):
+            place = start + tl.arange(0, SEGMENT)
             put(list_index, place, tl.full((SEGMENT,), K, tl.int32), place < LIST, SHARED)
-        put(list_value, place, tl.zeros((SEGMENT,), wide), place < LIST, SHARED)
+    # The rows' values stand one after the other.
+    for start in tl.static_range(0, BATCH * LIST, SEGMENT):
+        place = start + tl.arange(0, SEGMENT)
+        put(list_value, place, tl.zeros((SEGMENT,), wide), place < BATCH * LIST, SHARED)
     tl.debug_barrier()
+
+
+@triton.jit
+def _values_of(list_value, row: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr):
+    """The list of a row's values."""
+    return list_value + row * LIST * (4 if SHARED else 1)
+
+
+@triton.jit
+def _add_products(sums, list_value, at, w, BATCH: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr):
+    """Each row's sums (BLOCK_K, BLOCK_N) and the products of its values at the places ``at`` with the weights there."""
+    added = ()
+    for row in tl.static_range(BATCH):
+        x = get(_values_of(list_value, row, LIST, SHARED), at, True, SHARED).to(w.dtype)
+        added = added + (sums[row] + x[:, None] * w,)  # noqa: RUF005
+    return added
 
 
 @triton.jit

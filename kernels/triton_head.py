@@ -218,7 +218,7 @@ def launch_logits(
     *,
     eps: float,
     block_k: int | None = None,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int | None = None,
     block_v: int | None = None,
     passes: int | None = None,
@@ -251,6 +251,7 @@ def launch_logits(
     block_k = min(block_k, max(16, triton.next_power_of_2(width)))
     passes = passes or (max(1, block_v * block_k // 16384) if batch == 1 and not exact else 1)
     stages = stages or (1 if batch == 1 else 3)
+    warps = warps or (4 if batch == 1 else 2)
     options = {"launch_pdl": True} if pdl else {}
     _logits_kernel[(triton.cdiv(vocabulary, block_v),)](
         hidden,

@@ -1,8 +1,8 @@
 """Which tile a launch gets: a small measured table, a local cache that ``wisparse bench --tune`` refreshes, a rule of
 thumb.
 
-Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>`` with N the sum of the widths and kind
-``sparse`` or ``dense`` for one row, ``batch`` for more; values are GemvTile's fields.
+Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>`` with the kind from ``launch_kind`` and N the
+sum of the widths; values are GemvTile's fields.
 """
 
 from __future__ import annotations
@@ -16,23 +16,27 @@ from pathlib import Path
 
 import triton
 
-from .triton_gemv import GemvTile
+from .triton_gemv import GemvTile, launch_kind
 
 __all__ = ["cache_file", "choose_tile", "default_tile", "most_pollers", "remember_tiles", "tile_key"]
 
 log = logging.getLogger(__name__)
 
-# Measured on an H200 in whole steps, at 50%, at 0% and for 4 rows: Llama-3.1-8B's and Mistral-7B's shapes; Qwen2.5-7B's
-# at 50%.
+# Measured on an H200 in whole steps, at 50%, at 0%, for 2 and 4 rows at 50% and for 4 at 0%: Llama-3.1-8B's and
+# Mistral-7B's shapes; Qwen2.5-7B's at 50%.
 TABLE: Mapping[str, GemvTile] = {
     "sm90:sparse:4096x6144": GemvTile(256, 4, 16, 4, chunk=32, unroll=8, trigger=2, pollers=4),
     "sm90:sparse:4096x4096": GemvTile(256, 4, 20, 4, chunk=32, unroll=8, trigger=2, pollers=8),
     "sm90:sparse:4096x28672": GemvTile(256, 2, 9, 2, chunk=32, unroll=8, trigger=2, early=False),
     "sm90:sparse:14336x4096": GemvTile(256, 4, 32, 4, chunk=32, unroll=8, trigger=2, pollers=8),
-    "sm90:dense:4096x6144": GemvTile(256, 4, 22, 4, unroll=8, trigger=2, lead=2, pollers=4),
-    "sm90:dense:4096x4096": GemvTile(256, 2, 32, 2, unroll=8, trigger=2, lead=1, pollers=8),
-    "sm90:dense:4096x28672": GemvTile(256, 2, 9, 2, unroll=8, trigger=2, early=False, lead=2),
-    "sm90:dense:14336x4096": GemvTile(256, 4, 24, 4, unroll=8, trigger=2, lead=3, pollers=8),
+    "sm90:dense:4096x6144": GemvTile(256, 4, 22, 4, chunk=32, unroll=8, trigger=2, lead=2, pollers=4),
+    "sm90:dense:4096x4096": GemvTile(256, 2, 32, 2, chunk=32, unroll=8, trigger=2, lead=2, pollers=8),
+    "sm90:dense:4096x28672": GemvTile(256, 2, 9, 2, chunk=32, unroll=8, trigger=2, early=False, lead=2),
+    "sm90:dense:14336x4096": GemvTile(256, 4, 24, 4, chunk=32, unroll=8, trigger=2, lead=3, pollers=8),
+    "sm90:rows:4096x6144": GemvTile(256, 4, 16, 4, chunk=32, unroll=6, trigger=2, pollers=4),
+    "sm90:rows:4096x4096": GemvTile(256, 4, 16, 4, chunk=32, unroll=8, trigger=2, pollers=8),
+    "sm90:rows:4096x28672": GemvTile(256, 2, 9, 2, chunk=32, unroll=6, trigger=2, early=False),
+    "sm90:rows:14336x4096": GemvTile(256, 4, 32, 4, chunk=32, unroll=6, trigger=2, pollers=8),
     "sm90:sparse:3584x4608": GemvTile(256, 4, 16, 4, chunk=32, unroll=8, trigger=2, pollers=4),
     "sm90:sparse:3584x3584": GemvTile(256, 4, 20, 4, chunk=64, unroll=8, trigger=2, pollers=8),
     "sm90:sparse:3584x37888": GemvTile(256, 2, 7, 2, chunk=64, unroll=8, trigger=2, early=False),
@@ -46,9 +50,8 @@ TABLE: Mapping[str, GemvTile] = {
 MOST_POLLERS = 8
 
 
-def tile_key(arch: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False) -> str:
+def tile_key(arch: int, in_features: int, out_features: int, kind: str) -> str:
     """The key of a launch in the table and in the local cache."""
-    kind = "batch" if batch > 1 else "dense" if dense else "sparse"
     return f"sm{arch}:{kind}:{in_features}x{out_features}"
 
 
@@ -58,12 +61,10 @@ def cache_file() -> Path:
     return Path(folder).expanduser() / "tiles.json"
 
 
-def default_tile(
-    multiprocessors: int, in_features: int, out_features: int, batch: int = 1, *, dense: bool = False
-) -> GemvTile:
+def default_tile(multiprocessors: int, in_features: int, out_features: int, kind: str = "sparse") -> GemvTile:
     """A tile for a shape nobody measured: five to seven programs for each multiprocessor, segments of at least 64
     channels, no pollers."""
-    if batch > 1:
+    if kind == "batch":
         block_n = 256 if out_features >= 2048 else 64
         splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
         return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
@@ -73,7 +74,8 @@ def default_tile(
     wide = out_features >= 16384
     splits = (7 if wide else 5) * multiprocessors // triton.cdiv(out_features, block_n)
     splits = max(1, min(splits, in_features // 64, 64))
-    return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=2 if dense else 0)
+    lead = 2 if kind == "dense" else 0
+    return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=lead)
 
 
 def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: int, warps: int) -> int:
@@ -85,14 +87,15 @@ def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: 
 
 
 def choose_tile(
-    arch: int, multiprocessors: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False
+    arch: int, multiprocessors: int, in_features: int, out_features: int, *, batch: int = 1, sparsity: float = 0.5
 ) -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
     than there is room for."""
-    key = tile_key(arch, in_features, out_features, batch=batch, dense=dense)
+    kind = launch_kind(batch, sparsity)
+    key = tile_key(arch, in_features, out_features, kind)
     tile = _remembered().get(key) or TABLE.get(key)
     if tile is None:
-        return default_tile(multiprocessors, in_features, out_features, batch, dense=dense)
+        return default_tile(multiprocessors, in_features, out_features, kind)
     most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits, tile.warps)
     return tile if tile.pollers <= most else replace(tile, pollers=most)
 

@@ -17,7 +17,7 @@ import triton
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.precision import activation_dtype, wide_dtype
 from wisparse.kernels.triton_attention import launch_attention
-from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv
+from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.triton_head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_sample import SAMPLED_DTYPES, SampleState, launch_sample
 from wisparse.kernels.triton_tiles import choose_tile
@@ -32,7 +32,7 @@ __all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "kv_splits_for"]
 MAX_ROWS = 16
 # Stretches the context is split into, up to how many positions: with 8 KV heads 16 make about one program for each of
 # an H200's multiprocessors. A short context needs fewer, and o_proj then has less to combine.
-KV_SPLITS = {256: 4, 4096: 8, 2**31: 16}
+KV_SPLITS = {256: 4, 512: 8, 2**31: 16}
 
 
 def _describe(device: torch.device) -> tuple[int, int]:
@@ -76,7 +76,7 @@ class DecodeStep:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         wide, activations = wide_dtype(dtype), activation_dtype(dtype)
         # Rows of float32 weights are launched one by one.
-        single = rows == 1 or dtype == torch.float32
+        together = 1 if dtype == torch.float32 else rows
         arch, multiprocessors = _describe(device)
         self.pdl = arch >= 90 if pdl is None else pdl
         self._cos, self._sin = cos, sin
@@ -88,18 +88,18 @@ class DecodeStep:
                 return tiles[role]
             return choose_tile(
                 arch, multiprocessors, group.in_features, group.out_features,
-                batch=1 if single else rows, dense=group.dense,
+                batch=together, sparsity=group.sparsity,
             )  # fmt: skip
 
         roles = ("qkv", "o", "gate_up", "down")
         # Block by block: one of a role may be dense and another sparse, and their tiles differ.
-        chosen: dict[tuple[str, bool], GemvTile] = {}
+        chosen: dict[tuple[str, str], GemvTile] = {}
         self.tiles: list[dict[str, GemvTile]] = []
         self._scratch = Scratch(device, dtype)
         for block in weights.blocks:
             of_block = {}
             for role, group in zip(roles, block.groups, strict=True):
-                key = (role, group.dense)
+                key = (role, launch_kind(together, group.sparsity))
                 if key not in chosen:
                     chosen[key] = tile(role, group)
                     self._scratch.reserve(group, chosen[key], rows)
@@ -119,9 +119,12 @@ class DecodeStep:
         self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=wide)
         partial = (rows, config.num_heads, kv_splits)
         self._softmax = (empty(*partial, kind=wide), empty(*partial, kind=wide))
+        # Measured on an H200: more of a long context on its way at a time, where there is room for it.
+        roomy = arch == 90 and config.head_dim <= 128 and dtype != torch.float32
+        self._attention_stages = 5 if roomy and kv_splits > KV_SPLITS[min(KV_SPLITS)] else 3
         self._activation = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, kind=torch.float32)
-        head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if single else HEAD_ROWS_BATCHED)
+        head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if together == 1 else HEAD_ROWS_BATCHED)
         self._best = empty(rows, head_tiles, kind=torch.float32)
         self._best_id = empty(rows, head_tiles, kind=torch.int32)
         sampled = dtype in SAMPLED_DTYPES
@@ -202,7 +205,7 @@ class DecodeStep:
                 self._qkv, self._keys[index], self._values[index], self.tokens, self.positions,
                 self._cos, self._sin,
                 self._attended, self._softmax, heads=config.num_heads, scale=config.head_dim**-0.5,
-                window=block.window, qk_norm=block.qk_norm, eps=eps, pdl=pdl,
+                window=block.window, qk_norm=block.qk_norm, eps=eps, stages=self._attention_stages, pdl=pdl,
             )  # fmt: skip
         elif role == "o":
             launch_gemv(

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from wisparse.formats.errors import UsageError
-from wisparse.kernels.triton_gemv import GemvTile
+from wisparse.kernels.triton_gemv import GemvTile, launch_kind
 from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
 
 from .benchmark import read_bandwidth_gbps, time_launches
@@ -78,9 +78,10 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     tiles = dict(_step(decoder, batch, None).tiles[0])
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
+    kinds = {role: launch_kind(batch, getattr(first, role).sparsity) for role in _ROLES}
     for role in _ROLES:
         outputs = getattr(first, role).out_features
-        for candidate in _neighbours(tiles[role], batch, outputs, properties.multi_processor_count):
+        for candidate in _neighbours(tiles[role], kinds[role], outputs, properties.multi_processor_count):
             found = _time(decoder, batch, {**tiles, role: candidate})
             if found < best * (1 - _MARGIN):
                 best, tiles[role] = found, candidate
@@ -88,24 +89,19 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     named = {}
     for role in _ROLES:
         group = getattr(first, role)
-        key = tile_key(
-            properties.major * 10 + properties.minor,
-            group.in_features,
-            group.out_features,
-            batch=batch,
-            dense=group.dense,
-        )
+        arch = properties.major * 10 + properties.minor
+        key = tile_key(arch, group.in_features, group.out_features, kinds[role])
         named[key] = tiles[role]
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
 
 
-def _neighbours(tile: GemvTile, batch: int, out_features: int, multiprocessors: int) -> Iterator[GemvTile]:
+def _neighbours(tile: GemvTile, kind: str, out_features: int, multiprocessors: int) -> Iterator[GemvTile]:
     """Tiles around one: other widths at the same bytes per load, other numbers of splits, other ways to add up."""
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
             continue
-        block_k = tile.block_k if batch > 1 else max(1, tile.block_k * tile.block_n // width)
+        block_k = tile.block_k if kind == "batch" else max(1, tile.block_k * tile.block_n // width)
         for factor in (0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0):
             splits = max(1, round(tile.splits * factor * width / tile.block_n))
             most = most_pollers(multiprocessors, out_features, width, splits, tile.warps)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 shapes = st.tuples(st.integers(16, 40_000), st.integers(16, 120_000))
+kinds = st.sampled_from(["sparse", "dense", "rows", "batch"])
 
 
 @pytest.fixture(autouse=True)
@@ -24,11 +25,11 @@ def has_room(tile, multiprocessors: int, out_features: int) -> bool:
     return tile.pollers * -(-out_features // tile.block_n) <= multiprocessors
 
 
-@given(shapes, st.integers(1, 200), st.sampled_from([1, 4]), st.booleans())
-def test_pollers_of_any_shape_have_room(shape, multiprocessors, batch, dense):
+@given(shapes, st.integers(1, 200), kinds)
+def test_pollers_of_any_shape_have_room(shape, multiprocessors, kind):
     from wisparse.kernels.triton_tiles import default_tile
 
-    tile = default_tile(multiprocessors, *shape, batch, dense=dense)
+    tile = default_tile(multiprocessors, *shape, kind)
     assert has_room(tile, multiprocessors, shape[1])
     assert 1 <= tile.splits <= max(1, shape[0] // 64)
 
@@ -52,10 +53,23 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
     for key, tile in TABLE.items():
         _, kind, shape = key.split(":")
         k, n = map(int, shape.split("x"))
-        batch = 4 if kind == "batch" else 1
-        chosen = choose_tile(90, multiprocessors, k, n, batch=batch, dense=kind == "dense")
+        batch, sparsity = {"sparse": (1, 0.5), "dense": (1, 0.0), "rows": (4, 0.5), "batch": (8, 0.5)}[kind]
+        chosen = choose_tile(90, multiprocessors, k, n, batch=batch, sparsity=sparsity)
         assert has_room(chosen, multiprocessors, n)
         assert chosen == tile or (multiprocessors < 132 and chosen.pollers < tile.pollers)
+
+
+@pytest.mark.parametrize(
+    ("batch", "sparsity", "kind"),
+    [
+        (1, 0.0, "dense"), (1, 0.1, "sparse"), (2, 0.0, "rows"), (2, 0.5, "rows"), (3, 0.5, "rows"), (4, 0.5, "rows"),
+        (4, 0.3, "batch"), (4, 0.0, "batch"), (8, 0.9, "batch"),
+    ],
+)  # fmt: skip
+def test_rows_share_a_list_where_that_was_measured_to_be_faster(batch, sparsity, kind):
+    from wisparse.kernels.triton_gemv import launch_kind
+
+    assert launch_kind(batch, sparsity) == kind
 
 
 def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(caplog):
@@ -73,12 +87,12 @@ def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(cap
     assert "pollers" in caplog.text
 
 
-@given(shapes, st.sampled_from([1, 4]), st.integers(1, 200))
-def test_tiles_tried_around_one_have_room_too(shape, batch, multiprocessors):
+@given(shapes, kinds, st.integers(1, 200))
+def test_tiles_tried_around_one_have_room_too(shape, kind, multiprocessors):
     from wisparse.kernels.triton_tiles import default_tile
     from wisparse.runtime.gpu_kernels import _neighbours
 
-    tile = default_tile(multiprocessors, *shape, batch)
-    tried = list(_neighbours(tile, batch, shape[1], multiprocessors))
+    tile = default_tile(multiprocessors, *shape, kind)
+    tried = list(_neighbours(tile, kind, shape[1], multiprocessors))
     assert tile not in tried
     assert all(has_room(other, multiprocessors, shape[1]) for other in tried)

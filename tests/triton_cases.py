@@ -47,7 +47,7 @@ def make_group(
         torch.randn(n, generator=generator).to(DEVICE, dtype) if bias else None,
         scales.to(DEVICE),
         thresholds.to(DEVICE),
-        dense=sparsity == 0,
+        sparsity=sparsity,
     )
 
 
@@ -88,7 +88,7 @@ TILES = [
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 2, 4, 5])  # one row, rows that share a list, all channels
 @pytest.mark.parametrize(
     ("widths", "k", "sparsity", "bias"),
     [
@@ -113,11 +113,12 @@ def test_float32_weights_are_added_up_in_float64(tile, batch):
 
 
 @pytest.mark.parametrize("lead", [0, 2])
-def test_lists_longer_than_shared_memory_are_the_twins(lead):
+@pytest.mark.parametrize("batch", [1, 4])
+def test_lists_longer_than_shared_memory_are_the_twins(batch, lead):
     group = make_group((64,), 6000, torch.float16, 0.5)
     tile = GemvTile(block_n=64, block_k=8, splits=1, lead=lead)
     assert room_source(2 * 4 * 6000) == "" != room_source(2 * 4 * 600)
-    x = rows(1, 6000, torch.float16)
+    x = rows(batch, 6000, torch.float16)
     assert_close(sparse_gemv(x, group, tile), twin(x, group), torch.float16)
 
 
@@ -167,20 +168,21 @@ def test_twin_here_is_the_reference():
     torch.testing.assert_close(twin(x, group)[:, :24].float(), whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("batch", [1, 2])
-def test_poisoned_buffers_do_not_show(tile, batch):
-    group = make_group((72,), 50, torch.float32, 0.5)
-    x = rows(batch, 50, torch.float32)
-    scratch = Scratch(DEVICE, torch.float32)
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_poisoned_buffers_do_not_show(dtype, tile, batch):
+    group = make_group((72,), 50, dtype, 0.5)
+    x = rows(batch, 50, dtype)
+    scratch = Scratch(DEVICE, dtype)
     scratch.reserve(group, tile, batch)
     scratch.partial.fill_(NOTHING)  # as a number a NaN
     scratch.value.fill_(float("nan"))
     scratch.index.fill_(2**30)
-    out = torch.full((batch, 72), float("nan"), device=DEVICE)
+    out = torch.full((batch, 72), float("nan"), dtype=dtype, device=DEVICE)
     for _ in range(2):  # partial sums have to be taken back
         launch_gemv(group, x, out, scratch, tile, batch=batch)
-        assert_close(out, twin(x, group), torch.float32)
+        assert_close(out, twin(x, group), dtype)
     assert (scratch.awaited == NOTHING).all()
     assert not scratch.counter.any()
 
@@ -227,8 +229,22 @@ def test_nan_and_inf_go_where_the_twins_go(tile):
     assert sparse_gemv(x, group, tile).isfinite().all()
 
 
+@pytest.mark.parametrize("tile", TILES)
+def test_rows_that_share_a_list_keep_to_themselves(tile):
+    group = make_group((64, 32), 48, torch.float16, 0.5)
+    x = rows(4, 48, torch.float16)
+    alone = torch.cat([sparse_gemv(row[None], group, tile) for row in x])
+    assert_close(sparse_gemv(x, group, tile), alone, torch.float16)
+    for value in (float("nan"), float("inf")):
+        broken = x.clone()
+        broken[2, 7] = value
+        found = sparse_gemv(broken, group, tile)
+        assert not found[2].isfinite().any()
+        assert_close(found[[0, 1, 3]], alone[[0, 1, 3]], torch.float16)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [1, 3, 5])
 @pytest.mark.parametrize("splits", [1, 3])
 def test_fused_norm_and_residual(dtype, batch, splits):
     k, n, eps, parts = 80, 144, 1e-5, 3
@@ -255,7 +271,7 @@ def test_fused_norm_and_residual(dtype, batch, splits):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("batch", [1, 2, 5])
 @pytest.mark.parametrize("splits", [1, 2])
 def test_gate_and_up_in_one_launch(dtype, batch, splits):
     group = make_group((90, 90), 64, dtype, 0.5, bias=True)

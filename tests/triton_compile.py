@@ -105,10 +105,11 @@ def gemv(
         "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
         "ssq_parts": "i32", **floats,
     }  # fmt: skip
-    segment, length, in_room = triton_gemv.program_lists(k, tile, batch, shared=dtype != "fp32")
+    listed = triton_gemv.launch_kind(batch, 0.0 if dense else 0.5) != "batch"
+    segment, length, in_room = triton_gemv.program_lists(k, tile, batch, listed=listed, shared=dtype != "fp32")
     constants = dict(
-        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, ROWS=16, SSQ_PAD=32,
-        KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
+        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, LISTED=listed, ROWS=16,
+        SSQ_PAD=32, KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target),
         SEGMENT=segment, LIST=length, ROOM=in_room,
@@ -118,7 +119,7 @@ def gemv(
     return compile_kernel(triton_gemv.sparse_gemv_kernel, arch, types, constants, tile.warps, tile.stages)
 
 
-def attention(arch: int, dtype: str = "bf16", splits: int = 16):
+def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3):
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, scale_log2=0.1275, eps=1e-5)
     names = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr")
@@ -128,7 +129,7 @@ def attention(arch: int, dtype: str = "bf16", splits: int = 16):
     }  # fmt: skip
     constants = dict(
         HEADS=32, KV_HEADS=8, D=128, D_PAD=128, ROTARY=128, GROUP_PAD=4 if exact else 16, QK_NORM=False, WINDOW=0,
-        SPLITS=splits, BLOCK_T=1 if exact else 64, STAGES=3, PDL=arch >= 90, **exact,
+        SPLITS=splits, BLOCK_T=1 if exact else 64, STAGES=stages, PDL=arch >= 90, **exact,
     )  # fmt: skip
     warps = 1 if exact else 8 if splits <= 8 else 4
     return compile_kernel(triton_attention._attention_kernel, arch, types, constants, warps)
@@ -153,7 +154,7 @@ def logits(
         K=4096, BATCH=batch, SSQ=16, SSQ_PAD=16, BLOCK_V=block_v, PASSES=passes, BLOCK_K=block_k, STAGES=stages,
         PDL=arch >= 90, **exact,
     )  # fmt: skip
-    return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4, stages)
+    return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4 if batch == 1 else 2, stages)
 
 
 def sampling(arch: int, name: str, half: bool):
@@ -174,15 +175,9 @@ def main(archs: list[int]) -> None:
 
     for arch in archs:
         cases = {
-            f"gemv {group}{' dense' if dense else ''} batch {batch}": (
-                gemv,
-                default_tile(132, 4096, 4096, batch, dense=dense),
-                group,
-                batch,
-                dense,
-            )
+            f"gemv {group} {kind} {batch}": (gemv, default_tile(132, 4096, 4096, kind), group, batch, kind == "dense")
             for group in ("qkv", "o", "gate_up", "down")
-            for batch, dense in ((1, False), (1, True), (4, False))
+            for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 4), ("batch", 8))
         }
         cases |= {
             f"gemv {group} fp32": (gemv, default_tile(132, 4096, 4096), group, 1, False, "fp32")
@@ -191,14 +186,18 @@ def main(archs: list[int]) -> None:
         cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
         cases |= {"attention": (attention,), "attention short": (attention, "bf16", 4), "logits batch 1": (logits,)}
         cases |= {"logits batch 4": (logits, 4, 64, 128, "bf16", 3, 1)}
+        if arch == 90:
+            cases |= {f"attention {splits} stretches": (attention, "bf16", splits, 5) for splits in (8, 16)}
         # The measured tiles that wait for their sums, and the least that a poller may have.
         waiting = GemvTile(64, 4, 5, 4, unroll=2, pollers=4)
-        cases |= {f"gemv {group} batch 1 waiting": (gemv, waiting, group) for group in ("qkv", "down")}
+        cases |= {f"gemv {group} sparse 1 waiting": (gemv, waiting, group) for group in ("qkv", "down")}
         if arch == 90:
             for group, shape in (("qkv", "4096x6144"), ("o", "4096x4096"), ("down", "14336x4096")):
-                for kind, batch in (("sparse", 1), ("dense", 1), ("batch", 4)):
+                for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("rows", 4), ("batch", 8)):
                     tile = TABLE[f"sm90:{kind}:{shape}"]
-                    cases[f"gemv {group} batch {batch} {kind} waiting"] = (gemv, tile, group, batch, kind == "dense")
+                    cases[f"gemv {group} {kind} {batch} waiting, as measured"] = (
+                        gemv, tile, group, batch, kind == "dense",
+                    )  # fmt: skip
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():
