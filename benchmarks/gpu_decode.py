@@ -148,7 +148,7 @@ def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: in
             size = decoder.weights.head.numel()
         else:
             group = getattr(decoder.weights.blocks[0], role)
-            kept = 1.0 if launch_kind(rows, group.sparsity) == "batch" else kept_share(step, role)
+            kept = 1.0 if launch_kind(rows, dense=group.dense) == "batch" else kept_share(step, role)
             size = group.in_features * group.out_features * kept
         ideal = size * decoder.dtype.itemsize / ceiling * 1e-3
         table[role] = {"us": us, "ideal_us": ideal, "share": ideal / us}
@@ -185,7 +185,7 @@ def main() -> None:
 
     bundle = random_bundle(arguments.shape)
     baseline = {}
-    for batch in [1] * ("baseline" in parts) + [4] * ("baseline4" in parts):
+    for batch in [size for size in (1, *BATCHES) if ("baseline" if size == 1 else f"baseline{size}") in parts]:
         model = Baseline(bundle, device, dtype, batch, 256)
         measured = model.tok_per_s(tokens=TOKENS, runs=arguments.runs, batch=batch)
         baseline[batch] = statistics.median(measured)

@@ -109,7 +109,7 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
                 group.thresholds[i] = score.kthvalue(rank).values if sparsity > 0 else 0.0
             settings.append((group, group.thresholds.clone()))
 
-        _expect(decoder, sparsity)
+        _switch_dense(decoder, False)
         for _ in read_sequence(decoder.weights, decoder.config, decoder._rotary, decoder._cache, 0, ids, 0, observe):
             pass
         found[sparsity] = settings
@@ -124,7 +124,7 @@ def set_sparsity(decoder: CudaDecoder, calibrated: dict, sparsity: float) -> Non
         for block in decoder.weights.blocks:
             for group in block.groups:
                 group.thresholds.zero_()
-    _expect(decoder, sparsity)
+    _switch_dense(decoder, sparsity == 0)
     decoder._steps.clear()
 
 
@@ -138,7 +138,7 @@ def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:
                 projection.channel_scale, projection.threshold = group.scales[i], group.thresholds[i]
 
 
-def _expect(decoder: CudaDecoder, sparsity: float) -> None:
+def _switch_dense(decoder: CudaDecoder, dense: bool) -> None:
     for block in decoder.weights.blocks:
         for group in block.groups:
-            object.__setattr__(group, "sparsity", sparsity)
+            object.__setattr__(group, "dense", dense)

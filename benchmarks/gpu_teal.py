@@ -83,7 +83,7 @@ def main() -> None:
         case = case_for(config, role, arguments.sparsity, dtype=torch.float16)
         tile = choose_tile(
             major * 10 + minor, torch.cuda.get_device_properties(0).multi_processor_count, case.k, case.n,
-            sparsity=arguments.sparsity,
+            dense=arguments.sparsity == 0,
         )  # fmt: skip
         ours = time_graph(case.launcher(tile, major >= 9), len(case.groups))
         x = torch.randn(case.k, device="cuda", dtype=torch.float16)

@@ -78,7 +78,7 @@ class Case:
         else:
             self.x = x
         self.groups = [
-            Group(torch.randn(k, n, device="cuda", dtype=dtype), widths, None, scales, thresholds, sparsity)
+            Group(torch.randn(k, n, device="cuda", dtype=dtype), widths, None, scales, thresholds, sparsity == 0)
             for _ in range(copies)
         ]
         width = widths[0] if target == "silu" else n
@@ -206,9 +206,10 @@ def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: fl
     properties = torch.cuda.get_device_properties(0)
     results = {}
     work = {}
+    kind = launch_kind(batch, dense=sparsity == 0)
     for role in roles:
         case = case_for(config, role, sparsity, batch=batch, copies=1)
-        work[role] = candidates(case.k, case.widths, launch_kind(batch, sparsity), properties.multi_processor_count)
+        work[role] = candidates(case.k, case.widths, kind, properties.multi_processor_count)
         del case
     workers = max(1, (os.cpu_count() or 2) - 1)
     jobs = [
@@ -276,10 +277,8 @@ def main() -> None:
         "gate_up": (config.hidden_size, 2 * config.intermediate_size),
         "down": (config.intermediate_size, config.hidden_size),
     }
-    best = {
-        tile_key(major * 10 + minor, *sizes[role], launch_kind(arguments.batch, arguments.sparsity)): rows[0][1]
-        for role, rows in results.items()
-    }
+    kind = launch_kind(arguments.batch, dense=arguments.sparsity == 0)
+    best = {tile_key(major * 10 + minor, *sizes[role], kind): rows[0][1] for role, rows in results.items()}
     print("written to", remember_tiles(best))
     line = json.dumps({key: asdict(tile) for key, tile in best.items()})
     if os.environ.get("OUT"):

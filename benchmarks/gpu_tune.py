@@ -66,11 +66,12 @@ def main() -> None:
     parser.add_argument("--ceiling", type=float, default=4600.0)
     arguments = parser.parse_args()
     shape, sparsity, batch = arguments.shape, arguments.sparsity, arguments.batch
+    kind = launch_kind(batch, dense=sparsity == 0)
     roles = ["gate_up", "down", "o", "qkv"]
     ranked = sweep(shape, roles, sparsity, batch, arguments.ceiling, True, False)
 
     def variants(tile: GemvTile) -> list[GemvTile]:
-        if launch_kind(batch, sparsity) == "batch":
+        if kind == "batch":
             return [tile, replace(tile, early=False)]
         return [replace(tile, trigger=trigger, early=early) for trigger in (1, 2) for early in (True, False)]
 
@@ -109,7 +110,7 @@ def main() -> None:
         "down": (config.intermediate_size, config.hidden_size),
     }
     major, minor = torch.cuda.get_device_capability()
-    found = {tile_key(major * 10 + minor, *sizes[role], launch_kind(batch, sparsity)): tiles[role] for role in roles}
+    found = {tile_key(major * 10 + minor, *sizes[role], kind): tiles[role] for role in roles}
     remember_tiles(found)
     line = json.dumps({key: asdict(tile) for key, tile in found.items()})
     if os.environ.get("OUT"):

@@ -47,24 +47,22 @@ __all__ = [
 
 INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
 OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
-# At less, four unrelated rows together drop too little to gain from it.
-_FOUR_ROWS_FROM = 0.4
 
 
-def launch_kind(batch: int, sparsity: float) -> str:
-    """How a launch goes about its rows of x, decided from measurements on an H200.
+def launch_kind(batch: int, *, dense: bool) -> str:
+    """How a launch goes about its rows of x, decided from measurements on an H200 (benchmarks/LOG.md).
 
     Args:
         batch: rows of x.
-        sparsity: of the group's weights, 0 for a dense one.
+        dense: no channel is ever dropped.
 
     Returns:
         ``sparse`` or ``dense``: one row. ``rows``: a few, which read the channels that any of them keeps. ``batch``:
-        more, or too few dropped channels in common: all channels, with zeros for the dropped ones, on the tensor cores.
+        all channels, with zeros for the dropped ones, on the tensor cores.
     """
     if batch == 1:
-        return "dense" if sparsity == 0 else "sparse"
-    return "rows" if batch == 2 or (batch <= 4 and sparsity >= _FOUR_ROWS_FROM) else "batch"
+        return "dense" if dense else "sparse"
+    return "rows" if batch == 2 or (batch <= 4 and not dense) else "batch"
 
 
 @dataclass(frozen=True)
@@ -122,8 +120,7 @@ class Group:
         bias: (sum(widths),) of the weights' dtype, or None.
         scales: (projections, K) float32.
         thresholds: (projections,) float32.
-        sparsity: the share of the weights that the masks are expected to drop. 0 if all thresholds are: no channel is
-            ever dropped then.
+        dense: all thresholds are 0: no channel is ever dropped.
     """
 
     weight_t: Tensor
@@ -131,12 +128,7 @@ class Group:
     bias: Tensor | None
     scales: Tensor
     thresholds: Tensor
-    sparsity: float
-
-    @property
-    def dense(self) -> bool:
-        """No channel is ever dropped."""
-        return self.sparsity == 0
+    dense: bool
 
     @property
     def in_features(self) -> int:
@@ -173,7 +165,7 @@ class Scratch:
             batch = 1  # rows are launched one by one
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
         programs = tiles * tile.splits
-        listed = launch_kind(batch, group.sparsity) != "batch"
+        listed = launch_kind(batch, dense=group.dense) != "batch"
         segment, length, in_room = program_lists(
             group.in_features, tile, batch, listed=listed, shared=_has_room(group.weight_t)
         )
@@ -279,7 +271,7 @@ def launch_gemv(
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
     options = {"launch_pdl": True} if pdl and tile.early else {}
-    listed = launch_kind(batch, group.sparsity) != "batch"
+    listed = launch_kind(batch, dense=group.dense) != "batch"
     segment, length, in_room = program_lists(
         group.in_features, tile, batch, listed=listed, shared=_has_room(group.weight_t)
     )

@@ -204,17 +204,18 @@ def sparse_gemv_kernel(
         )
         keep_row = live
         if not DENSE:
-            score = tl.abs(x.to(tl.float32)) * scale
-            keep_row = live & ((score >= threshold) | (score != score))
+            # A NaN is not below anything: it is kept.
+            keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < threshold)
         if not LISTED:
-            masked = tl.where(keep_row, x, 0.0).to(dtype)
+            masked = tl.where(keep_row, x.to(wide), 0.0).to(dtype)
             tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
         elif DENSE:
             put(_values_of(list_value, row, LIST, SHARED), position, x, position >= 0, SHARED)
         else:
             keep = keep | keep_row
+            x = x.to(wide)
             if LEAD_ROWS > 0 or BATCH > 1:
-                x = tl.where(keep_row, x, 0.0).to(dtype)
+                x = tl.where(keep_row, x, 0.0)
             xs = xs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
     if LISTED and not DENSE:
         # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
@@ -247,10 +248,9 @@ def sparse_gemv_kernel(
             tl.debug_barrier()
             for i in tl.static_range(LEAD * UNROLL):
                 at = i * BLOCK_K + lane
-                w = lead[i]
-                if BATCH == 1:
-                    # A dropped row is zero here whatever stands in it.
-                    w = tl.where((get(list_value, at, True, SHARED) != 0)[:, None], w, 0.0)
+                # A dropped row is zero here whatever stands in it, if no other row of x may have kept it.
+                used = get(list_value, at, True, SHARED) != 0
+                w = tl.where(used[:, None] | (BATCH > 1), lead[i], 0.0)
                 sums = _add_products(sums, list_value, at, w.to(wide), BATCH, LIST, SHARED)
         for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
             ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)

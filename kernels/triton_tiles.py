@@ -87,11 +87,11 @@ def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: 
 
 
 def choose_tile(
-    arch: int, multiprocessors: int, in_features: int, out_features: int, *, batch: int = 1, sparsity: float = 0.5
+    arch: int, multiprocessors: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False
 ) -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
     than there is room for."""
-    kind = launch_kind(batch, sparsity)
+    kind = launch_kind(batch, dense=dense)
     key = tile_key(arch, in_features, out_features, kind)
     tile = _remembered().get(key) or TABLE.get(key)
     if tile is None:

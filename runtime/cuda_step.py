@@ -88,7 +88,7 @@ class DecodeStep:
                 return tiles[role]
             return choose_tile(
                 arch, multiprocessors, group.in_features, group.out_features,
-                batch=together, sparsity=group.sparsity,
+                batch=together, dense=group.dense,
             )  # fmt: skip
 
         roles = ("qkv", "o", "gate_up", "down")
@@ -99,7 +99,7 @@ class DecodeStep:
         for block in weights.blocks:
             of_block = {}
             for role, group in zip(roles, block.groups, strict=True):
-                key = (role, launch_kind(together, group.sparsity))
+                key = (role, launch_kind(together, dense=group.dense))
                 if key not in chosen:
                     chosen[key] = tile(role, group)
                     self._scratch.reserve(group, chosen[key], rows)

@@ -156,7 +156,6 @@ def _load_group(
     scales = torch.ones(len(projections) * copies, k, dtype=torch.float32, device=device)
     thresholds = [0.0] * (len(projections) * copies)
     first = 0
-    dropped = 0.0
     for i, projection in enumerate(projections):
         last = first + projection.out_features
         weight_t[:, first:last] = read(f"{projection.name}.weight").T
@@ -166,7 +165,6 @@ def _load_group(
         if mask is not None and mask.sparsity > 0:
             scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(device)
             thresholds[i * copies : (i + 1) * copies] = [float(mask.threshold)] * copies
-            dropped += mask.sparsity * projection.out_features
         widths += [projection.out_features // copies] * copies
         first = last
     return Group(
@@ -175,5 +173,5 @@ def _load_group(
         bias,
         scales,
         torch.tensor(thresholds, dtype=torch.float32, device=device),
-        sparsity=dropped / total if any(thresholds) else 0.0,
+        dense=not any(thresholds),
     )

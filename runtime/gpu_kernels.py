@@ -78,7 +78,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     tiles = dict(_step(decoder, batch, None).tiles[0])
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
-    kinds = {role: launch_kind(batch, getattr(first, role).sparsity) for role in _ROLES}
+    kinds = {role: launch_kind(batch, dense=getattr(first, role).dense) for role in _ROLES}
     for role in _ROLES:
         outputs = getattr(first, role).out_features
         for candidate in _neighbours(tiles[role], kinds[role], outputs, properties.multi_processor_count):

@@ -53,23 +53,23 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
     for key, tile in TABLE.items():
         _, kind, shape = key.split(":")
         k, n = map(int, shape.split("x"))
-        batch, sparsity = {"sparse": (1, 0.5), "dense": (1, 0.0), "rows": (4, 0.5), "batch": (8, 0.5)}[kind]
-        chosen = choose_tile(90, multiprocessors, k, n, batch=batch, sparsity=sparsity)
+        batch = {"sparse": 1, "dense": 1, "rows": 4, "batch": 8}[kind]
+        chosen = choose_tile(90, multiprocessors, k, n, batch=batch, dense=kind == "dense")
         assert has_room(chosen, multiprocessors, n)
         assert chosen == tile or (multiprocessors < 132 and chosen.pollers < tile.pollers)
 
 
 @pytest.mark.parametrize(
-    ("batch", "sparsity", "kind"),
+    ("batch", "dense", "kind"),
     [
-        (1, 0.0, "dense"), (1, 0.1, "sparse"), (2, 0.0, "rows"), (2, 0.5, "rows"), (3, 0.5, "rows"), (4, 0.5, "rows"),
-        (4, 0.3, "batch"), (4, 0.0, "batch"), (8, 0.9, "batch"),
+        (1, True, "dense"), (1, False, "sparse"), (2, True, "rows"), (2, False, "rows"), (3, False, "rows"),
+        (4, False, "rows"), (4, True, "batch"), (8, False, "batch"),
     ],
 )  # fmt: skip
-def test_rows_share_a_list_where_that_was_measured_to_be_faster(batch, sparsity, kind):
+def test_rows_share_a_list_where_that_was_measured_to_be_faster(batch, dense, kind):
     from wisparse.kernels.triton_gemv import launch_kind
 
-    assert launch_kind(batch, sparsity) == kind
+    assert launch_kind(batch, dense=dense) == kind
 
 
 def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(caplog):

@@ -47,7 +47,7 @@ def make_group(
         torch.randn(n, generator=generator).to(DEVICE, dtype) if bias else None,
         scales.to(DEVICE),
         thresholds.to(DEVICE),
-        sparsity=sparsity,
+        dense=sparsity == 0,
     )
 
 

@@ -105,7 +105,7 @@ def gemv(
         "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
         "ssq_parts": "i32", **floats,
     }  # fmt: skip
-    listed = triton_gemv.launch_kind(batch, 0.0 if dense else 0.5) != "batch"
+    listed = triton_gemv.launch_kind(batch, dense=dense) != "batch"
     segment, length, in_room = triton_gemv.program_lists(k, tile, batch, listed=listed, shared=dtype != "fp32")
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, LISTED=listed, ROWS=16,
