@@ -2,6 +2,8 @@
 
     ideal ms = (projections * (1 - realised sparsity) + lm_head + cache read) bytes / measured read bandwidth
 
+Of a batch that is the rows' mean sparsity: the ideal if all rows kept the same channels. Those that do not read more.
+
 A run is a random prompt, then greedy steps whose token is read by the host before the next one, as a program that shows
 text does. Stop tokens are ignored. Dense is the same bundle on the same back end with its masks off.
 """

@@ -34,7 +34,8 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float) -> dict[str, 
 
     Args:
         batch: rows of the step.
-        sparsity: realised; the ideal counts the bytes of the weights that it leaves.
+        sparsity: realised; the ideal counts the bytes of the weights that it leaves (of a batch: if all rows kept the
+            same channels).
 
     Raises:
         UsageError: the decoder does not run on Triton kernels.
