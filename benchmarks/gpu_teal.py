@@ -74,6 +74,7 @@ def main() -> None:
     from gpu_tiles import case_for, time_graph
 
     from wisparse.formats.architectures import ModelConfig
+    from wisparse.kernels.triton_gemv import launch_kind
     from wisparse.kernels.triton_tiles import choose_tile
 
     major, minor = torch.cuda.get_device_capability()
@@ -83,7 +84,7 @@ def main() -> None:
         case = case_for(config, role, arguments.sparsity, dtype=torch.float16)
         tile = choose_tile(
             major * 10 + minor, torch.cuda.get_device_properties(0).multi_processor_count, case.k, case.n,
-            dense=arguments.sparsity == 0,
+            launch_kind(1, dense=arguments.sparsity == 0),
         )  # fmt: skip
         ours = time_graph(case.launcher(tile, major >= 9), len(case.groups))
         x = torch.randn(case.k, device="cuda", dtype=torch.float16)

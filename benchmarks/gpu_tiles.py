@@ -29,7 +29,7 @@ from wisparse.kernels.reference import keep_mask
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
 
-__all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "time_graph"]
+__all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "keep_tiles", "time_graph"]
 
 KV_SPLITS = 4
 
@@ -256,6 +256,25 @@ def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: fl
     return results
 
 
+def keep_tiles(name: str, shape: str, sparsity: float, batch: int, tiles: dict[str, GemvTile]) -> None:
+    """Add each role's tile to the local cache, print them as a line of JSON, and write it to ``$OUT``, if set."""
+    config = ModelConfig.from_dict(SHAPES[shape])
+    sizes = {
+        "qkv": (config.hidden_size, config.q_size + 2 * config.kv_size),
+        "o": (config.q_size, config.hidden_size),
+        "gate_up": (config.hidden_size, 2 * config.intermediate_size),
+        "down": (config.intermediate_size, config.hidden_size),
+    }
+    major, minor = torch.cuda.get_device_capability()
+    kind = launch_kind(batch, dense=sparsity == 0)
+    named = {tile_key(major * 10 + minor, *sizes[role], kind): tile for role, tile in tiles.items()}
+    print("written to", remember_tiles(named))
+    line = json.dumps({key: asdict(tile) for key, tile in named.items()})
+    if os.environ.get("OUT"):
+        Path(os.environ["OUT"], f"{name}-{shape}-{batch}-{sparsity}.json").write_text(line)
+    print(line)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
@@ -265,26 +284,12 @@ def main() -> None:
     parser.add_argument("--ceiling", type=float, default=4530.0, help="read bandwidth in GB/s")
     parser.add_argument("--extra", action="store_true", help="also time the best without programmatic dependent launch")
     arguments = parser.parse_args()
-    major, minor = torch.cuda.get_device_capability()
     results = sweep(
-        arguments.shape, arguments.roles, arguments.sparsity, arguments.batch, arguments.ceiling, major >= 9,
-        arguments.extra,
+        arguments.shape, arguments.roles, arguments.sparsity, arguments.batch, arguments.ceiling,
+        torch.cuda.get_device_capability() >= (9, 0), arguments.extra,
     )  # fmt: skip
-    config = ModelConfig.from_dict(SHAPES[arguments.shape])
-    sizes = {
-        "qkv": (config.hidden_size, config.q_size + 2 * config.kv_size),
-        "o": (config.q_size, config.hidden_size),
-        "gate_up": (config.hidden_size, 2 * config.intermediate_size),
-        "down": (config.intermediate_size, config.hidden_size),
-    }
-    kind = launch_kind(arguments.batch, dense=arguments.sparsity == 0)
-    best = {tile_key(major * 10 + minor, *sizes[role], kind): rows[0][1] for role, rows in results.items()}
-    print("written to", remember_tiles(best))
-    line = json.dumps({key: asdict(tile) for key, tile in best.items()})
-    if os.environ.get("OUT"):
-        name = f"tiles-{arguments.shape}-{arguments.batch}-{arguments.sparsity}.json"
-        Path(os.environ["OUT"], name).write_text(line)
-    print(line)
+    best = {role: rows[0][1] for role, rows in results.items()}
+    keep_tiles("tiles", arguments.shape, arguments.sparsity, arguments.batch, best)
 
 
 if __name__ == "__main__":

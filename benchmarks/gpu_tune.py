@@ -10,21 +10,17 @@ output.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import os
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 
 import torch
 from gpu_models import SHAPES, calibrate, random_bundle, set_sparsity
-from gpu_tiles import _compile, sweep
+from gpu_tiles import _compile, keep_tiles, sweep
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.triton_gemv import GemvTile, launch_kind
-from wisparse.kernels.triton_tiles import remember_tiles, tile_key
 from wisparse.runtime.cuda_decoder import CudaDecoder
 from wisparse.runtime.cuda_step import DecodeStep, kv_splits_for
 
@@ -66,12 +62,11 @@ def main() -> None:
     parser.add_argument("--ceiling", type=float, default=4600.0)
     arguments = parser.parse_args()
     shape, sparsity, batch = arguments.shape, arguments.sparsity, arguments.batch
-    kind = launch_kind(batch, dense=sparsity == 0)
     roles = ["gate_up", "down", "o", "qkv"]
     ranked = sweep(shape, roles, sparsity, batch, arguments.ceiling, True, False)
 
     def variants(tile: GemvTile) -> list[GemvTile]:
-        if kind == "batch":
+        if launch_kind(batch, dense=sparsity == 0) == "batch":
             return [tile, replace(tile, early=False)]
         return [replace(tile, trigger=trigger, early=early) for trigger in (1, 2) for early in (True, False)]
 
@@ -102,20 +97,7 @@ def main() -> None:
                 best, tiles[role] = tried[0]
             shown = [round(us, 1) for us, _ in tried[:6]]
             print(f"turn {turn} {role}: {best:.1f} us with {tiles[role]}  (tried: {shown})", flush=True)
-    config = ModelConfig.from_dict(SHAPES[shape])
-    sizes = {
-        "qkv": (config.hidden_size, config.q_size + 2 * config.kv_size),
-        "o": (config.q_size, config.hidden_size),
-        "gate_up": (config.hidden_size, 2 * config.intermediate_size),
-        "down": (config.intermediate_size, config.hidden_size),
-    }
-    major, minor = torch.cuda.get_device_capability()
-    found = {tile_key(major * 10 + minor, *sizes[role], kind): tiles[role] for role in roles}
-    remember_tiles(found)
-    line = json.dumps({key: asdict(tile) for key, tile in found.items()})
-    if os.environ.get("OUT"):
-        Path(os.environ["OUT"], f"tune-{shape}-{batch}-{sparsity}.json").write_text(line)
-    print(line)
+    keep_tiles("tune", shape, sparsity, batch, tiles)
 
 
 if __name__ == "__main__":

@@ -165,10 +165,7 @@ class Scratch:
             batch = 1  # rows are launched one by one
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
         programs = tiles * tile.splits
-        listed = launch_kind(batch, dense=group.dense) != "batch"
-        segment, length, in_room = program_lists(
-            group.in_features, tile, batch, listed=listed, shared=_has_room(group.weight_t)
-        )
+        listed, segment, length, in_room = _lists_of(group, tile, batch)
         in_scratch = programs * length if listed and not in_room else 0
         for name, size in (
             ("awaited" if tile.pollers else "partial", tile.splits * batch * group.out_features),
@@ -199,6 +196,14 @@ def program_lists(in_features: int, tile: GemvTile, batch: int, *, listed: bool,
     return segment, length, room_source(size) if shared and listed else ""
 
 
+def _lists_of(group: Group, tile: GemvTile, batch: int) -> tuple[bool, int, int, str]:
+    """Whether a launch has lists, and its ``program_lists``."""
+    listed = launch_kind(batch, dense=group.dense) != "batch"
+    # The interpreter has no shared memory, and float64 values do not fit there.
+    shared = group.weight_t.device.type == "cuda" and group.weight_t.dtype != torch.float32
+    return listed, *program_lists(group.in_features, tile, batch, listed=listed, shared=shared)
+
+
 def sums_at_once(tile: GemvTile, batch: int, target: str) -> int:
     """Splits whose partial sums are read in one turn. Those that are waited for stay in registers, 32 numbers a thread
     over all rows."""
@@ -208,11 +213,6 @@ def sums_at_once(tile: GemvTile, batch: int, target: str) -> int:
     columns = tile.block_n // tile.pollers * min(batch, ROWS_AT_ONCE) * (2 if target == "silu" else 1)
     fitting = max(1, 32 * 32 * tile.warps // columns)
     return min(splits, 1 << (fitting.bit_length() - 1))
-
-
-def _has_room(weight_t: Tensor) -> bool:
-    """Half-precision weights on a GPU: the interpreter has no shared memory, and float64 values do not fit there."""
-    return weight_t.device.type == "cuda" and weight_t.dtype != torch.float32
 
 
 def _block_k(tile: GemvTile, listed: bool) -> int:
@@ -271,10 +271,7 @@ def launch_gemv(
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
     options = {"launch_pdl": True} if pdl and tile.early else {}
-    listed = launch_kind(batch, dense=group.dense) != "batch"
-    segment, length, in_room = program_lists(
-        group.in_features, tile, batch, listed=listed, shared=_has_room(group.weight_t)
-    )
+    listed, segment, length, in_room = _lists_of(group, tile, batch)
     sparse_gemv_kernel[(tiles * tile.splits,)](
         x,
         unused if softmax is None else softmax[0],

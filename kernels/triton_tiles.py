@@ -1,7 +1,7 @@
 """Which tile a launch gets: a small measured table, a local cache that ``wisparse bench --tune`` refreshes, a rule of
 thumb.
 
-Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>`` with the kind from ``launch_kind`` and N the
+Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>``, the kind being ``launch_kind``'s and N the
 sum of the widths; values are GemvTile's fields.
 """
 
@@ -16,14 +16,14 @@ from pathlib import Path
 
 import triton
 
-from .triton_gemv import GemvTile, launch_kind
+from .triton_gemv import GemvTile
 
 __all__ = ["cache_file", "choose_tile", "default_tile", "most_pollers", "remember_tiles", "tile_key"]
 
 log = logging.getLogger(__name__)
 
-# Measured on an H200 in whole steps, at 50%, at 0%, for 2 and 4 rows at 50% and for 4 at 0%: Llama-3.1-8B's and
-# Mistral-7B's shapes; Qwen2.5-7B's at 50%.
+# Measured on an H200 in whole steps, at 50%, at 0%, for 2 and 4 rows at 50% (rows) and for 4 (batch): Llama-3.1-8B's
+# and Mistral-7B's shapes; Qwen2.5-7B's at 50%.
 TABLE: Mapping[str, GemvTile] = {
     "sm90:sparse:4096x6144": GemvTile(256, 4, 16, 4, chunk=32, unroll=8, trigger=2, pollers=4),
     "sm90:sparse:4096x4096": GemvTile(256, 4, 20, 4, chunk=32, unroll=8, trigger=2, pollers=8),
@@ -86,12 +86,9 @@ def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: 
     return 1 << (most.bit_length() - 1) if most > 0 else 0
 
 
-def choose_tile(
-    arch: int, multiprocessors: int, in_features: int, out_features: int, *, batch: int = 1, dense: bool = False
-) -> GemvTile:
+def choose_tile(arch: int, multiprocessors: int, in_features: int, out_features: int, kind: str = "sparse") -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
     than there is room for."""
-    kind = launch_kind(batch, dense=dense)
     key = tile_key(arch, in_features, out_features, kind)
     tile = _remembered().get(key) or TABLE.get(key)
     if tile is None:

@@ -83,13 +83,10 @@ class DecodeStep:
         self._keys, self._values = (t[:, first : first + rows] for t in (cache.keys, cache.values))
         self.positions = positions[first : first + rows]
 
-        def tile(role: str, group: Group) -> GemvTile:
+        def tile(role: str, group: Group, kind: str) -> GemvTile:
             if tiles is not None and role in tiles:
                 return tiles[role]
-            return choose_tile(
-                arch, multiprocessors, group.in_features, group.out_features,
-                batch=together, dense=group.dense,
-            )  # fmt: skip
+            return choose_tile(arch, multiprocessors, group.in_features, group.out_features, kind)
 
         roles = ("qkv", "o", "gate_up", "down")
         # Block by block: one of a role may be dense and another sparse, and their tiles differ.
@@ -101,7 +98,7 @@ class DecodeStep:
             for role, group in zip(roles, block.groups, strict=True):
                 key = (role, launch_kind(together, dense=group.dense))
                 if key not in chosen:
-                    chosen[key] = tile(role, group)
+                    chosen[key] = tile(role, group, key[1])
                     self._scratch.reserve(group, chosen[key], rows)
                 of_block[role] = chosen[key]
             self.tiles.append(of_block)
@@ -121,7 +118,7 @@ class DecodeStep:
         self._softmax = (empty(*partial, kind=wide), empty(*partial, kind=wide))
         # Measured on an H200: more of a long context on its way at a time, where there is room for it.
         roomy = arch == 90 and config.head_dim <= 128 and dtype != torch.float32
-        self._attention_stages = 5 if roomy and kv_splits > KV_SPLITS[min(KV_SPLITS)] else 3
+        self._attention_stages = 5 if roomy and kv_splits > min(KV_SPLITS.values()) else 3
         self._activation = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, kind=torch.float32)
         head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if together == 1 else HEAD_ROWS_BATCHED)

@@ -88,9 +88,9 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
                 best, tiles[role] = found, candidate
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
     named = {}
+    arch = properties.major * 10 + properties.minor
     for role in _ROLES:
         group = getattr(first, role)
-        arch = properties.major * 10 + properties.minor
         key = tile_key(arch, group.in_features, group.out_features, kinds[role])
         named[key] = tiles[role]
     log.info("tuning: kept in %s", remember_tiles(named))

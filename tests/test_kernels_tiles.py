@@ -53,8 +53,7 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
     for key, tile in TABLE.items():
         _, kind, shape = key.split(":")
         k, n = map(int, shape.split("x"))
-        batch = {"sparse": 1, "dense": 1, "rows": 4, "batch": 8}[kind]
-        chosen = choose_tile(90, multiprocessors, k, n, batch=batch, dense=kind == "dense")
+        chosen = choose_tile(90, multiprocessors, k, n, kind)
         assert has_room(chosen, multiprocessors, n)
         assert chosen == tile or (multiprocessors < 132 and chosen.pollers < tile.pollers)
 
