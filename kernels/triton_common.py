@@ -23,6 +23,7 @@ __all__ = [
     "exact_argument",
     "inverse_root",
     "let_next_kernel_start",
+    "load_squares",
     "normalise",
     "reciprocal_rms",
     "segment_channel",
@@ -95,7 +96,17 @@ def inverse_root(x):
 
 
 @triton.jit
-def reciprocal_rms(ssq_ptr, row, eps, parts, K: tl.constexpr, SSQ_PAD: tl.constexpr):
-    """1 / rms of a row of the residual stream, from the partial sums of squares its writers left."""
-    i = tl.arange(0, SSQ_PAD)
-    return inverse_root(tl.sum(tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0), axis=0) / K + eps)
+def load_squares(ssq_ptr, row, parts, SSQ_PAD: tl.constexpr):
+    """(32,) sums of the partial sums of squares that a row's writers left: as many as a warp adds up by itself, where
+    more would have to be exchanged between warps. SSQ_PAD: ``parts`` at most, a multiple of 32."""
+    i = tl.arange(0, 32)
+    squares = tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0)
+    for start in tl.static_range(32, SSQ_PAD, 32):
+        squares += tl.load(ssq_ptr + row * parts + start + i, mask=start + i < parts, other=0.0)
+    return squares
+
+
+@triton.jit
+def reciprocal_rms(squares, eps, K: tl.constexpr):
+    """1 / rms of a row of the residual stream, from what ``load_squares`` gives."""
+    return inverse_root(tl.sum(squares, axis=0) / K + eps)

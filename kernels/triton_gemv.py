@@ -299,7 +299,7 @@ def launch_gemv(
         BATCH=batch,
         LISTED=listed,
         ROWS=16,
-        # At least 32, so that one compiled kernel serves most tiles that wrote the sums; a warp adds up 32 by itself.
+        # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
         SSQ_PAD=max(32, triton.next_power_of_2(parts)),
         KV_SPLITS=1 if softmax is None else softmax[0].shape[2],
         HEAD_DIM=head_dim,

@@ -18,6 +18,7 @@ from .triton_common import (
     FROM_HIDDEN,
     TO_SILU,
     let_next_kernel_start,
+    load_squares,
     normalise,
     reciprocal_rms,
     segment_channel,
@@ -29,52 +30,47 @@ from .triton_partials import leave_partial, write_result, writers_turn
 
 __all__ = ["sparse_gemv_kernel"]
 
+# Rows of a batch whose inputs are read at the same time; LISTED never has more.
+_ROWS = tl.constexpr(8)
+
 
 @triton.jit
-def _load_input(
+def _combined_attention(
     x_ptr,
     m_ptr,
     l_ptr,
-    norm_weight,
-    rstd,
     row,
     k,
     live,
-    loaded,
     K: tl.constexpr,
-    INPUT: tl.constexpr,
     KV_SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     dtype: tl.constexpr,
 ):
-    """x[row, k] in ``dtype``, 0 where not live."""
-    if INPUT == FROM_ATTENTION:
-        # x_ptr: (B, heads, splits, D) wide, each split's softmax-weighted sum; m its maximum, l its denominator. One
-        # tensor for each split: a second dimension would cost exchanges between threads.
-        at = (row * (K // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
-        ms = ()
-        totals = ()
-        parts = ()
-        for s in tl.static_range(KV_SPLITS):
-            ms = ms + (tl.load(m_ptr + at + s, mask=live, other=0.0),)  # noqa: RUF005
-            totals = totals + (tl.load(l_ptr + at + s, mask=live, other=1.0),)  # noqa: RUF005
-            part = tl.load(x_ptr + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
-            parts = parts + (part,)  # noqa: RUF005
-        m = ms[0]
-        for s in tl.static_range(1, KV_SPLITS):
-            m = tl.maximum(m, ms[s])
-        x = tl.zeros(k.shape, m.dtype)
-        total = tl.zeros(k.shape, m.dtype)
-        for s in tl.static_range(KV_SPLITS):
-            factor = tl.exp2(ms[s] - m)
-            total += totals[s] * factor
-            x += parts[s] * factor
-        x = (x / total).to(dtype)
-    elif INPUT == FROM_HIDDEN:
-        x = normalise(loaded.to(rstd.dtype), norm_weight, rstd, dtype)
-    else:
-        x = loaded
-    return x
+    """The attention's output [row, k] in ``dtype`` from its stretches, 0 where not live.
+
+    x_ptr: (B, heads, splits, D) wide, each stretch's softmax-weighted sum; m its maximum, l its denominator. One tensor
+    for each stretch: a second dimension would cost exchanges between threads.
+    """
+    at = (row * (K // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
+    ms = ()
+    totals = ()
+    parts = ()
+    for s in tl.static_range(KV_SPLITS):
+        ms = ms + (tl.load(m_ptr + at + s, mask=live, other=0.0),)  # noqa: RUF005
+        totals = totals + (tl.load(l_ptr + at + s, mask=live, other=1.0),)  # noqa: RUF005
+        part = tl.load(x_ptr + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
+        parts = parts + (part,)  # noqa: RUF005
+    m = ms[0]
+    for s in tl.static_range(1, KV_SPLITS):
+        m = tl.maximum(m, ms[s])
+    x = tl.zeros(k.shape, m.dtype)
+    total = tl.zeros(k.shape, m.dtype)
+    for s in tl.static_range(KV_SPLITS):
+        factor = tl.exp2(ms[s] - m)
+        total += totals[s] * factor
+        x += parts[s] * factor
+    return (x / total).to(dtype)
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
@@ -190,34 +186,42 @@ def sparse_gemv_kernel(
         _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
     if TRIGGER == 1 or not LISTED:
         let_next_kernel_start(PDL)
-    rstd = 1.0
     keep = position < 0
     xs = ()
-    for row in tl.static_range(BATCH):
-        loaded = 0.0
-        if INPUT != FROM_ATTENTION:
-            loaded = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
-        if INPUT == FROM_HIDDEN:
-            rstd = reciprocal_rms(ssq_in_ptr, row, eps, ssq_parts, K, SSQ_PAD)
-        x = _load_input(
-            x_ptr, m_ptr, l_ptr, norm_weight, rstd, row, k, live, loaded, K, INPUT, KV_SPLITS, HEAD_DIM, dtype
-        )
-        keep_row = live
-        if not DENSE:
-            # A NaN is not below anything: it is kept.
-            keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < threshold)
+    for begin in tl.static_range(0, BATCH, _ROWS):
+        # Several rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
+        inputs = ()
+        squares = ()
+        for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
+            if INPUT == FROM_ATTENTION:
+                x = _combined_attention(x_ptr, m_ptr, l_ptr, row, k, live, K, KV_SPLITS, HEAD_DIM, dtype)
+            else:
+                x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
+            inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
+            if INPUT == FROM_HIDDEN:
+                squares = squares + (load_squares(ssq_in_ptr, row, ssq_parts, SSQ_PAD),)  # noqa: RUF005
+        xs = ()
+        for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
+            x = inputs[row - begin]
+            if INPUT == FROM_HIDDEN:
+                rstd = reciprocal_rms(squares[row - begin], eps, K)
+                x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
+            if not DENSE:
+                # A NaN is not below anything: it is kept.
+                keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < threshold)
+                keep = keep | keep_row
+                if LISTED:
+                    x = x.to(wide)
+                if LEAD_ROWS > 0 or BATCH > 1:
+                    x = tl.where(keep_row, x, 0.0).to(x.dtype)
+            xs = xs + (x,)  # noqa: RUF005
         if not LISTED:
-            masked = tl.where(keep_row, x.to(wide), 0.0).to(dtype)
-            tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, masked)
-        elif DENSE:
-            put(_values_of(list_value, row, LIST, SHARED), position, x, position >= 0, SHARED)
-        else:
-            keep = keep | keep_row
-            x = x.to(wide)
-            if LEAD_ROWS > 0 or BATCH > 1:
-                x = tl.where(keep_row, x, 0.0)
-            xs = xs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
-    if LISTED and not DENSE:
+            for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
+                tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, xs[row - begin])
+    if LISTED and DENSE:
+        for row in tl.static_range(BATCH):
+            put(_values_of(list_value, row, LIST, SHARED), position, xs[row], position >= 0, SHARED)
+    elif LISTED:
         # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
         listed = keep & (position >= LEAD_ROWS)
         place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1

@@ -18,6 +18,7 @@ from .triton_common import (
     exact_argument,
     inverse_root,
     let_next_kernel_start,
+    load_squares,
     normalise,
     reciprocal_rms,
     wait_for_previous_kernel,
@@ -88,7 +89,7 @@ def _logits_kernel(
             norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0).to(wide)
         wait_for_previous_kernel(PDL)
         let_next_kernel_start(PDL)
-        rstd = reciprocal_rms(ssq_ptr, 0, eps, SSQ, K, SSQ_PAD)
+        rstd = reciprocal_rms(load_squares(ssq_ptr, 0, SSQ, SSQ_PAD), eps, K)
         if WHOLE:
             x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0).to(wide)
             x = normalise(x, norm, rstd, dtype).to(wide)
@@ -266,7 +267,7 @@ def launch_logits(
         K=width,
         BATCH=batch,
         SSQ=parts,
-        SSQ_PAD=triton.next_power_of_2(parts),
+        SSQ_PAD=max(32, triton.next_power_of_2(parts)),
         BLOCK_V=block_v,
         PASSES=passes,
         BLOCK_K=block_k,

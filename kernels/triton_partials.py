@@ -27,7 +27,7 @@ _NOTHING = tl.constexpr(NOTHING)
 _NAN32 = tl.constexpr(0x7FC00000)
 _NAN64 = tl.constexpr(0x7FF8000000000000)
 # Rows of a batch whose partial sums are looked for at the same time.
-ROWS_AT_ONCE = 4
+ROWS_AT_ONCE = 8
 _ROWS = tl.constexpr(ROWS_AT_ONCE)
 
 

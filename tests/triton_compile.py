@@ -151,7 +151,7 @@ def logits(
         "logits_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "V": "i32", **floats,
     }  # fmt: skip
     constants = dict(
-        K=4096, BATCH=batch, SSQ=16, SSQ_PAD=16, BLOCK_V=block_v, PASSES=passes, BLOCK_K=block_k, STAGES=stages,
+        K=4096, BATCH=batch, SSQ=16, SSQ_PAD=32, BLOCK_V=block_v, PASSES=passes, BLOCK_K=block_k, STAGES=stages,
         PDL=arch >= 90, **exact,
     )  # fmt: skip
     return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4 if batch == 1 else 2, stages)
