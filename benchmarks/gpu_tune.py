@@ -35,7 +35,7 @@ def time_step(
     """Microseconds of one step, replays back to back."""
     step = DecodeStep(
         decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._cos, decoder._sin,
-        first=0, rows=rows, tiles=tiles, kv_splits=kv_splits_for(CONTEXT), **keywords,
+        first=0, rows=rows, tiles=tiles, kv_splits=kv_splits_for(CONTEXT, rows), **keywords,
     )  # fmt: skip
     step.tokens.fill_(7)
     decoder._positions.fill_(CONTEXT)

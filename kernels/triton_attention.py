@@ -257,8 +257,8 @@ def launch_attention(
         BLOCK_T=1 if exact else block_t or 64,
         STAGES=stages,
         PDL=pdl,
-        # Few stretches leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
+        # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
         # float64 position is work for one warp, and nothing has to be exchanged through shared memory.
-        num_warps=warps or (1 if exact else 8 if splits <= 8 and head_dim >= 128 else 4),
+        num_warps=warps or (1 if exact else 8 if splits * batch <= 8 and head_dim >= 128 else 4),
         **options,
     )

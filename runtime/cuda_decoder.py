@@ -165,7 +165,7 @@ class CudaDecoder(Decoder):
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
         """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""
-        kv_splits = kv_splits_for(context)
+        kv_splits = kv_splits_for(context, rows)
         key = (first, rows, kv_splits)
         if key not in self._steps:
             self._steps[key] = DecodeStep(

@@ -30,8 +30,8 @@ from .decoder import SamplingSettings
 __all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "kv_splits_for"]
 
 MAX_ROWS = 16
-# Stretches the context is split into, up to how many positions: with 8 KV heads 16 make about one program for each of
-# an H200's multiprocessors. A short context needs fewer, and o_proj then has less to combine.
+# Stretches one row's context is split into, up to how many positions: with 8 KV heads 16 make about one program for
+# each of an H200's multiprocessors. A short context needs fewer, and o_proj then has less to combine.
 KV_SPLITS = {256: 4, 512: 8, 2**31: 16}
 
 
@@ -43,9 +43,10 @@ def _describe(device: torch.device) -> tuple[int, int]:
     return properties.major * 10 + properties.minor, properties.multi_processor_count
 
 
-def kv_splits_for(context: int) -> int:
-    """Stretches for contexts up to ``context`` positions."""
-    return next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
+def kv_splits_for(context: int, rows: int = 1) -> int:
+    """Stretches for contexts up to ``context`` positions: several rows make as many programs as one does."""
+    whole = next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
+    return max(1, whole // rows)
 
 
 class DecodeStep:
@@ -118,7 +119,7 @@ class DecodeStep:
         self._softmax = (empty(*partial, kind=wide), empty(*partial, kind=wide))
         # Measured on an H200: more of a long context on its way at a time, where there is room for it.
         roomy = arch == 90 and config.head_dim <= 128 and dtype != torch.float32
-        self._attention_stages = 5 if roomy and kv_splits > min(KV_SPLITS.values()) else 3
+        self._attention_stages = 5 if roomy and kv_splits * rows > min(KV_SPLITS.values()) else 3
         self._activation = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, kind=torch.float32)
         head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if together == 1 else HEAD_ROWS_BATCHED)

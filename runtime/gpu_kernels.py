@@ -124,7 +124,7 @@ def _require_triton(decoder: Decoder, option: str) -> CudaDecoder:
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
     step = DecodeStep(
         decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._cos, decoder._sin,
-        first=0, rows=batch, tiles=tiles, kv_splits=kv_splits_for(_CONTEXT),
+        first=0, rows=batch, tiles=tiles, kv_splits=kv_splits_for(_CONTEXT, batch),
     )  # fmt: skip
     step.tokens.fill_(7 % decoder.config.vocab_size)
     decoder._positions.fill_(min(_CONTEXT, decoder.max_seq_len - 1))
