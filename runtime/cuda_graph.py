@@ -33,21 +33,24 @@ def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], No
 
 
 class Landing:
-    """Host memory that token ids are copied to without stopping the device."""
+    """Host memory that token ids are copied to beside what the device does next."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         self._ids = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
-        self._landed = torch.cuda.Event() if on_gpu else None
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
 
     def send(self, ids: Tensor) -> None:
-        """Start to copy ``ids`` (n,); what is queued on the device afterwards need not wait for the host."""
-        self._ids[: len(ids)].copy_(ids, non_blocking=True)
-        if self._landed is not None:
-            self._landed.record()
+        """Start to copy ``ids`` (n,), which must stay as they are until they are read."""
+        if self._stream is None:
+            self._ids[: len(ids)].copy_(ids)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._ids[: len(ids)].copy_(ids, non_blocking=True)
 
     def read(self, count: int) -> Tensor:
         """Wait for what was sent: the first ``count`` ids."""
-        if self._landed is not None:
-            self._landed.synchronize()
+        if self._stream is not None:
+            self._stream.synchronize()
         return self._ids[:count].clone()

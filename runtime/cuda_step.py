@@ -10,6 +10,7 @@ that can.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import triton
@@ -53,7 +54,6 @@ class DecodeStep:
     """The step of slots ``first`` to ``first + rows - 1``.
 
     Attributes:
-        tokens: (rows,) int64, read and then overwritten with the choice; negative rows are idle.
         logits: (rows, V) float32.
     """
 
@@ -108,15 +108,17 @@ class DecodeStep:
             return torch.empty(shape, dtype=kind, device=device)
 
         hidden = config.hidden_size
-        self.tokens = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        # Apart by a multiple of 16 bytes, so that one compiled kernel serves both.
+        self._ids = torch.full((2, MAX_ROWS), -1, dtype=torch.int64, device=device)[:, :rows]
+        self._turn = 0
         self.hidden = empty(rows, hidden)
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
         parts = max(t.parts(hidden) for t in chosen.values())
         self._ssq = empty(2, rows * parts, kind=wide)
         self._qkv = empty(rows, config.q_size + 2 * config.kv_size)
         self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=wide)
-        partial = (rows, config.num_heads, kv_splits)
-        self._softmax = (empty(*partial, kind=wide), empty(*partial, kind=wide))
+        stretches = (rows, config.num_heads, kv_splits)
+        self._softmax = (empty(*stretches, kind=wide), empty(*stretches, kind=wide))
         # Measured on an H200: more of a long context on its way at a time, where there is room for it.
         roomy = arch == 90 and config.head_dim <= 128 and dtype != torch.float32
         self._attention_stages = 5 if roomy and kv_splits * rows > min(KV_SPLITS.values()) else 3
@@ -128,10 +130,17 @@ class DecodeStep:
         sampled = dtype in SAMPLED_DTYPES
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
         self._settings: list[SamplingSettings] = []
-        self._replays: dict[bool, Callable[[], None]] = {}
+        self._replays: dict[bool, list[Callable[[], None]]] = {}
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(rows,) int64: what the next step reads, then what it has chosen; negative rows are idle.
+
+        Two buffers take turns, so that a choice can be copied while the step after it runs."""
+        return self._ids[self._turn]
 
     def replay(self, settings: Sequence[SamplingSettings] = ()) -> None:
-        """Run the step on ``tokens``; asynchronous.
+        """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
 
         Args:
             settings: how the first rows' tokens are chosen; the other rows are greedy. Seeds resolved, and all greedy
@@ -140,12 +149,16 @@ class DecodeStep:
         sampled = any(not setting.greedy for setting in settings)
         if sampled:
             self._set(list(settings))
+        turn = self._turn
         if sampled not in self._replays:
-            wanted = self.tokens.clone()
-            self.tokens.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
-            self._replays[sampled] = capture(lambda: self.launch(sampled=sampled), self.tokens.device)
-            self.tokens.copy_(wanted)
-        self._replays[sampled]()
+            wanted = self._ids.clone()
+            self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
+            self._replays[sampled] = [
+                capture(partial(self._launch_turn, other, sampled), self._ids.device) for other in (0, 1)
+            ]
+            self._ids.copy_(wanted)
+        self._replays[sampled][turn]()
+        self._turn = 1 - turn
 
     def _set(self, settings: list[SamplingSettings]) -> None:
         """Put settings where the kernels read them; nothing to do while they stay the same."""
@@ -159,6 +172,10 @@ class DecodeStep:
         self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))
         self._settings = settings
 
+    def _launch_turn(self, turn: int, sampled: bool) -> None:
+        self._turn = turn
+        self.launch(sampled=sampled)
+
     def launch(self, *, sampled: bool = False) -> None:
         """The step's launches, one after the other, on the current stream."""
         launch_embed(self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"))
@@ -167,6 +184,7 @@ class DecodeStep:
                 self.launch_part(index, role)
         self.launch_part(len(self.weights.blocks), "logits")
         self.launch_part(len(self.weights.blocks), "sample" if sampled else "next")
+        self._turn = 1 - self._turn
 
     def _sums(self, index: int, role: str) -> torch.Tensor:
         """(rows, parts): sums of squares that ``role`` of block ``index`` leaves; block -1 is the embedding."""
@@ -184,11 +202,13 @@ class DecodeStep:
             )  # fmt: skip
             return
         if role == "next":
-            launch_next(self._best, self._best_id, self.tokens, self.tokens, self.positions, pdl=pdl)
+            chosen = self._ids[1 - self._turn]
+            launch_next(self._best, self._best_id, self.tokens, chosen, self.positions, pdl=pdl)
             return
         if role == "sample" and self._sampling is not None:
+            chosen = self._ids[1 - self._turn]
             launch_sample(
-                self.logits, self._best, self._best_id, self.tokens, self.tokens, self.positions, self._sampling,
+                self.logits, self._best, self._best_id, self.tokens, chosen, self.positions, self._sampling,
                 self.weights.embedding.dtype, pdl=pdl,
             )  # fmt: skip
             return
