@@ -132,15 +132,16 @@ def candidates(k: int, widths: tuple[int, ...], kind: str, processors: int) -> l
                             )
                         )
         return found
+    # Many rows: one program for each multiprocessor, with 64 to 128 KiB on their way.
+    pieces = [(64, 128, 6), (128, 64, 6), (128, 64, 8), (256, 32, 6), (256, 32, 8), (256, 64, 4), (256, 64, 5)]
+    pieces += [(512, 16, 6), (512, 16, 8), (512, 32, 4), (1024, 16, 4)]
     found = []
-    ways = [(16, 4, 3, 1), (32, 4, 3, 1), (64, 4, 3, 1), (32, 8, 3, 1), (64, 8, 3, 1)]
-    for block_n in (64, 128, 256):
-        tiles = sum(triton.cdiv(width, block_n) for width in widths)
-        splits = {max(1, min(round(processors * m / tiles - 0.45), k // 32)) for m in (1, 2, 3, 4, 6)}
-        for split in sorted(splits):
-            for block_k, warps, stages, unroll in ways:
-                if 8 <= block_k * block_n // (32 * warps) <= 64:
-                    found.append(GemvTile(block_n, block_k, split, warps, stages, unroll=unroll))
+    for block_n, block_k, stages in pieces:
+        most = processors // sum(triton.cdiv(width, block_n) for width in widths)
+        for splits in {max(1, min(most - fewer, k // 64)) for fewer in (0, 1)}:
+            for warps in (4, 8):
+                for pollers in {0, most_pollers(processors, sum(widths), block_n, splits, warps)}:
+                    found.append(GemvTile(block_n, block_k, splits, warps, stages, unroll=1, pollers=pollers))
     return found
 
 

@@ -20,6 +20,7 @@ __all__ = [
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
+    "combined_attention",
     "exact_argument",
     "inverse_root",
     "let_next_kernel_start",
@@ -28,7 +29,9 @@ __all__ = [
     "reciprocal_rms",
     "segment_channel",
     "segment_length",
+    "tile_columns",
     "wait_for_previous_kernel",
+    "wait_in_loop",
 ]
 
 # Where a projection's input comes from.
@@ -63,6 +66,22 @@ def let_next_kernel_start(PDL: tl.constexpr):
     results."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait_in_loop(scalar, PDL: tl.constexpr):
+    """The same two, within a loop whose first reads are to come before them: of the language's own the compiler thinks
+    that nothing may pass them. Returns 0; what is read afterwards has to add it to its address, or may come too early.
+
+    ``scalar``: any int32.
+    """
+    zero = scalar * 0
+    if PDL:
+        zero = tl.inline_asm_elementwise(
+            "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, 0; }",
+            "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    return tl.multiple_of(zero, 16)
 
 
 @triton.jit
@@ -110,3 +129,61 @@ def load_squares(ssq_ptr, row, parts, SSQ_PAD: tl.constexpr):
 def reciprocal_rms(squares, eps, K: tl.constexpr):
     """1 / rms of a row of the residual stream, from what ``load_squares`` gives."""
     return inverse_root(tl.sum(squares, axis=0) / K + eps)
+
+
+@triton.jit
+def combined_attention(
+    x_ptr,
+    m_ptr,
+    l_ptr,
+    row,
+    k,
+    live,
+    K: tl.constexpr,
+    KV_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """The attention's output [row, k] in ``dtype`` from its stretches, 0 where not live.
+
+    x_ptr: (B, heads, splits, D) wide, each stretch's softmax-weighted sum; m its maximum, l its denominator. One tensor
+    for each stretch: a second dimension would cost exchanges between threads.
+    """
+    at = (row * (K // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
+    ms = ()
+    totals = ()
+    parts = ()
+    for s in tl.static_range(KV_SPLITS):
+        ms = ms + (tl.load(m_ptr + at + s, mask=live, other=0.0),)  # noqa: RUF005
+        totals = totals + (tl.load(l_ptr + at + s, mask=live, other=1.0),)  # noqa: RUF005
+        part = tl.load(x_ptr + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
+        parts = parts + (part,)  # noqa: RUF005
+    m = ms[0]
+    for s in tl.static_range(1, KV_SPLITS):
+        m = tl.maximum(m, ms[s])
+    x = tl.zeros(k.shape, m.dtype)
+    total = tl.zeros(k.shape, m.dtype)
+    for s in tl.static_range(KV_SPLITS):
+        factor = tl.exp2(ms[s] - m)
+        total += totals[s] * factor
+        x += parts[s] * factor
+    return (x / total).to(dtype)
+
+
+@triton.jit
+def tile_columns(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The projection that a tile of BLOCK_N columns belongs to (none spans two), which of its tiles it is, and the
+    projection's first column and width."""
+    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    second = (tile >= T0).to(tl.int32)
+    third = (tile >= T0 + T1).to(tl.int32)
+    projection = second + third if N2 > 0 else second
+    local = tile - second * T0
+    first = tl.where(second > 0, N0, 0)
+    width = tl.where(second > 0, N1, N0)
+    if N2 > 0:
+        local = local - third * T1
+        first = tl.where(third > 0, N0 + N1, first)
+        width = tl.where(third > 0, N2, width)
+    return projection, local, first, width

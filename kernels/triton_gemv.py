@@ -6,8 +6,8 @@
     out   = y | residual + y | silu(y_gate) * y_up
 
 This is what the host knows: weights, how a launch is cut, the memory its programs share. ``triton_gemv_kernel`` is what
-they do. Sums are float32 for half-precision weights and float64 for float32 ones (``precision`` says why), whose
-rows are launched one by one.
+they do, ``triton_gemm_kernel`` if the rows are many. Sums are float32 for half-precision weights and float64 for
+float32 ones (``precision`` says why), whose rows are launched one by one.
 """
 
 from __future__ import annotations
@@ -28,15 +28,17 @@ from .triton_common import (
     TO_SILU,
     exact_argument,
 )
+from .triton_gemm_kernel import masked_gemm_kernel
 from .triton_gemv_kernel import sparse_gemv_kernel
-from .triton_lists import room_source
-from .triton_partials import NOTHING, ROWS_AT_ONCE
+from .triton_lists import ROOM_LIMIT_BESIDE, room_source
+from .triton_partials import NOTHING
 
 __all__ = [
     "INPUTS",
     "OUTPUTS",
     "GemvTile",
     "Group",
+    "ProgramLists",
     "Scratch",
     "launch_gemv",
     "launch_kind",
@@ -46,6 +48,8 @@ __all__ = [
 ]
 
 INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
+# Bytes on their way from which a program has a multiprocessor to itself, for the tensor cores.
+ALONE = 64 * 1024
 OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
 
 
@@ -57,23 +61,24 @@ def launch_kind(batch: int, *, dense: bool) -> str:
         dense: no channel is ever dropped.
 
     Returns:
-        ``sparse`` or ``dense``: one row. ``rows``: a few, which read the channels that any of them keeps. ``batch``:
-        all channels, with zeros for the dropped ones, on the tensor cores.
+        ``sparse`` or ``dense``: one row. ``rows``: two, which read the channels that either keeps. ``batch``: all
+        channels, with zeros for the dropped ones, on the tensor cores.
     """
     if batch == 1:
         return "dense" if dense else "sparse"
-    return "rows" if batch == 2 or (batch <= 4 and not dense) else "batch"
+    return "rows" if batch == 2 and not dense else "batch"
 
 
 @dataclass(frozen=True)
 class GemvTile:
     """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns.
 
-    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time (for the tensor cores ``block_k``,
-    ``stages`` pieces ahead). Channels are dealt to the splits ``chunk`` at a time. With programmatic dependent launch,
-    ``early`` lets the launch begin before the one before it has ended, and ``trigger`` says when it lets the next one
-    begin: 1 at its start, 2 after its product. ``lead`` times ``unroll * block_k`` rows are read before the channels
-    are selected, and multiplied by zero if they were to be dropped.
+    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time. Channels are dealt to the splits
+    ``chunk`` at a time. With programmatic dependent launch, ``early`` lets the launch begin before the one before it
+    has ended, and ``trigger`` says when it lets the next one begin: 1 at its start, 2 after its product. ``lead`` times
+    ``unroll * block_k`` rows are read before the channels are selected, and multiplied by zero if they were to be
+    dropped. For the tensor cores ``block_k`` channels are read and dealt at a time, ``stages - 1`` times that many are
+    on their way before the channels are selected, and ``chunk``, ``unroll``, ``trigger`` and ``lead`` mean nothing.
 
     Partial sums are added by the program of a tile that arrives last, or by ``pollers`` (a power of two) of its last
     splits, which wait for all others. One waits for programs that began before it. Several wait for each other too, so
@@ -164,13 +169,12 @@ class Scratch:
         if group.weight_t.dtype == torch.float32:
             batch = 1  # rows are launched one by one
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
-        programs = tiles * tile.splits
-        listed, segment, length, in_room = _lists_of(group, tile, batch)
-        in_scratch = programs * length if listed and not in_room else 0
+        lists = program_lists(group, tile, batch)
+        in_scratch = 0 if lists.in_room else tiles * tile.splits * lists.length
         for name, size in (
             ("awaited" if tile.pollers else "partial", tile.splits * batch * group.out_features),
             ("index", in_scratch),
-            ("value", batch * (in_scratch if listed else programs * segment)),
+            ("value", batch * in_scratch),
             ("counter", tiles),
         ):
             held = getattr(self, name)
@@ -180,44 +184,57 @@ class Scratch:
                 setattr(self, name, torch.full((size,), content, dtype=held.dtype, device=held.device))
 
 
-def _segment(in_features: int, tile: GemvTile) -> int:
-    chunks = triton.cdiv(in_features, tile.chunk)
-    return triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
+@dataclass(frozen=True)
+class ProgramLists:
+    """What a program keeps of its channels: ``segment`` of them, a power of two, with ``length`` places in each list;
+    ``in_room`` is PTX for the shared memory they lie in ("": in scratch memory)."""
+
+    segment: int
+    length: int
+    in_room: str
 
 
-def program_lists(in_features: int, tile: GemvTile, batch: int, *, listed: bool, shared: bool) -> tuple[int, int, str]:
-    """Channels of a program, places in its lists, and PTX for the shared memory they lie in ("": in scratch memory)."""
-    segment = _segment(in_features, tile)
-    block_k = _block_k(tile, listed)
-    # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
-    length = segment + 3 * tile.unroll * block_k + 1
-    exchanged = block_k * tile.block_n if block_k > 1 else 0
-    size = 4 * ((1 + batch) * length + exchanged)
-    return segment, length, room_source(size) if shared and listed else ""
-
-
-def _lists_of(group: Group, tile: GemvTile, batch: int) -> tuple[bool, int, int, str]:
-    """Whether a launch has lists, and its ``program_lists``."""
-    listed = launch_kind(batch, dense=group.dense) != "batch"
+def program_lists(group: Group, tile: GemvTile, batch: int) -> ProgramLists:
+    """The lists of a launch's programs."""
+    in_features, size = group.in_features, group.weight_t.element_size()
     # The interpreter has no shared memory, and float64 values do not fit there.
-    shared = group.weight_t.device.type == "cuda" and group.weight_t.dtype != torch.float32
-    return listed, *program_lists(group.in_features, tile, batch, listed=listed, shared=shared)
+    shared = group.weight_t.device.type != "cpu" and group.weight_t.dtype != torch.float32
+    if launch_kind(batch, dense=group.dense) == "batch" and size == 2:
+        block_k = _gemm_block_k(tile)
+        channels = triton.cdiv(triton.cdiv(in_features, block_k), tile.splits) * block_k
+        # Rows 16 bytes off a multiple of 64: the tensor cores' reads of eight rows then meet in no bank.
+        length = channels + 8
+        ahead = (tile.stages - 1) * block_k * tile.block_n * size
+        limit = ROOM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
+        needed = batch * length * size
+        # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
+        # again. So a program with much on its way takes more room than it needs, and there is none for a second.
+        room = limit if needed <= limit and ahead >= ALONE else needed
+        in_room = room_source(room, limit) if shared else ""
+        return ProgramLists(triton.next_power_of_2(channels), length, in_room)
+    chunks = triton.cdiv(in_features, tile.chunk)
+    segment = triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
+    # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
+    length = segment + 3 * tile.unroll * tile.block_k + 1
+    exchanged = tile.block_k * tile.block_n if tile.block_k > 1 else 0
+    in_room = room_source(4 * ((1 + batch) * length + exchanged)) if shared else ""
+    return ProgramLists(segment, length, in_room)
 
 
-def sums_at_once(tile: GemvTile, batch: int, target: str) -> int:
-    """Splits whose partial sums are read in one turn. Those that are waited for stay in registers, 32 numbers a thread
-    over all rows."""
+def sums_at_once(tile: GemvTile, batch: int, target: str, *, kind: str) -> int:
+    """Splits whose partial sums are read in one turn. Those that are waited for, and those of many rows, stay in
+    registers, 32 numbers a thread over all rows."""
     splits = triton.next_power_of_2(tile.splits)
-    if tile.pollers == 0:
+    if tile.pollers == 0 and kind != "batch":
         return min(splits, 32)
-    columns = tile.block_n // tile.pollers * min(batch, ROWS_AT_ONCE) * (2 if target == "silu" else 1)
+    rows = triton.next_power_of_2(batch)
+    columns = tile.block_n // max(1, tile.pollers) * rows * (2 if target == "silu" else 1)
     fitting = max(1, 32 * 32 * tile.warps // columns)
     return min(splits, 1 << (fitting.bit_length() - 1))
 
 
-def _block_k(tile: GemvTile, listed: bool) -> int:
-    # tl.dot's smallest K is 16.
-    return tile.block_k if listed else max(16, tile.block_k)
+def _gemm_block_k(tile: GemvTile) -> int:
+    return max(16, tile.block_k)  # tl.dot's smallest K
 
 
 def launch_gemv(
@@ -270,9 +287,9 @@ def launch_gemv(
     tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
     parts = 1 if ssq_in is None else ssq_in.shape[1]
     unused = group.thresholds
-    options = {"launch_pdl": True} if pdl and tile.early else {}
-    listed, segment, length, in_room = _lists_of(group, tile, batch)
-    sparse_gemv_kernel[(tiles * tile.splits,)](
+    kind = launch_kind(batch, dense=group.dense)
+    lists = program_lists(group, tile, batch)
+    arguments = (
         x,
         unused if softmax is None else softmax[0],
         unused if softmax is None else softmax[1],
@@ -286,43 +303,55 @@ def launch_gemv(
         unused if ssq_out is None else ssq_out,
         scratch.awaited if tile.pollers else scratch.partial,
         scratch.counter,
+    )
+    constants = {
+        "K": group.in_features,
+        "N0": widths[0],
+        "N1": widths[1],
+        "N2": widths[2],
+        "STRIDE": group.weight_t.stride(0),
+        "TILES": tiles,
+        "BATCH": batch,
+        # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
+        "SSQ_PAD": max(32, triton.next_power_of_2(parts)),
+        "KV_SPLITS": 1 if softmax is None else softmax[0].shape[2],
+        "HEAD_DIM": head_dim,
+        "HAS_BIAS": group.bias is not None,
+        "DENSE": group.dense,
+        "INPUT": INPUTS[source],
+        "OUTPUT": OUTPUTS[target],
+        "BLOCK_N": tile.block_n,
+        "SPLITS": tile.splits,
+        "POLLERS": tile.pollers,
+        "AT_ONCE": sums_at_once(tile, batch, target, kind=kind),
+        "SEGMENT": lists.segment,
+        "LIST": lists.length,
+        "ROOM": lists.in_room,
+        "PDL": pdl,
+        "num_warps": tile.warps,
+    }
+    if pdl and tile.early:
+        constants["launch_pdl"] = True
+    grid = (tiles * tile.splits,)
+    eps = exact_argument(eps, wide_dtype(group.weight_t.dtype))
+    if kind == "batch":
+        masked_gemm_kernel[grid](
+            *arguments, scratch.value, eps, parts, BLOCK_K=_gemm_block_k(tile), STAGES=tile.stages, **constants
+        )
+        return
+    sparse_gemv_kernel[grid](
+        *arguments,
         scratch.index,
         scratch.value,
-        exact_argument(eps, wide_dtype(group.weight_t.dtype)),
+        eps,
         parts,
-        K=group.in_features,
-        N0=widths[0],
-        N1=widths[1],
-        N2=widths[2],
-        STRIDE=group.weight_t.stride(0),
-        TRIGGER=tile.trigger,
-        BATCH=batch,
-        LISTED=listed,
-        ROWS=16,
-        # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
-        SSQ_PAD=max(32, triton.next_power_of_2(parts)),
-        KV_SPLITS=1 if softmax is None else softmax[0].shape[2],
-        HEAD_DIM=head_dim,
-        HAS_BIAS=group.bias is not None,
-        DENSE=group.dense,
-        INPUT=INPUTS[source],
-        OUTPUT=OUTPUTS[target],
-        BLOCK_N=tile.block_n,
-        BLOCK_K=_block_k(tile, listed),
-        SPLITS=tile.splits,
-        POLLERS=tile.pollers,
-        AT_ONCE=sums_at_once(tile, batch, target),
-        SEGMENT=segment,
+        BLOCK_K=tile.block_k,
         CHUNK=tile.chunk,
         UNROLL=tile.unroll,
-        STAGES=tile.stages,
+        TRIGGER=tile.trigger,
         # They stand in the segment's own piece of the list.
-        LEAD=min(tile.lead, segment // (tile.block_k * tile.unroll)),
-        LIST=length,
-        ROOM=in_room,
-        PDL=pdl,
-        num_warps=tile.warps,
-        **options,
+        LEAD=min(tile.lead, lists.segment // (tile.block_k * tile.unroll)),
+        **constants,
     )
 
 

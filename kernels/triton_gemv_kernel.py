@@ -2,10 +2,10 @@
 
 A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
 global list, keeps their list where its threads share it (``triton_lists``) and reads one contiguous stretch of each
-kept row of the weights. A few rows of x share one list (LISTED): the channels that any of them keeps, with each row's
-values, 0 where it drops one. Many rows together keep nearly all, and the tensor cores multiply all. Programs of one
-tile add up through partial sums in scratch memory (``triton_partials``), in a fixed order. There are no float atomics
-and no buffer has to be cleared: the same input gives the same bits on every run.
+kept row of the weights. A few rows of x share one list: the channels that any of them keeps, with each row's values, 0
+where it drops one. (Many rows together keep nearly all: ``triton_gemm_kernel``.) Programs of one tile add up through
+partial sums in scratch memory (``triton_partials``), in a fixed order. There are no float atomics and no buffer has to
+be cleared: the same input gives the same bits on every run.
 """
 
 from __future__ import annotations
@@ -17,60 +17,20 @@ from .triton_common import (
     FROM_ATTENTION,
     FROM_HIDDEN,
     TO_SILU,
+    combined_attention,
     let_next_kernel_start,
     load_squares,
     normalise,
     reciprocal_rms,
     segment_channel,
     segment_length,
+    tile_columns,
     wait_for_previous_kernel,
 )
 from .triton_lists import add_rows, get, put, room, settled
 from .triton_partials import leave_partial, write_result, writers_turn
 
 __all__ = ["sparse_gemv_kernel"]
-
-# Rows of a batch whose inputs are read at the same time; LISTED never has more.
-_ROWS = tl.constexpr(8)
-
-
-@triton.jit
-def _combined_attention(
-    x_ptr,
-    m_ptr,
-    l_ptr,
-    row,
-    k,
-    live,
-    K: tl.constexpr,
-    KV_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """The attention's output [row, k] in ``dtype`` from its stretches, 0 where not live.
-
-    x_ptr: (B, heads, splits, D) wide, each stretch's softmax-weighted sum; m its maximum, l its denominator. One tensor
-    for each stretch: a second dimension would cost exchanges between threads.
-    """
-    at = (row * (K // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
-    ms = ()
-    totals = ()
-    parts = ()
-    for s in tl.static_range(KV_SPLITS):
-        ms = ms + (tl.load(m_ptr + at + s, mask=live, other=0.0),)  # noqa: RUF005
-        totals = totals + (tl.load(l_ptr + at + s, mask=live, other=1.0),)  # noqa: RUF005
-        part = tl.load(x_ptr + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
-        parts = parts + (part,)  # noqa: RUF005
-    m = ms[0]
-    for s in tl.static_range(1, KV_SPLITS):
-        m = tl.maximum(m, ms[s])
-    x = tl.zeros(k.shape, m.dtype)
-    total = tl.zeros(k.shape, m.dtype)
-    for s in tl.static_range(KV_SPLITS):
-        factor = tl.exp2(ms[s] - m)
-        total += totals[s] * factor
-        x += parts[s] * factor
-    return (x / total).to(dtype)
 
 
 @triton.jit(do_not_specialize=["ssq_parts"])
@@ -89,7 +49,7 @@ def sparse_gemv_kernel(
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums; POLLERS: NOTHING before and after
     counter_ptr,  # (tiles,) int32, 0 before and after; no POLLERS
     index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
-    value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM; many rows: (programs, B, SEGMENT)
+    value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM
     eps,
     ssq_parts,  # columns of ssq_in
     K: tl.constexpr,
@@ -97,9 +57,8 @@ def sparse_gemv_kernel(
     N1: tl.constexpr,
     N2: tl.constexpr,
     STRIDE: tl.constexpr,
+    TILES: tl.constexpr,
     BATCH: tl.constexpr,
-    LISTED: tl.constexpr,
-    ROWS: tl.constexpr,
     SSQ_PAD: tl.constexpr,
     KV_SPLITS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -116,35 +75,19 @@ def sparse_gemv_kernel(
     CHUNK: tl.constexpr,
     UNROLL: tl.constexpr,
     TRIGGER: tl.constexpr,
-    STAGES: tl.constexpr,
     LEAD: tl.constexpr,
     LIST: tl.constexpr,
     ROOM: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = N0 + N1 + N2
-    T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
-    T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
-    T2: tl.constexpr = (N2 + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = T0 + T1 + T2
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    PARTS: tl.constexpr = max(1, POLLERS)
+    PARTS: tl.constexpr = POLLERS if POLLERS > 0 else 1
     wide: tl.constexpr = tl.float64 if partial_ptr.dtype.element_ty == tl.int64 else tl.float32
     program = tl.program_id(0)
     tile = program % TILES
     split = program // TILES
-
-    # The projection this tile belongs to, and its columns in the weights.
-    second = (tile >= T0).to(tl.int32)
-    third = (tile >= T0 + T1).to(tl.int32)
-    projection = second + third if N2 > 0 else second
-    local = tile - second * T0
-    first = tl.where(second > 0, N0, 0)
-    width = tl.where(second > 0, N1, N0)
-    if N2 > 0:
-        local = local - third * T1
-        first = tl.where(third > 0, N0 + N1, first)
-        width = tl.where(third > 0, N2, width)
+    projection, local, first, width = tile_columns(tile, N0, N1, N2, BLOCK_N)
     n = local * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = n < width
     columns = first + n
@@ -161,7 +104,7 @@ def sparse_gemv_kernel(
     if INPUT == FROM_HIDDEN:
         norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
     STEP: tl.constexpr = BLOCK_K * UNROLL
-    LEAD_ROWS: tl.constexpr = LEAD * STEP if LISTED else 0
+    LEAD_ROWS: tl.constexpr = LEAD * STEP
     lane = tl.arange(0, BLOCK_K)
     SHARED: tl.constexpr = ROOM != ""
     spare = 0
@@ -172,7 +115,7 @@ def sparse_gemv_kernel(
     else:
         list_index = index_ptr + program * LIST
         list_value = value_ptr + program * BATCH * LIST
-    if LISTED and SHARED:
+    if SHARED:
         _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
     if LEAD_ROWS > 0:
         # The first rows, whatever x will be: the memory would be idle until the channels are selected.
@@ -181,47 +124,41 @@ def sparse_gemv_kernel(
             ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
             lead = lead + _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
     wait_for_previous_kernel(PDL)
-    if LISTED and not SHARED:
+    if not SHARED:
         # Not before: the kernel before this one may still read its lists in the same scratch memory.
         _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
-    if TRIGGER == 1 or not LISTED:
+    if TRIGGER == 1:
         let_next_kernel_start(PDL)
+    # All rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
+    inputs = ()
+    squares = ()
+    for row in tl.static_range(BATCH):
+        if INPUT == FROM_ATTENTION:
+            x = combined_attention(x_ptr, m_ptr, l_ptr, row, k, live, K, KV_SPLITS, HEAD_DIM, dtype)
+        else:
+            x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
+        inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
+        if INPUT == FROM_HIDDEN:
+            squares = squares + (load_squares(ssq_in_ptr, row, ssq_parts, SSQ_PAD),)  # noqa: RUF005
     keep = position < 0
     xs = ()
-    for begin in tl.static_range(0, BATCH, _ROWS):
-        # Several rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
-        inputs = ()
-        squares = ()
-        for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
-            if INPUT == FROM_ATTENTION:
-                x = _combined_attention(x_ptr, m_ptr, l_ptr, row, k, live, K, KV_SPLITS, HEAD_DIM, dtype)
-            else:
-                x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
-            inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
-            if INPUT == FROM_HIDDEN:
-                squares = squares + (load_squares(ssq_in_ptr, row, ssq_parts, SSQ_PAD),)  # noqa: RUF005
-        xs = ()
-        for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
-            x = inputs[row - begin]
-            if INPUT == FROM_HIDDEN:
-                rstd = reciprocal_rms(squares[row - begin], eps, K)
-                x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
-            if not DENSE:
-                # A NaN is not below anything: it is kept.
-                keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < threshold)
-                keep = keep | keep_row
-                if LISTED:
-                    x = x.to(wide)
-                if LEAD_ROWS > 0 or BATCH > 1:
-                    x = tl.where(keep_row, x, 0.0).to(x.dtype)
-            xs = xs + (x,)  # noqa: RUF005
-        if not LISTED:
-            for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
-                tl.store(value_ptr + (program * BATCH + row) * SEGMENT + position, xs[row - begin])
-    if LISTED and DENSE:
+    for row in tl.static_range(BATCH):
+        x = inputs[row]
+        if INPUT == FROM_HIDDEN:
+            rstd = reciprocal_rms(squares[row], eps, K)
+            x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
+        if not DENSE:
+            # A NaN is not below anything: it is kept.
+            keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < threshold)
+            keep = keep | keep_row
+            x = x.to(wide)
+            if LEAD_ROWS > 0 or BATCH > 1:
+                x = tl.where(keep_row, x, 0.0)
+        xs = xs + (x,)  # noqa: RUF005
+    if DENSE:
         for row in tl.static_range(BATCH):
             put(_values_of(list_value, row, LIST, SHARED), position, xs[row], position >= 0, SHARED)
-    elif LISTED:
+    else:
         # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
         listed = keep & (position >= LEAD_ROWS)
         place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
@@ -236,75 +173,52 @@ def sparse_gemv_kernel(
     list_index = settled(list_index, SHARED)
     if SHARED:
         list_value = list_index + LIST * 4
-    if LISTED and not DENSE:
+    if not DENSE:
         count = get(list_index, LIST - 1, False, SHARED)
 
     # --- the product
-    if LISTED:
-        sums = ()
-        for _ in tl.static_range(BATCH):
-            sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), wide),)  # noqa: RUF005
-        # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
-        ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-        ws = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
-        ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-        if LEAD_ROWS > 0:
-            tl.debug_barrier()
-            for i in tl.static_range(LEAD * UNROLL):
-                at = i * BLOCK_K + lane
-                # A dropped row is zero here whatever stands in it, if no other row of x may have kept it.
-                used = get(list_value, at, True, SHARED) != 0
-                w = tl.where(used[:, None] | (BATCH > 1), lead[i], 0.0)
-                sums = _add_products(sums, list_value, at, w.to(wide), BATCH, LIST, SHARED)
-        for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
-            ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
-            ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-            # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
-            # flight; it moves nothing across a barrier.
-            tl.debug_barrier()
-            for i in tl.static_range(UNROLL):
-                at = start + i * BLOCK_K + lane
-                sums = _add_products(sums, list_value, at, ws[i].to(wide), BATCH, LIST, SHARED)
-            ws = ahead
-        if TRIGGER == 2:
-            let_next_kernel_start(PDL)
-        for row in tl.static_range(BATCH):
-            if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:
-                if row > 0:
-                    tl.debug_barrier()  # the row before has read its own from the same place
-                y = add_rows(sums[row], spare, BLOCK_K, BLOCK_N)
-            else:
-                y = tl.sum(sums[row], axis=0)
-            leave_partial(partial_ptr, (split * BATCH + row) * N + columns, y, in_width)
-    else:
-        # Rows padded to the tensor cores' 16; dropped channels hold zeros.
-        rows = tl.arange(0, ROWS)
-        acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
-        base = value_ptr + (program * BATCH + rows) * SEGMENT
-        for start in tl.range(0, count, BLOCK_K, num_stages=STAGES):
-            at = start + lane
-            live_k = at < count
-            k_now = segment_channel(at, split, SPLITS, CHUNK)
-            live_k = live_k & (k_now < K)
-            both = (rows < BATCH)[:, None] & live_k[None, :]
-            x_now = tl.load(base[:, None] + at[None, :], mask=both, other=0.0)
-            w = tl.load(
-                weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE,
-                mask=live_k[:, None] & in_width[None, :],
-                other=0.0,
-            )
-            acc = tl.dot(x_now, w, acc, input_precision="ieee")
-        place = (split * BATCH + rows)[:, None] * N + columns[None, :]
-        leave_partial(partial_ptr, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
+    sums = ()
+    for _ in tl.static_range(BATCH):
+        sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), wide),)  # noqa: RUF005
+    # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
+    ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+    ws = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+    ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+    if LEAD_ROWS > 0:
+        tl.debug_barrier()
+        for i in tl.static_range(LEAD * UNROLL):
+            at = i * BLOCK_K + lane
+            # A dropped row is zero here whatever stands in it, if no other row of x may have kept it.
+            used = get(list_value, at, True, SHARED) != 0
+            w = tl.where(used[:, None] | (BATCH > 1), lead[i], 0.0)
+            sums = _add_products(sums, list_value, at, w.to(wide), BATCH, LIST, SHARED)
+    for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
+        ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+        ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+        # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
+        # flight; it moves nothing across a barrier.
+        tl.debug_barrier()
+        for i in tl.static_range(UNROLL):
+            at = start + i * BLOCK_K + lane
+            sums = _add_products(sums, list_value, at, ws[i].to(wide), BATCH, LIST, SHARED)
+        ws = ahead
+    if TRIGGER == 2:
+        let_next_kernel_start(PDL)
+    for row in tl.static_range(BATCH):
+        if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:
+            if row > 0:
+                tl.debug_barrier()  # the row before has read its own from the same place
+            y = add_rows(sums[row], spare, BLOCK_K, BLOCK_N)
+        else:
+            y = tl.sum(sums[row], axis=0)
+        leave_partial(partial_ptr, (split * BATCH + row) * N + columns, y, in_width)
 
     # --- one program of the tile, or a few, add the partial sums of all and write the result
     IN_PAIRS: tl.constexpr = OUTPUT == TO_SILU
     turn = writers_turn(
-        split,
-        (second > 0) | (not IN_PAIRS),
+        split + projection * SPLITS if IN_PAIRS else split,
         counter_ptr + local if IN_PAIRS else counter_ptr + tile,
         SPLITS * 2 if IN_PAIRS else SPLITS,
-        SPLITS,
         POLLERS,
     )
     if turn >= 0:

@@ -6,6 +6,7 @@ lie in shared memory by a few instructions of PTX:
 
     room                 declares static shared memory (at most 48 KiB with what Triton itself takes)
     put, get             st.shared, ld.shared at list + 4 * place
+    put_half, get_half   at list + 2 * place, for values of 16 bits
     settled              a barrier; what is read from the addresses it returns was written before it
 
 ``get`` counts as pure, so that the compiler keeps one copy of a read it needs in several layouts; it is held behind
@@ -18,15 +19,29 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["ROOM_LIMIT", "add_rows", "get", "put", "room", "room_source", "settled"]
+__all__ = [
+    "ROOM_LIMIT",
+    "ROOM_LIMIT_BESIDE",
+    "add_rows",
+    "get",
+    "get_half",
+    "hold_reads",
+    "put",
+    "put_half",
+    "room",
+    "room_source",
+    "settled",
+]
 
-# Bytes. Triton's own use comes on top, and without asking the driver a program may have 48 KiB in all.
+# Bytes. Triton's own use comes on top, and without asking the driver a program may have 48 KiB in all. Triton asks if
+# its own use is more than that; what is declared here may then be nearly as much beside it.
 ROOM_LIMIT = 36 * 1024
+ROOM_LIMIT_BESIDE = 47 * 1024
 
 
-def room_source(num_bytes: int) -> str:
+def room_source(num_bytes: int, limit: int = ROOM_LIMIT) -> str:
     """PTX that declares so much shared memory and gives its address; "" for none, if it is more than there may be."""
-    if num_bytes > ROOM_LIMIT:
+    if num_bytes > limit:
         return ""
     return f"{{ .shared .align 16 .b8 room[{num_bytes}]; mov.u32 $0, room; }}"
 
@@ -78,12 +93,53 @@ def get(items, place, FLOATING: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
+def put_half(items, place, value, wanted, SHARED: tl.constexpr):
+    """items[place] = value where wanted: fp16 or bf16."""
+    if SHARED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b16 [$1], $2; mov.b32 $0, 0; }",
+            "=r,r,h,r",
+            [items + place * 2, value.to(tl.int16, bitcast=True), wanted.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(items + place, value, mask=wanted)
+
+
+@triton.jit
+def get_half(items, place, dtype: tl.constexpr, SHARED: tl.constexpr):
+    """items[place], after ``settled``: fp16 or bf16."""
+    if SHARED:
+        value = tl.inline_asm_elementwise(
+            "ld.shared.b16 $0, [$1];", "=h,r", [items + place * 2], dtype=tl.int16, is_pure=True, pack=1
+        ).to(dtype, bitcast=True)
+    else:
+        value = tl.load(items + place)
+    return value
+
+
+@triton.jit
 def settled(items, SHARED: tl.constexpr):
     """The list again, once every thread of the program has put what it had to."""
-    tl.debug_barrier()
     if SHARED:
-        items = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [items], dtype=tl.int32, is_pure=False, pack=1)
+        # Not the compiler's own barrier: it reads no weights ahead in a loop that has one.
+        items = tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [items], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()
     return items
+
+
+@triton.jit
+def hold_reads(scalar):
+    """What was read before this is on its way: left alone, the compiler reads again and again just before it needs
+    something, to save registers. ``scalar`` is any int32."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit

@@ -5,9 +5,9 @@ Each program leaves its partial sum in scratch memory; they are added in the ord
 POLLERS = 0: the program that arrives last, by a counter of those that did. That takes a fence, the counter's way to the
 L2 cache and back, and then the sums' own.
 
-POLLERS > 0: that many of the tile's last splits, a part of its columns each. Scratch memory holds "nothing yet" before
-a launch and after it: they look until every split's sums are there and put "nothing yet" in their place. The numbers
-are their own signal, and two ways to the L2 cache fewer. But looking takes bandwidth from those that still read
+POLLERS > 0: that many of the tile's last programs, a part of its columns each. Scratch memory holds "nothing yet"
+before a launch and after it: they look until every split's sums are there and put "nothing yet" in their place. The
+numbers are their own signal, and two ways to the L2 cache fewer. But looking takes bandwidth from those that still read
 weights, and programs that look hold their places on the chip. All others end without waiting for anybody, so those that
 look end too, as long as they leave room for the ones that are still to begin: ``GemvTile`` says how many there may be.
 """
@@ -19,16 +19,13 @@ import triton.language as tl
 
 from .triton_common import TO_RESIDUAL, TO_SILU
 
-__all__ = ["NOTHING", "ROWS_AT_ONCE", "leave_partial", "write_result", "writers_turn"]
+__all__ = ["NOTHING", "leave_partial", "write_result", "write_rows", "writers_turn"]
 
 # All bits set. As a number that is a NaN, though none that arithmetic results in, nor one that is ever left.
 NOTHING = -1
 _NOTHING = tl.constexpr(NOTHING)
 _NAN32 = tl.constexpr(0x7FC00000)
 _NAN64 = tl.constexpr(0x7FF8000000000000)
-# Rows of a batch whose partial sums are looked for at the same time.
-ROWS_AT_ONCE = 8
-_ROWS = tl.constexpr(ROWS_AT_ONCE)
 
 
 @triton.jit
@@ -40,14 +37,14 @@ def leave_partial(partial_ptr, place, y, mask):
 
 
 @triton.jit
-def writers_turn(split, is_last, counter_ptr, ARRIVALS: tl.constexpr, SPLITS: tl.constexpr, POLLERS: tl.constexpr):
+def writers_turn(arrival, counter_ptr, ARRIVALS: tl.constexpr, POLLERS: tl.constexpr):
     """Which part of its tile's columns this program writes, from 0; negative: none.
 
-    ``is_last``: it belongs to the last projection of its tile (up, for gate and up). ``counter_ptr``: the tile's, 0
-    before and after.
+    ``arrival``: which of the ARRIVALS programs it is that leave sums for the tile (with gate and up, the two tiles);
+    the last POLLERS of them write. ``counter_ptr``: the tile's, 0 before and after.
     """
     if POLLERS > 0:
-        turn = tl.where(is_last, split - (SPLITS - POLLERS), -1)
+        turn = arrival - (ARRIVALS - POLLERS)
     else:
         tl.debug_barrier()
         if ARRIVALS > 1:
@@ -55,7 +52,7 @@ def writers_turn(split, is_last, counter_ptr, ARRIVALS: tl.constexpr, SPLITS: tl
             turn = tl.where(arrived == ARRIVALS, 0, -1)
             tl.store(counter_ptr, 0, mask=arrived == ARRIVALS)
         else:
-            turn = split
+            turn = arrival
     return turn
 
 
@@ -90,42 +87,103 @@ def write_result(
     n = first + turn * PART + tl.arange(0, PART)
     live = n < width
     columns = offset + n
+    hidden = ()
+    if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
+        for row in tl.static_range(BATCH):
+            hidden = hidden + (tl.load(out_ptr + row * N + columns, mask=live, other=0.0),)  # noqa: RUF005
     # One sum for each row, or two: gate's, then up's.
-    for begin in tl.static_range(0, BATCH, _ROWS):
-        hidden = ()
-        if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
-            for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
-                hidden = hidden + (tl.load(out_ptr + row * N + columns, mask=live, other=0.0),)  # noqa: RUF005
-        sums = ()
-        for _ in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
-            sums = sums + (tl.zeros((PART,), wide),)  # noqa: RUF005
-        for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
-            # First all reads, so that one way to the L2 cache serves them, then the waiting.
-            places = ()
-            found = ()
-            for i in tl.static_range(begin * EACH, min(begin + _ROWS, BATCH) * EACH):
-                at, there = _places(
-                    partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE
-                )
-                places = places + ((at, there),)  # noqa: RUF005
-                found = found + (_look(at, there, POLLERS),)  # noqa: RUF005
-            added = ()
-            for i in tl.static_range(min(_ROWS, BATCH - begin) * EACH):
-                at, there = places[i]
-                added = added + (sums[i] + _take(found[i], at, there, wide, POLLERS),)  # noqa: RUF005
-            sums = added
-        for row in tl.static_range(begin, min(begin + _ROWS, BATCH)):
-            y = _with_bias(sums[(row - begin) * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)
-            if OUTPUT == TO_SILU:
-                up = _with_bias(sums[(row - begin) * EACH + 1], bias_ptr + N0 + columns, live, HAS_BIAS)
-                gate = y.to(wide)
-                silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
-                y = (silu * up.to(dtype).to(wide)).to(dtype)
-            if OUTPUT == TO_RESIDUAL:
-                y = (hidden[row - begin].to(wide) + y.to(wide)).to(dtype)
-                squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
-                tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=0))
-            tl.store(out_ptr + row * OUT_N + columns, y, mask=live)
+    sums = ()
+    for _ in tl.static_range(BATCH * EACH):
+        sums = sums + (tl.zeros((PART,), wide),)  # noqa: RUF005
+    for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+        # First all reads, so that one way to the L2 cache serves them, then the waiting.
+        places = ()
+        found = ()
+        for i in tl.static_range(BATCH * EACH):
+            at, there = _places(partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE)
+            places = places + ((at, there),)  # noqa: RUF005
+            found = found + (_look(at, there, POLLERS),)  # noqa: RUF005
+        added = ()
+        for i in tl.static_range(BATCH * EACH):
+            at, there = places[i]
+            added = added + (sums[i] + _take(found[i], at, there, wide, POLLERS),)  # noqa: RUF005
+        sums = added
+    for row in tl.static_range(BATCH):
+        y = _with_bias(sums[row * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)
+        if OUTPUT == TO_SILU:
+            up = _with_bias(sums[row * EACH + 1], bias_ptr + N0 + columns, live, HAS_BIAS)
+            y = _silu_product(y, up, wide, dtype)
+        if OUTPUT == TO_RESIDUAL:
+            y = (hidden[row].to(wide) + y.to(wide)).to(dtype)
+            squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
+            tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=0))
+        tl.store(out_ptr + row * OUT_N + columns, y, mask=live)
+
+
+@triton.jit
+def write_rows(
+    turn,  # up to ssq_out_ptr as for write_result
+    first,
+    offset,
+    width,
+    place,
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    ssq_out_ptr,
+    N0: tl.constexpr,
+    N: tl.constexpr,
+    BATCH: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """``write_result`` for many rows: all of them in one tensor, so that they are waited for together."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    PART: tl.constexpr = BLOCK_N // POLLERS if POLLERS > 0 else BLOCK_N
+    OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
+    ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
+    n = first + turn * PART + tl.arange(0, PART)
+    live = n < width
+    columns = offset + n
+    row = tl.arange(0, ROWS)
+    there = (row < BATCH)[:, None] & live[None, :]
+    out_at = out_ptr + row[:, None] * OUT_N + columns[None, :]
+    hidden = tl.zeros((ROWS, PART), dtype)
+    if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
+        hidden = tl.load(out_at, mask=there, other=0.0)
+    y = tl.zeros((ROWS, PART), tl.float32)
+    up = tl.zeros((ROWS, PART), tl.float32)
+    for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+        split = start + tl.arange(0, AT_ONCE)
+        at = partial_ptr + (split[:, None] * BATCH + row[None, :])[:, :, None] * N + columns[None, None, :]
+        wanted = (split < SPLITS)[:, None, None] & there[None, :, :]
+        found = _look(at, wanted, POLLERS)
+        if OUTPUT == TO_SILU:
+            found_up = _look(at + N0, wanted, POLLERS)
+            up += _take(found_up, at + N0, wanted, tl.float32, POLLERS)
+        y += _take(found, at, wanted, tl.float32, POLLERS)
+    y = _with_bias(y, bias_ptr + columns[None, :], live[None, :], HAS_BIAS).to(dtype)
+    if OUTPUT == TO_SILU:
+        up = _with_bias(up, bias_ptr + N0 + columns[None, :], live[None, :], HAS_BIAS)
+        y = _silu_product(y, up, tl.float32, dtype)
+    if OUTPUT == TO_RESIDUAL:
+        y = (hidden.to(tl.float32) + y.to(tl.float32)).to(dtype)
+        squares = tl.where(there, y.to(tl.float32) * y.to(tl.float32), 0.0)
+        tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=1), mask=row < BATCH)
+    tl.store(out_at, y, mask=there)
+
+
+@triton.jit
+def _silu_product(gate, up, wide: tl.constexpr, dtype: tl.constexpr):
+    """silu(gate) * up, rounded as the projections' outputs are."""
+    gate = gate.to(wide)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
+    return (silu * up.to(dtype).to(wide)).to(dtype)
 
 
 @triton.jit
@@ -160,7 +218,7 @@ def _look(at, there, POLLERS: tl.constexpr):
 def _take(found, at, there, wide: tl.constexpr, POLLERS: tl.constexpr):
     """The sum over the splits; if it has to be waited for, "nothing yet" stands in its place again."""
     if POLLERS > 0:
-        while tl.max(tl.max((found == _NOTHING).to(tl.int32), axis=1), axis=0) > 0:
+        while tl.max((found == _NOTHING).to(tl.int32)) > 0:
             found = tl.load(at, mask=found == _NOTHING, other=found, volatile=True)
         tl.store(at, tl.full(found.shape, _NOTHING, found.dtype), mask=there)
     return tl.sum(found.to(wide, bitcast=True), axis=0)

@@ -17,12 +17,13 @@ from pathlib import Path
 import triton
 
 from .triton_gemv import GemvTile
+from .triton_lists import ROOM_LIMIT_BESIDE
 
 __all__ = ["cache_file", "choose_tile", "default_tile", "most_pollers", "remember_tiles", "tile_key"]
 
 log = logging.getLogger(__name__)
 
-# Measured on an H200 in whole steps, at 50%, at 0%, for 2 and 4 rows at 50% (rows) and for 4 (batch): Llama-3.1-8B's
+# Measured on an H200 in whole steps, at 50%, at 0%, for 2 rows (rows) and for 8 (batch) at 50%: Llama-3.1-8B's
 # and Mistral-7B's shapes; Qwen2.5-7B's at 50%.
 TABLE: Mapping[str, GemvTile] = {
     "sm90:sparse:4096x6144": GemvTile(256, 4, 16, 4, chunk=32, unroll=8, trigger=2, pollers=4),
@@ -41,13 +42,15 @@ TABLE: Mapping[str, GemvTile] = {
     "sm90:sparse:3584x3584": GemvTile(256, 4, 20, 4, chunk=64, unroll=8, trigger=2, pollers=8),
     "sm90:sparse:3584x37888": GemvTile(256, 2, 7, 2, chunk=64, unroll=8, trigger=2, early=False),
     "sm90:sparse:18944x3584": GemvTile(256, 4, 24, 4, chunk=32, unroll=8, trigger=2, pollers=4),
-    "sm90:batch:4096x6144": GemvTile(256, 32, 11, 4, stages=3, unroll=1, pollers=4),
-    "sm90:batch:4096x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1, pollers=8),
-    "sm90:batch:4096x28672": GemvTile(256, 32, 2, 8, stages=3, unroll=1),
-    "sm90:batch:14336x4096": GemvTile(256, 32, 16, 4, stages=3, unroll=1, early=False, pollers=8),
+    "sm90:batch:4096x6144": GemvTile(128, 64, 2, 4, stages=6, unroll=1, pollers=2),
+    "sm90:batch:4096x4096": GemvTile(128, 64, 4, 8, stages=8, unroll=1, pollers=2),
+    "sm90:batch:4096x28672": GemvTile(512, 16, 2, 8, stages=6, unroll=1),
+    "sm90:batch:14336x4096": GemvTile(256, 64, 8, 8, stages=5, unroll=1, pollers=8),
 }
 # More than this for each tile cost more than they save.
 MOST_POLLERS = 8
+# Generations whose multiprocessors have 160 KiB and more of shared memory.
+ROOMY = (80, 90, 100)
 
 
 def tile_key(arch: int, in_features: int, out_features: int, kind: str) -> str:
@@ -61,13 +64,13 @@ def cache_file() -> Path:
     return Path(folder).expanduser() / "tiles.json"
 
 
-def default_tile(multiprocessors: int, in_features: int, out_features: int, kind: str = "sparse") -> GemvTile:
+def default_tile(
+    multiprocessors: int, in_features: int, out_features: int, kind: str = "sparse", arch: int = 90
+) -> GemvTile:
     """A tile for a shape nobody measured: five to seven programs for each multiprocessor, segments of at least 64
-    channels, no pollers."""
+    channels, no pollers; for the tensor cores one program for each multiprocessor at most."""
     if kind == "batch":
-        block_n = 256 if out_features >= 2048 else 64
-        splits = max(1, min(2 * multiprocessors // triton.cdiv(out_features, block_n), in_features // 64, 16))
-        return GemvTile(block_n, 32, splits, 4, stages=3, unroll=1)
+        return _default_batch_tile(multiprocessors, in_features, out_features, arch)
     # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
     # chip is spread unevenly if it starts among another's programs.
     block_n = 256 if out_features >= 512 else 64
@@ -76,6 +79,31 @@ def default_tile(multiprocessors: int, in_features: int, out_features: int, kind
     splits = max(1, min(splits, in_features // 64, 64))
     lead = 2 if kind == "dense" else 0
     return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=lead)
+
+
+def _default_batch_tile(multiprocessors: int, in_features: int, out_features: int, arch: int) -> GemvTile:
+    """The narrowest of a few widths whose programs, one for each multiprocessor at most, leave few of them idle."""
+    wide = out_features >= 16384
+    # Pieces of 16 KiB, of 32 KiB for the widest.
+    pieces = [(64, 32)] if out_features < 2048 else [(128, 64), (256, 32), (512, 16)]
+    if wide and arch in ROOMY:
+        pieces.append((1024, 16))
+    found = []
+    for block_n, block_k in pieces:
+        tiles = triton.cdiv(out_features, block_n)
+        splits = max(1, min(multiprocessors // tiles, in_features // 64, 16))
+        busy = tiles * splits / triton.cdiv(tiles * splits, multiprocessors)
+        # Eight rows' inputs have to fit in shared memory beside the weights.
+        if triton.cdiv(in_features, splits) * 8 * 2 > ROOM_LIMIT_BESIDE:
+            busy /= multiprocessors
+        found.append((block_n, block_k, splits, busy))
+    most = max(busy for *_, busy in found)
+    block_n, block_k, splits, _ = next(piece for piece in found if piece[3] >= 0.85 * most)
+    warps = 8 if block_n >= 128 else 4
+    # Those of gate and up cost more than they save: fewer programs add up more.
+    pollers = 0 if wide else most_pollers(multiprocessors, out_features, block_n, splits, warps)
+    stages = 4 if arch not in ROOMY or block_n == 1024 else 6
+    return GemvTile(block_n, block_k, splits, warps, stages=stages, unroll=1, pollers=pollers)
 
 
 def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: int, warps: int) -> int:
@@ -92,7 +120,7 @@ def choose_tile(arch: int, multiprocessors: int, in_features: int, out_features:
     key = tile_key(arch, in_features, out_features, kind)
     tile = _remembered().get(key) or TABLE.get(key)
     if tile is None:
-        return default_tile(multiprocessors, in_features, out_features, kind)
+        return default_tile(multiprocessors, in_features, out_features, kind, arch)
     most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits, tile.warps)
     return tile if tile.pollers <= most else replace(tile, pollers=most)
 

@@ -45,9 +45,12 @@ def _describe(device: torch.device) -> tuple[int, int]:
 
 
 def kv_splits_for(context: int, rows: int = 1) -> int:
-    """Stretches for contexts up to ``context`` positions: several rows make as many programs as one does."""
-    whole = next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
-    return max(1, whole // rows)
+    """Stretches for contexts up to ``context`` positions, a power of two. Several rows make about as many programs as
+    one does, in a short context twice as many: each waits for less."""
+    splits = next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
+    if rows > 1:
+        splits = max(1, min(2 * splits, max(KV_SPLITS.values())) // rows)
+    return 1 << (splits.bit_length() - 1)
 
 
 class DecodeStep:

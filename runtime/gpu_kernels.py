@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.triton_gemv import GemvTile, launch_kind
@@ -83,7 +84,10 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     for role in _ROLES:
         outputs = getattr(first, role).out_features
         for candidate in _neighbours(tiles[role], kinds[role], outputs, properties.multi_processor_count):
-            found = _time(decoder, batch, {**tiles, role: candidate})
+            try:
+                found = _time(decoder, batch, {**tiles, role: candidate})
+            except OutOfResources:  # more shared memory or registers than a multiprocessor has
+                continue
             if found < best * (1 - _MARGIN):
                 best, tiles[role] = found, candidate
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
@@ -102,7 +106,7 @@ def _neighbours(tile: GemvTile, kind: str, out_features: int, multiprocessors: i
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
             continue
-        block_k = tile.block_k if kind == "batch" else max(1, tile.block_k * tile.block_n // width)
+        block_k = max(16 if kind == "batch" else 1, tile.block_k * tile.block_n // width)
         for factor in (0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0):
             splits = max(1, round(tile.splits * factor * width / tile.block_n))
             most = most_pollers(multiprocessors, out_features, width, splits, tile.warps)

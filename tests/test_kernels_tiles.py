@@ -61,8 +61,8 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
 @pytest.mark.parametrize(
     ("batch", "dense", "kind"),
     [
-        (1, True, "dense"), (1, False, "sparse"), (2, True, "rows"), (2, False, "rows"), (3, False, "rows"),
-        (4, False, "rows"), (4, True, "batch"), (8, False, "batch"),
+        (1, True, "dense"), (1, False, "sparse"), (2, True, "batch"), (2, False, "rows"), (3, False, "batch"),
+        (4, True, "batch"), (8, False, "batch"),
     ],
 )  # fmt: skip
 def test_rows_share_a_list_where_that_was_measured_to_be_faster(batch, dense, kind):

@@ -67,10 +67,10 @@ def test_kernels_compile_within_the_chips_limits(outcomes) -> None:
     assert {row["arch"] for row in rows} == set(SHARED_LIMIT)
     for row in rows:
         assert row["shared"] + row["room"] <= SHARED_LIMIT[row["arch"]], row
-        # Lists lie in declared shared memory, of which there is 48 KiB unless the driver is asked for more.
-        has_lists = row["kernel"].startswith("gemv") and not {"batch", "fp32"} & set(row["kernel"].split())
+        # Lists lie in declared shared memory: 48 KiB with Triton's own, unless that alone is more: it asks the driver.
+        has_lists = row["kernel"].startswith("gemv") and "fp32" not in row["kernel"]
         assert (row["room"] > 0) == has_lists, row
-        assert not has_lists or row["room"] + row["shared"] <= 48 * 1024, row
+        assert row["room"] + (row["shared"] if row["shared"] <= 48 * 1024 else 0) <= 48 * 1024, row
         assert row["local"] == 0, row
         # A sum that two threads look at is taken when one of them has seen it.
         assert row["looks_shared"] == (0 if "waiting" in row["kernel"] else -1), row

@@ -15,7 +15,7 @@ import torch
 from wisparse.kernels.precision import activation_dtype, wide_dtype
 from wisparse.kernels.reference import keep_mask, sparse_linear
 from wisparse.kernels.triton_attention import launch_attention
-from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, sparse_gemv
+from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
 from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_lists import room_source
 from wisparse.kernels.triton_partials import NOTHING
@@ -86,9 +86,17 @@ TILES = [
 ]
 
 
+BATCH_TILES = [
+    GemvTile(block_n=64, block_k=16, splits=1, stages=1),
+    GemvTile(block_n=64, block_k=32, splits=3, stages=4),
+    GemvTile(block_n=128, block_k=64, splits=2, stages=6, pollers=1),  # 80 KiB on their way: alone on a multiprocessor
+    *[GemvTile(block_n=256, block_k=32, splits=5, warps=8, stages=5, pollers=n) for n in (4,) if not INTERPRETED],
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("tile", TILES)
-@pytest.mark.parametrize("batch", [1, 2, 4, 5])  # one row, rows that share a list, all channels
+@pytest.mark.parametrize("batch", [1, 2, 5])  # one row, rows that share a list, all channels
 @pytest.mark.parametrize(
     ("widths", "k", "sparsity", "bias"),
     [
@@ -112,12 +120,24 @@ def test_float32_weights_are_added_up_in_float64(tile, batch):
     assert torch.equal(sparse_gemv(x, group, tile), twin(x, group).float())
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize("tile", BATCH_TILES)
+@pytest.mark.parametrize("batch", [3, 8, 11])
+@pytest.mark.parametrize(
+    ("widths", "k", "sparsity"), [((200, 60), 77, 0.5), ((128, 128), 640, 0.6), ((256, 64, 64), 640, 0.0)]
+)
+def test_many_rows_are_the_twins(dtype, tile, batch, widths, k, sparsity):
+    group = make_group(widths, k, dtype, sparsity, bias=True)
+    x = rows(batch, k, dtype)
+    assert_close(sparse_gemv(x, group, tile), twin(x, group), dtype)
+
+
 @pytest.mark.parametrize("lead", [0, 2])
-@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("batch", [1, 2, 8])
 def test_lists_longer_than_shared_memory_are_the_twins(batch, lead):
     group = make_group((64,), 6000, torch.float16, 0.5)
-    tile = GemvTile(block_n=64, block_k=8, splits=1, lead=lead)
-    assert room_source(2 * 4 * 6000) == "" != room_source(2 * 4 * 600)
+    tile = GemvTile(block_n=64, block_k=16, splits=1, stages=3, lead=lead)
+    assert program_lists(group, tile, batch).in_room == "" != room_source(2 * 4 * 600)
     x = rows(batch, 6000, torch.float16)
     assert_close(sparse_gemv(x, group, tile), twin(x, group), torch.float16)
 
@@ -138,22 +158,24 @@ def test_launches_that_begin_early_leave_the_lists_of_the_one_before_alone():
 
 
 @pytest.mark.parametrize(
-    "tile", [tile for tile in TILES if tile.pollers] + [GemvTile(64, 8, 4, 2, trigger=2, pollers=1)]
+    "tile",
+    [tile for tile in TILES + BATCH_TILES if tile.pollers] + [GemvTile(64, 8, 4, 2, stages=3, trigger=2, pollers=1)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_launches_one_after_the_other_take_their_own_sums(dtype, tile):
+@pytest.mark.parametrize("batch", [1, 8])
+def test_launches_one_after_the_other_take_their_own_sums(dtype, tile, batch):
     # A sum that is taken too early, or left over for the next launch, would show in one of many.
     pdl = not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
     group = make_group((96,), 300, dtype, 0.5)
     scratch = Scratch(DEVICE, dtype)
-    scratch.reserve(group, tile)
+    scratch.reserve(group, tile, batch)
     stored = activation_dtype(dtype)
-    xs = [rows(1, 300, stored, seed=seed) for seed in range(3 if INTERPRETED else 500)]
+    xs = [rows(batch, 300, stored, seed=seed) for seed in range(3 if INTERPRETED else 500)]
     runs = []
     for _ in range(2):
-        outs = [torch.full((1, 96), float("nan"), dtype=stored, device=DEVICE) for _ in xs]
+        outs = [torch.full((batch, 96), float("nan"), dtype=stored, device=DEVICE) for _ in xs]
         for x, out in zip(xs, outs, strict=True):
-            launch_gemv(group, x, out, scratch, tile, pdl=pdl)
+            launch_gemv(group, x, out, scratch, tile, batch=batch, pdl=pdl)
         runs.append(outs)
     for x, first, second in zip(xs, *runs, strict=True):
         assert_close(first, twin(x, group), stored)
@@ -230,17 +252,19 @@ def test_nan_and_inf_go_where_the_twins_go(tile):
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_rows_that_share_a_list_keep_to_themselves(tile):
+@pytest.mark.parametrize("batch", [2, 6])
+def test_rows_of_a_batch_keep_to_themselves(tile, batch):
     group = make_group((64, 32), 48, torch.float16, 0.5)
-    x = rows(4, 48, torch.float16)
+    x = rows(batch, 48, torch.float16)
     alone = torch.cat([sparse_gemv(row[None], group, tile) for row in x])
     assert_close(sparse_gemv(x, group, tile), alone, torch.float16)
     for value in (float("nan"), float("inf")):
         broken = x.clone()
-        broken[2, 7] = value
+        broken[1, 7] = value
         found = sparse_gemv(broken, group, tile)
-        assert not found[2].isfinite().any()
-        assert_close(found[[0, 1, 3]], alone[[0, 1, 3]], torch.float16)
+        assert not found[1].isfinite().any()
+        others = [0, *range(2, batch)]
+        assert_close(found[others], alone[others], torch.float16)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -272,10 +296,15 @@ def test_fused_norm_and_residual(dtype, batch, splits):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batch", [1, 2, 5])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_gate_and_up_in_one_launch(dtype, batch, splits):
+@pytest.mark.parametrize(
+    "tile",
+    [
+        *[GemvTile(block_n=64, splits=splits) for splits in (1, 2)],
+        *[GemvTile(64, 4, 2, 1, unroll=2, pollers=n) for n in (1, 2) if n == 1 or not INTERPRETED],
+    ],
+)
+def test_gate_and_up_in_one_launch(dtype, batch, tile):
     group = make_group((90, 90), 64, dtype, 0.5, bias=True)
-    tile = GemvTile(block_n=64, splits=splits)
     stored = activation_dtype(dtype)
     x = rows(batch, 64, stored)
     out = torch.full((batch, 90), float("nan"), dtype=stored, device=DEVICE)

@@ -16,13 +16,21 @@ import sys
 import tempfile
 from pathlib import Path
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from wisparse.kernels import triton_attention, triton_gemv, triton_head, triton_sample
 
+TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
+SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
+    "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
+    "o": (4096, (4096, 0, 0), "attention", "residual"),
+    "gate_up": (4096, (14336, 14336, 0), "hidden", "silu"),
+    "down": (14336, (4096, 0, 0), "plain", "residual"),
+}
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -86,16 +94,17 @@ def looks_shared(compiled) -> int:
 
 
 def gemv(
-    arch: int, tile, group: str, batch: int = 1, dense: bool = False, dtype: str = "bf16", pdl: bool | None = None
+    arch: int,
+    tile,
+    group: str,
+    batch: int = 1,
+    dense: bool = False,
+    dtype: str = "bf16",
+    pdl: bool | None = None,
+    kv_splits: int | None = None,
 ):
     """The GEMV as Llama-3.1-8B launches it for ``group``."""
-    shapes = {  # K, widths, source, target
-        "qkv": (4096, (4096, 1024, 1024), "hidden", "plain"),
-        "o": (4096, (4096, 0, 0), "attention", "residual"),
-        "gate_up": (4096, (14336, 14336, 0), "hidden", "silu"),
-        "down": (14336, (4096, 0, 0), "plain", "residual"),
-    }
-    k, widths, source, target = shapes[group]
+    k, widths, source, target = SHAPES[group]
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
     types = {
@@ -105,18 +114,23 @@ def gemv(
         "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
         "ssq_parts": "i32", **floats,
     }  # fmt: skip
-    listed = triton_gemv.launch_kind(batch, dense=dense) != "batch"
-    segment, length, in_room = triton_gemv.program_lists(k, tile, batch, listed=listed, shared=dtype != "fp32")
+    kind = triton_gemv.launch_kind(batch, dense=dense)
+    on_gpu = torch.empty(k, sum(widths), dtype=TORCH_TYPES[dtype], device="meta")
+    lists = triton_gemv.program_lists(triton_gemv.Group(on_gpu, widths, None, on_gpu, on_gpu, dense), tile, batch)
     constants = dict(
-        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths), BATCH=batch, LISTED=listed, ROWS=16,
-        SSQ_PAD=32, KV_SPLITS=16, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
+        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths),
+        TILES=sum(triton.cdiv(width, tile.block_n) for width in widths), BATCH=batch, SSQ_PAD=32,
+        KV_SPLITS=kv_splits or 16 // batch, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target),
-        SEGMENT=segment, LIST=length, ROOM=in_room,
-        CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, STAGES=tile.stages, LEAD=tile.lead,
-        PDL=arch >= 90 if pdl is None else pdl, **exact,
+        POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target, kind=kind),
+        SEGMENT=lists.segment, LIST=lists.length, ROOM=lists.in_room, PDL=arch >= 90 if pdl is None else pdl, **exact,
     )  # fmt: skip
-    return compile_kernel(triton_gemv.sparse_gemv_kernel, arch, types, constants, tile.warps, tile.stages)
+    if kind == "batch":
+        constants |= dict(STAGES=tile.stages)
+        types.pop("index_ptr")
+        return compile_kernel(triton_gemv.masked_gemm_kernel, arch, types, constants, tile.warps)
+    constants |= dict(CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, LEAD=tile.lead)
+    return compile_kernel(triton_gemv.sparse_gemv_kernel, arch, types, constants, tile.warps)
 
 
 def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3):
@@ -174,14 +188,18 @@ def main(archs: list[int]) -> None:
     from wisparse.kernels.triton_tiles import TABLE, default_tile
 
     for arch in archs:
+        sizes = {group: (k, sum(widths)) for group, (k, widths, _, _) in SHAPES.items()}
         cases = {
-            f"gemv {group} {kind} {batch}": (gemv, default_tile(132, 4096, 4096, kind), group, batch, kind == "dense")
-            for group in ("qkv", "o", "gate_up", "down")
-            for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 4), ("batch", 8))
-        }
+            f"gemv {group} {kind} {batch}": (
+                gemv, default_tile(132, *size, kind, arch), group, batch, kind == "dense"
+            )
+            for group, size in sizes.items()
+            for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("batch", 8))
+        }  # fmt: skip
+        cases = {f"{name} waiting" if case[1].pollers else name: case for name, case in cases.items()}
         cases |= {
-            f"gemv {group} fp32": (gemv, default_tile(132, 4096, 4096), group, 1, False, "fp32")
-            for group in ("qkv", "o", "gate_up", "down")
+            f"gemv {group} fp32": (gemv, default_tile(132, *size), group, 1, False, "fp32")
+            for group, size in sizes.items()
         }
         cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
         cases |= {"attention": (attention,), "attention short": (attention, "bf16", 4), "logits batch 1": (logits,)}
@@ -192,12 +210,11 @@ def main(archs: list[int]) -> None:
         waiting = GemvTile(64, 4, 5, 4, unroll=2, pollers=4)
         cases |= {f"gemv {group} sparse 1 waiting": (gemv, waiting, group) for group in ("qkv", "down")}
         if arch == 90:
-            for group, shape in (("qkv", "4096x6144"), ("o", "4096x4096"), ("down", "14336x4096")):
-                for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("rows", 4), ("batch", 8)):
-                    tile = TABLE[f"sm90:{kind}:{shape}"]
-                    cases[f"gemv {group} {kind} {batch} waiting, as measured"] = (
-                        gemv, tile, group, batch, kind == "dense",
-                    )  # fmt: skip
+            for group, (k, n) in sizes.items():
+                for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("batch", 8), ("batch", 11)):
+                    tile = TABLE[f"sm90:{kind}:{k}x{n}"]
+                    name = f"gemv {group} {kind} {batch}{' waiting' if tile.pollers else ''}, as measured"
+                    cases[name] = (gemv, tile, group, batch, kind == "dense")
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():
