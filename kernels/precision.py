@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["activation_dtype", "wide_dtype"]
+__all__ = ["activation_dtype", "rows_together", "wide_dtype"]
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -20,3 +20,8 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 def activation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What activations and the cache are stored in: float64 for float32 weights, else the weights' type."""
     return torch.float64 if dtype == torch.float32 else dtype
+
+
+def rows_together(rows: int, dtype: torch.dtype) -> int:
+    """Rows of a batch that one launch takes: for float32 weights one, for half-precision ones all."""
+    return 1 if dtype == torch.float32 else rows

@@ -18,7 +18,7 @@ import torch
 import triton
 from torch import Tensor
 
-from .precision import activation_dtype, wide_dtype
+from .precision import activation_dtype, rows_together, wide_dtype
 from .triton_common import (
     FROM_ATTENTION,
     FROM_HIDDEN,
@@ -48,9 +48,9 @@ __all__ = [
 ]
 
 INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
-# Bytes on their way from which a program has a multiprocessor to itself, for the tensor cores.
-ALONE = 64 * 1024
 OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
+# Bytes of weights on their way from which a program for the tensor cores has a multiprocessor to itself.
+ALONE = 64 * 1024
 
 
 def launch_kind(batch: int, *, dense: bool) -> str:
@@ -166,8 +166,7 @@ class Scratch:
         """
         if tile.pollers > 1 and group.weight_t.device.type != "cuda":
             raise ValueError(f"expected one poller where there is no GPU, found {tile}")
-        if group.weight_t.dtype == torch.float32:
-            batch = 1  # rows are launched one by one
+        batch = rows_together(batch, group.weight_t.dtype)
         tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
         lists = program_lists(group, tile, batch)
         in_scratch = 0 if lists.in_room else tiles * tile.splits * lists.length
@@ -196,29 +195,32 @@ class ProgramLists:
 
 def program_lists(group: Group, tile: GemvTile, batch: int) -> ProgramLists:
     """The lists of a launch's programs."""
-    in_features, size = group.in_features, group.weight_t.element_size()
     # The interpreter has no shared memory, and float64 values do not fit there.
     shared = group.weight_t.device.type != "cpu" and group.weight_t.dtype != torch.float32
-    if launch_kind(batch, dense=group.dense) == "batch" and size == 2:
-        block_k = _gemm_block_k(tile)
-        channels = triton.cdiv(triton.cdiv(in_features, block_k), tile.splits) * block_k
-        # Rows 16 bytes off a multiple of 64: the tensor cores' reads of eight rows then meet in no bank.
-        length = channels + 8
-        ahead = (tile.stages - 1) * block_k * tile.block_n * size
-        limit = ROOM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
-        needed = batch * length * size
-        # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
-        # again. So a program with much on its way takes more room than it needs, and there is none for a second.
-        room = limit if needed <= limit and ahead >= ALONE else needed
-        in_room = room_source(room, limit) if shared else ""
-        return ProgramLists(triton.next_power_of_2(channels), length, in_room)
-    chunks = triton.cdiv(in_features, tile.chunk)
+    if launch_kind(batch, dense=group.dense) == "batch":
+        return _values_of_many_rows(group, tile, batch, shared=shared)
+    chunks = triton.cdiv(group.in_features, tile.chunk)
     segment = triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
     # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
     length = segment + 3 * tile.unroll * tile.block_k + 1
     exchanged = tile.block_k * tile.block_n if tile.block_k > 1 else 0
     in_room = room_source(4 * ((1 + batch) * length + exchanged)) if shared else ""
     return ProgramLists(segment, length, in_room)
+
+
+def _values_of_many_rows(group: Group, tile: GemvTile, batch: int, *, shared: bool) -> ProgramLists:
+    """No list of channels, as all are read: each row's values, beside the weights that are on their way."""
+    block_k, size = _gemm_block_k(tile), group.weight_t.element_size()
+    channels = triton.cdiv(triton.cdiv(group.in_features, block_k), tile.splits) * block_k
+    # Rows 16 bytes off a multiple of 64: threads that read eight of them side by side meet in no bank.
+    length = channels + 8
+    ahead = (tile.stages - 1) * block_k * tile.block_n * size
+    limit = ROOM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
+    needed = batch * length * size
+    # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
+    # again. So a program with much on its way takes more room than it needs, and there is none for a second.
+    room = limit if needed <= limit and ahead >= ALONE else needed
+    return ProgramLists(triton.next_power_of_2(channels), length, room_source(room, limit) if shared else "")
 
 
 def sums_at_once(tile: GemvTile, batch: int, target: str, *, kind: str) -> int:
@@ -273,7 +275,7 @@ def launch_gemv(
         head_dim: for source ``attention``.
         pdl: programmatic dependent launch (compute capability 9.0 or later).
     """
-    if batch > 1 and group.weight_t.dtype == torch.float32:
+    if rows_together(batch, group.weight_t.dtype) < batch:
         for i in range(batch):
             launch_gemv(
                 group, x[i : i + 1], out[i : i + 1], scratch, tile, source=source, target=target, norm=norm, eps=eps,

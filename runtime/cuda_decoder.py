@@ -1,8 +1,8 @@
 """The decoder for NVIDIA GPUs: Triton kernels that read only the kept channels, one CUDA graph a step.
 
-Prefill runs on the tensor cores (``cuda_prefill``); a decode step is ``cuda_step``. Batches of 2 and more read every
-channel once and multiply dropped ones by zero: four rows that keep half each leave 6% of the channels to skip
-(benchmarks/LOG.md).
+Prefill runs on the tensor cores (``cuda_prefill``); a decode step is ``cuda_step``. Two rows read the channels that
+either keeps, more read every channel once and multiply dropped ones by zero: four rows that keep half each leave 6% of
+the channels to skip (benchmarks/LOG.md).
 
 float32 weights are decoded in float64, activations and cache included: that is the mode to compare with, and keeps the
 channels that ``TorchDecoder`` in float64 keeps.

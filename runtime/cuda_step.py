@@ -16,7 +16,7 @@ import torch
 import triton
 
 from wisparse.formats.architectures import ModelConfig
-from wisparse.kernels.precision import activation_dtype, wide_dtype
+from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 from wisparse.kernels.triton_attention import launch_attention
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.triton_head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
@@ -79,8 +79,7 @@ class DecodeStep:
         self.weights, self.config, self.rows = weights, config, rows
         device, dtype = weights.embedding.device, weights.embedding.dtype
         wide, activations = wide_dtype(dtype), activation_dtype(dtype)
-        # Rows of float32 weights are launched one by one.
-        together = 1 if dtype == torch.float32 else rows
+        together = rows_together(rows, dtype)
         arch, multiprocessors = _describe(device)
         self.pdl = arch >= 90 if pdl is None else pdl
         self._cos, self._sin = cos, sin

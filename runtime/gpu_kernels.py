@@ -11,6 +11,7 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
+from wisparse.kernels.precision import rows_together
 from wisparse.kernels.triton_gemv import GemvTile, launch_kind
 from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
 
@@ -80,7 +81,7 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     tiles = dict(_step(decoder, batch, None).tiles[0])
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
-    kinds = {role: launch_kind(batch, dense=getattr(first, role).dense) for role in _ROLES}
+    kinds = _kinds(decoder, batch)
     for role in _ROLES:
         outputs = getattr(first, role).out_features
         for candidate in _neighbours(tiles[role], kinds[role], outputs, properties.multi_processor_count):
@@ -99,6 +100,12 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
         named[key] = tiles[role]
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
+
+
+def _kinds(decoder: CudaDecoder, batch: int) -> dict[str, str]:
+    """How a step of ``batch`` rows launches each role of its first block."""
+    first, together = decoder.weights.blocks[0], rows_together(batch, decoder.dtype)
+    return {role: launch_kind(together, dense=getattr(first, role).dense) for role in _ROLES}
 
 
 def _neighbours(tile: GemvTile, kind: str, out_features: int, multiprocessors: int) -> Iterator[GemvTile]:

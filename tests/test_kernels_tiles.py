@@ -6,8 +6,10 @@ import importlib.util
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,3 +97,15 @@ def test_tiles_tried_around_one_have_room_too(shape, kind, multiprocessors):
     tried = list(_neighbours(tile, kind, shape[1], multiprocessors))
     assert tile not in tried
     assert all(has_room(other, multiprocessors, shape[1]) for other in tried)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kinds"), [(torch.bfloat16, {"rows", "batch"}), (torch.float32, {"sparse", "dense"})]
+)
+def test_tiles_are_tuned_for_the_launches_that_a_step_makes(dtype, kinds):
+    """float32's rows are launched one by one."""
+    from wisparse.runtime.gpu_kernels import _kinds
+
+    block = SimpleNamespace(**{role: SimpleNamespace(dense=role == "o") for role in ("qkv", "o", "gate_up", "down")})
+    decoder = SimpleNamespace(weights=SimpleNamespace(blocks=[block]), dtype=dtype)
+    assert set(_kinds(decoder, 2).values()) == kinds
