@@ -22,6 +22,7 @@ from .triton_common import (
     reciprocal_rms,
     segment_channel,
     tile_columns,
+    wait_for_previous_kernel,
     wait_in_loop,
 )
 from .triton_lists import get_half, hold_reads, put_half, room, settled
@@ -135,6 +136,9 @@ def masked_gemm_kernel(
                 )  # fmt: skip
         x = get_half(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+    if BLOCKS < SPLITS:
+        # A program without a block was not in the loop; and sums of the kernel before may still lie in scratch memory.
+        wait_for_previous_kernel(PDL)
     place = (split * BATCH + rows)[:, None] * N + columns[None, :]
     leave_partial(partial_ptr, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
 

@@ -135,8 +135,8 @@ def settled(items, SHARED: tl.constexpr):
 
 @triton.jit
 def hold_reads(scalar):
-    """What was read before this is on its way: left alone, the compiler reads again and again just before it needs
-    something, to save registers. ``scalar`` is any int32."""
+    """What was read before this is on its way: left alone, the compiler moves each read to where it is needed, to save
+    registers. ``scalar`` is any int32."""
     tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1
     )

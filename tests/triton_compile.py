@@ -74,7 +74,7 @@ def resources(compiled) -> dict[str, int]:
     room = sum(map(int, re.findall(r"\.shared \.align 16 \.b8 room\[(\d+)\]", compiled.asm["ptx"])))
     return {
         "registers": registers, "stack": stack, "local": local, "shared": shared, "room": room,
-        "looks_shared": looks_shared(compiled),
+        "looks_shared": looks_shared(compiled), "waits": compiled.asm["ptx"].count("griddepcontrol.wait"),
     }  # fmt: skip
 
 
@@ -201,6 +201,8 @@ def main(archs: list[int]) -> None:
             f"gemv {group} fp32": (gemv, default_tile(132, *size), group, 1, False, "fp32")
             for group, size in sizes.items()
         }
+        # Programs without a block of channels.
+        cases["gemv down batch 8 idle"] = (gemv, GemvTile(128, 64, 2048, stages=3, unroll=1), "down", 8)
         cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
         cases |= {"attention": (attention,), "attention short": (attention, "bf16", 4), "logits batch 1": (logits,)}
         cases |= {"logits batch 4": (logits, 4, 64, 128, "bf16", 3, 1)}
