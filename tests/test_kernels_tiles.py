@@ -34,6 +34,8 @@ def test_pollers_of_any_shape_have_room(shape, multiprocessors, kind):
     tile = default_tile(multiprocessors, *shape, kind)
     assert has_room(tile, multiprocessors, shape[1])
     assert 1 <= tile.splits <= max(1, shape[0] // 64)
+    if kind == "batch":  # no program without a block of channels
+        assert tile.splits <= -(-shape[0] // tile.block_k)
 
 
 @given(
@@ -109,3 +111,13 @@ def test_tiles_are_tuned_for_the_launches_that_a_step_makes(dtype, kinds):
     block = SimpleNamespace(**{role: SimpleNamespace(dense=role == "o") for role in ("qkv", "o", "gate_up", "down")})
     decoder = SimpleNamespace(weights=SimpleNamespace(blocks=[block]), dtype=dtype)
     assert set(_kinds(decoder, 2).values()) == kinds
+
+
+@given(st.integers(1, 10**6), st.integers(1, 16))
+def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context, rows):
+    from wisparse.runtime.cuda_step import KV_SPLITS, kv_splits_for
+
+    splits, alone = kv_splits_for(context, rows), kv_splits_for(context)
+    assert splits & (splits - 1) == 0
+    assert splits == 1 or splits * rows <= max(KV_SPLITS.values())
+    assert rows * splits * 2 > alone
