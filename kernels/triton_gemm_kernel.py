@@ -15,7 +15,6 @@ import triton.language as tl
 from .triton_common import (
     FROM_ATTENTION,
     FROM_HIDDEN,
-    TO_SILU,
     combined_attention,
     load_squares,
     normalise,
@@ -26,7 +25,7 @@ from .triton_common import (
     wait_in_loop,
 )
 from .triton_lists import get_half, hold_reads, put_half, room, settled
-from .triton_partials import leave_partial, write_rows, writers_turn
+from .triton_partials import add_up, leave_partial
 
 __all__ = ["masked_gemm_kernel"]
 
@@ -81,7 +80,6 @@ def masked_gemm_kernel(
     # No mask where none is needed: a weight's address is then all there is to work out.
     WHOLE: tl.constexpr = K % BLOCK_K + N0 % BLOCK_N + N1 % BLOCK_N + N2 % BLOCK_N == 0
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    PARTS: tl.constexpr = POLLERS if POLLERS > 0 else 1
     # The tensor cores take 16 rows.
     ROWS: tl.constexpr = 16
     SHARED: tl.constexpr = ROOM != ""
@@ -142,36 +140,10 @@ def masked_gemm_kernel(
     place = (split * BATCH + rows)[:, None] * N + columns[None, :]
     leave_partial(partial_ptr, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
 
-    # --- one program of the tile, or a few, add the partial sums of all and write the result
-    IN_PAIRS: tl.constexpr = OUTPUT == TO_SILU
-    turn = writers_turn(
-        split + projection * SPLITS if IN_PAIRS else split,
-        counter_ptr + local if IN_PAIRS else counter_ptr + tile,
-        SPLITS * 2 if IN_PAIRS else SPLITS,
-        POLLERS,
-    )
-    if turn >= 0:
-        write_rows(
-            turn,
-            local * BLOCK_N,
-            0 if IN_PAIRS else first,
-            width,
-            tile * PARTS + turn,
-            partial_ptr,
-            bias_ptr,
-            out_ptr,
-            ssq_out_ptr,
-            N0,
-            N,
-            BATCH,
-            OUTPUT,
-            HAS_BIAS,
-            BLOCK_N,
-            SPLITS,
-            POLLERS,
-            TILES * PARTS,
-            AT_ONCE,
-        )
+    add_up(
+        split, tile, projection, local, first, width, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, counter_ptr,
+        tl.float32, N0, N, TILES, BATCH, OUTPUT, HAS_BIAS, BLOCK_N, SPLITS, POLLERS, AT_ONCE, True,
+    )  # fmt: skip
 
 
 @triton.jit

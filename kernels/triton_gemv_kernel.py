@@ -16,7 +16,6 @@ import triton.language as tl
 from .triton_common import (
     FROM_ATTENTION,
     FROM_HIDDEN,
-    TO_SILU,
     combined_attention,
     let_next_kernel_start,
     load_squares,
@@ -28,7 +27,7 @@ from .triton_common import (
     wait_for_previous_kernel,
 )
 from .triton_lists import add_rows, get, put, room, settled
-from .triton_partials import leave_partial, write_result, writers_turn
+from .triton_partials import add_up, leave_partial
 
 __all__ = ["sparse_gemv_kernel"]
 
@@ -82,7 +81,6 @@ def sparse_gemv_kernel(
 ):
     N: tl.constexpr = N0 + N1 + N2
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    PARTS: tl.constexpr = POLLERS if POLLERS > 0 else 1
     wide: tl.constexpr = tl.float64 if partial_ptr.dtype.element_ty == tl.int64 else tl.float32
     program = tl.program_id(0)
     tile = program % TILES
@@ -213,37 +211,10 @@ def sparse_gemv_kernel(
             y = tl.sum(sums[row], axis=0)
         leave_partial(partial_ptr, (split * BATCH + row) * N + columns, y, in_width)
 
-    # --- one program of the tile, or a few, add the partial sums of all and write the result
-    IN_PAIRS: tl.constexpr = OUTPUT == TO_SILU
-    turn = writers_turn(
-        split + projection * SPLITS if IN_PAIRS else split,
-        counter_ptr + local if IN_PAIRS else counter_ptr + tile,
-        SPLITS * 2 if IN_PAIRS else SPLITS,
-        POLLERS,
-    )
-    if turn >= 0:
-        write_result(
-            turn,
-            local * BLOCK_N,
-            0 if IN_PAIRS else first,
-            width,
-            tile * PARTS + turn,
-            partial_ptr,
-            bias_ptr,
-            out_ptr,
-            ssq_out_ptr,
-            wide,
-            N0,
-            N,
-            BATCH,
-            OUTPUT,
-            HAS_BIAS,
-            BLOCK_N,
-            SPLITS,
-            POLLERS,
-            TILES * PARTS,
-            AT_ONCE,
-        )
+    add_up(
+        split, tile, projection, local, first, width, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, counter_ptr,
+        wide, N0, N, TILES, BATCH, OUTPUT, HAS_BIAS, BLOCK_N, SPLITS, POLLERS, AT_ONCE, False,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .triton_common import TO_RESIDUAL, TO_SILU
 
-__all__ = ["NOTHING", "leave_partial", "write_result", "write_rows", "writers_turn"]
+__all__ = ["NOTHING", "add_up", "leave_partial"]
 
 # All bits set. As a number that is a NaN, though none that arithmetic results in, nor one that is ever left.
 NOTHING = -1
@@ -30,14 +30,69 @@ _NAN64 = tl.constexpr(0x7FF8000000000000)
 
 @triton.jit
 def leave_partial(partial_ptr, place, y, mask):
-    """Leave partial sums where ``write_result`` looks for them: (SPLITS, B, N) integers as wide as y's numbers."""
+    """Leave partial sums where ``add_up`` looks for them: (SPLITS, B, N) integers as wide as y's numbers."""
     bits = y.to(partial_ptr.dtype.element_ty, bitcast=True)
     nan = _NAN64 if partial_ptr.dtype.element_ty == tl.int64 else _NAN32
     tl.store(partial_ptr + place, tl.where(bits == _NOTHING, nan, bits), mask=mask)
 
 
 @triton.jit
-def writers_turn(arrival, counter_ptr, ARRIVALS: tl.constexpr, POLLERS: tl.constexpr):
+def add_up(
+    split,
+    tile,
+    projection,  # up to width from tile_columns
+    local,
+    first,
+    width,
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    ssq_out_ptr,
+    counter_ptr,
+    wide: tl.constexpr,
+    N0: tl.constexpr,
+    N: tl.constexpr,
+    TILES: tl.constexpr,
+    BATCH: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """What each program ends with: one of its tile's, or a few, add up the partial sums of all and write the result,
+    row by row or, TOGETHER, all rows in one tensor."""
+    IN_PAIRS: tl.constexpr = OUTPUT == TO_SILU
+    PARTS: tl.constexpr = POLLERS if POLLERS > 0 else 1
+    PART: tl.constexpr = BLOCK_N // PARTS
+    turn = _writers_turn(
+        split + projection * SPLITS if IN_PAIRS else split,
+        counter_ptr + local if IN_PAIRS else counter_ptr + tile,
+        SPLITS * 2 if IN_PAIRS else SPLITS,
+        POLLERS,
+    )
+    if turn >= 0:
+        n = local * BLOCK_N + turn * PART + tl.arange(0, PART)
+        live = n < width
+        # Of partial sums and bias; with gate and up gate's, N0 before up's.
+        columns = n if IN_PAIRS else first + n
+        place = tile * PARTS + turn
+        if TOGETHER:
+            _write_rows_together(
+                columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide, N0, N, BATCH, OUTPUT, HAS_BIAS,
+                PART, SPLITS, POLLERS, TILES * PARTS, AT_ONCE,
+            )  # fmt: skip
+        else:
+            _write_row_by_row(
+                columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide, N0, N, BATCH, OUTPUT, HAS_BIAS,
+                PART, SPLITS, POLLERS, TILES * PARTS, AT_ONCE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _writers_turn(arrival, counter_ptr, ARRIVALS: tl.constexpr, POLLERS: tl.constexpr):
     """Which part of its tile's columns this program writes, from 0; negative: none.
 
     ``arrival``: which of the ARRIVALS programs it is that leave sums for the tile (with gate and up, the two tiles);
@@ -57,36 +112,15 @@ def writers_turn(arrival, counter_ptr, ARRIVALS: tl.constexpr, POLLERS: tl.const
 
 
 @triton.jit
-def write_result(
-    turn,  # which part of the tile's columns, 0 to POLLERS - 1
-    first,  # the tile's first column in its projection
-    offset,  # the projection's first column in partial sums and bias; for TO_SILU gate's, N0 before up's
-    width,  # the projection's columns
-    place,  # where the part's sum of squares goes, TO_RESIDUAL only
-    partial_ptr,
-    bias_ptr,
-    out_ptr,
-    ssq_out_ptr,
-    wide: tl.constexpr,
-    N0: tl.constexpr,
-    N: tl.constexpr,
-    BATCH: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POLLERS: tl.constexpr,
-    PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """Add up a part of a tile's columns and write what becomes of them."""
+def _write_row_by_row(
+    columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide: tl.constexpr, N0: tl.constexpr,
+    N: tl.constexpr, BATCH: tl.constexpr, OUTPUT: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
+    SPLITS: tl.constexpr, POLLERS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """``columns``: those of partial sums and bias; ``place``: where the sums of squares go, TO_RESIDUAL only."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    PART: tl.constexpr = BLOCK_N // POLLERS if POLLERS > 0 else BLOCK_N
     OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
     EACH: tl.constexpr = 2 if OUTPUT == TO_SILU else 1
-    n = first + turn * PART + tl.arange(0, PART)
-    live = n < width
-    columns = offset + n
     hidden = ()
     if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
         for row in tl.static_range(BATCH):
@@ -121,43 +155,23 @@ def write_result(
 
 
 @triton.jit
-def write_rows(
-    turn,  # up to ssq_out_ptr as for write_result
-    first,
-    offset,
-    width,
-    place,
-    partial_ptr,
-    bias_ptr,
-    out_ptr,
-    ssq_out_ptr,
-    N0: tl.constexpr,
-    N: tl.constexpr,
-    BATCH: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POLLERS: tl.constexpr,
-    PARTS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
-    """``write_result`` for many rows: all of them in one tensor, so that they are waited for together."""
+def _write_rows_together(
+    columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide: tl.constexpr, N0: tl.constexpr,
+    N: tl.constexpr, BATCH: tl.constexpr, OUTPUT: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
+    SPLITS: tl.constexpr, POLLERS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The same for many rows, which are waited for together."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    PART: tl.constexpr = BLOCK_N // POLLERS if POLLERS > 0 else BLOCK_N
     OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
     ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
-    n = first + turn * PART + tl.arange(0, PART)
-    live = n < width
-    columns = offset + n
     row = tl.arange(0, ROWS)
     there = (row < BATCH)[:, None] & live[None, :]
     out_at = out_ptr + row[:, None] * OUT_N + columns[None, :]
     hidden = tl.zeros((ROWS, PART), dtype)
     if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
         hidden = tl.load(out_at, mask=there, other=0.0)
-    y = tl.zeros((ROWS, PART), tl.float32)
-    up = tl.zeros((ROWS, PART), tl.float32)
+    y = tl.zeros((ROWS, PART), wide)
+    up = tl.zeros((ROWS, PART), wide)
     for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
         split = start + tl.arange(0, AT_ONCE)
         at = partial_ptr + (split[:, None] * BATCH + row[None, :])[:, :, None] * N + columns[None, None, :]
@@ -165,15 +179,15 @@ def write_rows(
         found = _look(at, wanted, POLLERS)
         if OUTPUT == TO_SILU:
             found_up = _look(at + N0, wanted, POLLERS)
-            up += _take(found_up, at + N0, wanted, tl.float32, POLLERS)
-        y += _take(found, at, wanted, tl.float32, POLLERS)
+            up += _take(found_up, at + N0, wanted, wide, POLLERS)
+        y += _take(found, at, wanted, wide, POLLERS)
     y = _with_bias(y, bias_ptr + columns[None, :], live[None, :], HAS_BIAS).to(dtype)
     if OUTPUT == TO_SILU:
         up = _with_bias(up, bias_ptr + N0 + columns[None, :], live[None, :], HAS_BIAS)
-        y = _silu_product(y, up, tl.float32, dtype)
+        y = _silu_product(y, up, wide, dtype)
     if OUTPUT == TO_RESIDUAL:
-        y = (hidden.to(tl.float32) + y.to(tl.float32)).to(dtype)
-        squares = tl.where(there, y.to(tl.float32) * y.to(tl.float32), 0.0)
+        y = (hidden.to(wide) + y.to(wide)).to(dtype)
+        squares = tl.where(there, y.to(wide) * y.to(wide), 0.0)
         tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=1), mask=row < BATCH)
     tl.store(out_at, y, mask=there)
 
