@@ -70,8 +70,9 @@ def let_next_kernel_start(PDL: tl.constexpr):
 
 @triton.jit
 def wait_in_loop(scalar, PDL: tl.constexpr):
-    """The same two, within a loop whose first reads are to come before them: of the language's own the compiler thinks
-    that nothing may pass them. Returns 0; what is read afterwards has to add it to its address, or may come too early.
+    """``wait_for_previous_kernel`` and ``let_next_kernel_start``, in a loop whose first reads are to come before them:
+    the compiler thinks that nothing may pass those. Returns 0; what is read afterwards has to add it to its address, or
+    may come too early.
 
     ``scalar``: any int32.
     """

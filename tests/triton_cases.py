@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -137,7 +138,8 @@ def test_many_rows_are_the_twins(dtype, tile, batch, widths, k, sparsity):
 def test_lists_longer_than_shared_memory_are_the_twins(batch, lead):
     group = make_group((64,), 6000, torch.float16, 0.5)
     tile = GemvTile(block_n=64, block_k=16, splits=1, stages=3, lead=lead)
-    assert program_lists(group, tile, batch).in_room == "" != room_source(2 * 4 * 600)
+    assert room_source(2 * 4 * 6000) == "" != room_source(2 * 4 * 600)
+    assert program_lists(replace(group, weight_t=group.weight_t.to("meta")), tile, batch).in_room == ""
     x = rows(batch, 6000, torch.float16)
     assert_close(sparse_gemv(x, group, tile), twin(x, group), torch.float16)
 

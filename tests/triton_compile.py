@@ -94,14 +94,7 @@ def looks_shared(compiled) -> int:
 
 
 def gemv(
-    arch: int,
-    tile,
-    group: str,
-    batch: int = 1,
-    dense: bool = False,
-    dtype: str = "bf16",
-    pdl: bool | None = None,
-    kv_splits: int | None = None,
+    arch: int, tile, group: str, batch: int = 1, dense: bool = False, dtype: str = "bf16", pdl: bool | None = None
 ):
     """The GEMV as Llama-3.1-8B launches it for ``group``."""
     k, widths, source, target = SHAPES[group]
@@ -120,7 +113,7 @@ def gemv(
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths),
         TILES=sum(triton.cdiv(width, tile.block_n) for width in widths), BATCH=batch, SSQ_PAD=32,
-        KV_SPLITS=kv_splits or 16 // batch, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
+        KV_SPLITS=16 // batch, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target, kind=kind),
         SEGMENT=lists.segment, LIST=lists.length, ROOM=lists.in_room, PDL=arch >= 90 if pdl is None else pdl, **exact,
