@@ -23,6 +23,7 @@ from wisparse.formats.errors import AccessError, BundleError, ResourceError, Uns
 from wisparse.formats.expected import expected_tensors
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source
 from wisparse.formats.manifest import has_masks, recipe_digest
+from wisparse.formats.memory import free_memory_bytes
 from wisparse.formats.recipe import Recipe
 from wisparse.formats.safe_json import read_json
 from wisparse.formats.write import check_output, parse_size
@@ -207,16 +208,7 @@ def available_memory(device: torch.device) -> int:
     """Bytes of memory free on ``device``; for the CPU within the limit of the container, if there is one."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                free = int(line.split()[1]) * 1024
-    limit, used = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()).isdigit():
-        free = min(free, int(text) - int(used.read_text()))
-    return free
+    return free_memory_bytes()
 
 
 def _read_config(folder: Path) -> ModelConfig:

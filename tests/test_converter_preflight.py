@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +30,7 @@ from wisparse.formats.errors import (
     UsageError,
     WisparseError,
 )
+from wisparse.formats.memory import free_memory_bytes
 
 
 @pytest.fixture
@@ -254,6 +256,19 @@ def test_not_enough_disk(settings: ConvertSettings, monkeypatch: pytest.MonkeyPa
 def test_not_enough_memory(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "available_memory", lambda device: 10)
     assert "GB of memory" in refused(settings, ResourceError)
+
+
+def test_a_containers_memory_limit_counts(
+    settings: ConvertSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = tmp_path / "machine/sys/fs/cgroup"
+    group.mkdir(parents=True)
+    (tmp_path / "machine/proc/self").mkdir(parents=True)
+    (tmp_path / "machine/proc/self/cgroup").write_text("0::/\n")
+    (group / "memory.max").write_text(f"{500 << 20}\n")
+    (group / "memory.current").write_text(f"{100 << 20}\n")
+    monkeypatch.setattr(module, "free_memory_bytes", partial(free_memory_bytes, tmp_path / "machine"))
+    assert "0.4 GB are free" in refused(settings, ResourceError)
 
 
 def test_upload_without_permission(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:

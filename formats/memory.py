@@ -1,0 +1,87 @@
+"""How much memory this process can still take: of the machine, and of the container it runs in.
+
+A container's limit is a control group's (cgroup). It binds every process below it, so the tightest of the groups from
+ours up to the root decides. What a group uses counts the files it has read; the kernel gives those pages back when
+memory is asked for, so they are free: else a model would fit into a container only before its files were read.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+__all__ = ["free_memory_bytes"]
+
+# Where nothing says how much there is.
+_ASSUMED_BYTES = 8 << 30
+# Version 2 has one hierarchy, version 1 one for each controller: (mounted under /sys/fs/cgroup, limit, usage,
+# prefix of the sums over sub-groups in memory.stat).
+_V2 = ("", "memory.max", "memory.current", "")
+_V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+
+
+def free_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
+    """Bytes of memory that this process can still take without swapping; 0 or more.
+
+    Args:
+        root: where ``proc`` and ``sys`` lie.
+    """
+    root = Path(root)
+    return max(0, min([_machine(root), *_groups(root)]))
+
+
+def _machine(root: Path) -> int:
+    """What the kernel calls available; all memory where it does not say; 8 GiB where nobody does."""
+    for key, value in _numbers(root / "proc/meminfo"):
+        if key == "MemAvailable:":
+            return value * 1024
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return _ASSUMED_BYTES
+
+
+def _groups(root: Path) -> Iterator[int]:
+    """What each limited group above this process has left."""
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if number == "0" and not controllers:
+            mount, limit, usage, prefix = _V2
+        elif "memory" in controllers.split(","):
+            mount, limit, usage, prefix = _V1
+        else:
+            continue
+        mounted = root / "sys/fs/cgroup" / mount
+        # Inside a container the path is often the host's, and only the mount's own top is there to be seen.
+        group = PurePosixPath("/", path)
+        for above in (group, *group.parents):
+            folder = mounted / above.relative_to("/")
+            bound, used = _number(folder / limit), _number(folder / usage)
+            if bound is not None and used is not None:
+                cache = sum(
+                    value
+                    for key, value in _numbers(folder / "memory.stat")
+                    if key in (f"{prefix}active_file", f"{prefix}inactive_file")
+                )
+                yield bound - max(0, used - cache)
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _numbers(path: Path) -> Iterator[tuple[str, int]]:
+    """The lines ``key number …`` of a file."""
+    for line in _lines(path):
+        key, *rest = line.split()[:2] or [""]
+        if rest and rest[0].isdigit():
+            yield key, int(rest[0])
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []  # another system, or not ours to read
