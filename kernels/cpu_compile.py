@@ -46,29 +46,25 @@ def compile_region(region: Callable[[Any], None]) -> Any:
 
 @functools.cache
 def _cache_folder() -> Path | None:
-    """Where compiled code is kept: under NUMBA_CACHE_DIR if it is set, else by the source, else in the user's cache.
+    """Where compiled code is kept: under NUMBA_CACHE_DIR if it is set, else in the user's cache.
 
-    None if none of them can be written; a warning says so.
+    Never beside the source: an installer leaves files that it did not write where they are, and a folder that outlives
+    its package hides the next one. None if the folder cannot be written; a warning says so.
     """
-    reasons = []
-    for parent in _candidates():
-        try:
-            folder = parent / f"wisparse-cpu-{_digest()}"
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            reasons.append(str(error))
-            continue
-        return folder
-    _warn("; ".join(reasons))
-    return None
+    try:
+        folder = _parent() / f"wisparse-cpu-{_digest()}"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
+        _warn(str(error))
+        return None
+    return folder
 
 
-def _candidates() -> list[Path]:
+def _parent() -> Path:
     if _config.CACHE_DIR:
-        return [Path(_config.CACHE_DIR)]
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [Path(__file__).parent / "__pycache__", user / "wisparse"]
+        return Path(_config.CACHE_DIR)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "wisparse"
 
 
 def _digest() -> str:

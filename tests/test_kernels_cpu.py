@@ -234,6 +234,17 @@ def test_the_cache_folder_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch, 
     assert str(tmp_path) == numba.config.CACHE_DIR
 
 
+def test_the_users_cache_is_the_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = cpu_compile._cache_folder.__wrapped__()
+    assert folder is not None
+    assert folder.parent == tmp_path / "wisparse"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert cpu_compile._cache_folder.__wrapped__().parent == tmp_path / "home" / ".cache" / "wisparse"
+
+
 def test_an_unusable_cache_folder_is_said_and_survived(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:

@@ -105,6 +105,32 @@ def test_every_module_imports(kind: str, place: str, installs: dict[str, Path], 
     assert _python(installs[kind], code, checkout if place == "root" else tmp_path) == "all"
 
 
+@pytest.mark.slow  # compiles a whole decode step
+def test_generating_writes_nothing_into_the_package(checkout: Path, tmp_path: Path) -> None:
+    # What pip did not write it does not remove: a folder would stay behind, and hide the next install.
+    from tiny_bundle import write_tiny_bundle, write_tiny_model
+
+    bundle = write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target"]
+    subprocess.run([*command, str(tmp_path / "site"), str(checkout)], check=True, cwd=tmp_path)
+    package = tmp_path / "site" / "wisparse"
+
+    def contents() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for file in package.rglob("*")}
+
+    before = contents()
+    code = (
+        "import os, sys; sys.path.insert(0, 'site'); os.environ.pop('NUMBA_CACHE_DIR', None)\n"
+        "os.environ['XDG_CACHE_HOME'] = 'cache'\n"
+        "import wisparse; print(wisparse.__file__)\n"
+        f"print(len(wisparse.load({str(bundle)!r}).generate([1, 2], max_new_tokens=3).token_ids))"
+    )
+    file, tokens = _python(sys.executable, code, tmp_path).split()
+    assert (Path(tmp_path, file).parent, tokens) == (package, "3")
+    assert contents() == before
+    assert list((tmp_path / "cache" / "wisparse").rglob("*.nbc"))  # the kernels were compiled, and kept
+
+
 @pytest.mark.parametrize("kind", ["plain", "editable"])
 def test_pytest_runs_from_the_root(kind: str, installs: dict[str, Path], checkout: Path) -> None:
     command = [installs[kind], "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_kernels_reference.py"]
