@@ -7,10 +7,12 @@ A weight's type is told by the type of its bits, so that one kernel serves all o
 
 from __future__ import annotations
 
+import operator
+
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 __all__ = [
     "ONE", "SYMBOLS", "ZERO", "barrier", "dot", "exact", "exp32", "floats", "narrow", "num_threads", "pointer",
@@ -25,6 +27,14 @@ num_threads = types.ExternalFunction(SYMBOLS[2], types.int32())
 
 ZERO, ONE = np.float32(0), np.float32(1)
 _ALIGN = 32  # columns: 64 bytes of bfloat16, so that threads share no cache line of a row
+
+
+@overload(operator.getitem)
+def _field_of(parameters, field):
+    """Parameters are read by the names of ``cpu_layout``, which numba itself takes for an index from 0.68 on only."""
+    if isinstance(parameters, types.Array) and isinstance(field, types.IntEnumMember):
+        return lambda parameters, field: parameters[field.value]
+    return None
 
 
 @intrinsic
