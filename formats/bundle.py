@@ -21,15 +21,13 @@ from torch import Tensor
 from .architectures import ModelConfig, Projection
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError
-from .files import list_files, read_bounded, require_folder
+from .files import PARTIAL, list_files, read_bounded, require_folder
 from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
 from .recipe import Recipe
 from .safe_json import parse_json, read_json
 from .safetensors_header import DTYPES, Header, read_header
 
 __all__ = ["GATE", "LOW_RANK", "MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
-
-PARTIAL = ".partial"
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 # For scale: Llama 3's tokenizer.json has 17 MB.
@@ -53,7 +51,7 @@ LOW_RANK = ("low_rank_out", "low_rank_in")
 GATE = "gate_threshold"
 _LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: MAX_FILE_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-_MAX_MANIFEST_BYTES = 32 << 20
+MAX_MANIFEST_BYTES = 32 << 20
 _MAX_FILES = 10_000
 
 # Files for people: they decide nothing, and editing a model card must not break a bundle.
@@ -146,7 +144,7 @@ def _open(folder: Path) -> Bundle:
     # lexists: a dangling symlink is a damaged bundle, not a folder that never was one.
     if not os.path.lexists(folder / MANIFEST):
         raise BundleError(f"{folder.name}: not a bundle: no {MANIFEST}; make one with wisparse-convert")
-    manifest = Manifest.from_dict(read_json(folder, MANIFEST, _MAX_MANIFEST_BYTES, BundleError))
+    manifest = Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
     config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
     _check_config_entry(config_dict, manifest.recipe)
     checkpoint = Checkpoint.open(folder, error=BundleError, checksums=manifest.crc32)

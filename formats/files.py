@@ -2,7 +2,7 @@
 
 A name is refused when it is absolute or climbs out of the folder, when it is not a regular file (a FIFO would hang, a
 device could do anything), or when a symlink leads out. One exception: the Hugging Face cache keeps its snapshots as
-symlinks into ``../../blobs``; those, and only those, may be followed.
+symlinks into the ``blobs`` of the same repository; those, and only those, may be followed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from __future__ import annotations
 import errno
 import io
 import os
+import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import AccessError, WisparseError
 
-__all__ = ["FileIdentity", "identity", "list_files", "open_regular", "read_bounded", "resolve_inside"]
+__all__ = ["PARTIAL", "FileIdentity", "identity", "list_files", "open_regular", "read_bounded", "resolve_inside"]
+
+_COMMIT = re.compile("[0-9a-f]{40}")
+
+# Ends the name of what is being written and not yet whole.
+PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
@@ -48,11 +54,21 @@ def resolve_inside(folder: Path, name: str, error: type[WisparseError]) -> Path:
         raise _unreadable(name, reason, error) from None
     if os.path.commonpath([root, real]) == root:
         return Path(real)
-    snapshots = os.path.dirname(root)
-    blobs = os.path.join(os.path.dirname(snapshots), "blobs")
-    if os.path.basename(snapshots) == "snapshots" and os.path.commonpath([blobs, real]) == blobs:
+    if os.path.dirname(real) == _hub_blobs(root):
         return Path(real)
     raise error(f"{name}: a symlink that leaves the folder; copy the file itself into {Path(folder).name}")
+
+
+def _hub_blobs(root: str) -> str | None:
+    """Where the files of a snapshot in the Hub's cache really lie: ``models--OWNER--NAME/blobs``, its own and no other.
+
+    The snapshot is ``models--OWNER--NAME/snapshots/COMMIT``; a folder called ``blobs`` anywhere else is just a folder.
+    """
+    snapshots, commit = os.path.split(root)
+    repository, name = os.path.split(snapshots)
+    if name == "snapshots" and _COMMIT.fullmatch(commit) and os.path.basename(repository).startswith("models--"):
+        return os.path.join(repository, "blobs")
+    return None
 
 
 def open_regular(

@@ -1,15 +1,15 @@
 """A bundle exported as an ONNX folder: the graph, its weights as external data, and what ONNX runtimes read beside it.
 
 Weights go from the bundle's files to ``model.onnx.data`` one at a time, so an export needs the memory of the largest
-weight, not of the model. The folder is made under another name and renamed when it is complete and checked.
+weight, not of the model. The folder is made under another name and renamed when it is complete and checked
+(`folder`).
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,17 +20,38 @@ from onnx import TensorProto
 
 from .bundle import SMALL_FILES, Bundle
 from .checkpoint import is_finite
-from .errors import ResourceError, UnsupportedModelError, UsageError
+from .errors import AccessError, BundleError, UnsupportedModelError, UsageError
+from .folder import Kind, check_target, replaced_folder
 from .onnx_graph import DTYPES, OPSETS, RotaryTables, build_graph
+from .safe_json import read_json
 
 __all__ = ["OnnxExport", "export_onnx"]
 
 MODEL = "model.onnx"
 DATA = "model.onnx.data"
+CONFIG = "config.json"
+GENAI = "genai_config.json"
+# Which files belong to the export: by this, and by nothing that others write too, an export is known for ours.
+MANIFEST = "wisparse_export.json"
+_MAX_MANIFEST_BYTES = 1 << 20
 
 # Memory-mapping wants weights on page boundaries; onnxruntime maps those of 4096.
 _ALIGNMENT = 4096
 _TYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+def _files_of(folder: Path) -> set[str] | None:
+    try:
+        manifest = read_json(folder, MANIFEST, _MAX_MANIFEST_BYTES, BundleError)
+    except (BundleError, AccessError):
+        return None
+    files = manifest.get("files")
+    if manifest.get("what") != EXPORT.name or not isinstance(files, list):
+        return None
+    return {name for name in files if isinstance(name, str)}
+
+
+EXPORT = Kind("an ONNX export", "export", MANIFEST, _files_of)
 
 
 @dataclass(frozen=True)
@@ -54,6 +75,7 @@ def export_onnx(
     dtype: str = "auto",
     overwrite: bool = False,
     check: Callable[[Path], None] | None = None,
+    check_files: Sequence[str] = (),
 ) -> OnnxExport:
     """Write a bundle as an ONNX decoder with a KV cache.
 
@@ -65,9 +87,11 @@ def export_onnx(
             (ONNX Runtime computes no bfloat16 on a CPU).
         overwrite: replace ``out`` if it holds an earlier export.
         check: called with the unfinished folder; if it raises, nothing is left behind.
+        check_files: names of the files that it makes there, and removes.
 
     Raises:
-        UsageError: ``out`` exists, an unknown opset or dtype, or a bundle that asks for more than masks.
+        UsageError: ``out`` exists (with ``overwrite``: and is no export, or holds other files too), an unknown opset or
+            dtype, or a bundle that asks for more than masks.
         UnsupportedModelError: a weight does not fit into float16.
         ResourceError: the disk is full.
     """
@@ -80,25 +104,14 @@ def export_onnx(
     if dtype not in DTYPES:
         raise UsageError(f"dtype: expected auto, {' or '.join(DTYPES)}, found {dtype!r}")
     out = Path(os.path.abspath(out))
-    if os.path.lexists(out) and not (overwrite and (out / MODEL).is_file()):
-        hint = "not an ONNX export, so it is not replaced" if overwrite else "choose another folder, or --overwrite"
-        raise UsageError(f"{out}: already exists; {hint}")
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        num_sparse = _write(bundle, partial, rotary, opset, dtype)
+    check_target(out, EXPORT, overwrite)
+    small = {name: content for name in SMALL_FILES if (content := bundle.read_bytes(name)) is not None}
+    names = [MODEL, DATA, CONFIG, GENAI, MANIFEST, *small]
+    with replaced_folder(out, EXPORT, [*names, *check_files], overwrite=overwrite) as partial:
+        num_sparse = _write(bundle, partial, small, rotary, opset, dtype)
+        _write_json(partial / MANIFEST, {"what": EXPORT.name, "files": sorted(names)})
         if check is not None:
             check(partial)
-        if overwrite and out.exists():
-            shutil.rmtree(out)
-        partial.rename(out)
-    except OSError as error:
-        if error.errno == 28:  # ENOSPC
-            raise ResourceError(f"{out}: the disk is full; free some space and export again") from error
-        raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
     num_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     return OnnxExport(out, opset, dtype, num_bytes, num_sparse, _notes(rotary))
 
@@ -114,7 +127,9 @@ def _notes(rotary: RotaryTables) -> tuple[str, ...]:
     )
 
 
-def _write(bundle: Bundle, folder: Path, rotary: RotaryTables, opset: int, dtype: str) -> int:
+def _write(
+    bundle: Bundle, folder: Path, small: Mapping[str, bytes], rotary: RotaryTables, opset: int, dtype: str
+) -> int:
     recipe = bundle.recipe
     metadata = {
         "base_model": recipe.base_model,
@@ -134,14 +149,12 @@ def _write(bundle: Bundle, folder: Path, rotary: RotaryTables, opset: int, dtype
     onnx.save(model, str(folder / MODEL))
     # By path, so that the checker finds the external data; and weights over 2 GB cannot be checked otherwise.
     onnx.checker.check_model(str(folder / MODEL))
-    for name in SMALL_FILES:
-        content = bundle.read_bytes(name)
-        if content is not None:
-            (folder / name).write_bytes(content)
+    for name, content in small.items():
+        (folder / name).write_bytes(content)
     # What is written here has no sidecar, and is no bundle.
     config = {key: value for key, value in bundle.config_dict.items() if key != "wisparse"}
-    _write_json(folder / "config.json", config)
-    _write_json(folder / "genai_config.json", _genai_config(bundle))
+    _write_json(folder / CONFIG, config)
+    _write_json(folder / GENAI, _genai_config(bundle))
     return sum(mask.sparsity > 0 for mask in bundle.masks.values())
 
 

@@ -1,21 +1,18 @@
 """Writing a bundle: weights streamed chunk by chunk into ``OUT.partial``, verified there, then renamed to ``OUT``.
 
-Nothing that looks like a bundle stands on disk before it is one: ``wisparse.json`` is written last, readers refuse a
-folder named ``*.partial``, and a failed or interrupted run removes it. One that was killed leaves it to the next run.
+Nothing that looks like a bundle stands on disk before it is one: ``wisparse.json`` is written last, and readers refuse
+a folder named ``*.partial``. What a failed, interrupted or killed run leaves is `folder`'s business.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,21 +21,19 @@ import numpy as np
 import torch
 
 from .architectures import Projection
-from .bundle import GATE, LOW_RANK, MAX_FILE_BYTES, PARTIAL, SMALL_FILES, ProjectionMask, check_mask
+from .bundle import GATE, LOW_RANK, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, SMALL_FILES, ProjectionMask, check_mask
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
-from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
+from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .expected import LM_HEAD
 from .files import list_files, read_bounded
+from .folder import Kind, check_target, file_digest, replaced_folder
 from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, recipe_digest
 from .recipe import FORMAT_VERSION, Recipe
-from .safe_json import dump_json
+from .safe_json import dump_json, read_json
 from .safetensors_header import build_header
 from .verify import verify_files
 
-__all__ = ["check_output", "estimate_bytes", "parse_size", "write_bundle"]
-
-# No name that anyone gives to a backup: what bears it is deleted.
-PREVIOUS = ".being-replaced"
+__all__ = ["BUNDLE", "check_output", "copied_files", "estimate_bytes", "parse_size", "write_bundle"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _COPIED = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
@@ -46,6 +41,16 @@ _MAX_COPIED_BYTES = 16 << 20
 _CHUNK_BYTES = 32 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def _files_of(folder: Path) -> set[str] | None:
+    try:
+        return {*Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)).sha256, MANIFEST}
+    except (BundleError, AccessError):
+        return None
+
+
+BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 
 
 def write_bundle(
@@ -58,6 +63,7 @@ def write_bundle(
     max_shard_size: str | int = "5GB",
     extra_files: Mapping[str, bytes] | None = None,
     overwrite: bool = False,
+    before_swap: Callable[[str], None] | None = None,
 ) -> Path:
     """Write a bundle; equal arguments give equal bytes.
 
@@ -70,6 +76,7 @@ def write_bundle(
         max_shard_size: bytes of tensors per weight file, a number or a text such as ``5GB``.
         extra_files: name -> content of further files: ``README.md``, ``conversion_report.json``, ``figures/*.png``.
         overwrite: replace an existing bundle, once the new one is complete.
+        before_swap: called when it is complete, with the sha256 of its ``wisparse.json``, which names all else in it.
 
     Returns:
         ``out``.
@@ -84,27 +91,27 @@ def write_bundle(
     _check_arguments(source, recipe, masks, dtype, extra_files)
     shards = _plan(source, dtype, parse_size(max_shard_size))
     check_output(out, overwrite, source=source.folder)
-    with _disk_errors(out), _partial_folder(out) as partial:
+    copied = dict(copied_files(source.folder, source.error))
+    weights = [_shard_name(index, len(shards)) for index in range(len(shards))]
+    names = [*weights, INDEX, SIDECAR, *copied, *extra_files, "config.json", MANIFEST]
+    with replaced_folder(out, BUNDLE, names, overwrite=overwrite) as partial:
         _require_space(out, estimate_bytes(source, dtype))
         writer = _Writer(partial)
         crc32: dict[str, int] = {}
-        for index, names in enumerate(shards):
-            file = _shard_name(index, len(shards))
-            writer.write_stream(file, lambda sink, names=names: _stream(source, names, dtype, sink, crc32))
+        for file, tensors in zip(weights, shards, strict=True):
+            writer.write_stream(file, lambda sink, tensors=tensors: _stream(source, tensors, dtype, sink, crc32))
         if source.tied and LM_HEAD in source.tensors:
             _check_tied(source)
         writer.write(INDEX, _index(source, shards, dtype))
         writer.write(SIDECAR, _sidecar(source, recipe, masks))
-        for name, data in _copied_files(source):
-            writer.write(name, data)
-        for name, data in extra_files.items():
+        for name, data in {**copied, **extra_files}.items():
             writer.write(name, data)
         writer.write("config.json", _config(source, recipe, dtype))
-        ordered = {name: crc32[name] for names in shards for name in names}
+        ordered = {name: crc32[name] for tensors in shards for name in tensors}
         writer.write(MANIFEST, Manifest(recipe, writer.sha256, ordered).to_bytes())
-        writer.sync_folders()
         verify_files(partial)
-        _swap(partial, out, overwrite)
+        if before_swap is not None:
+            before_swap(file_digest(partial / MANIFEST))
     return out
 
 
@@ -115,27 +122,11 @@ def check_output(out: str | os.PathLike[str], overwrite: bool, *, source: str | 
         UsageError: ``out`` exists (with ``overwrite``: and is not a bundle), is the source, or has no writable parent.
     """
     out = Path(os.path.abspath(out))
-    if out.name.endswith((PARTIAL, PREVIOUS)):
-        raise UsageError(f"{out}: names ending in {PARTIAL} or {PREVIOUS} are kept for unfinished work; choose another")
     if source is not None and os.path.realpath(source).startswith((os.path.realpath(out) + os.sep,)):
         raise UsageError(f"{out}: the source model lies inside the output folder; choose another")
     if source is not None and os.path.realpath(source) == os.path.realpath(out):
         raise UsageError(f"{out}: the output folder is the source model; choose another")
-    if os.path.lexists(out):
-        if not overwrite:
-            raise UsageError(f"{out}: already exists; choose another output folder or pass --overwrite")
-        if out.is_symlink() or not out.is_dir() or (any(out.iterdir()) and not (out / MANIFEST).is_file()):
-            raise UsageError(f"{out}: not a bundle, so --overwrite will not replace it; choose another output folder")
-    previous = out.with_name(out.name + PREVIOUS)
-    if os.path.lexists(previous) and not (previous / MANIFEST).is_file():
-        raise UsageError(f"{previous}: in the way and not a bundle; move it or choose another output folder")
-    parent = out.parent
-    while not os.path.lexists(parent):
-        parent = parent.parent
-    if not parent.is_dir():
-        raise UsageError(f"{out}: {parent} is not a folder; choose another output folder")
-    if not os.access(parent, os.W_OK | os.X_OK):
-        raise UsageError(f"{out}: no permission to write to {parent}; choose another output folder")
+    check_target(out, BUNDLE, overwrite)
 
 
 def estimate_bytes(source: Checkpoint, dtype: str = "auto") -> int:
@@ -159,7 +150,7 @@ def parse_size(size: str | int) -> int:
 
 
 class _Writer:
-    """Writes files into a folder, to disk and not only to its cache, and remembers their sha256."""
+    """Writes files into a folder and remembers their sha256."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -184,13 +175,8 @@ class _Writer:
                     hashed.result()
 
             produce(sink)
-            os.fsync(file.fileno())
         if name != MANIFEST:
             self.sha256[name] = digest.hexdigest()
-
-    def sync_folders(self) -> None:
-        for folder in {(self.folder / name).parent for name in self.sha256} | {self.folder}:
-            _sync_folder(folder)
 
 
 def _write_all(file: Any, piece: Any) -> None:
@@ -297,11 +283,17 @@ def _config(source: Checkpoint, recipe: Recipe, dtype: str) -> bytes:
     return dump_json(config)
 
 
-def _copied_files(source: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    for name in list_files(source.folder, 100_000, source.error):
+def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str, bytes]]:
+    """The files of a source that go into a bundle byte for byte, all but its weights: name and content.
+
+    Raises:
+        error: one of them is a link that leads out of the folder, no regular file, or too large.
+        AccessError: no permission to read one.
+    """
+    for name in list_files(folder, 100_000, error):
         limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if _COPIED.fullmatch(name) else 0)
         if limit and name != "config.json" and is_file_name(name):
-            yield name, read_bounded(source.folder, name, limit, source.error)
+            yield name, read_bounded(folder, name, limit, error)
 
 
 def _check_arguments(
@@ -372,88 +364,7 @@ def _require_room(masks: Mapping[str, ProjectionMask]) -> None:
         )
 
 
-@contextlib.contextmanager
-def _partial_folder(out: Path) -> Iterator[Path]:
-    """A fresh, locked ``OUT.partial``; removed if anything goes wrong inside."""
-    partial = out.with_name(out.name + PARTIAL)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if os.path.lexists(partial):
-        stale = _lock(partial)
-        try:
-            _remove(partial)
-        finally:
-            os.close(stale)
-    partial.mkdir()
-    lock = _lock(partial)
-    try:
-        yield partial
-    except BaseException:
-        _remove(partial)
-        raise
-    finally:
-        os.close(lock)
-
-
-def _lock(partial: Path) -> int:
-    """Hold the folder for this process; another one at work on it is an error, one that was killed holds nothing."""
-    descriptor = os.open(partial, os.O_RDONLY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise UsageError(
-            f"{partial}: another conversion is writing there; wait for it or choose another output folder"
-        ) from None
-    return descriptor
-
-
-def _swap(partial: Path, out: Path, overwrite: bool) -> None:
-    """Rename the finished folder; an old bundle leaves only once the new one is in its place."""
-    previous = out.with_name(out.name + PREVIOUS)
-    if overwrite and os.path.lexists(out):
-        _remove(previous)
-        os.rename(out, previous)
-        try:
-            os.rename(partial, out)
-        except BaseException:
-            os.rename(previous, out)
-            raise
-    else:
-        os.rename(partial, out)
-    _remove(previous)
-    _sync_folder(out.parent)
-
-
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _require_space(out: Path, needed: int) -> None:
     free = shutil.disk_usage(out.parent).free
     if free < needed:
         raise ResourceError(f"{out.parent}: expected {needed:,} bytes of free disk, found {free:,}; free some space")
-
-
-@contextlib.contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except WisparseError:
-        raise
-    except OSError as reason:
-        if reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ResourceError(
-                f"{out}: the disk is full ({reason.strerror}); nothing was kept, free some space"
-            ) from None
-        raise ResourceError(f"{out}: cannot be written: {reason.strerror or reason}") from None

@@ -304,8 +304,9 @@ def test_unfinished(bundle: Path) -> None:
 
 
 def test_snapshot_of_the_hub_cache(intact: Path, tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
-    blobs.mkdir()
+    cache = tmp_path / "models--org--name"
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / ("a" * 40)
+    blobs.mkdir(parents=True)
     for index, file in enumerate(sorted(file for file in intact.rglob("*") if file.is_file())):
         link = snapshot / file.relative_to(intact)
         link.parent.mkdir(parents=True, exist_ok=True)

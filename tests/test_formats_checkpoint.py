@@ -69,18 +69,43 @@ def test_tied_model_may_store_its_head_and_old_llama_its_frequencies(tmp_path: P
 
 
 def test_snapshot_of_the_hub_cache(tmp_path: Path) -> None:
-    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / ("a" * 40)
-    blobs.mkdir()
+    cache = tmp_path / "models--org--name"
+    blobs, snapshot = cache / "blobs", cache / "snapshots" / ("a" * 40)
+    blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
     for file in write_tiny_model(tmp_path / "model").iterdir():
         (blobs / f"blob-{file.name}").write_bytes(file.read_bytes())
         (snapshot / file.name).symlink_to(Path("../../blobs") / f"blob-{file.name}")
     assert Checkpoint.open(snapshot).tensor("model.norm.weight").shape == (16,)
-    (tmp_path / "secret").write_text("{}")
+    (cache / "secret").write_text("{}")
     (snapshot / "config.json").unlink()
     (snapshot / "config.json").symlink_to("../../secret")
     with pytest.raises(UnsupportedModelError, match=r"config\.json: a symlink that leaves the folder"):
         Checkpoint.open(snapshot)
+
+
+@pytest.mark.parametrize(
+    ("folder", "blobs"),
+    [
+        ("model", "blobs"),
+        ("org/model", "blobs"),
+        ("snapshots/model", "blobs"),
+        ("org/snapshots/" + "a" * 40, "org/blobs"),
+        ("models--org--name/" + "a" * 40, "models--org--name/blobs"),
+        ("models--org--name/snapshots/main", "models--org--name/blobs"),
+        ("models--org--name/snapshots/" + "a" * 40, "models--org--other/blobs"),
+        ("models--org--name/snapshots/" + "a" * 40, "models--org--name/blobs/deeper"),
+        ("models--org--name/snapshots/" + "a" * 40, "models--org--name/snapshots/blobs"),
+    ],
+)
+def test_only_a_hub_snapshots_own_blobs_may_be_linked_to(folder: str, blobs: str, tmp_path: Path) -> None:
+    (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
+    model = write_tiny_model(tmp_path / folder)
+    (tmp_path / blobs).mkdir(parents=True)
+    (model / "config.json").rename(tmp_path / blobs / "b10b")
+    (model / "config.json").symlink_to(tmp_path / blobs / "b10b")
+    with pytest.raises(UnsupportedModelError, match=r"config\.json: a symlink that leaves the folder"):
+        Checkpoint.open(model)
 
 
 def test_symlink_inside_the_folder(tmp_path: Path) -> None:

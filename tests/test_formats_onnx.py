@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +69,8 @@ def runtime_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(folder.iterdir())}
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def test_tokens_of_our_runtime_on_every_architecture(tiny: Path, tmp_path: Path) -> None:
@@ -280,6 +282,44 @@ def test_misuse(bundle: Path, exported: Path, tmp_path: Path) -> None:
     out = export(bundle, tmp_path / "out")
     before = digests(out)
     assert digests(export(bundle, out, overwrite=True)) == before
+
+
+def test_overwrite_takes_nothing_but_an_export(bundle: Path, exported: Path, tmp_path: Path) -> None:
+    """A bundle that somebody exported into, a folder of other work, an export with notes in it: all stay."""
+    mixed, others, noted = (tmp_path / name for name in ("mixed", "others", "noted"))
+    shutil.copytree(bundle, mixed)
+    for name in ("model.onnx", "model.onnx.data", "wisparse_export.json"):
+        shutil.copy(exported / name, mixed)
+    others.mkdir()
+    (others / "model.onnx").write_bytes(b"another program's")
+    (others / "thesis.tex").write_text("years of work")
+    shutil.copytree(exported, noted)
+    (noted / "notes.txt").write_text("mine")
+    before = digests(tmp_path)
+    for out, message in (
+        (mixed, r"holds '.*', which is not part of an ONNX export"),
+        (others, "not an ONNX export"),
+        (noted, r"holds 'notes\.txt'"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            export(bundle, out, overwrite=True)
+    assert digests(tmp_path) == before
+
+
+def test_anothers_partial_folder_is_left_alone(bundle: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "model-00001-of-00001.safetensors").write_bytes(b"of a conversion")
+    with pytest.raises(UsageError, match="not an ONNX export"):
+        export(bundle, out)
+    shutil.rmtree(tmp_path / "out.partial")
+
+    def export_again(folder: Path) -> None:
+        with pytest.raises(UsageError, match="another export is writing there"):
+            export(bundle, out)
+
+    export(bundle, out, check=export_again)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_the_command(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

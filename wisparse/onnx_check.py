@@ -18,7 +18,10 @@ from .kernels.reference import keep_mask, scores
 from .runtime.rotary import attention_scaling, inverse_frequencies, switch_length
 from .runtime.torch_decoder import TorchDecoder
 
-__all__ = ["OnnxDecoder", "check_export", "rotary_tables"]
+__all__ = ["PROBE", "OnnxDecoder", "check_export", "rotary_tables"]
+
+# What the check writes beside an export, and removes.
+PROBE = "check.onnx"
 
 _PROMPT, _STEPS = 24, 16
 
@@ -168,7 +171,7 @@ def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDec
     kind = model.graph.input[-1].type.tensor_type.elem_type
     for name in dict.fromkeys(value for node in nodes for value in (node.input[0], node.output[0])):
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
-    probe = folder / "check.onnx"
+    probe = folder / PROBE
     onnx.save(model, str(probe))
     try:
         values = OnnxDecoder(folder, name=probe.name).values(filled, token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import click
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
+from wisparse.formats.folder import check_target
 from wisparse.formats.hub import fetch_bundle
 
 __all__ = ["command"]
@@ -30,7 +32,7 @@ __all__ = ["command"]
 @click.option(
     "--check/--no-check", default=True, show_default=True, help="Run the result and compare it with our runtime."
 )
-@click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT.")
+@click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
 @click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
@@ -56,10 +58,11 @@ def command(
     for package in ("onnx", "onnxruntime") if check else ("onnx",):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"export-onnx needs the package {package}: pip install 'wisparse[onnx]'")
-    from wisparse.formats.onnx_file import export_onnx
+    from wisparse.formats.onnx_file import EXPORT, export_onnx
     from wisparse.formats.onnx_graph import DTYPES
-    from wisparse.onnx_check import check_export, rotary_tables
+    from wisparse.onnx_check import PROBE, check_export, rotary_tables
 
+    check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
     started = time.monotonic()
     opened = Bundle.open(fetch_bundle(bundle, revision))
     if dtype == "auto":
@@ -77,6 +80,7 @@ def command(
         dtype=dtype,
         overwrite=overwrite,
         check=compare if check else None,
+        check_files=(PROBE,),
     )
     seconds = time.monotonic() - started
     for note in export.notes:

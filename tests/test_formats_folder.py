@@ -1,0 +1,227 @@
+"""Replacing a folder: whole or not at all, whatever happens in between, and only one of our own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from wisparse.formats.errors import UsageError
+from wisparse.formats.folder import (
+    UNFINISHED,
+    Kind,
+    check_target,
+    clear_leftovers,
+    lock_file,
+    remove_files,
+    replaced_folder,
+)
+
+FILES = ["a.bin", "pictures/b.png", "list.json"]
+
+
+def _files_of(folder: Path) -> set[str] | None:
+    try:
+        return set(json.loads((folder / "list.json").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+THING = Kind("a thing", "maker", "list.json", _files_of)
+OTHER = Kind("another thing", "maker", "other.json", lambda folder: None)
+
+
+def write(out: Path, text: str, *, overwrite: bool = True, fail: BaseException | None = None) -> None:
+    with replaced_folder(out, THING, FILES, overwrite=overwrite) as partial:
+        (partial / "a.bin").write_text(text)
+        (partial / "pictures").mkdir()
+        (partial / "pictures/b.png").write_text(text)
+        if fail is not None:
+            raise fail
+        (partial / "list.json").write_text(json.dumps(FILES))
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {file.relative_to(folder).as_posix(): file.read_text() for file in folder.rglob("*") if file.is_file()}
+
+
+def whole(text: str) -> dict[str, str]:
+    return {"a.bin": text, "pictures/b.png": text, "list.json": json.dumps(FILES)}
+
+
+def test_made_and_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "out"
+    write(out, "one")
+    assert content(out) == whole("one")
+    write(out, "two")
+    assert content(out) == whole("two")
+    assert os.listdir(out.parent) == ["out"]
+    with pytest.raises(UsageError, match="already exists"):
+        write(out, "three", overwrite=False)
+
+
+@pytest.mark.parametrize("fail", [KeyboardInterrupt(), ValueError(), MemoryError()])
+def test_a_failure_leaves_the_old_one(fail: BaseException, tmp_path: Path) -> None:
+    write(tmp_path / "out", "one")
+    with pytest.raises(type(fail)):
+        write(tmp_path / "out", "two", fail=fail)
+    assert content(tmp_path) == {f"out/{name}": text for name, text in whole("one").items()}
+
+
+@pytest.mark.parametrize("name", ["notes.txt", ".git/HEAD", "pictures/mine.png", "pictures/deep/x", "empty/"])
+def test_a_foreign_file_is_named_and_kept(name: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, "one")
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    (out / name).mkdir() if name.endswith("/") else (out / name).write_text("mine")
+    for attempt in (lambda: write(out, "two"), lambda: check_target(out, THING, True)):
+        with pytest.raises(UsageError, match=f"holds '{name}', which is not part of a thing"):
+            attempt()
+    assert (out / name).exists()
+    assert (out / "a.bin").read_text() == "one"
+
+
+def test_what_comes_in_while_the_new_one_is_made_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, "one")
+
+    def write_slowly() -> None:
+        with replaced_folder(out, THING, FILES, overwrite=True) as partial:
+            (partial / "list.json").write_text(json.dumps(FILES))
+            (out / "notes.txt").write_text("mine")
+
+    with pytest.raises(UsageError, match=r"holds 'notes\.txt'"):
+        write_slowly()
+    assert content(out) == {**whole("one"), "notes.txt": "mine"}
+
+
+def _others_work(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "thesis.tex").write_text("years of work")
+
+
+def _another_kind(folder: Path) -> None:
+    folder.mkdir()
+    (folder / UNFINISHED).write_text(json.dumps({"kind": OTHER.name, "files": ["thesis.tex"]}))
+    (folder / "thesis.tex").write_text("years of work")
+
+
+def _link(folder: Path) -> None:
+    _others_work(folder.with_name("elsewhere"))
+    folder.symlink_to("elsewhere")
+
+
+def _file(folder: Path) -> None:
+    folder.write_text("years of work")
+
+
+@pytest.mark.parametrize("suffix", ["", ".partial", ".being-replaced"])
+@pytest.mark.parametrize("make", [_others_work, _another_kind, _link, _file])
+def test_nobody_elses_folder_is_touched(make: Callable[[Path], None], suffix: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    make(tmp_path / f"out{suffix}")
+    before = content(tmp_path)
+    for attempt in (lambda: write(out, "x"), lambda: check_target(out, THING, True)):
+        with pytest.raises(UsageError, match=r"not a thing|a symlink to elsewhere"):
+            attempt()
+    assert content(tmp_path) == before
+
+
+def test_a_link_inside_is_removed_and_not_followed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    write(out, "one")
+    (tmp_path / "mine").write_text("mine")
+    (out / "a.bin").unlink()
+    (out / "a.bin").symlink_to(tmp_path / "mine")
+    write(out, "two")
+    assert content(tmp_path) == {"mine": "mine"} | {f"out/{name}": text for name, text in whole("two").items()}
+    (tmp_path / "album").mkdir()
+    (tmp_path / "album/b.png").write_text("mine")
+    remove_files(out, ["pictures/b.png"])
+    (out / "pictures").symlink_to(tmp_path / "album")
+    with pytest.raises(UsageError, match="holds 'pictures'"):
+        write(out, "three")
+    assert (tmp_path / "album/b.png").read_text() == "mine"
+
+
+def test_a_living_process_is_not_disturbed(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with replaced_folder(out, THING, FILES) as partial:
+        (partial / "list.json").write_text(json.dumps(FILES))
+        for attempt in (lambda: write(out, "x"), lambda: check_target(out, THING, True)):
+            with pytest.raises(UsageError, match="another maker is writing there"):
+                attempt()
+    assert content(out) == {"list.json": json.dumps(FILES)}
+
+
+def test_a_lock_on_a_file_that_was_taken_away_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fcntl
+
+    plain = fcntl.flock
+
+    def too_late(file: Any, operation: int) -> None:
+        (tmp_path / "lock").unlink()
+        plain(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", too_late)
+    with pytest.raises(UsageError, match="busy"):
+        lock_file(tmp_path / "lock", UsageError("busy"))
+
+
+_CALLS = ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir")
+
+
+def _killed_at(number: int, action: Callable[[], None]) -> int:
+    """Run ``action`` in a child that kills itself at its n-th call that changes a disk; its exit status."""
+    child = os.fork()
+    if child == 0:
+        left = iter(range(number))
+
+        def counted(plain: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if next(left, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return plain(*args, **kwargs)
+
+            return call
+
+        for name in _CALLS:
+            setattr(os, name, counted(getattr(os, name)))
+        try:
+            action()
+        finally:
+            os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("old", [False, True], ids=["new", "replaced"])
+def test_killed_at_every_single_step(old: bool, tmp_path: Path) -> None:
+    """Whatever stands at OUT is one of the two, whole; the next run ends as if nothing had happened."""
+    number = 0
+    while True:
+        home = tmp_path / str(number)
+        out = home / "out"
+        if old:
+            write(out, "old")
+        status = _killed_at(number, lambda out=out: write(out, "new"))
+        if out.exists():
+            found = {name: text for name, text in content(out).items() if name != UNFINISHED}
+            assert found == whole("new") or (old and found == whole("old")), number
+        check_target(out, THING, True)
+        if number % 2:
+            write(out, "newer")
+            assert content(out) == whole("newer"), number
+            assert os.listdir(home) == ["out"], number
+        else:
+            clear_leftovers(out, THING)
+            assert os.listdir(home) == (["out"] if out.exists() else []) if home.exists() else True, number
+            assert not old or out.exists()
+        if status == 0:
+            break
+        number += 1
+    assert number > 15  # it was killed at all of them
