@@ -18,6 +18,7 @@ from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UsageError
+from wisparse.kernels.reference import keep_mask, scores
 
 from .budget import MAX_SPARSITY
 from .statistics import score_quantiles
@@ -76,10 +77,11 @@ def choose_rank(x: Tensor, weight: Tensor, target: float) -> int:
     ranks = [rank for rank in ranks if low_rank_sparsity(weight, target, rank) <= MAX_SPARSITY]
     _, values, right = torch.linalg.svd(weight.detach().float(), full_matrices=False)
     x = x.float()
-    thresholds = score_quantiles([x.abs()], [low_rank_sparsity(weight, target, rank) for rank in ranks])
+    plain = x.new_ones(columns)
+    thresholds = score_quantiles([scores(x, plain)], [low_rank_sparsity(weight, target, rank) for rank in ranks])
     errors = []
     for rank, threshold in zip(ranks, thresholds, strict=True):
-        dropped = torch.where(x.abs() < threshold, x, 0.0)
+        dropped = torch.where(keep_mask(x, plain, threshold), 0.0, x)
         # What the path leaves: the directions of W beyond its rank, which are orthogonal in the output.
         left_over = (dropped @ right[rank:].T) * values[rank:]
         errors.append(float(left_over.square().sum(dtype=torch.float64)))

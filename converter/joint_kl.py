@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from wisparse.kernels.reference import keep_mask
+
 from .divergence import kl_rows
 from .flow import BlockFlow
 from .masking import MaskedModel
@@ -25,6 +27,9 @@ __all__ = ["Measured", "batch_gradient", "dense_states", "measure_batch"]
 _WIDTH = 0.3
 
 _SMALLEST = 1e-30
+
+# Of every projection: u is in the scales.
+_THRESHOLD = 1.0
 
 
 @torch.no_grad()
@@ -76,13 +81,15 @@ def batch_gradient(
 
     def receive(name: str, _: Tensor, at_input: Tensor) -> None:
         x = seen.pop(name)[counted.to(at_input.device)].float()
-        z = (x.abs().clamp_min(_SMALLEST).log() + by_name[name].to(x.device)) / _WIDTH
+        u = by_name[name].to(x.device)
+        z = (x.abs().clamp_min(_SMALLEST).log() + u) / _WIDTH
         soft = torch.sigmoid(z)
         weight = soft * (1 - soft) / _WIDTH
         # What one process of several sends, and all add up in one order.
         gradient[name] = (at_input.float() * x * weight).sum(0).double().to(flow.device)
         slope[name] = weight.sum(0).double().to(flow.device)
-        kept[name] = (z >= 0).sum().double().to(flow.device)
+        # As the mask on the way forward decided, which the sign of z does not tell where rounding does.
+        kept[name] = keep_mask(x, u.exp(), _THRESHOLD).sum().double().to(flow.device)
 
     with masked.observing(note):
         backward(flow, masked, batch, loss, receive)
@@ -143,5 +150,5 @@ def measure_batch(
 def _put_on(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tensor) -> None:
     for name, u in logits.items():
         masked.set_scale(name, u.exp())
-        masked.set_threshold(name, 1.0)
+        masked.set_threshold(name, _THRESHOLD)
     masked.dense_tokens = dense_tokens

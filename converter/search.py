@@ -41,7 +41,8 @@ from .sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from .settings import METHODS, SEARCHES
 from .source import SourceModel
 from .state import NO_STATE, Store
-from .statistics import channel_scale, final_thresholds, weight_norm
+from .statistics import channel_scale, weight_norm
+from .thresholds import final_thresholds
 from .units import Units, pack, unpack
 from .workbench import BlockView, Workbench
 

@@ -27,6 +27,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from wisparse.kernels.reference import kept, scores
+
 from .flow import BlockFlow
 from .masking import MaskedModel
 from .statistics import channel_scale
@@ -175,11 +177,10 @@ def quadratic_damage(
     sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
-        x = x.float()
-        scores, products = x.abs() * scales[name].to(x.device), gradient.float() * x
+        score, products = scores(x, scales[name].to(x.device)), gradient.float() * x.float()
         found = torch.stack(
             [
-                torch.where(scores < threshold, products, 0.0).sum(1).square().sum(dtype=torch.float64)
+                torch.where(kept(score, threshold), 0.0, products).sum(1).square().sum(dtype=torch.float64)
                 for threshold in thresholds[name]
             ]
         ) / (2 * num_draws)

@@ -13,25 +13,25 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from wisparse.kernels import reference
 
 from .flow import BlockFlow, Hidden
 from .masking import MaskedModel
 from .processes import ALONE, Processes
 
-if TYPE_CHECKING:
-    from .workbench import Workbench
-
 __all__ = [
     "Scores",
     "block_inputs",
     "channel_scale",
-    "final_thresholds",
     "first_inputs",
+    "next_float",
+    "ranked",
     "score_quantiles",
     "weight_norm",
 ]
@@ -87,11 +87,12 @@ class Scores(Sequence[Tensor]):
         return len(self._pieces)
 
     def __getitem__(self, index: Any) -> Any:
-        return self._pieces[index].float().abs().mul_(self._scale)
+        return reference.scores(self._pieces[index], self._scale)
 
     def dropped(self, threshold: float) -> int:
-        """How many are below ``threshold``, of all processes."""
-        return int(self.processes.add(torch.stack([(piece < threshold).sum() for piece in self]).sum()))
+        """How many a mask of ``threshold`` drops, of all processes."""
+        kept = torch.stack([reference.kept(piece, threshold).sum() for piece in self]).sum()
+        return self.total - int(self.processes.add(kept))
 
 
 def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> list[float]:
@@ -106,24 +107,41 @@ def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> li
         One threshold per sparsity: with ``score >= threshold`` kept, the fraction dropped is as close to the sparsity
         as the values allow: within half a value, and beyond that only where values tie. 0 for a sparsity of 0.
     """
-    if isinstance(scores, Scores):
-        total, processes = scores.total, scores.processes
-    else:
-        total, processes = sum(part.numel() for part in scores), ALONE
-    ranks = [min(round(s * total), total - 1) for s in sparsities]
-    # One threshold is two passes of counting; a table of many is cheaper by sorting, while that fits into memory.
-    by_sorting = total <= _SORT_LIMIT and len(ranks) > 4
-    found = (_sorted_ranks if by_sorting else _counted_ranks)(scores, ranks, processes)
+    total = _total(scores)
+    found = ranked(scores, [min(round(s * total), total - 1) for s in sparsities])
     result = []
-    for sparsity, (bits, below, through) in zip(sparsities, found, strict=True):
-        if sparsity <= 0.0:
-            result.append(0.0)
-            continue
+    for sparsity, (value, below, through) in zip(sparsities, found, strict=True):
         # Values that tie with the threshold are all kept (``below`` dropped) or all dropped: take what comes closer.
         wanted = sparsity * total
-        bits += through - wanted < wanted - below
-        result.append(struct.unpack("<f", struct.pack("<i", bits))[0])
+        drop = through - wanted < wanted - below
+        result.append(0.0 if sparsity <= 0.0 else next_float(value) if drop else value)
     return result
+
+
+def next_float(value: float) -> float:
+    """The float32 after a non-negative one."""
+    return _float(struct.unpack("<i", struct.pack("<f", value))[0] + 1)
+
+
+def ranked(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[float, int, int]]:
+    """The values at ``ranks`` of the sorted scores, from 0: (value, how many are smaller, how many are not larger).
+
+    Args:
+        scores: as `score_quantiles` takes them.
+    """
+    processes = scores.processes if isinstance(scores, Scores) else ALONE
+    # One value is two passes of counting; a table of many is cheaper by sorting, while that fits into memory.
+    by_sorting = _total(scores) <= _SORT_LIMIT and len(ranks) > 4
+    found = (_sorted_ranks if by_sorting else _counted_ranks)(scores, ranks, processes)
+    return [(_float(bits), below, through) for bits, below, through in found]
+
+
+def _total(scores: Sequence[Tensor]) -> int:
+    return scores.total if isinstance(scores, Scores) else sum(part.numel() for part in scores)
+
+
+def _float(bits: int) -> float:
+    return struct.unpack("<f", struct.pack("<i", bits))[0]
 
 
 def _sorted_ranks(scores: Sequence[Tensor], ranks: Sequence[int], processes: Processes) -> list[tuple[int, int, int]]:
@@ -260,49 +278,3 @@ def first_inputs(
 def _no_tokens(masked: MaskedModel, name: str) -> Tensor:
     weight = masked.projections[name].weight
     return weight.new_empty(0, weight.shape[1])
-
-
-@torch.no_grad()
-def final_thresholds(
-    bench: Workbench,
-    scales: Mapping[str, Tensor],
-    allocation: Mapping[str, float],
-    advance: Callable[[], None] = lambda: None,
-) -> dict[str, tuple[float, float]]:
-    """Thresholds as the runtime needs them: from inputs that are sparse already, in order of execution.
-
-    Before a projection, everything else is sparse as decided, so its inputs are those it will meet. A threshold from
-    the dense model's inputs drops up to a point more than asked for, since sparse inputs are smaller.
-
-    Returns:
-        Per projection (threshold, fraction of the scores below it).
-    """
-    result: dict[str, tuple[float, float]] = {}
-    hidden = bench.flow.start()
-    masked = bench.masked
-    masked.clear()
-    for name, scale in scales.items():
-        masked.set_scale(name, scale)
-    for index, names in enumerate(bench.groups):
-        pending = list(names)
-        while pending:
-            # Those that read the same tensor as the first pending one see inputs that no other pending one can change.
-            ready, inputs = first_inputs(bench.flow, masked, index, hidden, pending)
-            if bench.idle:  # a process without tokens cannot tell
-                ready = bench.processes.broadcast(ready)
-            for name in ready:
-                scores = Scores(inputs, scales[name], bench.processes)
-                threshold = score_quantiles(scores, [allocation[name]])[0]
-                result[name] = (threshold, scores.dropped(threshold) / scores.total)
-                masked.set_threshold(name, threshold)
-            pending = [name for name in pending if name not in ready]
-            del inputs
-        out: Hidden = []
-        for batch, h in enumerate(hidden):
-            masked.dense_tokens = ~bench.flow.counted[batch]
-            out.append(bench.flow.block(index, batch, h))
-        masked.dense_tokens = None
-        hidden = out
-        advance()
-    masked.clear()
-    return result

@@ -52,6 +52,7 @@ class Workbench:
     Attributes:
         names, sizes, groups: projections in order of execution, their parameters, and their names by block.
         num_counted: tokens that count, of all processes.
+        batch_shape: sequences and tokens of a micro-batch.
         idle: some process has no tokens.
         num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
         side_by_side: how many candidates `kls` takes.
@@ -70,6 +71,7 @@ class Workbench:
         ids, keep = tokens.input_ids[:num_samples], tokens.keep[:num_samples]
         self.processes = processes
         self.num_counted = int(keep.sum())
+        self.batch_shape = (batch_size, ids.shape[1])
         rows = processes.rows(len(ids), batch_size)
         self.idle = -(-len(ids) // batch_size) < processes.size
         self.masked = masked or MaskedModel(source.projections)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["keep_mask", "scores", "sparse_linear"]
+__all__ = ["keep_mask", "kept", "scores", "sparse_linear"]
 
 
 def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
@@ -30,6 +30,19 @@ def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
     return x.float().abs() * channel_scale
 
 
+def kept(score: Tensor, threshold: Tensor | float) -> Tensor:
+    """Which scores are kept: ``score >= threshold``, and NaN.
+
+    Args:
+        score: float32, of `scores`.
+        threshold: float32, of a shape that broadcasts; 0 keeps every score.
+
+    Returns:
+        bool, score's shape.
+    """
+    return ~(score < threshold)
+
+
 def keep_mask(x: Tensor, channel_scale: Tensor, threshold: Tensor | float) -> Tensor:
     """Which channels are kept: ``score >= threshold``, and any channel whose score is NaN.
 
@@ -41,7 +54,7 @@ def keep_mask(x: Tensor, channel_scale: Tensor, threshold: Tensor | float) -> Te
     Returns:
         (..., K) bool.
     """
-    return ~(scores(x, channel_scale) < threshold)
+    return kept(scores(x, channel_scale), threshold)
 
 
 def sparse_linear(

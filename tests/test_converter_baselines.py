@@ -113,6 +113,13 @@ def test_a_rank_is_chosen_where_it_pays() -> None:
     assert choose_rank(x, low, 0.0) == 0
 
 
+def test_a_rank_is_chosen_for_what_the_mask_drops() -> None:
+    """The threshold is on a score that ties: channels at 2 are kept, those at 1, which the weight ignores, dropped."""
+    x = torch.cat([torch.ones(50, 16), torch.full((50, 16), 2.0)], dim=1)
+    weight = torch.cat([torch.zeros(16, 16), torch.eye(16)], dim=1)
+    assert choose_rank(x, weight, 0.5) == 0
+
+
 def test_cats_refuses_what_up_and_down_cannot_give() -> None:
     config = ModelConfig.from_dict(tiny_config())
     assert gate_sparsity(config, 0.3) == pytest.approx(0.3 * (768 + 3 * 384) / 768)

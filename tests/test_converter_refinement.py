@@ -18,6 +18,7 @@ from wisparse.converter.refinement import BatchGradient, Channels, Refinement, p
 from wisparse.converter.search import SearchSettings, search
 from wisparse.converter.source import SourceModel
 from wisparse.converter.workbench import Workbench
+from wisparse.kernels.reference import keep_mask
 
 WIDTH = 0.3
 
@@ -93,6 +94,25 @@ def test_what_is_measured_is_what_the_gradient_saw() -> None:
         assert measured.kl == pytest.approx(float(found.kl), rel=1e-5)
         assert measure_batch(bench.flow, bench.masked, 0, channels, logits).kl == 0.0
     assert not any(module._forward_pre_hooks for module in source.projections.values())
+
+
+def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
+    """Where |x| * scale is the threshold but for rounding, the logarithm of it would decide otherwise."""
+    source, tokens = tiny_source(), tiny_tokens(2)
+    channels = channels_of(source)
+    seen: dict[str, torch.Tensor] = {}
+    with Workbench(source, tokens, batch_size=2) as bench:
+        with bench.masked.observing(lambda name, x: seen.__setitem__(name, x[tokens.keep])):
+            bench.flow.finish(0, 0, bench.flow.start()[0])
+        # Every channel of q has its threshold on the score of its first token.
+        name = bench.names[0]
+        parts = {n: torch.full((source.projections[n].in_features,), 30.0) for n in bench.names}
+        parts[name] = -seen[name][0].abs().log()
+        found = gradient(bench, channels, 0, channels.join(parts))
+    expected = keep_mask(seen[name], parts[name].exp(), 1.0)
+    by_logarithm = seen[name].abs().log() + parts[name] >= 0
+    assert not torch.equal(expected, by_logarithm)
+    assert int(found.kept[0]) == int(expected.sum())
 
 
 def test_what_processes_exchange_is_what_was_found() -> None:

@@ -89,6 +89,17 @@ def test_predicted_damage_is_the_measured_kl_while_it_is_small(bench: Workbench)
     assert predicted == pytest.approx(measured, rel=0.3)
 
 
+def test_damage_is_of_what_the_mask_drops(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A score on the threshold is kept, and so is one that is not a number."""
+    name = bench.names[0]
+    x, gradient = torch.tensor([[0.25, -0.5, torch.nan]]), torch.tensor([[3.0, 5.0, 0.0]])
+    monkeypatch.setattr(sensitivity, "backward", lambda *given: given[-1](name, x, gradient))
+    thresholds = {name: [0.25, 0.3, 0.5, 0.6]}
+    draw = torch.Generator().manual_seed(1)
+    found = quadratic_damage(bench.flow, bench.masked, 0, draw, {name: torch.ones(3)}, thresholds, num_draws=1)
+    assert found[name] == [0.0, 0.75**2 / 2, 0.75**2 / 2, (0.75 - 2.5) ** 2 / 2]
+
+
 def test_loss_weighted_norm_is_halfway_and_scale_free() -> None:
     norm, diagonal = torch.rand(50) + 0.1, torch.rand(50, dtype=torch.float64) + 0.1
     weighted = loss_weighted_norm(norm, diagonal)

@@ -11,8 +11,9 @@ from tiny_source import tiny_source, tiny_tokens
 from wisparse.converter import statistics
 from wisparse.converter.flow import BlockFlow
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.statistics import block_inputs, channel_scale, score_quantiles, weight_norm
+from wisparse.converter.statistics import Scores, block_inputs, channel_scale, score_quantiles, weight_norm
 from wisparse.converter.workbench import Workbench
+from wisparse.kernels.reference import keep_mask, scores
 
 
 def dropped(scores: torch.Tensor, threshold: float) -> float:
@@ -53,6 +54,16 @@ def test_quantiles_come_as_close_as_the_values_allow(limit: int, values: list[fl
         off = abs(dropped(scores, threshold) - sparsity)
         assert off <= min(abs(p - sparsity) for p in possible) + 1e-9
         assert torch.tensor(threshold, dtype=torch.float32).item() == threshold
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scores_and_what_is_dropped_are_the_masks(dtype: torch.dtype) -> None:
+    x, scale = torch.randn(40, 12).to(dtype), torch.rand(12) + 0.5
+    x[0, 0] = torch.nan  # kept, so that a broken activation shows
+    found = Scores(x, scale)
+    assert torch.equal(found[0].nan_to_num(-1.0), scores(x, scale).nan_to_num(-1.0))
+    for threshold in (0.0, 0.5, float(scores(x, scale)[3, 4])):
+        assert found.dropped(threshold) == int((~keep_mask(x, scale, threshold)).sum())
 
 
 def test_without_ties_the_target_is_met_within_one_value() -> None:
