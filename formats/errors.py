@@ -25,7 +25,13 @@ __all__ = [
     "UploadError",
     "UsageError",
     "WisparseError",
+    "printable",
 ]
+
+
+def printable(text: str) -> str:
+    """A stranger's text on one line: nothing of it steers the terminal, turns the text around, or cannot be encoded."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 class WisparseError(Exception):
@@ -34,8 +40,8 @@ class WisparseError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        # A message can quote a stranger's file: nothing of it may steer the terminal or turn the text around.
-        return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in super().__str__())
+        # A message can quote a stranger's file.
+        return printable(super().__str__())
 
 
 class UsageError(WisparseError):

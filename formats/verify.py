@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .bundle import MAX_FILE_BYTES, Bundle, _open, is_document
-from .errors import BundleError
+from .errors import BundleError, printable
 from .files import identity, list_files, open_regular
 from .manifest import MANIFEST
 
@@ -66,7 +66,7 @@ def _verify(bundle: Bundle, started: float) -> VerifyReport:
         list(pool.map(lambda name: _check_tensor(bundle, name), checkpoint.tensors))
     known = {*names, MANIFEST}
     notes += [
-        f"{name}: not part of the bundle"
+        f"{printable(name)}: not part of the bundle"
         for name in list_files(bundle.folder, _MAX_FILES, BundleError, deep=True)
         if name not in known and not name.startswith(".")
     ]

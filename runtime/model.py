@@ -331,13 +331,13 @@ class Model:
             if chat_template is False and system:
                 raise UsageError("a system prompt needs the chat template: drop one of the two")
             if not (self._chat or system if chat_template is None else chat_template):
-                return self.text.encode(prompt)
+                return self.text.encode(prompt, most=self.max_seq_len)
             messages: list[Message] = [*system, {"role": "user", "content": prompt}]
         else:
             messages = [*system, *prompt]
             if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
                 raise UsageError(f"prompt: expected a text, messages with a role, or token ids; found {prompt!r:.80}")
-        return self.text.encode(self.text.render(messages), add_special_tokens=False)
+        return self.text.encode(self.text.render(messages), add_special_tokens=False, most=self.max_seq_len)
 
 
 @dataclass

@@ -1,244 +1,210 @@
-"""A Jinja environment for a stranger's template: no way to Python's objects, and an end to its time and memory.
+"""A stranger's program in a process of its own: it gets so much time and memory, and then it is gone.
 
-Jinja's sandbox hides attributes and mutation; it does not stop ``'x' * 10**10``, two nested loops, or a list that holds
-itself twice, again and again. Here everything that can repeat or grow is metered: loops and calls look at the clock,
-and whatever makes a string or a list longer pays for its length, before it is made where one step could be too much.
+A chat template is a program, and a ``tokenizer.json`` is nearly one. Inside this process neither could be stopped: a
+single call of a C or Rust function can take hours or all memory, and no list of such calls is ever complete. So they
+run in a child (``worker``) that the operating system ends when its processor time is used up, that has a limit of its
+address space, and that is killed after a multiple of that time on the clock. What it holds is made anew when it is
+asked the next time. Time grows with what the user gives, never with what the stranger makes of it.
+
+Not covered: macOS has no limit of address space, Windows none of processor time either; there the clock alone counts.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Sized
-from contextvars import ContextVar
-from typing import Any
+import importlib.util
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
 
-from jinja2 import nodes
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from jinja2.utils import Namespace
-from jinja2.visitor import NodeTransformer
+from wisparse.formats.errors import ResourceError
 
-__all__ = ["Sandbox", "budget"]
+__all__ = ["Worker", "WorkerError"]
 
-# Far above what a conversation of any length needs, and little for a machine.
-_MOST_CHARACTERS = 64 << 20
-_MOST_ITEMS = 1 << 20
-_MOST_SECONDS = 3.0
-# Widths, counts and exponents: what a template says about layout, never about data.
-_MOST_WIDTH = 100_000
-_MOST_BITS = 128
-_LONG_NUMBER = re.compile(r"\d{6}|\*|:[^}]*\{")
-
-
-class _Meter:
-    """What one rendering may still use."""
-
-    def __init__(self) -> None:
-        self._characters = _MOST_CHARACTERS
-        self._deadline = time.monotonic() + _MOST_SECONDS
-
-    def tick(self) -> None:
-        if time.monotonic() > self._deadline:
-            raise TimeoutError(f"it takes more than {_MOST_SECONDS:.0f} seconds")
-
-    def spend(self, characters: float) -> None:
-        self.tick()
-        self._characters -= int(min(characters, 2 * _MOST_CHARACTERS))
-        if self._characters < 0:
-            raise OverflowError(f"it makes more than {_MOST_CHARACTERS:,} characters")
+# Of processor time, for one question: what it may take, and what each byte of it adds.
+_SECONDS = 1.5
+_SECONDS_PER_BYTE = 2e-6
+# Reading what the worker is to hold is quicker: a tokenizer.json of 33 MB takes a second or two.
+_SECONDS_PER_BYTE_HELD = 1e-7
+_MOST_SECONDS_HELD = 4.0
+# On the clock, as a multiple: the machine may be busy with something else.
+_PATIENCE = 3
+_MOST_ANSWER = 256 << 20
+# Kinds of exceptions that say nothing beside their message.
+_TELLING_NOTHING = ("", "Exception", "MemoryError", "PanicException", "TooLong")
+# What the worker imports; it is told where to find them, and sees nothing else that is installed.
+_LIBRARIES = ("jinja2", "markupsafe", "tokenizers")
+# Of the environment, only what an interpreter needs to start and a template to tell the time: no secrets.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT", "TZ", "LANG", "LC_ALL", "LC_TIME")
 
 
-_METER: ContextVar[_Meter | None] = ContextVar("meter", default=None)
+class WorkerError(Exception):
+    """What went wrong inside; ``kind`` is the name of the exception there, empty if the worker had to be ended."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+    def __str__(self) -> str:
+        message = super().__str__()
+        return message if self.kind in _TELLING_NOTHING else f"{self.kind}: {message}"
 
 
-@contextlib.contextmanager
-def budget() -> Iterator[None]:
-    """What is rendered inside may take three seconds and make 64 million characters, all in all."""
-    token = _METER.set(_Meter())
-    try:
-        yield
-    finally:
-        _METER.reset(token)
+class Worker:
+    """One object of ``worker`` in a child process. Safe to use from several threads; they wait for each other.
+
+    Args:
+        what: ``template`` or ``tokenizer``.
+        source: the stranger's text.
+        megabytes: address space that the child may have.
+
+    Raises:
+        WorkerError: it cannot be made of this text.
+    """
+
+    def __init__(self, what: str, source: str, megabytes: int) -> None:
+        self._what, self._source, self._megabytes = what, source, megabytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+        self._end: Any = None
+        with self._lock:
+            self._start()
+
+    def ask(self, do: str, **values: Any) -> Any:
+        """What a method of the object returns.
+
+        Raises:
+            WorkerError: it failed, or needed too much time or memory.
+            TypeError, ValueError, RecursionError: ``values`` cannot be written as JSON.
+        """
+        data = _written(values)
+        with self._lock:
+            # After a fork the child process is the parent's, and so are its answers.
+            if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
+                self._start()
+            return self._exchange(do, data, _SECONDS + len(data) * _SECONDS_PER_BYTE)
+
+    def close(self) -> None:
+        """End the process; the next question starts another."""
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> None:
+        self._stop()
+        if not sys.executable:
+            raise ResourceError("chat templates and unusual tokenizers need a Python interpreter beside this program")
+        command = [sys.executable, "-I", "-S", "-B", str(Path(__file__).with_name("worker.py")), *_places()]
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        try:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment | {"TOKENIZERS_PARALLELISM": "false"},
+                start_new_session=True,  # Ctrl-C is for this process
+            )
+        except OSError as error:
+            raise ResourceError(f"cannot start a process for the bundle's text: {error.strerror}") from error
+        self._process, self._owner = process, os.getpid()
+        self._end = weakref.finalize(self, _end, process, self._owner)
+        data = _written({"source": self._source})
+        seconds = min(_SECONDS + len(data) * _SECONDS_PER_BYTE_HELD, max(_MOST_SECONDS_HELD, _SECONDS))
+        try:
+            self._exchange(self._what, data, seconds)
+        except BaseException:
+            self._stop()
+            raise
+
+    def _stop(self) -> None:
+        if self._end is not None:
+            self._end()
+        self._process = self._end = None
+
+    def _exchange(self, do: str, data: bytes, seconds: float) -> Any:
+        process = self._process
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        head = json.dumps({"do": do, "seconds": seconds, "megabytes": self._megabytes})[:-1].encode()
+        data = head + b', "with": ' + data + b"}"
+        late = threading.Event()
+
+        def expire() -> None:
+            late.set()
+            process.kill()
+
+        clock = threading.Timer(_PATIENCE * seconds, expire)
+        clock.daemon = True
+        clock.start()
+        answer = None
+        try:
+            with contextlib.suppress(BrokenPipeError, EOFError):
+                process.stdin.write(struct.pack(">Q", len(data)) + data)
+                process.stdin.flush()
+                (length,) = struct.unpack(">Q", _read(process.stdout, 8))
+                if length <= _MOST_ANSWER:
+                    answer = json.loads(_read(process.stdout, length).decode("utf-8", "surrogatepass"))
+        finally:
+            clock.cancel()
+            clock.join()
+            if answer is None or late.is_set():  # interrupted, or ended: whatever it may still say is for nobody
+                self._stop()
+        if answer is None:
+            timed_out = late.is_set() or process.returncode == -getattr(signal, "SIGPROF", 0)
+            what = (
+                f"it takes more than {seconds:.1f} seconds"
+                if timed_out
+                else f"it crashes, or needs more than {self._megabytes} MB of memory"
+            )
+            raise WorkerError("", what)
+        if "error" in answer:
+            raise WorkerError(answer["error"], answer["message"])
+        return answer["result"]
 
 
-class _Counted(Iterable[Any]):
-    """What a loop runs over, paying for every turn; it still has the length that ``loop.last`` needs."""
-
-    def __init__(self, items: Any, meter: _Meter, cost: int) -> None:
-        self._items = items if isinstance(items, Sized) else list(items)
-        self._meter, self._cost = meter, cost
-
-    def __iter__(self) -> Iterator[Any]:
-        for item in self._items:  # type: ignore[attr-defined]
-            self._meter.spend(self._cost)
-            yield item
-
-    def __len__(self) -> int:
-        return len(self._items)
+def _written(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
 
 
-class _Metering(NodeTransformer):
-    """Puts the internal filters below around loops, ``~`` and literals."""
-
-    def visit_For(self, node: nodes.For) -> nodes.Node:
-        self.generic_visit(node)
-        node.iter = _filter(node.iter, "_counted")
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "_concatenated")
-
-    def visit_List(self, node: nodes.List) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node, "_weighed")
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node, "_weighed")
-
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return _filter(node, "_weighed") if node.ctx == "load" else node
+def _plain(value: Any) -> Any:
+    """What is not of JSON's own types but means the same."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise TypeError(f"expected texts, numbers, lists and mappings, found {type(value).__name__}")
 
 
-def _filter(node: nodes.Node, name: str) -> nodes.Filter:
-    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _read(stream: IO[bytes], length: int) -> bytes:
+    data = stream.read(length)
+    if len(data) < length:
+        raise EOFError
+    return data
 
 
-class Sandbox(ImmutableSandboxedEnvironment):
-    """Renders inside ``budget()``."""
-
-    intercepted_binops = frozenset(["+", "*", "**", "%"])
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        self._cost = 1
-        self.globals.pop("lipsum", None)
-        for name, function in list(self.filters.items()):
-            self.filters[name] = self._metered(name, function)
-        self.filters |= {
-            "_counted": lambda items: _Counted(items, self._meter, self._cost),
-            "_concatenated": self._concatenate,
-            "_weighed": self._weigh,
-        }
-
-    def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Add a filter, metered like the others."""
-        self.filters[name] = self._metered(name, function)
-
-    @property
-    def _meter(self) -> _Meter:
-        # Outside a budget only constants are folded, while a template is compiled: each on its own.
-        return _METER.get() or _Meter()
-
-    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        # A turn of a loop can print all of the template's own text.
-        self._cost = max(len(source) // 16, 1)
-        tree: nodes.Template = _Metering().visit(super()._parse(source, name, filename))
-        return tree
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if isinstance(left, int) and isinstance(right, int):
-            bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
-            if operator in ("*", "**") and bits > _MOST_BITS:
-                raise OverflowError("such a large number is not allowed in a chat template")
-        elif operator == "%" and isinstance(left, (str, bytes)):
-            self._check_format(left, right if isinstance(right, tuple) else (right,))
-        elif operator == "*" and (_is_sequence(left) or _is_sequence(right)):
-            items, times = (left, right) if _is_sequence(left) else (right, left)
-            self._make(items, len(items) * max(times, 0) if isinstance(times, int) else 0)
-        elif operator == "+" and _is_sequence(left) and _is_sequence(right):
-            self._make(left, len(left) + len(right))
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        self._meter.tick()
-        owner = getattr(obj, "__self__", None)
-        if isinstance(owner, (str, bytes, int)):
-            self._check_growth(getattr(obj, "__name__", ""), owner, args, kwargs)
-        else:
-            self._weigh([*args, *kwargs.values()])
-        result = super().call(context, obj, *args, **kwargs)
-        if isinstance(result, (str, bytes)):
-            self._meter.spend(len(result))
-        return result
-
-    def _metered(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)  # carries the mark that says what Jinja passes first
-        def metered(*args: Any, **kwargs: Any) -> Any:
-            values = args[1:] if getattr(function, "jinja_pass_arg", None) is not None else args
-            if name == "join" and values and not isinstance(values[0], Sized):
-                joined = list(values[0])
-                args = tuple(joined if value is values[0] else value for value in args)
-                values = (joined, *values[1:])
-            if values:
-                self._check_growth(name, values[0], values[1:], kwargs)
-            result = function(*args, **kwargs)
-            if isinstance(result, (str, bytes)):
-                self._meter.spend(len(result))
-            return result
-
-        return metered
-
-    def _check_growth(self, name: str, subject: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Pay in advance for what a method or filter of this name may make of ``subject``."""
-        given = [*args, *kwargs.values()]
-        longest = max((len(value) for value in given if isinstance(value, (str, bytes))), default=0)
-        size = len(subject) if isinstance(subject, Sized) else 1
-        if name in ("format", "format_map") and isinstance(subject, (str, bytes)):
-            self._check_format(subject, given)
-            return
-        if name == "list" and size > _MOST_ITEMS:
-            raise OverflowError(f"a list of more than {_MOST_ITEMS:,} items is not allowed in a chat template")
-        if name == "translate":
-            raise OverflowError("translate is not allowed in a chat template")
-        if any(isinstance(value, int) and abs(value) > _MOST_WIDTH for value in given):
-            raise OverflowError(f"{name} with such a large number is not allowed in a chat template")
-        widest = max((abs(value) for value in given if isinstance(value, int)), default=0)
-        if name in ("replace", "join", "wordwrap", "indent", "xmlattr", "tojson", "expandtabs"):
-            self._meter.spend(size * max(longest, widest if name in ("indent", "tojson", "expandtabs") else 1))
-        elif name in ("center", "ljust", "rjust", "zfill", "to_bytes", "batch", "slice"):
-            self._meter.spend(size + widest)
-
-    def _check_format(self, text: str | bytes, values: Iterable[Any]) -> None:
-        pattern = text if isinstance(text, str) else text.decode("latin-1")
-        if len(pattern) > 1024 or (_LONG_NUMBER.search(pattern) and pattern.strip("%{}") != pattern):
-            raise OverflowError("such a format is not allowed in a chat template")
-        values = [value for item in values for value in (item.values() if isinstance(item, dict) else [item])]
-        self._weigh(values)
-        longest = max((len(value) for value in values if isinstance(value, (str, bytes, list, tuple))), default=0)
-        self._meter.spend(len(pattern) * (1 + longest))
-
-    def _make(self, kind: Any, length: int) -> None:
-        if not isinstance(kind, (str, bytes)) and length > _MOST_ITEMS:
-            raise OverflowError(f"a list of more than {_MOST_ITEMS:,} items is not allowed in a chat template")
-        self._meter.spend(length)
-
-    def _concatenate(self, parts: list[Any]) -> str:
-        texts = [part if isinstance(part, str) else str(part) for part in parts]
-        self._meter.spend(sum(map(len, texts)))
-        return "".join(texts)
-
-    def _weigh(self, value: Any) -> Any:
-        """``value``, unless written out in full it is huge: a list can hold itself a million times for nothing."""
-        weight, pending = 0, [value]
-        while pending:
-            item = pending.pop()
-            weight += 1
-            if weight > _MOST_ITEMS:
-                raise OverflowError("such deeply shared lists are not allowed in a chat template")
-            if isinstance(item, Namespace):
-                item = object.__getattribute__(item, "_Namespace__attrs")
-            if isinstance(item, dict):
-                pending += item.values()
-            elif isinstance(item, (list, tuple)):
-                pending += item
-        self._meter.tick()
-        return value
+def _places() -> list[str]:
+    """The folders that the worker's libraries lie in."""
+    found = [importlib.util.find_spec(name) for name in _LIBRARIES]
+    return list(dict.fromkeys(str(Path(spec.origin).parent.parent) for spec in found if spec and spec.origin))
 
 
-def _is_sequence(value: Any) -> bool:
-    return isinstance(value, (str, bytes, list, tuple))
+def _end(process: subprocess.Popen[bytes], owner: int) -> None:
+    """Kill, and wait, so that nothing is left of it."""
+    if os.getpid() != owner:
+        return
+    process.kill()
+    for stream in (process.stdin, process.stdout):
+        with contextlib.suppress(OSError):
+            if stream is not None:
+                stream.close()
+    process.wait()

@@ -1,58 +1,23 @@
-"""Chat templates: messages to the text a model was trained on, rendered as transformers does, in a sandbox.
+"""Chat templates: messages to the text a model was trained on, rendered as transformers does, in a process apart.
 
 The template is a program that came with the model: it runs without access to Python, and on a budget (``sandbox``).
 """
 
 from __future__ import annotations
 
-import datetime
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-from jinja2 import nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-
 from wisparse.formats.errors import BundleError, UsageError
 
-from .sandbox import Sandbox, budget
+from .sandbox import Worker, WorkerError
 
 __all__ = ["ChatTemplate"]
 
-
-class _TemplateMessage(Exception):
-    """What a template says through ``raise_exception``: the messages are not in a form it accepts."""
-
-
-class _Generation(Extension):
-    """``{% generation %} … {% endgeneration %}``: marks the assistant's words for training, means nothing here."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _raise_exception(message: str) -> None:
-    raise _TemplateMessage(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.datetime.now().strftime(pattern)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes <, > and & for HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+_MEGABYTES = 512
+# A rendered conversation is its messages, tools and documents, each maybe indented or told twice, between fixed words.
+_CHARACTERS = 200_000
+_TIMES = 8
 
 
 class ChatTemplate:
@@ -67,27 +32,23 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
-        environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"])
-        environment.add_filter("tojson", _to_json)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-        except (jinja2.TemplateError, RecursionError) as error:
-            raise BundleError(f"the chat template is no valid Jinja: {error}; pass raw text instead") from error
+            self._worker = Worker("template", source, _MEGABYTES)
+        except WorkerError as error:
+            raise BundleError(f"the chat template is no valid Jinja: {error}; convert again without it") from error
         self._variables = dict(variables)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
         """The conversation as text, ready for the model's answer.
 
         Args:
-            messages: each with ``role`` and ``content``.
+            messages: each with ``role`` and ``content``; texts, numbers, lists and mappings, as in JSON.
             add_generation_prompt: end with the opening of an assistant's turn.
             more: further variables the template may know (``enable_thinking``, ``tools``, …).
 
         Raises:
-            UsageError: the template refuses these messages.
-            BundleError: the template itself fails.
+            UsageError: the template refuses these messages, or they hold something else than JSON has.
+            BundleError: the template itself fails, takes too long, or makes far more text than it was given.
         """
         values = {
             "messages": list(messages),
@@ -98,11 +59,21 @@ class ChatTemplate:
             **more,
         }
         try:
-            with budget():
-                return self._template.render(values)
-        except _TemplateMessage as error:
-            raise UsageError(f"the model's chat template refuses these messages: {error}") from error
-        except Exception as error:  # any Python error can come out of a stranger's program
-            raise BundleError(
-                f"the chat template fails ({type(error).__name__}: {error}); use --ignore-chat-template"
-            ) from error
+            text: str = self._worker.ask("render", values=values, most=_CHARACTERS + _TIMES * _length(values))
+        except WorkerError as error:
+            if error.kind == "Refusal":
+                reason = error.args[0]
+                raise UsageError(f"the model's chat template refuses these messages: {reason}") from error
+            raise BundleError(f"the chat template fails ({error}); use --ignore-chat-template") from error
+        except (TypeError, ValueError, RecursionError) as error:
+            raise UsageError(f"messages: {error}") from error
+        return text
+
+
+def _length(value: Any) -> int:
+    """Characters of all texts in ``value``."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_length(key) + _length(item) for key, item in value.items())
+    return sum(map(_length, value)) if isinstance(value, (list, tuple)) else 8

@@ -6,20 +6,26 @@ to say (its post-processor), as in transformers' own TokenizersBackend.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from wisparse.formats.errors import BundleError, UsageError
+from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.safe_json import parse_json
 
 from .detokenize import Detokenizer
 from .template import ChatTemplate
-from .tokenizer import faults_are_errors, read_tokenizer
+from .tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Text", "stop_ids"]
+__all__ = ["Text", "check_text", "stop_ids"]
+
+# How many tokens at the end of a text can become others, and fewer, when the text goes on.
+_UNSETTLED = 1024
+# What closes a turn is a token or two.
+_CLOSING = 1000
 
 
 class Text:
@@ -61,20 +67,31 @@ class Text:
             raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
         return cls(tokenizer_json, _read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a text; special tokens written out in it are recognised.
 
         Args:
             text: any text.
             add_special_tokens: let the post-processor add its own (beginning of text, say); not for a rendered chat
                 template, which has them.
+            most: what the context holds. A text that is far too long for it is not tokenised to its end.
 
         Raises:
+            ContextLengthError: far more than ``most`` tokens; a few more may still be returned.
             BundleError: the tokenizer gives an id that the model has no embedding for, or cannot run.
         """
         try:
-            with faults_are_errors():
-                ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            size = len(text) if most is None else 8 * (most + _UNSETTLED)
+            while size < len(text):
+                found = len(self._tokenizer.encode(text[:size], add_special_tokens))
+                if most is not None and found > most + _UNSETTLED:
+                    raise ContextLengthError(
+                        f"the prompt has {len(text):,} characters, the first {size:,} of them are {found:,} tokens "
+                        f"already, and the context holds {most:,}: shorten it, or load with a larger max_seq_len if "
+                        "the model allows one"
+                    )
+                size *= 4
+            ids = self._tokenizer.encode(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
             raise UsageError(
                 "the prompt is not valid text: expected a str without halves of surrogate pairs"
@@ -85,9 +102,7 @@ class Text:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids that the tokenizer does not know give nothing."""
-        with faults_are_errors():
-            text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
 
     def detokenizer(self) -> Detokenizer:
         """A fresh decoder for one growing sequence."""
@@ -95,8 +110,7 @@ class Text:
 
     def token_id(self, token: str) -> int | None:
         """Id of a token that is a whole vocabulary entry; None if there is no such."""
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        return self._tokenizer.token_to_id(token)
 
     def is_special(self, token: str) -> bool:
         """Whether ``decode`` leaves this token out."""
@@ -127,7 +141,23 @@ class Text:
             _, _, closing = self.template.render(turns, add_generation_prompt=False).rpartition(marker)
         except (BundleError, UsageError):
             return True  # it wants something else; the prompt's own rendering will say so
-        return not stops.isdisjoint(self.encode(closing, add_special_tokens=False))
+        return not stops.isdisjoint(self.encode(closing[:_CLOSING], add_special_tokens=False))
+
+
+def check_text(bundle: Bundle) -> None:
+    """Try a bundle's tokenizer and chat template, if it has them.
+
+    Raises:
+        BundleError: one of them cannot be read, fails, or needs more time or memory than it may.
+    """
+    if bundle.read_bytes("tokenizer.json") is None:
+        return
+    text = Text.from_bundle(bundle)
+    prompt = "hi"
+    if text.template is not None:
+        with contextlib.suppress(UsageError):  # it may want other messages
+            prompt = text.render([{"role": "user", "content": prompt}])
+    text.decode(text.encode(prompt))
 
 
 def stop_ids(bundle: Bundle, text: Text | None) -> frozenset[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -291,6 +292,55 @@ def test_documents_may_be_edited(bundle: Path) -> None:
     assert [note.split(":")[0] for note in notes] == ["README.md", "figures/a.png", "notes.txt"]
 
 
+def test_names_of_unknown_files_do_not_steer_the_terminal(bundle: Path) -> None:
+    for name in (b"\x1b]0;owned\x07.txt", "\u202etxt.exe".encode(), b"\xff.txt", b"a\nb"):
+        with open(os.path.join(os.fsencode(bundle), name), "wb"):
+            pass
+    result = CliRunner().invoke(verify_command, [str(bundle)])
+    assert result.exit_code == 0
+    assert "note: \ufffd]0;owned\ufffd.txt: not part of the bundle\n" in result.output
+    assert result.output.count("\n") == 5
+    assert all(line.isprintable() for line in result.output.splitlines())
+
+
+SURROGATES = {
+    "base_model": ("wisparse.json", lambda d, x: d.update(base_model=x)),
+    "method": ("wisparse.json", lambda d, x: d.update(method=x)),
+    "calibration.source": ("wisparse.json", lambda d, x: d["calibration"].update(source=x)),
+    "search": ("wisparse.json", lambda d, x: d["search"].update({x: [x]})),
+    "versions": ("wisparse.json", lambda d, x: d["versions"].update(torch=x)),
+    "eos_token": ("tokenizer_config.json", lambda d, x: d.update(eos_token=x)),
+    "config": ("config.json", lambda d, x: d.update(torch_dtype=x)),
+    "weight_map": (INDEX, lambda d, x: d["weight_map"].update({x: x})),
+}
+
+
+@pytest.mark.parametrize("where", SURROGATES)
+def test_half_of_a_surrogate_pair_is_refused(where: str, bundle: Path) -> None:
+    name, change = SURROGATES[where]
+    _json(bundle, name, lambda document: change(document, "a\ud800b"))
+    resign(bundle, recipe=False)
+    for command in (verify_command, inspect_command):
+        raised = CliRunner().invoke(command, [str(bundle)]).exception
+        assert isinstance(raised, BundleError)
+        assert "expected characters, found '\\ud800', half of a surrogate pair" in str(raised)
+
+
+def test_a_pair_of_surrogates_is_a_character(bundle: Path) -> None:
+    _json(bundle, "wisparse.json", lambda d: d.update(base_model="\U0001f600"))
+    assert b"\\ud83d\\ude00" in (bundle / "wisparse.json").read_bytes().lower()
+    resign(bundle)
+    assert Bundle.open(bundle).recipe.base_model == "\U0001f600"
+
+
+def test_verify_tries_the_chat_template(bundle: Path) -> None:
+    (bundle / "chat_template.jinja").write_text("{% for m in messages %}{{ 1 / 0 }}{% endfor %}")
+    resign(bundle)
+    raised = CliRunner().invoke(verify_command, [str(bundle)]).exception
+    assert isinstance(raised, BundleError)
+    assert str(raised).startswith("the chat template fails (ZeroDivisionError")
+
+
 def test_no_bundle(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"not a bundle: no wisparse\.json; make one with wisparse-convert"):
         Bundle.open(tmp_path)
@@ -339,9 +389,8 @@ def test_inspect_command(tmp_path: Path) -> None:
 
 
 def test_inspect_prints_no_control_characters(bundle: Path) -> None:
-    _json(bundle, "wisparse.json", lambda d: d.update(base_model="\x1b]0;owned\x07[bold]x", method="a\nb"))
+    _json(bundle, "wisparse.json", lambda d: d.update(base_model="\x1b]0;owned\x07[bold]x", method="a\nb\u202e"))
     resign(bundle)
     stdout = CliRunner().invoke(inspect_command, [str(bundle)]).stdout
-    assert "\x1b" not in stdout
-    assert "\x07" not in stdout
-    assert "?]0;owned?[bold]x" in stdout
+    assert not {"\x1b", "\x07", "\u202e"} & set(stdout)
+    assert "\ufffd]0;owned\ufffd[bold]x" in stdout

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from wisparse.formats.errors import BundleError, UsageError
+from wisparse.runtime import sandbox
 from wisparse.runtime.detokenize import Detokenizer, StopStrings
 from wisparse.runtime.template import ChatTemplate
 from wisparse.runtime.text import Text
@@ -178,7 +179,14 @@ def test_a_template_may_refuse_messages() -> None:
         "{{ messages.append(1) }}",
         "{{ 'a' * 99999999999 }}",
         "{{ [0] * 99999999999 }}",
-        "{{ 9 ** 9 ** 9 }}",
+        "{{ 9 ** (9 ** 9) }}",
+        "{{ (messages | length) * 9 ** (9 ** 9) }}",
+        "{{ (['x' * 10 ** 7] * 1000) | string }}",
+        "{{ (messages[0].role[0] * 10 ** 7).rfind('ux' + 'u' * 5000000) }}",
+        "{{ ('f' * 2 ** 20) | int(0, 16) // ('e' * 2 ** 19) | int(0, 16) }}",
+        "{{ ('f' * 2 ** 20) | int(0, 16) is divisibleby(('e' * 2 ** 19) | int(0, 16)) }}",
+        "{{ (messages[0].role ~ ' <a ' * 10 ** 6) | striptags }}",
+        "{{ (messages[0].role * 10 ** 8) | title }}",
         "{{ '%99999999999d' % 1 }}",
         "{% for i in range(99999999) %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
@@ -203,14 +211,32 @@ def test_a_template_may_refuse_messages() -> None:
         "{{ lipsum(99999999) }}",
     ],
 )
-def test_a_hostile_template_ends_in_one_sentence(source: str) -> None:
-    with pytest.raises(BundleError, match="the chat template fails"):
+def test_a_hostile_template_ends_in_one_sentence(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.5)
+    # Jinja works out what is constant while it compiles.
+    with pytest.raises(BundleError, match=r"the chat template (fails|is no valid Jinja)") as caught:
         ChatTemplate(source, {}).render(CONVERSATION)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 500
 
 
-def test_a_template_that_is_no_jinja() -> None:
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for %}",
+        "{% for a in b %}{% continue %}{% block c %}{% continue %}{% endblock %}{% endfor %}",  # SyntaxError
+        "{{ x" + ".y" * 300_000 + " }}",
+        "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
+        "{{ 0x" + "f" * 10 + " }}{{ '\\N{' }}",
+        "{% macro m(a, a) %}{% endmacro %}",
+        "{{ 1" + "0" * 9999 + " }}",
+        "{% set a.b.c = 1 %}",
+        "{% for a in " * 200 + "b" + " %}{% endfor %}" * 200,
+    ],
+)
+def test_a_template_that_does_not_compile(source: str) -> None:
     with pytest.raises(BundleError, match="no valid Jinja"):
-        ChatTemplate("{% for %}", {})
+        ChatTemplate(source, {})
 
 
 def make_text(template: str | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192) -> Text:
@@ -277,7 +303,7 @@ def test_a_saved_truncation_is_not_applied() -> None:
 
 def test_bad_tokenizers() -> None:
     for data in (b"", b"{}", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "BPE"}}'):
-        with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer"):
+        with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|expected JSON|expected UTF-8)"):
             Text(data, {}, None, 8192)
     with pytest.raises(BundleError, match="vocabulary has 10"):
         make_text(vocab_size=10).encode("hello world")
@@ -312,24 +338,14 @@ def panicking(kind: str) -> bytes:
     return json.dumps(document).encode()
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("merges", r"merge 0: expected its right half to begin with '##'"),
-        ("template", r"no id for its special token '<s>'"),
-        ("empty pattern", r"normalizer Replace: expected a text, found an empty one"),
-    ],
-)
-def test_what_would_panic_is_refused_before_it_does(kind: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(BundleError, match=message):
+@pytest.mark.parametrize("kind", ["merges", "template", "empty pattern", "empty match"])
+def test_what_would_panic_is_refused_when_it_is_loaded(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|.* cannot run it)"):
         Text(panicking(kind), {}, None, 8192)
     assert capfd.readouterr().err == ""
 
 
 def test_what_fails_only_when_it_runs_is_an_error_too() -> None:
-    text = Text(panicking("empty match"), {}, None, 8192)
-    with pytest.raises(BundleError, match="the tokenizers library cannot run it: index out of bounds"):
-        text.encode("a b")
     document = json.loads(byte_fallback().to_str())
     document["model"] |= {"unk_token": "<nothing>", "byte_fallback": False}
     text = Text(json.dumps(document).encode(), {}, None, 8192)

@@ -259,11 +259,13 @@ def _print_rows(title: str, rows: list[tuple[str, str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    from wisparse.formats.errors import printable
+
     table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, printable(value))
     console = Console(highlight=False, markup=False)
     console.width = max(console.width, 100) if not console.is_terminal else console.width
     console.print(table)

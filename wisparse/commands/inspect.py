@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import click
@@ -12,13 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import printable
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.recipe import ProjectionRecipe
 
 __all__ = ["command"]
-
-# A recipe is a stranger's text: no control character of it reaches the terminal.
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 @click.command("inspect")
@@ -42,7 +39,7 @@ def command(bundle: str, revision: str | None, show: str, as_json: bool) -> None
     # Wide enough for every column where the output is no terminal and so has no width.
     console = Console(width=None if Console().is_terminal else 120, highlight=False)
     for name, value in _summary(opened):
-        console.print(Text(f"{name:<12} {_plain(value)}"))
+        console.print(Text(f"{name:<12} {printable(value)[:500]}"))
     console.print(_table(opened, show))
 
 
@@ -97,7 +94,3 @@ def _cell(entry: ProjectionRecipe, show: str) -> str:
     if show == "threshold":
         return f"{entry.threshold:.4g}"
     return f"{entry.sparsity if show == 'sparsity' else entry.realised_sparsity:.1%}"
-
-
-def _plain(text: str) -> str:
-    return _CONTROL.sub("?", text)[:500]

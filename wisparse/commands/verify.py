@@ -8,8 +8,10 @@ from pathlib import Path
 
 import click
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.verify import verify_bundle
+from wisparse.runtime.text import check_text
 
 __all__ = ["command"]
 
@@ -19,7 +21,7 @@ __all__ = ["command"]
 @click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(bundle: str, revision: str | None, as_json: bool) -> None:
-    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id.
+    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id, and try its tokenizer and chat template.
 
     \b
     wisparse verify out
@@ -27,6 +29,7 @@ def command(bundle: str, revision: str | None, as_json: bool) -> None:
     """
     folder = fetch_bundle(bundle, revision)
     report = verify_bundle(folder)
+    check_text(Bundle.open(folder))
     if not Path(bundle).is_dir():
         # Pictures are not fetched, so that they are not there says nothing about the repository.
         report = replace(report, notes=tuple(note for note in report.notes if not note.endswith(": missing")))
