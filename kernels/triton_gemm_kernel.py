@@ -33,9 +33,11 @@ __all__ = ["masked_gemm_kernel"]
 _ROWS = tl.constexpr(8)
 
 
-@triton.jit(do_not_specialize=["ssq_parts"])
+@triton.jit(
+    do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["token_ptr", "kept_before_ptr", "kept_after_ptr"]
+)
 def masked_gemm_kernel(
-    x_ptr,  # as for sparse_gemv_kernel, up to counter_ptr
+    x_ptr,  # as for sparse_gemv_kernel, up to kept_after_ptr
     m_ptr,
     l_ptr,
     ssq_in_ptr,
@@ -48,6 +50,9 @@ def masked_gemm_kernel(
     ssq_out_ptr,
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) int32; POLLERS: NOTHING before and after
     counter_ptr,
+    token_ptr,
+    kept_before_ptr,
+    kept_after_ptr,
     value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM
     eps,
     ssq_parts,  # columns of ssq_in
@@ -74,6 +79,7 @@ def masked_gemm_kernel(
     LIST: tl.constexpr,
     STAGES: tl.constexpr,
     ROOM: tl.constexpr,
+    COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = N0 + N1 + N2
@@ -104,11 +110,16 @@ def masked_gemm_kernel(
         norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0)
     if not DENSE:
         scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
+    # As in sparse_gemv_kernel: a projection's first tile counts, each program in its own cell.
+    counts = local == 0
+    kept_before_ptr += projection * SPLITS + split
+    kept_after_ptr += projection * SPLITS + split
     values = room(ROOM, program) if SHARED else value_ptr + program * BATCH * LIST
     if not SHARED:
         values = _lay_values(
-            values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, eps, ssq_parts, position, k, live,
-            K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, INPUT, LIST, SHARED, PDL, dtype,
+            values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, token_ptr, kept_before_ptr,
+            kept_after_ptr, counts, eps, ssq_parts, position, k, live,
+            K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, INPUT, LIST, SHARED, COUNT, PDL, dtype,
         )  # fmt: skip
 
     # --- the product
@@ -129,8 +140,9 @@ def masked_gemm_kernel(
             # In here, as the compiler puts the first reads of weights before the loop.
             if step == 0:
                 values = _lay_values(
-                    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, eps, ssq_parts, position,
-                    k, live, K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, INPUT, LIST, SHARED, PDL, dtype,
+                    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, token_ptr, kept_before_ptr,
+                    kept_after_ptr, counts, eps, ssq_parts, position, k, live,
+                    K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, INPUT, LIST, SHARED, COUNT, PDL, dtype,
                 )  # fmt: skip
         x = get_half(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
         acc = tl.dot(x, w, acc, input_precision="ieee")
@@ -148,16 +160,22 @@ def masked_gemm_kernel(
 
 @triton.jit
 def _lay_values(
-    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, eps, ssq_parts, position, k, live,
+    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, token_ptr, kept_before_ptr,
+    kept_after_ptr, counts, eps, ssq_parts, position, k, live,
     K: tl.constexpr, BATCH: tl.constexpr, SSQ_PAD: tl.constexpr, KV_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DENSE: tl.constexpr, INPUT: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr, PDL: tl.constexpr,
-    dtype: tl.constexpr,
+    DENSE: tl.constexpr, INPUT: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
+    PDL: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Each row's values of the program's channels, 0 where it drops one, LIST apart; returns where, for ``get_half``.
 
-    Waits for the kernel before this one, and lets the next one start.
+    Waits for the kernel before this one, and lets the next one start. COUNT: adds what the rows keep to the program's
+    own cell, if it ``counts``.
     """
     zero = wait_in_loop(ssq_parts, PDL)
+    kept_rows = position * 0
+    kept_before = zero.to(tl.int64)
+    if COUNT:
+        kept_before = tl.load(kept_before_ptr, mask=counts, other=0)
     x_ptr += zero
     m_ptr += zero
     l_ptr += zero
@@ -189,7 +207,13 @@ def _lay_values(
                     x = normalise(x.to(rstd.dtype), norm_weight.to(rstd.dtype), rstd, dtype)
                 if not DENSE:
                     # A NaN is not below anything: it is kept.
-                    x = tl.where(tl.abs(x.to(tl.float32)) * scale < threshold, 0.0, x).to(dtype)
+                    dropped = tl.abs(x.to(tl.float32)) * scale < threshold
+                    if COUNT:
+                        kept_rows += (live & ~dropped & (tl.load(token_ptr + row) >= 0)).to(tl.int32)
+                    x = tl.where(dropped, 0.0, x).to(dtype)
                 x = tl.where(live, x, 0.0).to(dtype)
                 put_half(values, row * LIST + position, x, position < LIST, SHARED)
+    if COUNT:  # noqa: SIM102 (resolved at compile time)
+        if counts:
+            tl.store(kept_after_ptr, kept_before + tl.sum(kept_rows, axis=0))
     return settled(values, SHARED)

@@ -255,6 +255,7 @@ def launch_gemv(
     ssq_out: Tensor | None = None,
     softmax: tuple[Tensor, Tensor] | None = None,
     head_dim: int = 1,
+    kept: tuple[Tensor, Tensor, Tensor] | None = None,
     pdl: bool = False,
 ) -> None:
     """Launch one group of projections on the current stream. Nothing is checked or allocated here.
@@ -273,6 +274,10 @@ def launch_gemv(
         ssq_out: (batch, tile.parts(N)) wide.
         softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) wide.
         head_dim: for source ``attention``.
+        kept: count the kept channels of a group that is not dense: token ids (batch,) int64, negative for a row that
+            is not counted; what was kept before and what was kept after this launch, in turn the buffer of one step
+            and of the next, each (launches, projections, splits) int64, to be added up over launches and splits.
+            ``launches``: :func:`rows_together` says how many rows share one.
         pdl: programmatic dependent launch (compute capability 9.0 or later).
     """
     if rows_together(batch, group.weight_t.dtype) < batch:
@@ -282,7 +287,9 @@ def launch_gemv(
                 ssq_in=None if ssq_in is None else ssq_in[i : i + 1],
                 ssq_out=None if ssq_out is None else ssq_out[i : i + 1],
                 softmax=None if softmax is None else (softmax[0][i : i + 1], softmax[1][i : i + 1]),
-                head_dim=head_dim, pdl=pdl,
+                head_dim=head_dim,
+                kept=None if kept is None else tuple(part[i : i + 1] for part in kept),  # type: ignore[arg-type]
+                pdl=pdl,
             )  # fmt: skip
         return
     widths = (*group.widths, 0, 0)[:3]
@@ -305,6 +312,7 @@ def launch_gemv(
         unused if ssq_out is None else ssq_out,
         scratch.awaited if tile.pollers else scratch.partial,
         scratch.counter,
+        *((unused,) * 3 if kept is None else kept),
     )
     constants = {
         "K": group.in_features,
@@ -329,6 +337,7 @@ def launch_gemv(
         "SEGMENT": lists.segment,
         "LIST": lists.length,
         "ROOM": lists.in_room,
+        "COUNT": kept is not None,
         "PDL": pdl,
         "num_warps": tile.warps,
     }

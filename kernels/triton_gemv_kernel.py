@@ -32,7 +32,9 @@ from .triton_partials import add_up, leave_partial
 __all__ = ["sparse_gemv_kernel"]
 
 
-@triton.jit(do_not_specialize=["ssq_parts"])
+@triton.jit(
+    do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["token_ptr", "kept_before_ptr", "kept_after_ptr"]
+)
 def sparse_gemv_kernel(
     x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) wide
     m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) wide, log2 domain
@@ -47,6 +49,9 @@ def sparse_gemv_kernel(
     ssq_out_ptr,  # TO_RESIDUAL: (B, tiles * max(1, POLLERS)) wide
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums; POLLERS: NOTHING before and after
     counter_ptr,  # (tiles,) int32, 0 before and after; no POLLERS
+    token_ptr,  # COUNT: (B,) int64, negative for a row that is not counted
+    kept_before_ptr,  # COUNT: (projections, SPLITS) int64
+    kept_after_ptr,  # COUNT: the same shape: before, and what this launch keeps
     index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
     value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM
     eps,
@@ -77,6 +82,7 @@ def sparse_gemv_kernel(
     LEAD: tl.constexpr,
     LIST: tl.constexpr,
     ROOM: tl.constexpr,
+    COUNT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     N: tl.constexpr = N0 + N1 + N2
@@ -101,6 +107,14 @@ def sparse_gemv_kernel(
     norm_weight = scale
     if INPUT == FROM_HIDDEN:
         norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+    # A projection's first tile counts for all of them, each program its own channels in a cell that is its own. What
+    # stands there is read early: nothing waits for it.
+    counts = local == 0
+    cell = projection * SPLITS + split
+    kept = program * 0
+    kept_before = kept.to(tl.int64)
+    if COUNT:
+        kept_before = tl.load(kept_before_ptr + cell, mask=counts, other=0)
     STEP: tl.constexpr = BLOCK_K * UNROLL
     LEAD_ROWS: tl.constexpr = LEAD * STEP
     lane = tl.arange(0, BLOCK_K)
@@ -139,6 +153,7 @@ def sparse_gemv_kernel(
         if INPUT == FROM_HIDDEN:
             squares = squares + (load_squares(ssq_in_ptr, row, ssq_parts, SSQ_PAD),)  # noqa: RUF005
     keep = position < 0
+    kept_rows = position * 0
     xs = ()
     for row in tl.static_range(BATCH):
         x = inputs[row]
@@ -149,6 +164,8 @@ def sparse_gemv_kernel(
             # A NaN is not below anything: it is kept.
             keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < threshold)
             keep = keep | keep_row
+            if COUNT and (BATCH > 1 or LEAD_ROWS > 0):
+                kept_rows += (keep_row & (tl.load(token_ptr + row) >= 0)).to(tl.int32)
             x = x.to(wide)
             if LEAD_ROWS > 0 or BATCH > 1:
                 x = tl.where(keep_row, x, 0.0)
@@ -173,6 +190,12 @@ def sparse_gemv_kernel(
         list_value = list_index + LIST * 4
     if not DENSE:
         count = get(list_index, LIST - 1, False, SHARED)
+    if COUNT:
+        if BATCH > 1 or LEAD_ROWS > 0:
+            if counts:
+                kept = tl.sum(kept_rows, axis=0)
+        else:  # one row, and the list has all that it keeps
+            kept = tl.where(tl.load(token_ptr) >= 0, count, 0)
 
     # --- the product
     sums = ()
@@ -210,6 +233,8 @@ def sparse_gemv_kernel(
         else:
             y = tl.sum(sums[row], axis=0)
         leave_partial(partial_ptr, (split * BATCH + row) * N + columns, y, in_width)
+    if COUNT:
+        tl.store(kept_after_ptr + cell, kept_before + kept, mask=counts)
 
     add_up(
         split, tile, projection, local, first, width, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, counter_ptr,

@@ -225,7 +225,7 @@ def _run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
 
 
 def _realised(decoder: Decoder, workload: Workload) -> float:
-    """Sparsity of a short run; counting costs time, so it is not one of those timed."""
+    """Sparsity of a short run, which is not one of those timed."""
     decoder.measure_sparsity(True)
     short = Workload(workload.prompt_length, min(workload.new_tokens, 32), workload.batch, 1, workload.seed)
     _run(decoder, short)

@@ -98,7 +98,7 @@ class CpuDecoder(TorchDecoder):
         self._step.forget()
 
     def realised_sparsity(self) -> float | None:
-        # Decoding counts always, it costs nothing; the prefill when asked to.
+        # Decoding counts always; the prefill when asked to.
         projections = [projection for block in self._blocks for projection in block.projections]
         positions = self._sparse_positions + self._decoded_positions
         dropped = total = 0

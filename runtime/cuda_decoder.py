@@ -10,7 +10,7 @@ channels that ``TorchDecoder`` in float64 keeps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
@@ -28,8 +28,8 @@ from wisparse.kernels.triton_sample import SAMPLED_DTYPES
 
 from .cache import KVCache
 from .cuda_graph import Landing
-from .cuda_prefill import read_sequence, rms_norm, run_blocks
-from .cuda_step import MAX_ROWS, DecodeStep, kv_splits_for
+from .cuda_prefill import read_sequence, rms_norm
+from .cuda_step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for
 from .cuda_weights import load_weights
 from .decoder import Decoder, SamplingSettings, check_prompt
 from .rotary import Rotary, switch_length
@@ -71,8 +71,9 @@ class CudaDecoder(Decoder):
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, and the step.
         self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep] | None = None
         self._landing = Landing(MAX_ROWS, device)
-        self._kept: list[Tensor] | None = None
-        self._counted = 0.0
+        # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows.
+        self._kept_in_prompts: Tensor | None = None
+        self._prompt_weights = self._decoded = 0
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
@@ -104,8 +105,6 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
-        if self._kept is not None:
-            return self._decode_counting(token_ids)
         steps = self._replay(token_ids)
         if len(steps) == 1:
             return steps[0].logits[: len(token_ids)]
@@ -117,7 +116,7 @@ class CudaDecoder(Decoder):
         does not wait for the host to read the token. If something else is asked for next, that step is forgotten."""
         batch, settings = len(token_ids), list(settings)
         greedy = all(setting.greedy for setting in settings)
-        if self._kept is not None or batch > MAX_ROWS or not (greedy or self.dtype in SAMPLED_DTYPES):
+        if batch > MAX_ROWS or not (greedy or self.dtype in SAMPLED_DTYPES):
             return super().step(token_ids, settings)
         tokens = token_ids.tolist()
         if self._ahead is not None and self._ahead[:2] == (tokens, settings):
@@ -131,11 +130,19 @@ class CudaDecoder(Decoder):
         room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
         follows = room and self._step_of(batch) is step
         if follows:
-            step.replay(settings)
+            step.replay(settings, count=self._counting)
         chosen = self._landing.read(batch)
         if follows:
             self._ahead = chosen.tolist(), settings, step
         return chosen
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, first: int, last: int, *, sampled: bool = False) -> None:
+        sampled = sampled and self.dtype in SAMPLED_DTYPES and rows <= MAX_ROWS
+        for start in range(0, rows, MAX_ROWS):
+            count = triton.next_power_of_2(min(rows - start, MAX_ROWS))
+            for context in contexts_between(first, last):
+                self.step_for(count, start, context).prepare(sampled=sampled, count=self._counting)
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
@@ -149,15 +156,24 @@ class CudaDecoder(Decoder):
             start += len(hidden)
         return result
 
+    @torch.inference_mode()
     def measure_sparsity(self, enabled: bool) -> None:
-        """While counting, tokens are decoded one by one through the prefill path, which is slower."""
-        self._kept = [] if enabled else None
-        self._counted = 0.0
+        self._forget_ahead()
+        self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=self.device) if enabled else None
+        self._prompt_weights = self._decoded = 0
+        for step in self._steps.values():
+            step.count_from_zero()
 
     def realised_sparsity(self) -> float | None:
-        if not self._kept:
+        per_position = sum(projection.num_parameters for projection in self.config.projections())
+        total = self._prompt_weights + self._decoded * per_position
+        if self._kept_in_prompts is None or not total:
             return None
-        return 1.0 - float(torch.stack(self._kept).sum()) / self._counted
+        groups = [group for block in self.weights.blocks for group in block.groups]
+        kept = self._decoded * sum(group.in_features * group.out_features for group in groups if group.dense)
+        for step in self._steps.values():
+            kept += step.kept(but_last=self._ahead is not None and self._ahead[2] is step)
+        return 1.0 - (kept + float(self._kept_in_prompts)) / total
 
     def close(self) -> None:
         for name in ("weights", "_steps", "_cache", "_cos", "_sin", "_positions", "_ahead", "_landing"):
@@ -201,7 +217,7 @@ class CudaDecoder(Decoder):
             step = self._step_of(count, first)
             padded = tokens[first : first + count] + [-1] * (step.rows - count)
             step.tokens.copy_(torch.tensor(padded), non_blocking=True)
-            step.replay(settings)
+            step.replay(settings, count=self._counting)
             steps.append(step)
         self._count(tokens)
         return steps
@@ -211,35 +227,23 @@ class CudaDecoder(Decoder):
         context = max(self._cache.lengths[first : first + count]) + 1
         return self.step_for(triton.next_power_of_2(count), first, context)
 
+    @property
+    def _counting(self) -> bool:
+        return self._kept_in_prompts is not None
+
     def _count(self, tokens: Sequence[int]) -> None:
         for slot, token in enumerate(tokens):
             if token >= 0:
                 self._cache.lengths[slot] += 1
+                self._decoded += 1
 
     def _forget_ahead(self) -> None:
-        """Undo a step that ran ahead: what it wrote lies beyond every slot's length; only the positions moved."""
+        """Undo a step that ran ahead: what it wrote lies beyond every slot's length; the positions moved, and what it
+        kept was counted."""
         if self._ahead is not None:
+            self._ahead[2].forget_last()
             self._ahead = None
             self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
-
-    def _decode_counting(self, token_ids: Tensor) -> Tensor:
-        self._forget_ahead()
-        lengths = self._cache.lengths
-        result = torch.zeros(len(token_ids), self.config.vocab_size, device=self.device)
-        for slot, token in enumerate(token_ids.tolist()):
-            if token < 0:
-                continue
-            if lengths[slot] >= self.max_seq_len:
-                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
-            start = lengths[slot]
-            one = torch.tensor([token], device=self.device)
-            hidden = run_blocks(
-                self.weights, self.config, self._rotary, self._cache, slot, one, start, start + 1, 0, self._observer()
-            )
-            lengths[slot] += 1
-            self._positions[slot : slot + 1].fill_(lengths[slot])
-            result[slot] = self._logits(hidden)[0]
-        return result
 
     def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int):
         total = len(token_ids)
@@ -253,17 +257,18 @@ class CudaDecoder(Decoder):
         normed = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
         return functional.linear(normed, self.weights.head.to(normed.dtype)).float()
 
-    def _observer(self):
-        if self._kept is None:
+    def _observer(self) -> Callable[[Group, Tensor, int], None] | None:
+        kept = self._kept_in_prompts
+        if kept is None:
             return None
-
-        kept = self._kept
 
         def count(group: Group, x: Tensor, first_sparse: int) -> None:
             tail = x[first_sparse:]
+            if not len(tail):
+                return
             for i, width in enumerate(group.widths):
                 keep = keep_mask(tail, group.scales[i], group.thresholds[i])
-                kept.append(keep.sum().double() * width)
-                self._counted += keep.numel() * width
+                kept.add_(keep.sum(), alpha=width)
+                self._prompt_weights += keep.numel() * width
 
         return count

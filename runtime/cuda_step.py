@@ -9,11 +9,13 @@ that can.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
 import triton
+from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
@@ -28,7 +30,7 @@ from .cuda_graph import capture
 from .cuda_weights import CudaWeights
 from .decoder import SamplingSettings
 
-__all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "kv_splits_for"]
+__all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "contexts_between", "kv_splits_for"]
 
 MAX_ROWS = 16
 # Stretches one row's context is split into, up to how many positions: with 8 KV heads 16 make about one program for
@@ -51,6 +53,17 @@ def kv_splits_for(context: int, rows: int = 1) -> int:
     if rows > 1:
         splits = max(1, min(2 * splits, max(KV_SPLITS.values())) // rows)
     return 1 << (splits.bit_length() - 1)
+
+
+def contexts_between(first: int, last: int) -> list[int]:
+    """Contexts from ``first`` to ``last`` positions, one for each number of stretches that they are split into."""
+    found = []
+    for longest in KV_SPLITS:
+        if first <= longest:
+            found.append(min(longest, last))
+            if last <= longest:
+                break
+    return found
 
 
 class DecodeStep:
@@ -132,7 +145,8 @@ class DecodeStep:
         sampled = dtype in SAMPLED_DTYPES
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
         self._settings: list[SamplingSettings] = []
-        self._replays: dict[bool, list[Callable[[], None]]] = {}
+        self._kept: _Kept | None = None  # while channels are counted
+        self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -141,26 +155,53 @@ class DecodeStep:
         Two buffers take turns, so that a choice can be copied while the step after it runs."""
         return self._ids[self._turn]
 
-    def replay(self, settings: Sequence[SamplingSettings] = ()) -> None:
+    def replay(self, settings: Sequence[SamplingSettings] = (), *, count: bool = False) -> None:
         """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
 
         Args:
             settings: how the first rows' tokens are chosen; the other rows are greedy. Seeds resolved, and all greedy
                 unless the weights' dtype is one of ``SAMPLED_DTYPES``.
+            count: add the channels that the rows keep to :meth:`kept`.
         """
         sampled = any(not setting.greedy for setting in settings)
         if sampled:
             self._set(list(settings))
         turn = self._turn
-        if sampled not in self._replays:
-            wanted = self._ids.clone()
-            self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
-            self._replays[sampled] = [
-                capture(partial(self._launch_turn, other, sampled), self._ids.device) for other in (0, 1)
-            ]
-            self._ids.copy_(wanted)
-        self._replays[sampled][turn]()
+        self.prepare(sampled=sampled, count=count)
+        self._replays[sampled, count][turn]()
         self._turn = 1 - turn
+
+    def prepare(self, *, sampled: bool = False, count: bool = False) -> None:
+        """Compile and capture what :meth:`replay` runs, if it has not been done."""
+        if (sampled, count) in self._replays:
+            return
+        if count and self._kept is None:
+            self._kept = _Kept(self)
+        wanted, turn = self._ids.clone(), self._turn
+        counted = None if self._kept is None else self._kept.cells.clone()
+        self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
+        self._replays[sampled, count] = [
+            capture(partial(self._launch_turn, other, sampled, count), self._ids.device) for other in (0, 1)
+        ]
+        self._ids.copy_(wanted)
+        self._turn = turn
+        if self._kept is not None and counted is not None:
+            self._kept.cells.copy_(counted)
+
+    def kept(self, *, but_last: bool = False) -> int:
+        """Weights whose channels were kept since :meth:`count_from_zero`, of the groups that are not dense, over all
+        counted rows and steps; ``but_last``: without those of the last step, as it was only started ahead."""
+        return 0 if self._kept is None else self._kept.weights(self._turn if but_last else 1 - self._turn)
+
+    def forget_last(self) -> None:
+        """Take back what the last step counted."""
+        if self._kept is not None:
+            self._kept.cells[1 - self._turn].copy_(self._kept.cells[self._turn])
+
+    def count_from_zero(self) -> None:
+        """Forget what was counted."""
+        if self._kept is not None:
+            self._kept.cells.zero_()
 
     def _set(self, settings: list[SamplingSettings]) -> None:
         """Put settings where the kernels read them; nothing to do while they stay the same."""
@@ -174,16 +215,16 @@ class DecodeStep:
         self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))
         self._settings = settings
 
-    def _launch_turn(self, turn: int, sampled: bool) -> None:
+    def _launch_turn(self, turn: int, sampled: bool, count: bool) -> None:
         self._turn = turn
-        self.launch(sampled=sampled)
+        self.launch(sampled=sampled, count=count)
 
-    def launch(self, *, sampled: bool = False) -> None:
+    def launch(self, *, sampled: bool = False, count: bool = False) -> None:
         """The step's launches, one after the other, on the current stream."""
         launch_embed(self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"))
         for index in range(len(self.weights.blocks)):
             for role in ("qkv", "attention", "o", "gate_up", "down"):
-                self.launch_part(index, role)
+                self.launch_part(index, role, count=count)
         self.launch_part(len(self.weights.blocks), "logits")
         self.launch_part(len(self.weights.blocks), "sample" if sampled else "next")
         self._turn = 1 - self._turn
@@ -193,7 +234,7 @@ class DecodeStep:
         parts = self.tiles[max(index, 0)][role].parts(self.config.hidden_size)
         return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
 
-    def launch_part(self, index: int, role: str) -> None:
+    def launch_part(self, index: int, role: str, *, count: bool = False) -> None:
         """One launch of block ``index`` (or the logits), as the step does it; also for per-kernel timings."""
         config, weights = self.config, self.weights
         eps, batch, pdl = config.rms_norm_eps, self.rows, self.pdl
@@ -215,10 +256,11 @@ class DecodeStep:
             )  # fmt: skip
             return
         block, tiles = weights.blocks[index], self.tiles[index]
+        kept = self._kept.of(index, role, self._turn) if count and self._kept is not None else None
         if role == "qkv":
             launch_gemv(
                 block.qkv, self.hidden, self._qkv, self._scratch, tiles["qkv"], batch=batch, pdl=pdl,
-                source="hidden", norm=block.attention_norm, eps=eps, ssq_in=self._sums(index - 1, "down"),
+                source="hidden", norm=block.attention_norm, eps=eps, ssq_in=self._sums(index - 1, "down"), kept=kept,
             )  # fmt: skip
         elif role == "attention":
             launch_attention(
@@ -231,17 +273,61 @@ class DecodeStep:
             launch_gemv(
                 block.o, self._attended, self.hidden, self._scratch, tiles["o"], batch=batch, pdl=pdl,
                 source="attention", softmax=self._softmax, head_dim=config.head_dim,
-                target="residual", ssq_out=self._sums(index, "o"),
+                target="residual", ssq_out=self._sums(index, "o"), kept=kept,
             )  # fmt: skip
         elif role == "gate_up":
             launch_gemv(
                 block.gate_up, self.hidden, self._activation, self._scratch, tiles["gate_up"], batch=batch, pdl=pdl,
                 source="hidden", norm=block.mlp_norm, eps=eps, ssq_in=self._sums(index, "o"), target="silu",
+                kept=kept,
             )  # fmt: skip
         elif role == "down":
             launch_gemv(
                 block.down, self._activation, self.hidden, self._scratch, tiles["down"], batch=batch, pdl=pdl,
-                target="residual", ssq_out=self._sums(index, "down"),
+                target="residual", ssq_out=self._sums(index, "down"), kept=kept,
             )  # fmt: skip
         else:
             raise ValueError(f"unknown part {role!r}")
+
+
+class _Kept:
+    """Kept channels of a step's rows, counted by its launches (``launch_gemv``).
+
+    Each launch has cells of its own, one for each program that counts, so nothing is added up while the step runs. Two
+    sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own. So a step that
+    was started ahead and is not wanted is simply not looked at.
+
+    Attributes:
+        cells: (2, cells) int64.
+    """
+
+    def __init__(self, step: DecodeStep) -> None:
+        self._ids = step._ids
+        launches = step.rows // rows_together(step.rows, step.weights.embedding.dtype)
+        self._shapes: dict[tuple[int, str], tuple[int, tuple[int, int, int]]] = {}
+        widths: list[Tensor] = []
+        size = 0
+        for index, (block, tiles) in enumerate(zip(step.weights.blocks, step.tiles, strict=True)):
+            for role in ("qkv", "o", "gate_up", "down"):
+                group: Group = getattr(block, role)
+                if group.dense:
+                    continue
+                shape = (launches, len(group.widths), tiles[role].splits)
+                self._shapes[index, role] = size, shape
+                widths.append(torch.tensor(group.widths)[None, :, None].expand(shape).flatten())
+                size += widths[-1].numel()
+        device = step.weights.embedding.device
+        self._widths = torch.cat(widths) if widths else torch.zeros(0, dtype=torch.int64)
+        self.cells = torch.zeros(2, size, dtype=torch.int64, device=device)
+
+    def of(self, index: int, role: str, turn: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What ``launch_gemv`` takes to count; None for a dense group."""
+        if (index, role) not in self._shapes:
+            return None
+        first, shape = self._shapes[index, role]
+        before, after = (self.cells[which, first : first + math.prod(shape)].view(shape) for which in (1 - turn, turn))
+        return self._ids[turn], before, after
+
+    def weights(self, turn: int) -> int:
+        """Sum of what the set of a turn counted, each channel times the outputs it goes to."""
+        return int((self.cells[turn].cpu() * self._widths).sum())

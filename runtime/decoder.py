@@ -178,6 +178,16 @@ class Decoder(Protocol):
         logits = self.decode(token_ids)
         return sample(logits, settings, self.lengths[: len(settings)])
 
+    def prepare(self, rows: int, first: int, last: int, *, sampled: bool = False) -> None:
+        """Do now what the first of some steps would do before it runs: compile kernels, capture graphs.
+
+        Args:
+            rows: slots of the steps.
+            first, last: how many positions the longest of them holds after the first step and after the last.
+            sampled: whether tokens are drawn.
+        """
+        return None
+
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
         """Logits of every position of one sequence, for evaluation; no slot is changed.
 
@@ -191,7 +201,13 @@ class Decoder(Protocol):
         ...
 
     def measure_sparsity(self, enabled: bool) -> None:
-        """Start counting dropped channels from zero, or stop counting. Counting may cost a little time."""
+        """Start counting dropped channels from zero, or stop.
+
+        What it costs: a decode step runs the same launches either way. ``triton`` counts in them (one number a program
+        writes; the choice of the kernel and of the graph is all that differs), ``numba`` always does, so both decode
+        as fast as without; ``torch``, the readable one, adds up every mask it makes, some percent. Positions of a
+        prompt that run sparse (prefill ``half`` or ``all``, and ``logits``) are masked a second time to count them.
+        """
         ...
 
     def realised_sparsity(self) -> float | None:

@@ -20,9 +20,11 @@ from .decoder import Decoder, SamplingSettings, check_prompt
 from .rotary import switch_length
 from .sampling import resolve_seed, sample
 
-__all__ = ["PREFILL_POLICIES", "Job", "Request", "Scheduler", "sparse_from"]
+__all__ = ["PREFILL_POLICIES", "Job", "Request", "Scheduler", "Tally", "sparse_from"]
 
 PREFILL_POLICIES = ("dense", "half", "all")
+
+_IDLE = SamplingSettings()
 
 
 def sparse_from(policy: str, length: int) -> int:
@@ -68,7 +70,7 @@ class Job:
         finish_reason: None while under way; ``stop`` (a stop token), ``length`` (``max_new_tokens`` reached or the
             context filled to its last position) or ``cancelled``.
         prompt_seconds: the prefill's time, with the choice of the first token.
-        generation_seconds: time of the steps that gave the further tokens.
+        generation_seconds: from the first token to the newest, on the clock: whatever happens between two steps counts.
     """
 
     request: Request
@@ -77,12 +79,37 @@ class Job:
     finish_reason: str | None = None
     prompt_seconds: float = 0.0
     generation_seconds: float = 0.0
+    _began: float = 0.0
+
+
+@dataclass
+class Tally:
+    """What the decode steps of some jobs gave and took; the prompts and their first tokens are left out.
+
+    Attributes:
+        tokens: of all sequences together.
+        seconds: on the clock, from the end of what came before a step to the step's end.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def tok_per_s(self) -> float:
+        """0 if no token was decoded."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 class Scheduler:
-    """Runs jobs on one decoder. Not thread-safe; the decoder must serve nobody else meanwhile."""
+    """Runs jobs on one decoder. Not thread-safe; the decoder must serve nobody else meanwhile.
+
+    Attributes:
+        tally: the steps so far.
+    """
 
     def __init__(self, decoder: Decoder) -> None:
+        self.tally = Tally()
+        self._ended = 0.0  # the newest prefill or step
         self._decoder = decoder
         self._waiting: deque[Job] = deque()
         self._slots: list[Job | None] = [None] * decoder.max_batch
@@ -92,6 +119,18 @@ class Scheduler:
     def busy(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._waiting) or any(self._slots)
+
+    def prepare(self) -> None:
+        """Have the decoder compile and capture what the waiting jobs will need, so that no step has to."""
+        limit = self._decoder.max_seq_len
+        lengths = [len(job.request.token_ids) for job in self._waiting]
+        new = [limit if job.request.max_new_tokens is None else job.request.max_new_tokens for job in self._waiting]
+        # An answer's last token is never read.
+        last = max((length + count - 1 for length, count in zip(lengths, new, strict=True)), default=0)
+        if last > min(lengths, default=0):
+            rows = min(len(self._waiting), len(self._slots))
+            sampled = any(not job.sampling.greedy for job in list(self._waiting)[:rows])
+            self._decoder.prepare(rows, min(lengths) + 1, min(last, limit), sampled=sampled)
 
     def submit(self, request: Request) -> Job:
         """Queue a request.
@@ -126,27 +165,30 @@ class Scheduler:
         if self._waiting and None in self._slots:
             job = self._waiting.popleft()
             self._slots[self._slots.index(None)] = job
-            job.prompt_seconds = self._prefill(job)
+            start = time.perf_counter()
+            self._prefill(job)
+            job.prompt_seconds = job._began - start
+            self._ended = time.perf_counter()
             return [job]
-        return self._decode()
+        advanced = self._decode()
+        before, self._ended = self._ended, time.perf_counter()
+        self.tally.tokens += len(advanced)
+        self.tally.seconds += self._ended - before
+        return advanced
 
-    def _prefill(self, job: Job) -> float:
+    def _prefill(self, job: Job) -> None:
         """Read a job's prompt, and what it has generated so far, into its slot; append one token."""
-        start = time.perf_counter()
         tokens = torch.tensor([*job.request.token_ids, *job.token_ids], dtype=torch.int64)
         dense = sparse_from(job.request.prefill, len(job.request.token_ids))
         logits = self._decoder.prefill(self._slots.index(job), tokens, dense)
-        token = int(sample(logits[None], [job.sampling], [len(tokens)])[0])
-        seconds = time.perf_counter() - start
-        self._append(job, token)
-        return seconds
+        self._append(job, int(sample(logits[None], [job.sampling], [len(tokens)])[0]))
 
     def _decode(self) -> list[Job]:
         # LongRoPE's cached keys do not fit once a sequence outgrows the short factors: read it anew, which gives its
         # next token too. The others wait for the next step.
         outgrown = [job for job in self._slots if job is not None and self._filled(job) == self._switch]
         for job in outgrown:
-            job.generation_seconds += self._prefill(job)
+            self._prefill(job)
         if outgrown:
             return outgrown
         rows = list(self._slots)
@@ -154,13 +196,10 @@ class Scheduler:
             rows.pop()
         if not rows:
             return []
-        start = time.perf_counter()
         tokens = torch.tensor([job.token_ids[-1] if job else -1 for job in rows], dtype=torch.int64)
-        chosen = self._decoder.step(tokens, [job.sampling if job else SamplingSettings() for job in rows]).tolist()
-        seconds = time.perf_counter() - start
+        chosen = self._decoder.step(tokens, [job.sampling if job else _IDLE for job in rows]).tolist()
         advanced = [(job, token) for job, token in zip(rows, chosen, strict=True) if job is not None]
         for job, token in advanced:
-            job.generation_seconds += seconds
             self._append(job, token)
         return [job for job, _ in advanced]
 
@@ -174,6 +213,10 @@ class Scheduler:
                 "the model's output is not a number: its activations overflow in this dtype; load with dtype float32 "
                 "or bfloat16"
             )
+        now = time.perf_counter()
+        if not job.token_ids:
+            job._began = now
+        job.generation_seconds = now - job._began
         job.token_ids.append(token)
         if token in job.request.stop_ids:
             self._finish(job, "stop")

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from wisparse.formats.errors import AccessError, UsageError
 
-from .generation import sparse_from
+from .generation import Tally, sparse_from
 from .loader import load
 from .model import Model
 
@@ -64,6 +64,9 @@ class WisparseLM(TemplateLM):
         batch_size, max_batch_size: accepted because the harness passes them; the model's ``max_batch`` decides.
         device: for ``pretrained``.
         options: further arguments of `load`, for ``pretrained``.
+
+    Attributes:
+        tally: what the generated answers took so far.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class WisparseLM(TemplateLM):
         self.text = model.text
         self.prefill = prefill or model.prefill
         sparse_from(self.prefill, 1)
+        self.tally = Tally()
         self._device = model.decoder.device
 
     # ------------------------------------------------------------------ text
@@ -203,21 +207,25 @@ class WisparseLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt until one of its stop strings, as many at a time as the model has slots."""
         result: list[str] = [""] * len(requests)
-        # Requests with the same settings can share a batch; neighbours of like length waste no waiting.
-        order = sorted(range(len(requests)), key=lambda index: (str(requests[index].args[1]), index))
+        # Requests with the same settings go together: whenever one ends, the next takes its slot. Neighbours of like
+        # length read contexts of like length.
+        groups: dict[str, list[int]] = {}
+        for index, request in enumerate(requests):
+            groups.setdefault(str(request.args[1]), []).append(index)
         bar = tqdm(total=len(requests), desc="wisparse: answers", disable=disable_tqdm or None)
-        while order:
-            settings = requests[order[0]].args[1]
-            batch = [index for index in order[: self.model.decoder.max_batch] if requests[index].args[1] == settings]
-            order = order[len(batch) :]
-            options = self._options(settings)
+        for members in groups.values():
+            options = self._options(requests[members[0]].args[1])
             room = self.model.max_seq_len - options["max_new_tokens"]
-            prompts = [self.tok_encode(requests[index].args[0])[-room:] for index in batch]
-            answers = self.model.generate(prompts, prefill=self.prefill, **options)
-            for index, answer in zip(batch, answers, strict=True):
+            prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in members}
+            order = sorted(members, key=lambda index: len(prompts[index]))
+            answers = self.model.generate_each(
+                [prompts[index] for index in order], prefill=self.prefill, tally=self.tally, **options
+            )
+            for place, answer in answers:
+                index = order[place]
                 result[index] = answer.text
                 self.cache_hook.add_partial("generate_until", requests[index].args, answer.text)
-            bar.update(len(batch))
+                bar.update(1)
         bar.close()
         return result
 
@@ -262,6 +270,7 @@ def evaluate_tasks(
     seed: int = 0,
     apply_chat_template: bool = False,
     confirm_run_unsafe_code: bool = False,
+    tally: Tally | None = None,
 ) -> dict[str, Any]:
     """Run tasks of the harness on a loaded model.
 
@@ -276,6 +285,7 @@ def evaluate_tasks(
         seed: of everything the harness draws.
         apply_chat_template: put prompts through the model's chat template.
         confirm_run_unsafe_code: allow tasks that execute what the model writes (humaneval).
+        tally: what the generated answers took is added to it.
 
     Returns:
         Per task its metrics, ``name -> value``, standard errors as ``name_stderr``.
@@ -291,9 +301,12 @@ def evaluate_tasks(
     else:
         # The harness asks once, the metric it uses for this (code_eval) asks once more, through the environment.
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    adapter = WisparseLM(model, prefill=prefill)
+    if tally is not None:
+        adapter.tally = tally
     try:
         outcome = simple_evaluate(
-            model=WisparseLM(model, prefill=prefill),
+            model=adapter,
             tasks=list(tasks),
             task_manager=manager,
             num_fewshot=num_fewshot,

@@ -14,7 +14,7 @@ from wisparse.formats.errors import UsageError
 
 from .decoder import Decoder, SamplingSettings
 from .detokenize import Detokenizer, StopStrings
-from .generation import Job, Request, Scheduler, sparse_from
+from .generation import Job, Request, Scheduler, Tally, sparse_from
 from .memory import peak_bytes
 from .text import Text, stop_ids
 
@@ -38,7 +38,8 @@ class Generation:
         seed: repeats a sampled answer; None for a greedy one.
         prompt_tokens: length of the prompt.
         prompt_seconds: from the prompt to the first token.
-        generation_seconds: from the first token to the last; 0 if there was only one.
+        generation_seconds: from the first token to the last, on the clock: in a stream what its reader did between two
+            tokens counts too. 0 if there was only one. What a first use compiles and captures comes before the prompt.
         peak_memory_bytes: the most memory used so far: on a GPU the device's, else this process's.
         realised_sparsity: share of the projections' weights that were not needed at the sparse positions; None unless
             asked for. In a batch it is that of all answers together.
@@ -176,7 +177,7 @@ class Model:
                 template ends an assistant's turn with a token that ends generation, as those of instruction-tuned
                 models do; a base model continues the text as it stands. Conversations always are.
             prefill: ``dense``, ``half`` or ``all``; the loader's choice if None.
-            measure_sparsity: count the dropped channels, at a little cost.
+            measure_sparsity: count the dropped channels; see :meth:`Decoder.measure_sparsity`.
 
         Returns:
             A :class:`Generation`, or a list of them if a list of prompts was given.
@@ -204,6 +205,29 @@ class Model:
             pass
         answers = [self._answer(writer, plan) for writer in plan.writers.values()]
         return answers[0] if single else answers
+
+    def generate_each(
+        self, prompts: Sequence[Prompt], *, tally: Tally | None = None, **settings: Any
+    ) -> Generator[tuple[int, Generation], None, None]:
+        """Answer many prompts, as many at a time as there are slots: gives each one's index and answer as it ends.
+
+        Arguments are checked at once, the model starts at the first ``next``.
+
+        Args:
+            prompts: as for :meth:`generate`.
+            tally: what the steps gave and took is added to it in the end.
+            settings: as for :meth:`generate`.
+        """
+        return self._answers(self._plan(prompts, **settings), tally)
+
+    def _answers(self, plan: _Plan, tally: Tally | None) -> Generator[tuple[int, Generation], None, None]:
+        index = {writer: number for number, writer in enumerate(plan.writers.values())}
+        for writer, _ in self._run(plan):
+            if writer.finish_reason is not None:
+                yield index[writer], self._answer(writer, plan)
+        if tally is not None:
+            tally.tokens += plan.scheduler.tally.tokens
+            tally.seconds += plan.scheduler.tally.seconds
 
     def stream(self, prompt: Prompt, **settings: Any) -> Generator[Piece, None, None]:
         """Answer piece by piece as tokens come; arguments as for :meth:`generate`, one prompt only.
@@ -272,6 +296,7 @@ class Model:
         """Run a plan to its end; yields every token's writer and text."""
         with self._held():
             self.decoder.measure_sparsity(plan.measure_sparsity)
+            plan.scheduler.prepare()
             while plan.scheduler.busy:
                 for job in plan.scheduler.step():
                     writer = plan.writers[job]

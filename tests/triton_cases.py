@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from wisparse.kernels.precision import activation_dtype, wide_dtype
+from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 from wisparse.kernels.reference import keep_mask, sparse_linear
 from wisparse.kernels.triton_attention import launch_attention
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
@@ -131,6 +131,31 @@ def test_many_rows_are_the_twins(dtype, tile, batch, widths, k, sparsity):
     group = make_group(widths, k, dtype, sparsity, bias=True)
     x = rows(batch, k, dtype)
     assert_close(sparse_gemv(x, group, tile), twin(x, group), dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", [TILES[0], TILES[1], replace(TILES[2], lead=1), BATCH_TILES[1]])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_kept_channels_are_counted_row_by_row(dtype, tile, batch):
+    group = make_group((128, 37, 80), 130, dtype, 0.6)
+    launches = batch // rows_together(batch, dtype)
+    x, stored = rows(batch, 130, activation_dtype(dtype)), activation_dtype(dtype)
+    scratch = Scratch(DEVICE, dtype)
+    scratch.reserve(group, tile, batch)
+    cells = torch.full((2, launches, 3, tile.splits), 7, dtype=torch.int64, device=DEVICE)
+    tokens = torch.arange(batch, device=DEVICE) - int(batch > 1)  # the first of several is idle
+    counted = tokens >= 0
+    expected = torch.stack([keep_mask(x[counted], group.scales[i], group.thresholds[i]).sum() for i in range(3)])
+    outs = []
+    for turn in (0, 1, 0, None):
+        kept = None if turn is None else (tokens, cells[1 - turn], cells[turn])
+        outs.append(torch.full((batch, 245), float("nan"), dtype=stored, device=DEVICE))
+        launch_gemv(group, x, outs[-1], scratch, tile, batch=batch, kept=kept)
+    assert all(torch.equal(out, outs[-1]) for out in outs)
+    assert_close(outs[0], twin(x, group), stored)
+    before = 7 * launches * tile.splits
+    # The second launch adds to what the first left, and the third to that.
+    assert torch.equal(cells.sum((1, 3)) - before, torch.stack([3 * expected, 2 * expected]))
 
 
 @pytest.mark.parametrize("lead", [0, 2])

@@ -6,6 +6,8 @@ test_kernels_triton.py in a process of its own; under the interpreter the launch
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from triton_decoder_cases import DEVICE, make_bundle
@@ -22,8 +24,18 @@ GREEDY = SamplingSettings()
 PROMPT = torch.arange(5) * 7 % 70
 
 
-def make(cls: type[Decoder], *, dtype: torch.dtype = torch.float32, max_batch: int = 1, max_seq_len: int = 24):
+def make(
+    cls: type[Decoder],
+    *,
+    dtype: torch.dtype = torch.float32,
+    max_batch: int = 1,
+    max_seq_len: int = 24,
+    dense: tuple[str, ...] = (),
+):
     bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
+    for name, mask in bundle.masks.items():
+        if name.endswith(dense):
+            bundle.masks[name] = replace(mask, threshold=0.0, sparsity=0.0)
     return cls(bundle, device=DEVICE, dtype=dtype, max_seq_len=max_seq_len, max_batch=max_batch)
 
 
@@ -54,9 +66,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[DecodeStep]:
     seen: list[DecodeStep] = []
     replay = DecodeStep.replay
 
-    def counting(self: DecodeStep, *settings: object) -> None:
+    def counting(self: DecodeStep, *settings: object, **options: object) -> None:
         seen.append(self)
-        replay(self, *settings)
+        replay(self, *settings, **options)
 
     monkeypatch.setattr(DecodeStep, "replay", counting)
     return seen
@@ -157,15 +169,45 @@ def test_more_rows_than_a_graph_holds():
         fast.decode(torch.zeros(19, dtype=torch.int64))
 
 
-def test_counted_sparsity_is_the_plain_decoders():
-    fast, slow = both(max_batch=2)
-    for decoder in (fast, slow):
+@pytest.mark.parametrize("dense", [False, True])
+def test_counted_sparsity_is_the_plain_decoders(dense):
+    fast, slow = both(max_batch=2, dense=("o_proj",) if dense else ())
+    seen: list[list] = [[], []]
+    for decoder, found in zip((fast, slow), seen, strict=True):
+
+        def note(decoder=decoder, found=found) -> None:
+            found.append(decoder.realised_sparsity())
+
+        start(decoder, 1)
+        run(decoder, torch.tensor([-1, 2]), 1)  # a step ahead that is not counted
         decoder.measure_sparsity(True)
         assert decoder.realised_sparsity() is None
         decoder.prefill(0, PROMPT, 2)
+        note()
         run(decoder, torch.tensor([4]), 3)
-    assert fast.realised_sparsity() == pytest.approx(slow.realised_sparsity(), abs=1e-6)
-    assert 0.2 < fast.realised_sparsity() < 0.9
+        note()
+        run(decoder, torch.tensor([5]), 2)  # not what the step ahead had begun with
+        note()
+        run(decoder, torch.tensor([5]), 2, [SamplingSettings(1.0, seed=3)])  # another graph
+        note()
+        run(decoder, torch.tensor([-1, 6]), 1)  # an idle row
+        note()
+        decoder.prefill(0, PROMPT, 5)  # none of it sparse
+        decoder.decode(torch.tensor([6, 7]))
+        note()
+        decoder.measure_sparsity(True)  # from zero
+        run(decoder, torch.tensor([4]), 2)
+        note()
+    assert seen[0] == pytest.approx(seen[1], abs=1e-9)
+    assert 0.2 < min(seen[0]) < max(seen[0]) < 0.9
+
+
+def test_counting_runs_the_same_step(launches):
+    plain, counting = make(CudaDecoder, dtype=torch.float16), make(CudaDecoder, dtype=torch.float16)
+    counting.measure_sparsity(True)
+    assert run(plain, start(plain), 4) == run(counting, start(counting), 4)
+    assert len(launches) == 2 * 5  # each step started ahead of the one that is asked for
+    assert torch.equal(plain.decode(torch.tensor([1])), counting.decode(torch.tensor([1])))
 
 
 def test_an_interrupted_step_leaves_nothing_behind(monkeypatch):

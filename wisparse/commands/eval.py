@@ -215,17 +215,25 @@ def _on_tasks(
 ) -> dict[str, Any]:
     """Metrics with masks off and under each policy; one model in memory at a time."""
     from wisparse.runtime.dense import without_masks
+    from wisparse.runtime.generation import Tally
     from wisparse.runtime.lm_eval_adapter import evaluate_tasks
     from wisparse.runtime.loader import load
 
     results = {}
+    tallies: dict[str, Tally] = {}
+
+    def run(name: str, some: Model, policy: str) -> None:
+        tallies[name] = Tally()
+        results[name] = evaluate_tasks(some, names, prefill=policy, tally=tallies[name], **task_options)
+
     with load(folder, **options) as model:
         backend = _backend(model)
         for policy in dict.fromkeys(policies):
-            results[policy] = evaluate_tasks(model, names, prefill=policy, **task_options)
+            run(policy, model, policy)
     with without_masks(model, weights=options["weights"]) as dense:
-        results["masks off"] = evaluate_tasks(dense, names, prefill="dense", **task_options)
-    return {"backend": backend, "tasks": results}
+        run("masks off", dense, "dense")
+    speed = {name: {"tokens": t.tokens, "tok_per_s": t.tok_per_s} for name, t in tallies.items() if t.tokens}
+    return {"backend": backend, "tasks": results, "generation": speed}
 
 
 # ---------------------------------------------------------------------- output
@@ -289,6 +297,10 @@ def _print_tables(document: Mapping[str, Any]) -> None:
             console.print(_verdict(row))
     if any("tasks" in row for row in rows):
         console.print(_task_table(rows))
+        for row in rows:
+            if row["generation"]:
+                rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())
+                console.print(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
 
 
 def _cells(quality: Quality) -> list[str]:
