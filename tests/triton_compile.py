@@ -14,6 +14,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -94,9 +95,16 @@ def looks_shared(compiled) -> int:
 
 
 def gemv(
-    arch: int, tile, group: str, batch: int = 1, dense: bool = False, dtype: str = "bf16", pdl: bool | None = None
+    arch: int,
+    tile,
+    group: str,
+    batch: int = 1,
+    dense: bool = False,
+    dtype: str = "bf16",
+    pdl: bool | None = None,
+    count: bool = False,
 ):
-    """The GEMV as Llama-3.1-8B launches it for ``group``."""
+    """The GEMV as Llama-3.1-8B launches it for ``group``; ``count``: with its kept channels counted."""
     k, widths, source, target = SHAPES[group]
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
@@ -106,6 +114,7 @@ def gemv(
         "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide,
         "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
         "ssq_parts": "i32", **floats,
+        **dict.fromkeys(("token_ptr", "kept_before_ptr", "kept_after_ptr"), "*i64" if count else "*fp32"),
     }  # fmt: skip
     kind = triton_gemv.launch_kind(batch, dense=dense)
     on_gpu = torch.empty(k, sum(widths), dtype=TORCH_TYPES[dtype], device="meta")
@@ -116,7 +125,7 @@ def gemv(
         KV_SPLITS=16 // batch, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target, kind=kind),
-        SEGMENT=lists.segment, LIST=lists.length, ROOM=lists.in_room, PDL=arch >= 90 if pdl is None else pdl, **exact,
+        SEGMENT=lists.segment, LIST=lists.length, ROOM=lists.in_room, COUNT=count, PDL=arch >= 90 if pdl is None else pdl, **exact,
     )  # fmt: skip
     if kind == "batch":
         constants |= dict(STAGES=tile.stages)
@@ -210,6 +219,11 @@ def main(archs: list[int]) -> None:
                     tile = TABLE[f"sm90:{kind}:{k}x{n}"]
                     name = f"gemv {group} {kind} {batch}{' waiting' if tile.pollers else ''}, as measured"
                     cases[name] = (gemv, tile, group, batch, kind == "dense")
+        cases |= {
+            f"{name} counting": (partial(gemv, count=True), *case[1:])
+            for name, case in cases.items()
+            if case[0] is gemv and not {"dense", "fp32"} & set(name.split()) and (arch == 90) == ("measured" in name)
+        }
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():
