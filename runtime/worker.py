@@ -142,8 +142,10 @@ def _limit(seconds: float, megabytes: int) -> None:
 
         signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process, also in the middle of a C function
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+        soft = megabytes << 20 if hard == resource.RLIM_INFINITY else min(megabytes << 20, hard)
         with contextlib.suppress(ValueError, OSError):  # macOS
-            resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, resource.RLIM_INFINITY))
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Throws damaged and forged bundles at every reader, and fails if one of them is taken badly.
 
     python tests/hostile.py --cases 10000 --seed 0        # prints progress, then one JSON document
+    python tests/hostile.py --cases 500 --seed 0 --text   # forged chat templates and tokenizers only
 
 A case copies a small bundle, damages the copy in one to three ways (``hostile_mutations``), in half of the cases makes
 all digests fit again as a forger would, and gives it to ``verify``, to ``load`` with generation, and now and then to
@@ -11,8 +12,10 @@ the commands. Some cases do the damage after ``verify``, or between the opening 
     forged       digests that fit a well-formed bundle of another content: nothing to object to. It generates, or says
                  why it cannot: a prompt that its tokenizer makes empty, weights that overflow.
 
-Anything else fails the case: another exception, more than ``--seconds``, resident memory that grows by more than
-``--megabytes`` (or address space beyond a few gigabytes), a file touched, other tokens than the intact bundle's.
+Anything else fails the case: another exception, more than ``--seconds`` of processor time for one step, resident memory
+that grows by more than ``--megabytes`` (or address space beyond a few gigabytes), a file touched, other tokens than the
+intact bundle's. With ``--text`` the largest child's memory counts too, and what is accepted is held against
+transformers' own rendering and the tokenizers library's own ids.
 """
 
 from __future__ import annotations
@@ -42,15 +45,16 @@ from random import Random
 from typing import Any
 
 import torch
-from hostile_mutations import MUTATIONS
+from hostile_mutations import MUTATIONS, TEXT_MUTATIONS
 from tiny_bundle import resign, tiny_config, tiny_masks, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import BundleError, WisparseError
+from wisparse.formats.errors import BundleError, UsageError, WisparseError
 from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.loader import load
+from wisparse.runtime.text import Text, check_text
 
 __all__ = ["run"]
 
@@ -130,6 +134,38 @@ def answers(folder: Path, backend: str) -> list[tuple[int, ...] | str]:
     return found
 
 
+def verify(folder: Path) -> None:
+    """What the command does."""
+    verify_bundle(folder)
+    check_text(Bundle.open(folder))
+
+
+def compare_text(folder: Path) -> None:
+    """Raise AssertionError unless a template and a tokenizer that were accepted do what the plain libraries do."""
+    from tokenizers import Tokenizer
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    bundle = Bundle.open(folder)
+    text = Text.from_bundle(bundle)
+    source = (folder / "chat_template.jinja").read_text()
+    with contextlib.suppress(UsageError):
+        found = text.render(PROMPTS[2])
+        # Its own chance, and an object's address, differ from process to process.
+        if "lipsum" not in source and " at 0x" not in found:
+            rendered, _ = render_jinja_template(
+                conversations=[PROMPTS[2]], chat_template=source, add_generation_prompt=True, **text.special_tokens
+            )
+            assert found == rendered[0], f"rendered {found!r:.200}, transformers {rendered[0]!r:.200}"
+    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    library.no_truncation()
+    library.no_padding()
+    if not json.loads((folder / "tokenizer.json").read_bytes())["model"].get("dropout"):
+        with contextlib.suppress(BundleError):  # an id that the model does not have
+            ids = text.encode(PROMPTS[1])
+            assert ids == library.encode(PROMPTS[1]).ids, f"ids {ids!s:.200}"
+            assert text.decode(ids) == library.decode(ids)
+
+
 def _state(folder: Path) -> list[tuple[Any, ...]]:
     """Names, kinds, sizes and times of everything in a folder: reading must change none."""
     found = []
@@ -194,17 +230,23 @@ class _Memory:
 class Case:
     """One damaged copy and what became of it."""
 
-    def __init__(self, seed: str, intact: Path, wanted: tuple[str, list[Any]], room: Path, backend: str) -> None:
+    def __init__(
+        self, seed: str, intact: Path, wanted: tuple[str, list[Any]], room: Path, backend: str, text: bool
+    ) -> None:
         self.random = Random(seed)
+        self.mutations = TEXT_MUTATIONS if text else MUTATIONS
         self.intact, self.room = intact, room
         self.meaning, self.answers = wanted
         self.backend = backend
         self.folder = room / "case" / "bundle"
         self.growth_mb = 0.0
+        self.slowest_s = self.slowest_wall_s = 0.0
         self.damage: list[str] = []
         self.kinds: list[str] = []
-        self.when = self.random.choices(["before", "after verify", "after opening"], [8, 1, 1])[0]
-        self.forged = self.when == "before" and self.random.random() < 0.5
+        self.when = (
+            self.random.choices(["before", "after verify", "after opening"], [8, 1, 1])[0] if not text else "before"
+        )
+        self.forged = self.when == "before" and (text or self.random.random() < 0.5)
 
     def run(self, commands: bool) -> str:
         """Returns what came out; raises what should not."""
@@ -213,10 +255,10 @@ class Case:
         if self.when == "before":
             self._damage()
         if self.when == "after verify":
-            verify_bundle(self.folder)
+            verify(self.folder)
             self._damage()
         before = _state(self.folder.parent) if self.when != "after opening" else None
-        verified = self._try(lambda: verify_bundle(self.folder))
+        verified = self._try(lambda: verify(self.folder) or True)
         act = self._damage if self.when == "after opening" else lambda: None
         with _after_opening(act) if self.when == "after opening" else contextlib.nullcontext():
             loaded = self._try(lambda: answers(self.folder, self.backend))
@@ -233,15 +275,17 @@ class Case:
             raise AssertionError(f"other tokens or meaning than the intact bundle: {loaded}")
         if verified is None:
             raise AssertionError("load accepts what verify refuses")
+        if self.mutations is TEXT_MUTATIONS:
+            compare_text(self.folder)
         return "forged"
 
     def _damage(self) -> None:
         # One lie that all digests vouch for gets further than several.
         for _ in range(self.random.choice([1, 1, 1, 2, 3]) if not self.forged else 1):
-            kind = self.random.choice(list(MUTATIONS))
+            kind = self.random.choice(list(self.mutations))
             with contextlib.suppress(*_TOO_BROKEN):
                 self.kinds.append(kind)
-                self.damage.append(f"{kind}: {MUTATIONS[kind](self.random, self.folder)}")
+                self.damage.append(f"{kind}: {self.mutations[kind](self.random, self.folder)}")
         if self.forged:
             sizes = [file.stat().st_size for file in self.folder.iterdir() if file.is_file()]
             if not sizes or max(sizes) > 64 << 20 or not all(f.is_file() or f.is_dir() for f in self.folder.iterdir()):
@@ -252,6 +296,7 @@ class Case:
     def _try(self, act: Callable[[], Any]) -> Any:
         """The result, or None for a proper refusal."""
         memory = _Memory()
+        started, used = time.monotonic(), _processor_seconds()
         try:
             return act()
         except BundleError as error:
@@ -260,6 +305,8 @@ class Case:
                 raise AssertionError(f"not one clear sentence: {text!r:.2000}") from error
             return None
         finally:
+            self.slowest_s = max(self.slowest_s, _processor_seconds() - used)
+            self.slowest_wall_s = max(self.slowest_wall_s, time.monotonic() - started)
             self.growth_mb = max(self.growth_mb, memory.growth_mb())
 
     def _commands(self, refused: bool | None) -> None:
@@ -282,29 +329,37 @@ class Case:
 
 
 def run(
-    cases: int, seed: int, seconds: float, megabytes: float, only: str | None = None, backend: str = "torch"
+    cases: int,
+    seed: int,
+    seconds: float,
+    megabytes: float,
+    only: str | None = None,
+    backend: str = "torch",
+    text: bool = False,
 ) -> dict[str, Any]:
     """Run cases ``seed:0`` to ``seed:cases-1`` (or ``only`` one) and summarise."""
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
     outcomes: Counter[str] = Counter()
-    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in MUTATIONS}
+    by_kind: dict[str, Counter[str]] = {kind: Counter() for kind in (TEXT_MUTATIONS if text else MUTATIONS)}
     failures: list[dict[str, Any]] = []
     base = Path(tempfile.mkdtemp(prefix="hostile-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
         bundles = build(base / "intact", backend)
         wanted = [(meaning(Bundle.open(bundle)), answers(bundle, backend)) for bundle in bundles]
         _limit_memory()
-        started, slowest, growth = time.monotonic(), 0.0, 0.0
+        started, slowest, slowest_wall, growth = time.monotonic(), 0.0, 0.0, 0.0
         for index in range(cases) if only is None else [int(only)]:
             kind = index % len(bundles)
-            case = Case(f"{seed}:{index}", bundles[kind], wanted[kind], base, backend)
-            began = time.monotonic()
+            case = Case(f"{seed}:{index}", bundles[kind], wanted[kind], base, backend, text)
             try:
-                with _time_limit(seconds):
+                with _time_limit(20 * seconds):
                     outcome = case.run(commands=index % 20 == 0)
+                case.growth_mb += _largest_child_mb() if text else 0
                 if case.growth_mb > megabytes:
                     raise AssertionError(f"resident memory rose by {case.growth_mb:.0f} MB")
+                if case.slowest_s > seconds:
+                    raise AssertionError(f"one step took {case.slowest_s:.1f} s")
             except (Exception, _TooSlow) as error:
                 outcome = "failed"
                 trace = traceback.format_exception(error)[-4:]
@@ -313,7 +368,8 @@ def run(
                 print(f"case {index} {case.damage} {case.when} forged={case.forged}\n{''.join(trace)}", file=sys.stderr)
             finally:
                 shutil.rmtree(base / "case", ignore_errors=True)
-            slowest, growth = max(slowest, time.monotonic() - began), max(growth, case.growth_mb)
+            slowest, slowest_wall = max(slowest, case.slowest_s), max(slowest_wall, case.slowest_wall_s)
+            growth = max(growth, case.growth_mb)
             outcomes[outcome] += 1
             for kind in set(case.kinds):
                 by_kind[kind][outcome] += 1
@@ -322,7 +378,7 @@ def run(
     finally:
         shutil.rmtree(base, ignore_errors=True)
     return {
-        "command": f"python tests/hostile.py --cases {cases} --seed {seed} --backend {backend}",
+        "command": f"python tests/hostile.py --cases {cases} --seed {seed} --backend {backend}" + " --text" * text,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "machine": platform.machine(),
@@ -330,11 +386,23 @@ def run(
         "handled": sum(outcomes.values()) - outcomes["failed"],
         "outcomes": dict(sorted(outcomes.items())),
         "by_kind": {kind: dict(sorted(counts.items())) for kind, counts in sorted(by_kind.items())},
-        "slowest_case_s": round(slowest, 2),
+        "slowest_step_processor_s": round(slowest, 2),
+        "slowest_step_wall_s": round(slowest_wall, 2),
         "largest_memory_growth_mb": round(growth),
         "total_s": round(time.monotonic() - started),
         "failures": failures[:50],
     }
+
+
+def _processor_seconds() -> float:
+    """Of this process and of its children that have ended: unlike the clock, no matter what else the machine does."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def _largest_child_mb() -> float:
+    """Of all children so far."""
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
 
 
 def _limit_memory(gigabytes: float = 4.0) -> None:
@@ -351,13 +419,20 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=20.0, help="a case may take")
-    parser.add_argument("--megabytes", type=float, default=400.0, help="of resident memory a reader may add")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of processor time a step may take")
+    parser.add_argument("--megabytes", type=float, help="of memory a reader may add; 400, with --text 1500")
+    parser.add_argument("--text", action="store_true", help="forge chat templates and tokenizers, nothing else")
     parser.add_argument("--backend", default="torch", help="that generates: torch or numba")
     parser.add_argument("--only", help="run one case, by its number")
     arguments = parser.parse_args()
     summary = run(
-        arguments.cases, arguments.seed, arguments.seconds, arguments.megabytes, arguments.only, arguments.backend
+        arguments.cases,
+        arguments.seed,
+        arguments.seconds,
+        arguments.megabytes or (1500 if arguments.text else 400),
+        arguments.only,
+        arguments.backend,
+        arguments.text,
     )
     print(json.dumps(summary, indent=1))
     sys.exit(1 if summary["failures"] else 0)

@@ -1,0 +1,303 @@
+"""A stranger's template or tokenizer in a process apart: what ends it, what it sees, and that it always answers."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+
+from wisparse.formats.errors import BundleError, ContextLengthError, UsageError, printable
+from wisparse.runtime import sandbox
+from wisparse.runtime.sandbox import Worker, WorkerError
+from wisparse.runtime.template import ChatTemplate
+from wisparse.runtime.text import Text
+from wisparse.runtime.tokenizer import is_plain, read_tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = json.loads((ROOT / "examples" / "pycode-llama-6m" / "tokenizer.json").read_text())
+HELLO = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MESSAGES = [{"role": "user", "content": "hi ü \U0001f600"}]
+
+
+def process_of(template: ChatTemplate) -> subprocess.Popen[bytes]:
+    process = template._worker._process
+    assert process is not None
+    return process
+
+
+def test_processor_time_ends_what_loops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
+    monkeypatch.setattr(sandbox, "_PATIENCE", 1000)  # not the clock
+    with pytest.raises(BundleError, match=r"fails \(it takes more than 0\.3 seconds\)"):
+        ChatTemplate(ENDLESS, {}).render(MESSAGES)
+
+
+def test_the_clock_ends_what_hangs_without_working(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(HELLO, {})
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.2)
+    os.kill(process_of(template).pid, signal.SIGSTOP)
+    started = time.monotonic()
+    with pytest.raises(BundleError, match=r"it takes more than 0\.2 seconds"):
+        template.render(MESSAGES)
+    assert 0.5 < time.monotonic() - started < 5
+    monkeypatch.undo()
+    assert template.render(MESSAGES) == "hi ü \U0001f600"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="macOS has no limit of address space")
+def test_memory_is_limited() -> None:
+    with pytest.raises(BundleError, match=r"fails \(it needs more than 512 MB of memory\)"):
+        ChatTemplate("{{ messages | length * 10 ** 9 * 'x' }}", {}).render(MESSAGES)
+
+
+def test_output_is_limited_by_what_was_given() -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", {})
+    with pytest.raises(BundleError, match=r"fails \(it makes more than 200,\d+ characters\)"):
+        template.render(MESSAGES)
+    long = "x" * 1_000_000
+    assert ChatTemplate(HELLO, {}).render([{"role": "user", "content": long}]) == long
+
+
+def test_it_answers_again_after_it_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% if messages | length > 1 %}" + ENDLESS + "{% endif %}" + HELLO, {})
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
+    first = process_of(template)
+    with pytest.raises(BundleError):
+        template.render(MESSAGES * 2)
+    assert first.returncode is not None  # waited for: no zombie
+    assert template.render(MESSAGES) == "hi ü \U0001f600"
+    process_of(template).kill()
+    process_of(template).wait()
+    assert template.render(MESSAGES) == "hi ü \U0001f600"
+
+
+def test_threads_take_turns() -> None:
+    template = ChatTemplate(HELLO, {})
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda i: template.render([{"role": "user", "content": str(i)}]), range(200)))
+    assert found == [str(i) for i in range(200)]
+
+
+def test_nothing_is_left_when_it_is_no_longer_needed() -> None:
+    template = ChatTemplate(HELLO, {})
+    process = process_of(template)
+    assert process.poll() is None
+    del template
+    gc.collect()
+    assert process.returncode is not None
+
+
+def test_a_forked_child_has_its_own() -> None:
+    template = ChatTemplate(HELLO, {})
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if template.render(MESSAGES) == "hi ü \U0001f600" else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert process_of(template).poll() is None
+    assert template.render(MESSAGES) == "hi ü \U0001f600"
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
+def test_it_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    template = ChatTemplate(HELLO, {})
+    template.render(MESSAGES)
+    assert b"hf_secret" not in Path(f"/proc/{process_of(template).pid}/environ").read_bytes()
+
+
+SCRIPT = """
+import sys
+from wisparse.runtime.template import ChatTemplate
+text = ChatTemplate({source!r}, {{}}).render([{{"role": "user", "content": "hi"}}])
+with open(sys.argv[1], "w") as file:
+    file.write(text)
+"""
+
+
+@pytest.mark.parametrize("closed", ["", "<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_script_without_a_guard_and_with_closed_standard_files(closed: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.format(source=HELLO))
+    command = f'exec "$0" "$1" "$2" {closed}'
+    done = subprocess.run(["sh", "-c", command, sys.executable, str(script), str(tmp_path / "out")], timeout=120)
+    assert done.returncode == 0
+    assert (tmp_path / "out").read_text() == "hi"
+
+
+def test_messages_are_what_json_can_hold() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    assert template.render([{"role": "user", "content": ("a", 1)}]) == "['a', 1]"
+    with pytest.raises(UsageError, match="messages: expected texts, numbers, lists and mappings, found object"):
+        template.render([{"role": "user", "content": object()}])
+
+
+def test_what_cannot_be_made_says_why() -> None:
+    with pytest.raises(WorkerError, match="TemplateSyntaxError: "):
+        Worker("template", "{% if", 512)
+
+
+# Tokenizers.
+
+
+def changed(**parts: Any) -> dict[str, Any]:
+    return copy.deepcopy(EXAMPLE) | parts
+
+
+def doubling(letter: str) -> list[dict[str, Any]]:
+    return [{"type": "Replace", "pattern": {"String": letter}, "content": letter * 2}] * 30
+
+
+def split(pattern: str) -> dict[str, Any]:
+    part = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    return {"type": "Sequence", "pretokenizers": [part, level]}
+
+
+def repeating(inputs: int, specials: int = 0) -> dict[str, Any]:
+    sequence = {"Sequence": {"id": "A", "type_id": 0}}
+    single = [sequence] * inputs + [{"SpecialToken": {"id": "<|user|>", "type_id": 0}}] * min(specials, 1000)
+    token = {"id": "<|user|>", "ids": [1] * (specials // 1000), "tokens": ["<|user|>"] * (specials // 1000)}
+    pair = [sequence, {"Sequence": {"id": "B", "type_id": 1}}]
+    return {"type": "TemplateProcessing", "single": single, "pair": pair, "special_tokens": {"<|user|>": token}}
+
+
+BOMBS: dict[str, dict[str, Any]] = {
+    "normalizer": changed(normalizer={"type": "Sequence", "normalizers": doubling("1")}),
+    "decoder": changed(decoder={"type": "Sequence", "decoders": [*doubling("1")]}),
+    "nested": changed(
+        normalizer={"type": "Sequence", "normalizers": [{"type": "Sequence", "normalizers": doubling("1")[:6]}] * 5}
+    ),
+    "backtracking": changed(pre_tokenizer=split("(1|11)+$")),
+    "post-processor": changed(post_processor=repeating(1, 1_000_000)),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_tokenizer_that_would_never_be_done_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.7)
+    monkeypatch.setattr(sandbox, "_MOST_SECONDS_HELD", 1.5)
+    started = time.monotonic()
+    message = r"tokenizer\.json: the tokenizers library cannot run it: (it (takes|needs|makes)|Onig: .*limit)"
+    with pytest.raises(BundleError, match=message):
+        Text(json.dumps(BOMBS[kind]).encode(), {}, None, 8192).encode("1" * 60 + "!")
+    assert time.monotonic() - started < 30
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+LLAMA2 = {
+    "normalizer": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": "\u2581"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"},
+        ],
+    },
+    "pre_tokenizer": None,
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    },
+}
+START = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "<|user|>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"<|user|>": {"id": "<|user|>", "ids": [1], "tokens": ["<|user|>"]}},
+}
+ORDINARY: dict[str, dict[str, Any]] = {
+    "example": EXAMPLE,
+    "llama 3": changed(pre_tokenizer=split(LLAMA3), post_processor={"type": "Sequence", "processors": [START]}),
+    "qwen": changed(pre_tokenizer=split(LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")), normalizer={"type": "NFC"}),
+    "llama 2": changed(**LLAMA2, post_processor=START),
+}
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "pattern": changed(pre_tokenizer=split(r"\w+|[^\w\s]+|\s")),
+    "strip": changed(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}),
+    "suffix": changed(model=EXAMPLE["model"] | {"end_of_word_suffix": "x" * 100}),
+    "words": changed(
+        model={"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"}, post_processor=None, added_tokens=[]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*ORDINARY, *UNUSUAL])
+def test_ordinary_tokenizers_need_no_process_and_all_give_the_librarys_ids(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    document = {**ORDINARY, **UNUSUAL}[name]
+    assert is_plain(document) == (name in ORDINARY)
+    data = json.dumps(document).encode()
+    library = tokenizers.Tokenizer.from_buffer(data)
+    if name in ORDINARY:
+        monkeypatch.setattr(subprocess, "Popen", None)
+    found = read_tokenizer(data)
+    for text in ("def f(x):\n    return 'ü' + 1", "", "  <|user|> 1234 \U0001f600"):
+        for special in (True, False):
+            ids = found.encode(text, special)
+            assert ids == library.encode(text, add_special_tokens=special).ids
+            assert found.decode(ids, True) == library.decode(ids)
+    assert found.token_to_id("a") == library.token_to_id("a")
+    assert found.token_to_id("nowhere") is None
+
+
+UNBOUNDED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "long token": lambda d: d["model"]["vocab"].update({"x" * 513: 8192}),
+    "prefix": lambda d: d["model"].update(continuing_subword_prefix="##"),
+    "no model type": lambda d: d["model"].pop("type"),
+    "growth": lambda d: d.update(normalizer={"type": "Sequence", "normalizers": doubling("1")[:7]}),
+    "removal": lambda d: d.update(normalizer={"type": "Replace", "pattern": {"String": "a"}, "content": ""}),
+    "nesting": lambda d: d.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [split(LLAMA3)]}),
+    "many": lambda d: d.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "Digits"}] * 17}),
+    "byte level": lambda d: d.update(pre_tokenizer={"type": "Sequence", "pretokenizers": [{"type": "ByteLevel"}] * 4}),
+    "twice": lambda d: d.update(post_processor=repeating(2)),
+    "thousands of specials": lambda d: d.update(post_processor=repeating(1, 2000)),
+    "unknown special": lambda d: d.update(post_processor=START | {"special_tokens": {}}),
+    "empty added": lambda d: d["added_tokens"].append({"id": 8192, "content": ""}),
+    "stripped": lambda d: d.update(decoder={"type": "Strip", "content": " ", "start": 0, "stop": 9}),
+    "no object": lambda d: d.update(normalizer=[1]),
+}
+
+
+@pytest.mark.parametrize("kind", UNBOUNDED)
+def test_what_is_not_known_to_be_bounded_is_not_plain(kind: str) -> None:
+    document = changed()
+    assert is_plain(document)
+    UNBOUNDED[kind](document)
+    assert not is_plain(document)
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenised_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = Text(json.dumps(EXAMPLE).encode(), {}, None, 8192)
+    plain, seen = text._tokenizer.encode, []
+    monkeypatch.setattr(text._tokenizer, "encode", lambda some, special: seen.append(len(some)) or plain(some, special))
+    with pytest.raises(ContextLengthError, match=r"has 10,000,000 characters, the first .* the context holds 256:"):
+        text.encode("def f(x): " * 1_000_000, most=256)
+    assert sum(seen) < 100_000
+    # What may still fit is tokenised, and all of it: 300,000 spaces are few tokens.
+    spaces = " " * 300_000
+    assert text.encode(spaces, most=20_000) == text.encode(spaces)
+
+
+def test_printable_text() -> None:
+    assert printable("a b\x1b[2J\n\u202e\ud800\x9b é\U0001f600") == "a b\ufffd[2J\ufffd\ufffd\ufffd\ufffd é\U0001f600"
