@@ -101,7 +101,7 @@ class _Near:
     """In this process."""
 
     def __init__(self, data: bytes) -> None:
-        with _faults_are_errors("not a tokenizer of the tokenizers library"):
+        with _faults_are_errors("not a tokenizer of the tokenizers library", ValueError):
             self._library = tokenizers.Tokenizer.from_buffer(data)
             # Left over from training, either would change a prompt silently.
             self._library.no_truncation()
@@ -158,7 +158,7 @@ class _Far:
 
 
 @contextmanager
-def _faults_are_errors(what: str) -> Iterator[None]:
+def _faults_are_errors(what: str, *more: type[Exception]) -> Iterator[None]:
     """Whatever goes wrong inside the library is the fault of the file.
 
     Raises:
@@ -169,7 +169,8 @@ def _faults_are_errors(what: str) -> Iterator[None]:
     except BaseException as error:
         # It raises the bare class for damage, and for what it finds out only while it runs; the class of its panics, a
         # BaseException, is in no module that could be imported.
-        if type(error) is not Exception and type(error).__name__ != "PanicException":
+        known = type(error) is Exception or type(error).__name__ == "PanicException" or isinstance(error, more)
+        if not known:
             raise
         raise BundleError(f"{_NAME}: {what}: {error!s:.200}") from error
 

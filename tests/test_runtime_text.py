@@ -305,6 +305,10 @@ def test_bad_tokenizers() -> None:
     for data in (b"", b"{}", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "BPE"}}'):
         with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|expected JSON|expected UTF-8)"):
             Text(data, {}, None, 8192)
+    document = json.loads(byte_level().to_str())
+    document["model"]["merges"].append(["a", "no such"])
+    with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer.*out of vocabulary"):
+        Text(json.dumps(document).encode(), {}, None, 8192)
     with pytest.raises(BundleError, match="vocabulary has 10"):
         make_text(vocab_size=10).encode("hello world")
     with pytest.raises(UsageError, match="surrogate"):
