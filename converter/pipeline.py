@@ -22,11 +22,14 @@ from typing import Any, cast
 import torch
 
 import wisparse
+from wisparse.formats import arguments
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.device import choose_device
 from wisparse.formats.errors import ResourceError
 from wisparse.formats.hub import Source, fetch_source, push_bundle
+from wisparse.formats.places import expand
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import write_bundle
 
@@ -38,8 +41,8 @@ from .processes import ALONE, LeadersStore, Processes, joined
 from .progress import Progress
 from .report import render_report
 from .search import SearchResult, SearchSettings, search
-from .settings import ConvertSettings, default_output
-from .source import SourceModel, choose_device, load_source
+from .settings import MAX_SPARSITY, ConvertSettings, default_output
+from .source import SourceModel, load_source
 from .state import NO_STATE, SharedStore, StateStore, Store
 
 __all__ = ["Conversion", "convert", "execute", "run", "run_all"]
@@ -113,25 +116,32 @@ def convert(
     Raises:
         WisparseError: its sub-classes say what is wrong; see `wisparse.formats.errors`.
     """
-    sources = [calibration] if isinstance(calibration, (str, os.PathLike)) else list(calibration)
-    name = os.fspath(model)
+    name = arguments.place("model", model)
+    out = None if output_dir is None else expand(arguments.place("output_dir", output_dir))
+    work = None if work_dir is None else expand(arguments.place("work_dir", work_dir))
+    arguments.number("sparsity", sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
+    sources = calibration if isinstance(calibration, (list, tuple)) else [calibration]
+    if not isinstance(max_shard_size, str):
+        max_shard_size = str(arguments.integer("max_shard_size", max_shard_size, 1))
+    if progress is not None:
+        arguments.switch("progress", progress)
     settings = ConvertSettings(
         model=name,
-        output_dir=Path(output_dir) if output_dir is not None else default_output(name, sparsity),
+        output_dir=out or default_output(name, sparsity),
         sparsity=sparsity,
         method=method,
         search=search,
         num_generations=num_generations,
         num_offspring=num_offspring,
-        calibration=tuple(os.fspath(one) for one in sources),
+        calibration=tuple(arguments.place("calibration", one) for one in sources),
         num_samples=num_samples,
         seq_len=seq_len,
         seed=seed,
         dtype=dtype,
         device=device,
         revision=revision,
-        max_shard_size=str(max_shard_size),
-        work_dir=Path(work_dir) if work_dir is not None else None,
+        max_shard_size=max_shard_size,
+        work_dir=work,
         resume=resume,
         overwrite=overwrite,
     )

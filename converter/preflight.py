@@ -19,6 +19,7 @@ import torch
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.device import choose_device
 from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.expected import expected_tensors
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source
@@ -33,7 +34,7 @@ from .calibration import CalibrationTokens, describe_spec, load_calibration
 from .progress import Progress
 from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
-from .source import choose_device, choose_dtype, load_tokenizer
+from .source import choose_dtype, load_tokenizer
 from .state import StateStore
 
 __all__ = ["FINISH", "Plan", "available_memory", "finish_mark", "is_finished", "preflight"]
@@ -134,7 +135,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     progress = progress or Progress(enabled=False)
     settings.check()
     parse_size(settings.max_shard_size)
-    device = choose_device(settings.device)
+    device = choose_device(settings.device, "--device")
     with progress.stage("Checking", 4) as stage:
         check_read_access(settings.model)
         if settings.upload_repo is not None:

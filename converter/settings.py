@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from wisparse.formats import arguments
 from wisparse.formats.errors import UsageError
+from wisparse.formats.places import find_folder
 
 __all__ = [
     "DTYPES",
@@ -31,6 +32,7 @@ _OWN_SEARCH = {"wisparse": "refine", "teal": "greedy"} | dict.fromkeys(METHODS[2
 
 # Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
 _SHORTEST = 8
+_LARGEST = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -109,11 +111,9 @@ class ConvertSettings:
         Raises:
             UsageError: an argument out of range, unknown, or at odds with another.
         """
-        # `not a <= b` also catches NaN.
-        if not 0.0 <= self.sparsity <= MAX_SPARSITY:
-            raise UsageError(f"--sparsity: expected a number from 0 to {MAX_SPARSITY}, found {self.sparsity:g}")
-        _one_of("--method", self.method, METHODS)
-        _one_of("--search", self.search, ("auto", *SEARCHES))
+        arguments.number("--sparsity", self.sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
+        arguments.choice("--method", self.method, METHODS)
+        arguments.choice("--search", self.search, ("auto", *SEARCHES))
         if self.search in ("fisher", "refine") and self.method != "wisparse":
             raise UsageError(
                 f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
@@ -121,19 +121,26 @@ class ConvertSettings:
             )
         if self.method in ("cats", "rsparse") and self.chosen_search != "uniform":
             raise UsageError(f"--method {self.method} goes with --search uniform, found --search {self.search}")
-        _one_of("--dtype", self.dtype, DTYPES)
+        arguments.choice("--dtype", self.dtype, DTYPES)
+        arguments.integer("--num-samples", self.num_samples, 1, _LARGEST)
+        arguments.integer("--seed", self.seed, 0, _LARGEST)
         for option, value, least in (
-            ("--num-samples", self.num_samples, 1),
             ("--seq-len", self.seq_len, _SHORTEST),
             ("--num-generations", self.num_generations, 1),
             ("--num-offspring", self.num_offspring, 1),
-            ("--seed", self.seed, 0),
         ):
-            if value is not None and not least <= value < 2**63:
-                raise UsageError(f"{option}: expected at least {least}, found {value}")
+            if value is not None:
+                arguments.integer(option, value, least, _LARGEST)
         for option, given in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
             if given is not None and self.chosen_search != "paper":
                 raise UsageError(f"{option} belongs to --search paper, but the search is {self.chosen_search!r}")
+        for option, flag in (("resume", self.resume), ("overwrite", self.overwrite), ("private", self.private)):
+            arguments.switch(option, flag)
+        for option, given in (("--revision", self.revision), ("--upload-repo", self.upload_repo)):
+            if given is not None:
+                arguments.text(option, given, empty=False)
+        for source in self.calibration:
+            arguments.place("--calibration", source)
         if not self.calibration:
             raise UsageError("--calibration: expected self, paper, a Hub data set or paths, found nothing")
         if len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration):
@@ -181,16 +188,10 @@ def for_sparsities(settings: ConvertSettings, sparsities: Sequence[float]) -> li
 def default_output(model: str, sparsity: float | None = None) -> Path:
     """``<model-name>-wisparse-50`` in the current folder, for 50%; without a sparsity nothing follows ``-wisparse``."""
     percent = "" if sparsity is None else f"-{_percent(sparsity)}"
-    name = Path(model).expanduser().resolve().name if Path(model).expanduser().is_dir() else model.rsplit("/", 1)[-1]
+    folder = find_folder(model)
+    name = folder.resolve().name if folder else model.rsplit("/", 1)[-1]
     return Path(f"{name or 'model'}-wisparse{percent}")
 
 
 def _percent(sparsity: float) -> str:
     return f"{100 * sparsity:.4g}".replace(".", "p")
-
-
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        close = difflib.get_close_matches(value, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"{option}: expected one of {', '.join(known)}, found {value!r}{hint}")

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.device import choose_device
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError
 
 from .flow import input_device
 
-__all__ = ["SourceModel", "choose_device", "choose_dtype", "load_source", "load_tokenizer"]
+__all__ = ["SourceModel", "choose_dtype", "load_source", "load_tokenizer"]
 
 
 @dataclass(frozen=True)
@@ -56,28 +57,6 @@ class SourceModel:
             return module.weight
         kept: Tensor = module._hf_hook.weights_map["weight"]  # type: ignore[union-attr,index]
         return kept.to(self.device, module.weight.dtype)
-
-
-def choose_device(requested: str = "auto") -> torch.device:
-    """The device to compute on: ``auto`` is the first GPU, or the CPU where there is none.
-
-    Raises:
-        UsageError: not a device, or one that this machine lacks.
-    """
-    if requested == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        device = torch.device(requested)
-    except RuntimeError:
-        raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N, found {requested!r}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device: expected auto, cpu, cuda or cuda:N, found {requested!r}")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise UsageError(f"--device {requested}: this machine has {count} CUDA device(s)")
-        return torch.device("cuda", device.index or 0)
-    return device
 
 
 def choose_dtype(source_dtype: str, device: torch.device) -> torch.dtype:
@@ -116,7 +95,7 @@ def load_source(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = Path(folder)
-    device = choose_device(device) if isinstance(device, str) else device
+    device = choose_device(device)
     # Every header is checked, and its messages are better than a loader's.
     config = Checkpoint.open(folder, error=BundleError if bundle else UnsupportedModelError).config
     with _quiet_transformers():

@@ -11,12 +11,12 @@ checkpoint, and `model.to(torch.bfloat16)` cannot round them, which would change
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from wisparse.formats import arguments
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
@@ -52,11 +52,12 @@ def sparsify(
         UnsupportedModelError: the model is not of the bundle's architecture or shape.
         AccessError, BundleError: the bundle cannot be found, or is damaged.
     """
-    if prefill not in _POLICIES:
-        raise UsageError(f"prefill: expected one of {', '.join(_POLICIES)}, found {prefill!r}")
+    arguments.choice("prefill", prefill, _POLICIES)
+    if revision is not None:
+        arguments.text("revision", revision, empty=False)
     if not isinstance(bundle, Bundle):
-        name = bundle if isinstance(bundle, str) else Path(bundle)
-        bundle = Bundle.open(fetch_bundle(name, revision))
+        arguments.place("bundle", bundle)
+        bundle = Bundle.open(fetch_bundle(bundle, revision))
     if bundle.beyond_masks is not None:
         raise UsageError(f"sparsify: {bundle.beyond_masks}, which only the runtime's plain PyTorch decoder runs")
     projections = _find_projections(model, bundle)

@@ -7,6 +7,7 @@ Tokens come from the environment (``HF_TOKEN``) or from ``hf auth login`` and ne
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -34,6 +35,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
 
 from .errors import AccessError, BundleError, UploadError, UsageError
+from .places import find_folder
 
 __all__ = [
     "Source",
@@ -88,7 +90,7 @@ class Source:
     name: str
 
 
-def fetch_source(model: str | Path, revision: str | None = None, *, weights: bool = True) -> Source:
+def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
     """Bring a model to this machine's disk.
 
     Args:
@@ -100,8 +102,8 @@ def fetch_source(model: str | Path, revision: str | None = None, *, weights: boo
         UsageError: a revision was given for a local folder.
         AccessError: no such folder or repository, no permission, no network and nothing in the cache.
     """
-    folder = Path(model).expanduser()
-    if _is_folder(model):
+    folder = find_folder(model)
+    if folder is not None:
         if revision is not None:
             raise UsageError(f"--revision names a commit on the Hub, but {str(model)!r} is a folder on disk")
         return Source(folder, None, folder.resolve().name)
@@ -125,14 +127,14 @@ def fetch_source(model: str | Path, revision: str | None = None, *, weights: boo
     return Source(snapshot, snapshot.name, repo_id)
 
 
-def fetch_bundle(bundle: str | Path, revision: str | None = None, *, weights: bool = True) -> Path:
+def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
     """Bring a bundle to this machine's disk and return its folder; arguments and errors as ``fetch_source``."""
     return fetch_source(bundle, revision, weights=weights).folder
 
 
-def download_bytes(model: str | Path, revision: str | None = None) -> int:
+def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -> int:
     """How many bytes ``fetch_source`` would still have to download; 0 for a folder or a model in the cache."""
-    if _is_folder(model):
+    if find_folder(model) is not None:
         return 0
     repo_id = _repo_id(model)
 
@@ -151,12 +153,12 @@ def download_bytes(model: str | Path, revision: str | None = None) -> int:
     return _reach(plan, repo_id, revision)
 
 
-def check_read_access(model: str | Path, *, dataset: bool = False) -> None:
+def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -> None:
     """Raise AccessError unless ``model`` is a folder or a repository whose files this user may read.
 
     ``dataset``: it is a data set's repository, and a folder of that name does not matter.
     """
-    if not dataset and _is_folder(model):
+    if not dataset and find_folder(model) is not None:
         return
     repo_id = _repo_id(model)
     _reach(lambda: _api().auth_check(repo_id, repo_type="dataset" if dataset else "model"), repo_id)
@@ -256,11 +258,6 @@ def _bars_on_terminals() -> Iterator[None]:
         enable_progress_bars()
 
 
-def _is_folder(model: str | Path) -> bool:
-    # An empty string, as an unset shell variable leaves one, would be the current folder to pathlib.
-    return str(model) != "" and Path(model).expanduser().is_dir()
-
-
 def _api() -> HfApi:
     return HfApi(library_name="wisparse")
 
@@ -269,16 +266,17 @@ _OWNER_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
 
-def _repo_id(model: str | Path, must_have_owner: bool = False) -> str:
+def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> str:
     """The Hub id that ``model`` spells, or an AccessError that says why it is none."""
     text = str(model)
     if must_have_owner:
         if not _OWNER_AND_NAME.fullmatch(text):
             raise UsageError(f"expected a Hub repository as USER/NAME, found {text!r}")
         return text
-    if isinstance(model, Path) or not (_OWNER_AND_NAME.fullmatch(text) or _NAME.fullmatch(text)):
-        what = "it is a file, not a folder" if Path(text).is_file() else "there is no such folder"
-        raise AccessError(f"cannot open model {text!r}: {what}, and it is not a Hub id of the form USER/NAME")
+    if not isinstance(model, str) or not (_OWNER_AND_NAME.fullmatch(text) or _NAME.fullmatch(text)):
+        raise AccessError(
+            f"cannot open model {text!r:.200}: there is no such folder, and it is not a Hub id of the form USER/NAME"
+        )
     return text
 
 

@@ -143,7 +143,7 @@ def parse_size(size: str | int) -> int:
     Raises:
         UsageError: neither, or nothing.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)", str(size).strip().upper())
+    match = re.fullmatch(r"(\d{1,40}(?:\.\d{1,40})?)\s*([KMGT]?I?B?)", str(size).strip().upper())
     if match is None or match[2] not in _UNITS or not (value := int(float(match[1]) * _UNITS[match[2]])):
         raise UsageError(f"max_shard_size: expected a size such as 5GB, found {size!r:.40}")
     return value

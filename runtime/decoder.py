@@ -19,13 +19,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from wisparse.formats import arguments
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Decoder", "SamplingSettings", "check_prompt", "make_decoder"]
+__all__ = ["WEIGHTS", "Decoder", "SamplingSettings", "check_prompt", "make_decoder"]
+
+# How weights are held: as the dtype says, or rounded at load.
+WEIGHTS = ("native", "int8")
 
 log = logging.getLogger(__name__)
 
@@ -50,25 +54,17 @@ class SamplingSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        def number(name: str, low: float, high: float, words: str, low_open: bool = False) -> None:
-            value = getattr(self, name)
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, (int, float))
-                or not low <= value <= high
-                or (low_open and value == low)
-            ):
-                raise UsageError(f"{name}: expected {words}, found {value!r}")
-
-        number("temperature", 0.0, 1e4, "a number from 0 (greedy) to 10000")
-        number("top_p", 0.0, 1.0, "a number above 0, at most 1", low_open=True)
-        number("min_p", 0.0, 1.0, "a number from 0 to 1")
-        for name, least in (("top_k", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if name == "seed" and value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value < 2**63:
-                raise UsageError(f"{name}: expected an integer from {least} to 2**63 - 1, found {value!r}")
+        checked = {
+            "temperature": arguments.number(
+                "temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000"
+            ),
+            "top_k": arguments.integer("top_k", self.top_k, 0, 2**63 - 1),
+            "top_p": arguments.number("top_p", self.top_p, 0.0, 1.0, "a number above 0, at most 1", above=True),
+            "min_p": arguments.number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1"),
+            "seed": None if self.seed is None else arguments.integer("seed", self.seed, 0, 2**63 - 1),
+        }
+        for name, value in checked.items():  # as Python's own numbers, whoever's they were
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -275,10 +271,8 @@ def make_decoder(
             f"max_seq_len: expected 1 to the model's context of {bundle.config.max_position_embeddings}, "
             f"found {max_seq_len}"
         )
-    if max_batch < 1:
-        raise UsageError(f"max_batch: expected at least 1, found {max_batch}")
-    if weights not in ("native", "int8"):
-        raise UsageError(f"weights: expected native or int8, found {weights!r}")
+    arguments.integer("max_batch", max_batch, 1)
+    arguments.choice("weights", weights, WEIGHTS)
     try:
         choice = choose_backend(device, dtype, backend)
     except ValueError as error:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from wisparse.formats import arguments
 from wisparse.formats.errors import UsageError, WisparseError
 
 from .decoder import Decoder, SamplingSettings, check_prompt
@@ -36,8 +37,7 @@ def sparse_from(policy: str, length: int) -> int:
     Raises:
         UsageError: no such policy.
     """
-    if policy not in PREFILL_POLICIES:
-        raise UsageError(f"prefill: expected one of {', '.join(PREFILL_POLICIES)}, found {policy!r}")
+    arguments.choice("prefill", policy, PREFILL_POLICIES)
     return {"dense": length, "half": length - length // 2, "all": 0}[policy]
 
 
@@ -141,11 +141,11 @@ class Scheduler:
         """
         check_prompt(len(request.token_ids), self._decoder.max_seq_len)
         vocab_size = self._decoder.config.vocab_size
-        if not all(0 <= token < vocab_size for token in request.token_ids):
-            raise UsageError(f"token ids: expected 0 to {vocab_size - 1}, found others")
-        limit = request.max_new_tokens
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-            raise UsageError(f"max_new_tokens: expected a positive integer, found {limit!r}")
+        strange = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
+        if strange is not None:
+            raise UsageError(f"token ids: expected 0 to {vocab_size - 1}, found {strange}")
+        if request.max_new_tokens is not None:
+            arguments.integer("max_new_tokens", request.max_new_tokens, 1)
         sparse_from(request.prefill, len(request.token_ids))
         job = Job(request, resolve_seed(request.sampling))
         self._waiting.append(job)

@@ -8,21 +8,25 @@ import time
 
 import torch
 
+from wisparse.formats import arguments
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import UsageError
+from wisparse.formats.device import choose_device
 from wisparse.formats.hub import fetch_bundle
+from wisparse.kernels.backend import BACKENDS
 
-from .decoder import make_decoder
-from .generation import sparse_from
+from .decoder import WEIGHTS, make_decoder
+from .generation import PREFILL_POLICIES
 from .memory import default_max_seq_len
 from .model import Model
 from .text import Text
 
-__all__ = ["load", "pick_device", "pick_dtype"]
+__all__ = ["load", "pick_dtype"]
 
 log = logging.getLogger(__name__)
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+# Far above what any device holds; a slip of the hand is refused before memory is asked for.
+_LARGEST_BATCH = 2**16
 
 
 def load(
@@ -58,12 +62,17 @@ def load(
         UsageError: arguments that contradict each other.
         ResourceError: not enough memory.
     """
-    sparse_from(prefill, 1)
-    target = pick_device(device)
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise UsageError(f"dtype: expected auto, {', '.join(_DTYPES)}, found {dtype!r}")
+    arguments.place("bundle", bundle)
+    target = choose_device(device)
+    arguments.choice("dtype", dtype, ("auto", *_DTYPES))
+    arguments.choice("backend", backend, ("auto", *BACKENDS))
+    arguments.choice("weights", weights, WEIGHTS)
+    arguments.choice("prefill", prefill, PREFILL_POLICIES)
+    max_batch = arguments.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
+    max_seq_len = None if max_seq_len is None else arguments.integer("max_seq_len", max_seq_len, 1)
+    revision = None if revision is None else arguments.text("revision", revision, empty=False)
     start = time.perf_counter()
-    folder = fetch_bundle(os.fspath(bundle), revision)
+    folder = fetch_bundle(bundle, revision)
     opened = Bundle.open(folder)
     chosen = pick_dtype(opened, dtype)
     text = Text.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
@@ -87,29 +96,6 @@ def load(
     )
     log.info("loaded %s in %.1f s", folder.name, time.perf_counter() - start)
     return Model(opened, decoder, text, prefill)
-
-
-def pick_device(device: str) -> torch.device:
-    """The device that a name stands for.
-
-    Raises:
-        UsageError: no such device on this machine.
-    """
-    if device == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    try:
-        found = torch.device(device)
-    except RuntimeError as error:
-        raise UsageError(f"device: expected auto, cpu or cuda[:N], found {device!r}") from error
-    if found.type not in ("cpu", "cuda"):
-        raise UsageError(f"device: expected auto, cpu or cuda[:N], found {device!r}")
-    if found.type == "cuda":
-        count = torch.cuda.device_count()
-        index = found.index if found.index is not None else 0
-        if index >= count:
-            raise UsageError(f"device {device!r}: torch sees {count} NVIDIA GPUs here; use cpu, or a torch with CUDA")
-        return torch.device("cuda", index)
-    return torch.device("cpu")
 
 
 def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:

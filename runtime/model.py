@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from wisparse.formats import arguments
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UsageError
 
 from .decoder import Decoder, SamplingSettings
 from .detokenize import Detokenizer, StopStrings
-from .generation import Job, Request, Scheduler, Tally, sparse_from
+from .generation import PREFILL_POLICIES, Job, Request, Scheduler, Tally, sparse_from
 from .memory import peak_bytes
+from .prompts import Message, Prompt, as_prompts, stop_texts
 from .text import Text, stop_ids
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
 __all__ = ["Generation", "Model", "Piece"]
-
-Message = Mapping[str, Any]
-Prompt = str | Sequence[Message] | Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class Model:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         system_prompt: str | None = None,
         chat_template: bool | None = None,
         prefill: str | None = None,
@@ -166,12 +165,12 @@ class Model:
         """Continue a prompt, answer a conversation, or do so for several at once.
 
         Args:
-            prompt: a text, a conversation (messages with ``role`` and ``content``), token ids, or a list of any of
-                these.
+            prompt: a text, a conversation (messages with ``role`` and ``content``), token ids (also a numpy array or
+                a tensor of integers), or a list of any one of these.
             max_new_tokens: at most so many; None until the context is full.
             temperature, top_k, top_p, min_p, seed: see :class:`SamplingSettings`; temperature 0 is greedy. Each prompt
                 of a list gets the same seed, and so the answer it gets alone.
-            stop: the answer ends before any of these strings; a special token's name works too.
+            stop: the answer ends before any of these strings; a special token's name works too. None for none.
             system_prompt: put before a text as the system's message; needs a chat template.
             chat_template: whether a text is put through the model's chat template as a user's message. None: if the
                 template ends an assistant's turn with a token that ends generation, as those of instruction-tuned
@@ -186,7 +185,7 @@ class Model:
             ContextLengthError: a prompt longer than the context.
             UsageError: another argument out of range, or a stream of this thread is unfinished.
         """
-        prompts, single = _as_list(prompt)
+        prompts, single = as_prompts(prompt)
         plan = self._plan(
             prompts,
             max_new_tokens=max_new_tokens,
@@ -234,7 +233,7 @@ class Model:
 
         Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
         """
-        prompts, single = _as_list(prompt)
+        prompts, single = as_prompts(prompt)
         if not single:
             raise UsageError("stream takes one prompt; use generate for a list of them")
         return self._pieces(self._plan(prompts, **settings))
@@ -263,7 +262,7 @@ class Model:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
-        stop: str | Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         system_prompt: str | None = None,
         chat_template: bool | None = None,
         prefill: str | None = None,
@@ -271,9 +270,12 @@ class Model:
     ) -> _Plan:
         """Check every argument and tokenise; the model is not touched."""
         sampling = SamplingSettings(temperature, top_k, top_p, min_p, seed)
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        if not all(isinstance(one, str) and one for one in stops):
-            raise UsageError(f"stop: expected texts of at least one character, found {stop!r:.80}")
+        stops = stop_texts(stop)
+        max_new_tokens = None if max_new_tokens is None else arguments.integer("max_new_tokens", max_new_tokens, 1)
+        system_prompt = None if system_prompt is None else arguments.text("system_prompt", system_prompt)
+        chat_template = None if chat_template is None else arguments.switch("chat_template", chat_template)
+        prefill = self.prefill if prefill is None else arguments.choice("prefill", prefill, PREFILL_POLICIES)
+        measure_sparsity = arguments.switch("measure_sparsity", measure_sparsity)
         special = [one for one in stops if self.text is not None and self.text.is_special(one)]
         stop_tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
         scheduler = Scheduler(self.decoder)
@@ -285,7 +287,7 @@ class Model:
                     max_new_tokens,
                     sampling,
                     self.stop_ids | {token for token in stop_tokens if token is not None},
-                    prefill or self.prefill,
+                    prefill,
                 )
             )
             detokenizer = None if self.text is None else self.text.detokenizer()
@@ -343,7 +345,7 @@ class Model:
 
     def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
         """A prompt's token ids."""
-        if not isinstance(prompt, str) and all(isinstance(item, int) for item in prompt):
+        if not isinstance(prompt, str) and isinstance(prompt[0], int):
             if system_prompt is not None or chat_template:
                 raise UsageError(
                     "token ids stand for themselves: they take neither a system prompt nor a chat template"
@@ -359,9 +361,7 @@ class Model:
                 return self.text.encode(prompt, most=self.max_seq_len)
             messages: list[Message] = [*system, {"role": "user", "content": prompt}]
         else:
-            messages = [*system, *prompt]
-            if not all(isinstance(message, Mapping) and isinstance(message.get("role"), str) for message in messages):
-                raise UsageError(f"prompt: expected a text, messages with a role, or token ids; found {prompt!r:.80}")
+            messages = [*system, *prompt]  # type: ignore[list-item]
         return self.text.encode(self.text.render(messages), add_special_tokens=False, most=self.max_seq_len)
 
 
@@ -373,14 +373,3 @@ class _Plan:
     writers: dict[Job, _Writer]
     measure_sparsity: bool
     realised_sparsity: float | None = None
-
-
-def _as_list(prompt: Any) -> tuple[list[Prompt], bool]:
-    """Prompts as a list, and whether it was a single one."""
-    if isinstance(prompt, str):
-        return [prompt], True
-    if not isinstance(prompt, Sequence) or not prompt:
-        raise UsageError(f"prompt: expected a text, messages, token ids, or a list of prompts; found {prompt!r:.80}")
-    if isinstance(prompt[0], (Mapping, int)):
-        return [prompt], True
-    return list(prompt), False

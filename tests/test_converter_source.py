@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
-from wisparse.converter.source import choose_device, choose_dtype, load_source
+from wisparse.converter.source import choose_dtype, load_source
+from wisparse.formats.device import choose_device
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 
 
@@ -51,7 +52,7 @@ def test_dtype_on_a_gpu_is_the_sources() -> None:
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", "cpu:x"])
 def test_device_that_is_none(device: str) -> None:
     with pytest.raises(UsageError, match="--device"):
-        choose_device(device)
+        choose_device(device, "--device")
 
 
 def test_missing_tensor_is_not_filled_with_noise(tmp_path: Path) -> None:

@@ -260,18 +260,18 @@ def test_an_instruction_model_gets_its_template(example_model: Path, tmp_path: P
     ("prompt", "settings", "message"),
     [
         (5, {}, "prompt: expected a text"),
-        ([{"content": "x"}], {}, "messages with a role"),
-        ([{"role": "user", "content": "x"}, 5], {}, "messages with a role"),
+        ([{"content": "x"}], {}, "a message with a role"),
+        ([{"role": "user", "content": "x"}, 5], {}, "one kind of thing in a list"),
         ([10**6], {}, "token ids: expected 0 to 8191"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens: expected a positive integer"),
         ("x", {"prefill": "none"}, "prefill: expected one of dense, half, all"),
-        ("x", {"stop": [""]}, "stop: expected texts"),
+        ("x", {"stop": [""]}, "stop: expected a text"),
         ("x", {"temperature": -1.0}, "temperature"),
         ("x", {"system_prompt": "y", "chat_template": False}, "needs the chat template"),
         ("", {}, "the prompt has no tokens"),
         ([], {}, "expected a text"),
         ([5, 6], {"system_prompt": "y"}, "token ids stand for themselves"),
-        ([[]], {}, "the prompt has no tokens|one prompt"),
+        ([[]], {}, "empty list|one prompt"),
     ],
 )
 def test_bad_arguments(model: Model, prompt: object, settings: dict[str, object], message: str) -> None:
@@ -283,9 +283,9 @@ def test_bad_arguments(model: Model, prompt: object, settings: dict[str, object]
 
 def test_bad_loading_arguments(bundle: Path, tmp_path: Path) -> None:
     for arguments, message in (
-        ({"device": "tpu"}, "device: expected auto, cpu or cuda"),
+        ({"device": "tpu"}, "device: expected auto, cpu, cuda or cuda:N"),
         ({"device": "cuda:99"}, "torch sees"),
-        ({"dtype": "int4"}, "dtype: expected auto, bfloat16, float16, float32"),
+        ({"dtype": "int4"}, "dtype: expected one of auto, bfloat16, float16, float32"),
         ({"prefill": "some"}, "prefill: expected"),
         ({"max_seq_len": 4096}, "max_seq_len: expected 1 to the model's context of 2048"),
     ):

@@ -1,0 +1,292 @@
+"""Misuse from Python: every public argument with what it cannot be gets one sentence that names it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_bundle import write_tiny_bundle, write_tiny_model
+
+import wisparse
+from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.runtime.model import Generation, Model
+
+HALF = "a\ud800b"  # half of a surrogate pair: a str that no encoding can write
+# What no argument is: every one of them is refused by every argument that is not in the table of exceptions.
+STRANGE: list[Any] = [
+    True,
+    -1,
+    2**70,
+    1.5,
+    math.nan,
+    math.inf,
+    "",
+    "2",
+    HALF,
+    "x" * 5000,
+    "a\0b",
+    b"x",
+    bytearray(b"x"),
+    [],
+    {},
+    [None],
+    [HALF],
+    (1.0,),
+    object(),
+    Path("~nobodyhere/x"),
+    Path("x" * 5000),
+    np.array([[1.5]]),
+    np.array([1, 2]),
+    np.float32(-0.5),
+    torch.tensor([True]),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    top = tmp_path_factory.mktemp("misuse")
+    write_tiny_model(top / "model")
+    return write_tiny_bundle(top / "bundle", top / "model")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Model:
+    return wisparse.load(folder, backend="torch")
+
+
+def _fits(value: Any, good: list[Callable[[Any], bool]]) -> bool:
+    return any(test(value) for test in good)
+
+
+def _text(value: Any) -> bool:
+    return isinstance(value, str) and value != HALF
+
+
+def _path(value: Any) -> bool:
+    return isinstance(value, Path) or (isinstance(value, str) and value == "2")
+
+
+def _full_text(value: Any) -> bool:
+    return _text(value) and value != ""
+
+
+def _seed(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+# Argument of generate -> what of STRANGE it takes all the same.
+GENERATE: dict[str, list[Callable[[Any], bool]]] = {
+    "max_new_tokens": [lambda value: type(value) is int and value > 0],
+    "temperature": [lambda value: type(value) is float and 0 <= value < 10],
+    "top_k": [_seed],
+    "top_p": [],
+    "min_p": [],
+    "seed": [_seed],
+    "stop": [_full_text, lambda value: type(value) is list and value == []],
+    "system_prompt": [lambda value: _text(value) and len(value) < 100],  # else longer than the context
+    "chat_template": [lambda value: value is True],
+    "prefill": [],
+    "measure_sparsity": [lambda value: value is True],
+}
+LOAD = ("bundle", "device", "dtype", "backend", "weights", "prefill", "max_seq_len", "max_batch")
+
+
+@pytest.mark.parametrize("name", GENERATE)
+def test_generate_refuses_what_an_argument_cannot_be(model: Model, name: str) -> None:
+    for value in STRANGE:
+        # `max_new_tokens` is left to its test: the rest need no long answer.
+        arguments = {"max_new_tokens": 1, name: value}
+        if _fits(value, GENERATE[name]):
+            assert isinstance(model.generate("hello", **arguments), Generation)
+            continue
+        for call in (model.generate, model.stream):  # a stream's arguments are checked before its first token
+            named = "context" if name == "system_prompt" and _text(value) else name
+            with pytest.raises(UsageError, match=named):
+                call("hello", **arguments)
+
+
+@pytest.mark.parametrize("name", LOAD)
+def test_load_refuses_what_an_argument_cannot_be(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for value in [*STRANGE, *([None] if name not in ("max_seq_len",) else [])]:
+        given = {"bundle": folder, name: value}
+        # A path that leads nowhere is no access (4); a value that is no path is misuse (2).
+        expected = WisparseError if name == "bundle" and isinstance(value, (str, Path)) else UsageError
+        with pytest.raises(expected, match=None if name == "bundle" else name):
+            wisparse.load(given.pop("bundle"), **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"device": None}, "device: expected auto, cpu, cuda or cuda:N, found None"),
+        ({"device": "cpu:3"}, "device: expected auto, cpu, cuda or cuda:N, found 'cpu:3'"),
+        ({"max_batch": 0}, "max_batch: expected an integer from 1 to 65,536, found 0"),
+        ({"max_batch": "2"}, "max_batch: expected an integer from 1 to 65,536, found '2'"),
+        ({"max_seq_len": True}, "max_seq_len: expected a positive integer, found True"),
+        ({"prefill": ""}, "prefill: expected one of dense, half, all, found ''"),
+        ({"revision": ""}, "revision: expected a text of at least one character, found an empty one"),
+        ({"dtype": "bfloat61"}, "found 'bfloat61'; did you mean 'bfloat16'?"),
+    ],
+)
+def test_load_says_what_it_expected(folder: Path, arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        wisparse.load(folder, **arguments)
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("bundle", "sentence"),
+    [
+        (None, "bundle: expected a path or a Hub id (str or pathlib.Path), found None"),
+        ("x" * 5000, "bundle: expected a path or a Hub id, found 5,000 characters: 'xxx"),
+        ("x" * 300, "cannot be opened as a folder: File name too long"),
+        ("~nobodyhere/x", "no user of this machine has that home folder"),
+        ("", "bundle: expected a path or a Hub id, found an empty text"),
+        ("a\0b", "found a null character"),
+    ],
+)
+def test_load_of_what_is_no_path(bundle: Any, sentence: str) -> None:
+    with pytest.raises(WisparseError) as caught:
+        wisparse.load(bundle)
+    assert sentence in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sentence"),
+    [
+        ([[1, 2], 3], "prompt: expected one kind of thing in a list, found prompts and then 3"),
+        (["a", 1], "prompt: expected one kind of thing in a list, found prompts and then 1"),
+        ([1, "a"], "prompt: expected one kind of thing in a list, found ids and then 'a'"),
+        ([None], "prompt[0]: expected a text, messages with a role, token ids, or a list of these, found None"),
+        (["a", None], "prompt[1]: expected a text"),
+        ([1.0], "prompt[0]: expected a text"),
+        ([True], "prompt[0]: expected a text"),
+        ([[1, True]], "prompt[0][1]: expected a text"),
+        (np.array([1.0]), "prompt[0]: expected a text"),
+        (np.array([True]), "prompt[0]: expected a text"),
+        (torch.tensor([[1.5]]), "prompt[0][0]: expected a text"),
+        (np.zeros((1, 2, 3), dtype=int), "prompt[0]: expected a text, messages or token ids, found a list of lists"),
+        (np.int64(3), "prompt: expected a text"),
+        (None, "prompt: expected a text"),
+        (b"text", "prompt: expected a text"),
+        ([], "found an empty list"),
+        ([[]], "prompt[0]: expected a text"),
+        ([["a"]], "prompt[0]: expected a text, messages or token ids, found a list of lists"),
+        (HALF, "prompt: expected text, found half of a surrogate pair in 'a\\ud800b'"),
+        (["a", HALF], "prompt[1]: expected text, found half of a surrogate pair"),
+        ([-1], "prompt[0]: expected an integer, 0 or more, found -1"),
+        ([300], "token ids: expected 0 to 257, found 300"),
+        ([2**70], "token ids: expected 0 to 257, found"),
+        ({"role": "user", "content": "x"}, "found one message: put it into a list"),
+        ([{"content": "x"}], "prompt[0]: expected a message with a role (str) and a content, found {'content': 'x'}"),
+        ([{"role": "user"}], "prompt[0]: content: expected a text (str), found None"),
+        ([{"role": "user", "content": 5}], "prompt[0]: content: expected a text (str), found 5"),
+        ([{"role": "user", "content": HALF}], "prompt[0]: content: expected text, found half of a surrogate pair"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_prompt(model: Model, prompt: Any, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        model.generate(prompt, max_new_tokens=1)
+    assert sentence in str(caught.value)
+
+
+def test_token_ids_of_any_kind_of_integer(model: Model) -> None:
+    def answer(prompt: Any) -> Any:
+        return model.generate(prompt, max_new_tokens=3)
+
+    expected = answer([1, 2]).token_ids
+    vectors = [(1, 2), range(1, 3), np.array([1, 2]), np.array([1, 2], dtype=np.uint8), torch.tensor([1, 2])]
+    for prompt in [*vectors, [np.int64(1), 2], [torch.tensor(1), np.int32(2)]]:
+        assert answer(prompt).token_ids == expected
+    for prompts in [np.array([[1, 2], [1, 2]]), torch.tensor([[1, 2]]), [np.array([1, 2])], [[1, 2], np.array([1, 2])]]:
+        assert {one.token_ids for one in answer(prompts)} == {expected}
+
+
+def test_no_stops_is_none_or_an_empty_list(model: Model) -> None:
+    expected = model.generate("hello", max_new_tokens=4).text
+    for stop in (None, (), []):
+        assert model.generate("hello", max_new_tokens=4, stop=stop).text == expected
+
+
+def test_numbers_of_numpy_are_numbers(model: Model) -> None:
+    plain = model.generate("hello", max_new_tokens=4, temperature=0.5, top_k=7, top_p=0.5, seed=3)
+    numpy = model.generate(
+        "hello",
+        max_new_tokens=np.int64(4),
+        temperature=np.float32(0.5),
+        top_k=np.int16(7),
+        top_p=np.float64(0.5),
+        seed=np.uint32(3),
+    )
+    assert numpy.token_ids == plain.token_ids
+    json.dumps(numpy.seed)  # as Python's own
+
+
+# Argument of convert -> what of STRANGE it takes all the same; a path that leads nowhere has a sentence of its own.
+CONVERT: dict[str, list[Callable[[Any], bool]]] = {
+    **{name: [] for name in ("sparsity", "method", "search", "num_generations", "num_offspring", "num_samples")},
+    **{name: [] for name in ("seq_len", "seed", "dtype", "device", "revision")},
+    **{name: [lambda value: value is True] for name in ("resume", "overwrite", "progress")},
+    **{name: [_path] for name in ("model", "output_dir", "calibration", "work_dir")},
+    "max_shard_size": [lambda value: type(value) in (int, str) and str(value) in ("2", str(2**70))],
+}
+_MAY_BE_NONE = ("output_dir", "num_generations", "num_offspring", "seq_len", "revision", "work_dir", "progress")
+
+
+@pytest.mark.parametrize("name", CONVERT)
+def test_convert_refuses_what_an_argument_cannot_be(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is converted: what fits stops at the model, which is an empty folder (or at a place that is none)."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for value in [*STRANGE, None]:
+        fits = name in _MAY_BE_NONE if value is None else _fits(value, CONVERT[name])
+        given = {"model": "empty", "output_dir": "out", name: value}
+        with pytest.raises(WisparseError) as caught:
+            wisparse.convert(given.pop("model"), **given)
+        assert isinstance(caught.value, UsageError) != (fits and "x" * 50 not in str(value)), repr(value)
+        assert len(str(caught.value)) < 1000
+    assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"sparsity": "half"}, "sparsity: expected a number from 0 to 0.95, found 'half'"),
+        ({"sparsity": True}, "sparsity: expected a number from 0 to 0.95, found True"),
+        ({"num_samples": 1.5}, "--num-samples: expected an integer from 1 to 9,223,372,036,854,775,807, found 1.5"),
+        ({"calibration": None}, "calibration: expected a path or a Hub id (str or pathlib.Path), found None"),
+        ({"calibration": [3]}, "calibration: expected a path or a Hub id (str or pathlib.Path), found 3"),
+        ({"overwrite": 1}, "overwrite: expected True or False, found 1"),
+        ({"device": None}, "--device: expected auto, cpu, cuda or cuda:N, found None"),
+        ({"method": 3}, "--method: expected one of wisparse,"),
+        ({"output_dir": 3}, "output_dir: expected a path"),
+        ({"max_shard_size": None}, "max_shard_size: expected a positive integer, found None"),
+        ({"max_shard_size": "9" * 400}, "max_shard_size: expected a size such as 5GB, found '999"),
+    ],
+)
+def test_convert_says_what_it_expected(tmp_path: Path, arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        wisparse.convert(tmp_path, **{"output_dir": tmp_path / "out", **arguments})
+    assert sentence in str(caught.value)
+
+
+def test_sparsify_refuses_what_an_argument_cannot_be(folder: Path) -> None:
+    for value in [*STRANGE, None]:
+        for arguments in (
+            {"model": value},
+            {"bundle": value},
+            {"prefill": value},
+            *([{"revision": value}] if value is not None else []),
+        ):
+            with pytest.raises(WisparseError):
+                wisparse.sparsify(**{"model": None, "bundle": folder, **arguments})
