@@ -46,6 +46,7 @@ def masked_gemm_kernel(
     bias_ptr,
     scale_ptr,
     threshold_ptr,
+    masked_ptr,
     out_ptr,
     ssq_out_ptr,
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) int32; POLLERS: NOTHING before and after
@@ -68,6 +69,7 @@ def masked_gemm_kernel(
     HEAD_DIM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DENSE: tl.constexpr,
+    BY_ROW: tl.constexpr,
     INPUT: tl.constexpr,
     OUTPUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,9 +119,9 @@ def masked_gemm_kernel(
     values = room(ROOM, program) if SHARED else value_ptr + program * BATCH * LIST
     if not SHARED:
         values = _lay_values(
-            values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, token_ptr, kept_before_ptr,
-            kept_after_ptr, counts, eps, ssq_parts, position, k, live,
-            K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, INPUT, LIST, SHARED, COUNT, PDL, dtype,
+            values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, masked_ptr, token_ptr,
+            kept_before_ptr, kept_after_ptr, counts, eps, ssq_parts, position, k, live,
+            K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, BY_ROW, INPUT, LIST, SHARED, COUNT, PDL, dtype,
         )  # fmt: skip
 
     # --- the product
@@ -140,9 +142,9 @@ def masked_gemm_kernel(
             # In here, as the compiler puts the first reads of weights before the loop.
             if step == 0:
                 values = _lay_values(
-                    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, token_ptr, kept_before_ptr,
-                    kept_after_ptr, counts, eps, ssq_parts, position, k, live,
-                    K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, INPUT, LIST, SHARED, COUNT, PDL, dtype,
+                    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, masked_ptr, token_ptr,
+                    kept_before_ptr, kept_after_ptr, counts, eps, ssq_parts, position, k, live,
+                    K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, BY_ROW, INPUT, LIST, SHARED, COUNT, PDL, dtype,
                 )  # fmt: skip
         x = get_half(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
         acc = tl.dot(x, w, acc, input_precision="ieee")
@@ -160,11 +162,11 @@ def masked_gemm_kernel(
 
 @triton.jit
 def _lay_values(
-    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, token_ptr, kept_before_ptr,
+    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, masked_ptr, token_ptr, kept_before_ptr,
     kept_after_ptr, counts, eps, ssq_parts, position, k, live,
     K: tl.constexpr, BATCH: tl.constexpr, SSQ_PAD: tl.constexpr, KV_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DENSE: tl.constexpr, INPUT: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr, COUNT: tl.constexpr,
-    PDL: tl.constexpr, dtype: tl.constexpr,
+    DENSE: tl.constexpr, BY_ROW: tl.constexpr, INPUT: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr,
+    COUNT: tl.constexpr, PDL: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Each row's values of the program's channels, 0 where it drops one, LIST apart; returns where, for ``get_half``.
 
@@ -206,8 +208,11 @@ def _lay_values(
                     rstd = reciprocal_rms(squares[row - begin], eps, K)
                     x = normalise(x.to(rstd.dtype), norm_weight.to(rstd.dtype), rstd, dtype)
                 if not DENSE:
+                    limit = threshold
+                    if BY_ROW:
+                        limit = threshold * tl.load(masked_ptr + row)
                     # A NaN is not below anything: it is kept.
-                    dropped = tl.abs(x.to(tl.float32)) * scale < threshold
+                    dropped = tl.abs(x.to(tl.float32)) * scale < limit
                     if COUNT:
                         kept_rows += (live & ~dropped & (tl.load(token_ptr + row) >= 0)).to(tl.int32)
                     x = tl.where(dropped, 0.0, x).to(dtype)

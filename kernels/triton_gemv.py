@@ -255,6 +255,7 @@ def launch_gemv(
     ssq_out: Tensor | None = None,
     softmax: tuple[Tensor, Tensor] | None = None,
     head_dim: int = 1,
+    masked: Tensor | None = None,
     kept: tuple[Tensor, Tensor, Tensor] | None = None,
     pdl: bool = False,
 ) -> None:
@@ -274,6 +275,7 @@ def launch_gemv(
         ssq_out: (batch, tile.parts(N)) wide.
         softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) wide.
         head_dim: for source ``attention``.
+        masked: (batch,) float32, 1 for a row that is masked, 0 for one that keeps all its channels; None: all are.
         kept: count the kept channels of a group that is not dense: token ids (batch,) int64, negative for a row that
             is not counted; what was kept before and what was kept after this launch, in turn the buffer of one step
             and of the next, each (launches, projections, splits) int64, to be added up over launches and splits.
@@ -288,6 +290,7 @@ def launch_gemv(
                 ssq_out=None if ssq_out is None else ssq_out[i : i + 1],
                 softmax=None if softmax is None else (softmax[0][i : i + 1], softmax[1][i : i + 1]),
                 head_dim=head_dim,
+                masked=None if masked is None else masked[i : i + 1],
                 kept=None if kept is None else tuple(part[i : i + 1] for part in kept),  # type: ignore[arg-type]
                 pdl=pdl,
             )  # fmt: skip
@@ -308,6 +311,7 @@ def launch_gemv(
         group.weight_t if group.bias is None else group.bias,
         group.scales,
         group.thresholds,
+        unused if masked is None else masked,
         out,
         unused if ssq_out is None else ssq_out,
         scratch.awaited if tile.pollers else scratch.partial,
@@ -328,6 +332,7 @@ def launch_gemv(
         "HEAD_DIM": head_dim,
         "HAS_BIAS": group.bias is not None,
         "DENSE": group.dense,
+        "BY_ROW": masked is not None,
         "INPUT": INPUTS[source],
         "OUTPUT": OUTPUTS[target],
         "BLOCK_N": tile.block_n,

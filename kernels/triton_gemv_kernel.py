@@ -45,6 +45,7 @@ def sparse_gemv_kernel(
     bias_ptr,  # (N0 + N1 + N2,) of the weights' type
     scale_ptr,  # (projections, K) float32
     threshold_ptr,  # (projections,) float32
+    masked_ptr,  # BY_ROW: (B,) float32, 1 for a row that is masked, 0 for one that keeps all its channels
     out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
     ssq_out_ptr,  # TO_RESIDUAL: (B, tiles * max(1, POLLERS)) wide
     partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums; POLLERS: NOTHING before and after
@@ -68,6 +69,7 @@ def sparse_gemv_kernel(
     HEAD_DIM: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     DENSE: tl.constexpr,
+    BY_ROW: tl.constexpr,
     INPUT: tl.constexpr,
     OUTPUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -161,8 +163,11 @@ def sparse_gemv_kernel(
             rstd = reciprocal_rms(squares[row], eps, K)
             x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
         if not DENSE:
+            limit = threshold
+            if BY_ROW:
+                limit = threshold * tl.load(masked_ptr + row)
             # A NaN is not below anything: it is kept.
-            keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < threshold)
+            keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < limit)
             keep = keep | keep_row
             if COUNT and (BATCH > 1 or LEAD_ROWS > 0):
                 kept_rows += (keep_row & (tl.load(token_ptr + row) >= 0)).to(tl.int32)

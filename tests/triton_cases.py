@@ -19,6 +19,7 @@ from wisparse.kernels.triton_attention import launch_attention
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
 from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_lists import room_source
+from wisparse.kernels.triton_mask import mask_rows
 from wisparse.kernels.triton_partials import NOTHING
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -207,6 +208,34 @@ def test_launches_one_after_the_other_take_their_own_sums(dtype, tile, batch):
     for x, first, second in zip(xs, *runs, strict=True):
         assert_close(first, twin(x, group), stored)
         assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tile", "batch"), [(TILES[3], 1), (TILES[2], 2), (BATCH_TILES[1], 5)])
+def test_rows_that_are_not_masked_keep_all_channels(dtype, tile, batch):
+    group = make_group((64, 37), 130, dtype, 0.5)
+    x = rows(batch, 130, activation_dtype(dtype))
+    scratch = Scratch(DEVICE, dtype)
+    scratch.reserve(group, tile, batch)
+    whole = twin(x, replace(group, thresholds=torch.zeros_like(group.thresholds)))
+    for first in (0, 1):
+        masked = torch.tensor([float((row + first) % 2) for row in range(batch)], device=DEVICE)
+        out = torch.full((batch, 101), float("nan"), dtype=x.dtype, device=DEVICE)
+        launch_gemv(group, x, out, scratch, tile, batch=batch, masked=masked)
+        assert_close(out, torch.where(masked[:, None] > 0, twin(x, group), whole), x.dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copies_of_many_rows_are_masked_as_the_reference(dtype):
+    group = make_group((8, 8), 1300, dtype, 0.5)
+    x = rows(5, 1300, dtype)
+    x[1, 3], x[2, 4] = float("nan"), float("inf")
+    masked = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0], device=DEVICE)
+    found = mask_rows(x, group.scales, group.thresholds, masked)
+    for i in range(2):
+        keep = keep_mask(x, group.scales[i], group.thresholds[i]) | (masked[:, None] == 0)
+        expected = torch.where(keep, x, x.new_zeros(()))
+        assert torch.equal(found[i].nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_twin_here_is_the_reference():

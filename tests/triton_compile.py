@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wisparse.kernels import triton_attention, triton_gemv, triton_head, triton_sample
+from wisparse.kernels import triton_attention, triton_gemv, triton_head, triton_mask, triton_sample
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -103,15 +103,19 @@ def gemv(
     dtype: str = "bf16",
     pdl: bool | None = None,
     count: bool = False,
+    by_row: bool = False,
 ):
-    """The GEMV as Llama-3.1-8B launches it for ``group``; ``count``: with its kept channels counted."""
+    """The GEMV as Llama-3.1-8B launches it for ``group``; ``count``: with its kept channels counted; ``by_row``:
+    as it does within vLLM."""
     k, widths, source, target = SHAPES[group]
+    if by_row:
+        source = target = "plain"
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
     types = {
         "x_ptr": wide if source == "attention" else activation, "m_ptr": wide, "l_ptr": wide, "ssq_in_ptr": wide,
         "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32",
-        "threshold_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide,
+        "threshold_ptr": "*fp32", "masked_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide,
         "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
         "ssq_parts": "i32", **floats,
         **dict.fromkeys(("token_ptr", "kept_before_ptr", "kept_after_ptr"), "*i64" if count else "*fp32"),
@@ -122,10 +126,12 @@ def gemv(
     constants = dict(
         K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths),
         TILES=sum(triton.cdiv(width, tile.block_n) for width in widths), BATCH=batch, SSQ_PAD=32,
-        KV_SPLITS=16 // batch, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, INPUT=triton_gemv.INPUTS[source],
+        KV_SPLITS=16 // batch, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, BY_ROW=by_row,
+        INPUT=triton_gemv.INPUTS[source],
         OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
         POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target, kind=kind),
-        SEGMENT=lists.segment, LIST=lists.length, ROOM=lists.in_room, COUNT=count, PDL=arch >= 90 if pdl is None else pdl, **exact,
+        SEGMENT=lists.segment, LIST=lists.length, ROOM=lists.in_room, COUNT=count,
+        PDL=arch >= 90 if pdl is None else pdl, **exact,
     )  # fmt: skip
     if kind == "batch":
         constants |= dict(STAGES=tile.stages)
@@ -133,6 +139,14 @@ def gemv(
         return compile_kernel(triton_gemv.masked_gemm_kernel, arch, types, constants, tile.warps)
     constants |= dict(CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, LEAD=tile.lead)
     return compile_kernel(triton_gemv.sparse_gemv_kernel, arch, types, constants, tile.warps)
+
+
+def mask(arch: int, projections: int):
+    pointers = dict.fromkeys(("x_ptr", "out_ptr"), "*bf16") | dict.fromkeys(
+        ("scale_ptr", "threshold_ptr", "masked_ptr"), "*fp32"
+    )
+    constants = dict(K=4096, P=projections, BLOCK_K=1024)
+    return compile_kernel(triton_mask._mask_rows_kernel, arch, pointers | {"M": "i32"}, constants, 4)
 
 
 def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3):
@@ -224,6 +238,14 @@ def main(archs: list[int]) -> None:
             for name, case in cases.items()
             if case[0] is gemv and not {"dense", "fp32"} & set(name.split()) and (arch == 90) == ("measured" in name)
         }
+        if arch == 90:
+            for group, kind, batch in (("qkv", "sparse", 1), ("o", "rows", 2), ("down", "batch", 8)):
+                k, n = sizes[group]
+                tile = TABLE[f"sm90:{kind}:{k}x{n}"]
+                cases[f"gemv {group} {kind} {batch} by row waiting"] = (
+                    gemv, tile, group, batch, False, "bf16", None, False, True
+                )  # fmt: skip
+        cases["mask"] = (mask, 3)
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():

@@ -1,0 +1,439 @@
+"""The plug-in inside vLLM on a GPU: tokens a second beside dense vLLM, prompts, memory, start, and its tokens.
+
+    PYTHONPATH=. python benchmarks/gpu_vllm.py              on a GPU; results in $OUT (or /tmp/gpu_vllm)
+    PYTHONPATH=. python benchmarks/gpu_vllm.py --rehearse   a small model on a CPU: the same parts, no meaning
+
+Every part is a process of its own with a time limit; what it found is a line of JSON in results.jsonl, and the last
+lines of this script's output sum them up. Nothing needs to be installed: vLLM finds the plug-in by a folder with its
+entry point that this script makes.
+
+The speeds are of Llama-3.1-8B's shape with vLLM's own random weights (``load_format="dummy"``). The thresholds are
+those that drop half of each projection's channels on tokens that the dense model decodes, all channel scales are 1, and
+the share that is dropped is counted on other tokens. The files of the weights are empty: nothing reads them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = Path(os.environ.get("OUT") or "/tmp/gpu_vllm")
+WORK = Path("/tmp/gpu_vllm_work")
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+}
+SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
+REQUESTS = (1, 2, 4, 8, 32, 128)
+PROMPT, TOKENS = 5, 200
+
+
+def say(part: str, **found: Any) -> None:
+    """One line of results."""
+    line = json.dumps({"part": part, **found})
+    print(line, flush=True)
+    with open(OUT / "results.jsonl", "a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def config_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    return LLAMA | (SMALL if arguments.rehearse else {})
+
+
+def engine(arguments: argparse.Namespace, model: Path, **changes: Any) -> Any:
+    """vLLM with the flags that dense and sparse runs share."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": str(model), "dtype": "bfloat16", "max_model_len": 4352, "max_num_seqs": 128, "seed": 0,
+        "enable_prefix_caching": False, "kv_cache_memory_bytes": 24 << 30,
+        "tensor_parallel_size": arguments.tensor_parallel,
+    }  # fmt: skip
+    if arguments.rehearse:
+        settings |= {"dtype": "float32", "enforce_eager": True}
+        settings.pop("kv_cache_memory_bytes")
+    return LLM(**(settings | changes))
+
+
+def used_gib() -> float:
+    """What is taken of the first GPU's memory."""
+    done = subprocess.run(
+        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return round(float(done.stdout) / 1024, 2) if done.returncode == 0 else 0.0
+
+
+# --- parts
+
+
+def part_kernels(arguments: argparse.Namespace) -> None:
+    """Microseconds of a block's products, in CUDA graphs over eight blocks: dense, ours, dense on masked inputs."""
+    import torch
+    from torch.nn.functional import linear
+
+    from wisparse.runtime.vllm import product
+
+    torch.manual_seed(0)
+    shapes = {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [14336] * 2),
+              "down": (14336, [4096])}  # fmt: skip
+    blocks = 8
+    layers: dict[str, list[tuple[Any, ...]]] = {}
+    for name, (k, widths) in shapes.items():
+        layers[name] = []
+        for _ in range(blocks):
+            weight = product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
+            scales = torch.ones(len(widths), k, device="cuda")
+            thresholds = torch.full((len(widths),), 0.6745, device="cuda")  # half of a normal distribution
+            product.reserve(weight, scales, thresholds, widths)
+            layers[name].append((weight, None, scales, thresholds, torch.ones(512, device="cuda"), widths))
+    nk = {name: [torch.randn(sum(w), k, device="cuda", dtype=torch.bfloat16) for _ in range(blocks)]
+          for name, (k, w) in shapes.items()}  # fmt: skip
+
+    def time_us(run: Any) -> float:
+        for _ in range(2):
+            run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        times = []
+        for _ in range(12):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1000 / blocks)
+        return round(statistics.median(times), 2)
+
+    for rows in (1, 2, 4, 8, 16, 17, 32, 64, 128, 256):
+        found: dict[str, Any] = {}
+        for name, (k, _) in shapes.items():
+            x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+            times = {"dense": time_us(lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
+            times["dense_t"] = time_us(lambda x=x, name=name: [linear(x, layer[0]) for layer in layers[name]])
+            masked: list[Any] = [(*layer[:4], layer[4][:rows], layer[5]) for layer in layers[name]]
+            if rows <= 16:
+                times["sparse"] = time_us(lambda x=x, masked=masked: [product._sparse(x, *layer) for layer in masked])
+            times["masked"] = time_us(
+                lambda x=x, masked=masked: [product._masked_inputs(x, *layer) for layer in masked]
+            )
+            found[name] = times
+            expected = product._in_torch(x.float(), masked[0][0].float(), *masked[0][1:])
+            ours = (product._sparse if rows <= 16 else product._masked_inputs)(x, *masked[0]).float()
+            found[name]["error"] = round(float((ours - expected).abs().max() / expected.abs().max()), 5)
+        say("kernels", rows=rows, **found)
+
+
+def part_calibrate(arguments: argparse.Namespace) -> None:
+    """The dense folder, and the bundle with thresholds for half of the channels."""
+    import torch
+    from vllm import SamplingParams
+
+    config = config_of(arguments)
+    dense = WORK / "dense"
+    dense.mkdir(parents=True, exist_ok=True)
+    (dense / "config.json").write_text(json.dumps(config))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    changes = {} if arguments.rehearse else {"kv_cache_memory_bytes": 4 << 30}
+    llm = engine(
+        arguments, dense, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=4,
+        **(changes | {"tensor_parallel_size": 1}),
+    )  # fmt: skip
+    inputs: dict[str, list[Any]] = {}
+
+    def watch(model: Any) -> None:
+        for name, module in model.named_modules():
+            if name.endswith(("qkv_proj", "o_proj", "gate_up_proj", "down_proj")):
+
+                def keep(_: Any, args: Any, name: str = name) -> None:
+                    if args[0].shape[0] == 1:  # a decoded token
+                        inputs.setdefault(name, []).append(args[0].detach().abs().float().flatten().clone())
+
+                module.register_forward_pre_hook(keep)
+
+    llm.apply_model(watch)
+    sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2):
+        prompt = torch.randint(3, config["vocab_size"], (64,), generator=generator).tolist()
+        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    thresholds, dropped = {}, []
+    for name, seen in inputs.items():
+        half = len(seen) // 2
+        sizes = torch.cat(seen[:half])
+        # A value in the middle of a gap would need a search; where equal values meet the threshold they are kept.
+        thresholds[name] = float(sizes.float().kthvalue(sizes.numel() // 2).values)
+        dropped.append(float((torch.cat(seen[half:]) < thresholds[name]).float().mean()))
+    write_bundle(config, thresholds, WORK / "bundle")
+    say("calibrate", projections=len(thresholds), tokens=half, dropped_mean=round(statistics.mean(dropped), 4),
+        dropped_from=round(min(dropped), 4), dropped_to=round(max(dropped), 4))  # fmt: skip
+
+
+def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: Path) -> None:
+    """A bundle that passes every check but has holes for weights; thresholds by vLLM's names of the layers."""
+    import numpy as np
+    import torch
+
+    from wisparse.formats.architectures import ModelConfig
+    from wisparse.formats.bundle import Bundle
+    from wisparse.formats.expected import expected_tensors
+    from wisparse.formats.manifest import Manifest, recipe_digest
+    from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+    from wisparse.formats.safetensors_header import build_header
+
+    model = ModelConfig.from_dict(config)
+    packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
+              "up_proj": "gate_up_proj"}  # fmt: skip
+    projections, arrays = [], {}
+    for projection in model.projections():
+        parent, _, role = projection.name.rpartition(".")
+        threshold = float(np.float32(thresholds[f"{parent}.{packed.get(role, role)}"]))
+        projections.append(ProjectionRecipe(projection.name, 0.5, 0.0, threshold, 0.5))
+        arrays[f"{projection.name}.channel_scale"] = np.ones(projection.in_features, "<f4")
+        arrays[f"{projection.name}.threshold"] = np.array(threshold, "<f4")
+        arrays[f"{projection.name}.sparsity"] = np.array(0.5, "<f4")
+    recipe = Recipe(
+        base_model="random/weights", base_revision=None, method="teal", sparsity=0.5, projections=tuple(projections),
+        block_sparsities=(0.5,) * model.num_blocks,
+        calibration=CalibrationRecord("self", 1, 64, 48, 0, "0" * 64), versions={"torch": torch.__version__},
+    )  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[str, str] = {}
+
+    def write(name: str, data: bytes) -> None:
+        (folder / name).write_bytes(data)
+        files[name] = hashlib.sha256(data).hexdigest()
+
+    shapes = expected_tensors(model)
+    header, size = build_header({name: (torch.bfloat16, shape) for name, shape in shapes.items()}, {"format": "pt"})
+    weights = "model-00001-of-00001.safetensors"
+    with open(folder / weights, "wb") as file:
+        file.write(header)
+        file.truncate(len(header) + size)
+    files[weights] = "0" * 64
+    index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(shapes, weights)}
+    write("model.safetensors.index.json", json.dumps(index).encode())
+    header, _ = build_header(
+        {name: (torch.float32, array.shape) for name, array in arrays.items()},
+        {"format": "wisparse", "format_version": "1", "recipe_sha256": recipe_digest(recipe)},
+    )
+    write("wisparse.safetensors", header + b"".join(array.tobytes() for array in arrays.values()))
+    entry = {"format_version": 1, "sparsity": 0.5, "sidecar": "wisparse.safetensors"}
+    write("config.json", json.dumps(config | {"wisparse": entry}).encode())
+    (folder / "wisparse.json").write_bytes(Manifest(recipe, files, dict.fromkeys(shapes, 0)).to_bytes())
+    Bundle.open(folder)
+
+
+def part_speed(arguments: argparse.Namespace) -> None:
+    """Decoding and prompts of one engine, ``--model dense`` or ``bundle``."""
+    import torch
+    from vllm import SamplingParams
+
+    began = time.perf_counter()
+    llm = engine(arguments, WORK / arguments.model, load_format="dummy", skip_tokenizer_init=True)
+    started = round(time.perf_counter() - began, 1)
+    method = llm.llm_engine.vllm_config.model_config.quantization
+    if (method == "wisparse") != (arguments.model == "bundle"):
+        raise RuntimeError(f"expected the plug-in for the bundle alone, found {method!r} for {arguments.model}")
+    vocab = config_of(arguments)["vocab_size"]
+    generator = torch.Generator().manual_seed(0)
+
+    def prompts(count: int, length: int) -> list[Any]:
+        ids = torch.randint(3, vocab, (count, length), generator=generator).tolist()
+        return [{"prompt_token_ids": row} for row in ids]
+
+    tokens = 20 if arguments.rehearse else TOKENS
+    sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+    llm.generate(prompts(2, PROMPT), sampling, use_tqdm=False)
+    name = f"speed {arguments.model}" + (f" tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else "")
+    say(name, start_s=started, gib=used_gib())
+    for count in REQUESTS[: 3 if arguments.rehearse else None]:
+        rates = []
+        for _ in range(2 if count > 8 else 3):
+            batch = prompts(count, PROMPT)
+            start = time.perf_counter()
+            done = llm.generate(batch, sampling, use_tqdm=False)
+            seconds = time.perf_counter() - start
+            rates.append(sum(len(answer.outputs[0].token_ids) for answer in done) / seconds)
+        say(name, requests=count, tok_per_s=round(max(rates), 1), each=[round(rate, 1) for rate in rates])
+    length = 64 if arguments.rehearse else 4096
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    rates = []
+    for _ in range(3):
+        batch = prompts(8, length)
+        start = time.perf_counter()
+        llm.generate(batch, one, use_tqdm=False)
+        rates.append(8 * length / (time.perf_counter() - start))
+    say(name, prompt_tok_per_s=round(max(rates)), each=[round(rate) for rate in rates], gib=used_gib())
+    short = [prompts(16, length // 32) for _ in range(3)]
+    rates = []
+    for batch in short:
+        start = time.perf_counter()
+        llm.generate(batch, one, use_tqdm=False)
+        rates.append(16 * (length // 32) / (time.perf_counter() - start))
+    say(name, short_prompt_tok_per_s=round(max(rates)), each=[round(rate) for rate in rates])
+
+
+def part_tokens(arguments: argparse.Namespace) -> None:
+    """A real model: tokens alone, together, in a second run, and our own runtime's; where they first differ."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from bundle_maker import make_bundle
+    from vllm import SamplingParams
+
+    source = Path(arguments.source)
+    bundle = WORK / f"bundle-{source.name}"
+    if not bundle.exists():
+        make_bundle(source, bundle)
+    text = (ROOT / "runtime" / "generation.py").read_text().splitlines(keepends=True)
+    prompts = ["".join(text[i * 9 : i * 9 + 1 + i % 5]) or "def" for i in range(20)]
+    sampling = SamplingParams(temperature=0, max_tokens=64)
+    changes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16}
+    if not arguments.rehearse:
+        # The cut-down FlashAttention has no heads of 32.
+        changes |= {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 2 << 30}
+    llm = engine(arguments, bundle, enforce_eager=arguments.eager or arguments.rehearse, **changes)
+    if llm.llm_engine.vllm_config.model_config.quantization != "wisparse":
+        raise RuntimeError("expected the plug-in to find the bundle")
+
+    def answers(llm: Any, batch: list[str]) -> list[list[int]]:
+        return [list(done.outputs[0].token_ids) for done in llm.generate(batch, sampling, use_tqdm=False)]
+
+    def differ(a: list[list[int]], b: list[list[int]]) -> list[int]:
+        found = []
+        for x, y in zip(a, b, strict=True):
+            same = next((i for i, (p, q) in enumerate(zip(x, y, strict=False)) if p != q), min(len(x), len(y)))
+            found.append(-1 if same == len(x) == len(y) else same)
+        return found
+
+    together, again = answers(llm, prompts), answers(llm, prompts)
+    alone = [answers(llm, [prompt])[0] for prompt in prompts]
+    del llm
+    import wisparse
+
+    own = wisparse.load(bundle, dtype="float32" if arguments.rehearse else "bfloat16")
+    ours = [list(own.generate(prompt, max_new_tokens=64).token_ids) for prompt in prompts]
+    say(
+        f"tokens {source.name}{' eager' if arguments.eager else ''}", note="-1: never; else the first that differs",
+        two_runs=differ(together, again), alone_together=differ(alone, together), own_alone=differ(ours, alone),
+    )  # fmt: skip
+
+
+# --- the driver
+
+
+def entry_point() -> Path:
+    """A folder by which vLLM finds the plug-in without an installation."""
+    folder = WORK / "plugin"
+    info = folder / "wisparse-0.1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: wisparse\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text("[vllm.general_plugins]\nwisparse = wisparse.runtime.vllm.plugin:register\n")
+    return folder
+
+
+def run(name: str, seconds: int, *arguments: str) -> None:
+    """One part in a process of its own; its log stays, a failure is a line of results."""
+    log = OUT / f"{name}.log"
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(entry_point()), environment.get("PYTHONPATH", "")])
+    environment["VLLM_CACHE_ROOT"] = str(WORK / f"cache-{name}")  # every start is a first one
+    began = time.perf_counter()
+    command = ["timeout", "-k", "10", str(seconds), sys.executable, __file__, *arguments]
+    with open(log, "w", encoding="utf-8") as file:
+        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
+    took = round(time.perf_counter() - began, 1)
+    print(f"== {name}: exit {code}, {took} s", flush=True)
+    lines = log.read_text("utf-8", errors="replace").splitlines()
+    if code:
+        say(name, failed=code)
+        print("\n".join(line[:300] for line in lines[-25:]), flush=True)
+    for line in lines:
+        if line.startswith('{"part"'):
+            print(line, flush=True)
+        elif "Model loading took" in line or "GPU KV cache size" in line or "attention backend" in line:
+            print(line[-160:], flush=True)
+
+
+def summary() -> None:
+    """The figures of the sparse engine over the dense one's."""
+    found: dict[str, dict[str, float]] = {}
+    for line in (OUT / "results.jsonl").read_text().splitlines():
+        entry = json.loads(line)
+        if not entry["part"].startswith("speed "):
+            continue
+        rows = found.setdefault(entry["part"], {})
+        if "requests" in entry:
+            rows[f"{entry['requests']} requests"] = entry["tok_per_s"]
+        for key in ("start_s", "gib", "prompt_tok_per_s", "short_prompt_tok_per_s"):
+            if key in entry:
+                rows[key] = entry[key]
+    for name in found:
+        if "bundle" in name and (dense := found.get(name.replace("bundle", "dense"))):
+            ratios = {key: [dense[key], value, round(value / dense[key], 3)] for key, value in found[name].items()
+                      if dense.get(key)}  # fmt: skip
+            print(json.dumps({"part": "summary: dense, sparse, ratio", "of": name, **ratios}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", nargs="?")
+    parser.add_argument("--rehearse", action="store_true")
+    parser.add_argument("--only", help="names of parts, with commas")
+    parser.add_argument("--model", default="bundle")
+    parser.add_argument("--source", default=str(ROOT / "examples" / "pycode-llama-6m"))
+    parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--tensor-parallel", type=int, default=1)
+    arguments = parser.parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    if arguments.part:
+        globals()[f"part_{arguments.part}"](arguments)
+        return
+    WORK.mkdir(parents=True, exist_ok=True)
+    (OUT / "results.jsonl").write_text("")
+    extra = ["--rehearse"] if arguments.rehearse else []
+    extra += ["--tensor-parallel", str(arguments.tensor_parallel)] if arguments.tensor_parallel > 1 else []
+    parts = {
+        "calibrate": (150, "calibrate", *extra),
+        "sparse": (200, "speed", "--model", "bundle", *extra),
+        "dense": (170, "speed", "--model", "dense", *extra),
+        "kernels": (90, "kernels"),
+        "tokens": (120, "tokens", "--source", arguments.source, *extra),
+        "tokens-eager": (100, "tokens", "--eager", "--source", arguments.source, *extra),
+    }
+    needs_gpu = ("kernels", "tokens-eager") if arguments.rehearse else ()
+    wanted = arguments.only.split(",") if arguments.only else [name for name in parts if name not in needs_gpu]
+    for name in wanted:
+        seconds, *command = parts[name]
+        run(name, 600 if arguments.rehearse else seconds, *command)
+    summary()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""The bundle as vLLM's quantization config: it is opened and checked here, before any weight is read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+
+from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
+from wisparse.formats.hub import fetch_bundle
+
+from .linear import WisparseLinearMethod
+from .rows import MaskedRows, watch_runners
+from .settings import Settings
+from .versions import require_known_version
+
+__all__ = ["NAME", "WisparseConfig"]
+
+NAME = "wisparse"
+_BLOCKS = "model.layers."
+
+
+class WisparseConfig(QuantizationConfig):
+    """A bundle's masks. vLLM copies and pickles it, so it holds no GPU memory but in the process that runs layers."""
+
+    def __init__(self, stored: str | None = None) -> None:
+        """``stored``: how ``config.json`` says that the weights are quantised."""
+        super().__init__()
+        self._stored = stored
+        self._sparsity = 0.0
+        self._masks: Mapping[str, ProjectionMask] | None = None
+        self._settings: Settings | None = None
+        self.rows: MaskedRows | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "rows": None, "_settings": None}
+
+    @classmethod
+    def get_name(cls) -> str:
+        """The name for ``--quantization``."""
+        return NAME
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """float32 is for comparing: on a GPU it has no sparse kernels here."""
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Ampere."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None that vLLM should read: ``maybe_update_config`` opens the bundle."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> WisparseConfig:
+        """From the entry that ``plugin`` adds to a bundle's config."""
+        return cls(config.get("stored"))
+
+    @classmethod
+    def override_quantization_method(
+        cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None
+    ) -> str | None:
+        """Raises UsageError if a bundle is to run by another method."""
+        if not isinstance(hf_quant_cfg, dict) or hf_quant_cfg.get("quant_method") != NAME:
+            return None
+        if user_quant not in (None, NAME):
+            raise UsageError(
+                f"--quantization: expected {NAME} or nothing for a bundle, found {user_quant}; to run the dense "
+                "weights by that method switch the plug-in off: VLLM_PLUGINS=''"
+            )
+        return NAME
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        """Open and check the bundle.
+
+        Raises:
+            UsageError: a version of vLLM that is not known.
+            UnsupportedModelError: quantised weights, or masks that need more than a linear layer's input.
+            BundleError, AccessError: as ``Bundle.open``.
+        """
+        require_known_version(vllm.__version__)
+        if self._stored is not None:
+            raise UnsupportedModelError(
+                f"expected a bundle of bf16, fp16 or fp32 weights in vLLM, found weights quantised by {self._stored}; "
+                "convert the unquantised model"
+            )
+        bundle = Bundle.open(fetch_bundle(model_name, revision))
+        if bundle.beyond_masks:
+            raise UnsupportedModelError(f"this bundle does not run in vLLM: {bundle.beyond_masks}")
+        self._sparsity, self._masks = bundle.recipe.sparsity, bundle.masks
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """Ours for the linear layers inside blocks, vLLM's own for all else.
+
+        Raises:
+            BundleError: a layer without an entry in the bundle.
+            UsageError: settings that there are not, or that this plug-in cannot run with.
+        """
+        if not isinstance(layer, LinearBase):
+            return None
+        if prefix.startswith("draft_model."):
+            raise UnsupportedModelError("a bundle does not run as a draft model in vLLM yet: expected a dense draft")
+        if not prefix.startswith(_BLOCKS):
+            return UnquantizedLinearMethod()
+        if self._settings is None:
+            self._settings = self._prepare()
+        parent, _, last = prefix.rpartition(".")
+        names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
+        masks = []
+        for name in names:
+            mask = (self._masks or {}).get(name)
+            if mask is None:
+                raise BundleError(f"{name}: expected an entry in the bundle for this layer of vLLM's, found none")
+            masks.append(mask)
+        assert self.rows is not None
+        return WisparseLinearMethod(prefix, masks, self.rows, dense=self._settings.sparsity == 0)
+
+    def _prepare(self) -> Settings:
+        """Once in each process that builds layers."""
+        if self._masks is None:
+            raise UsageError("--quantization wisparse: expected a bundle, found a model that was not opened as one")
+        current = get_current_vllm_config()
+        _refuse(current)
+        settings = Settings.read(current.additional_config, os.environ, self._sparsity)
+        graphs = current.compilation_config.cudagraph_capture_sizes or [0]
+        self.rows = MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
+        if settings.prefill == "dense":
+            watch_runners()
+        return settings
+
+
+def _refuse(current: Any) -> None:
+    """Raise UsageError for what was asked of vLLM and does not go together with masks here."""
+    parallel, model = current.parallel_config, current.model_config.hf_text_config
+    reasons = {
+        "LoRA adapters": current.lora_config is not None,
+        "two batches that overlap (enable_dbo)": getattr(parallel, "enable_dbo", False),
+        "prefill context parallelism": getattr(parallel, "prefill_context_parallel_size", 1) > 1,
+    }
+    for what, found in reasons.items():
+        if found:
+            raise UsageError(f"a bundle does not run with {what} in vLLM yet; leave the option out")
+    size = parallel.tensor_parallel_size
+    for key in ("num_attention_heads", "hidden_size", "intermediate_size"):
+        value = getattr(model, key)
+        if value % size:
+            raise UsageError(f"tensor_parallel_size: expected a divisor of {key} ({value}), found {size}")

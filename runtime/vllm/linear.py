@@ -1,0 +1,85 @@
+"""A linear layer of vLLM's with the masks of its projections: one copy of the weights, laid out for the kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+
+from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.errors import BundleError
+
+from .product import channel_major, masked_linear, reserve
+from .rows import MaskedRows
+
+__all__ = ["WisparseLinearMethod"]
+
+
+@register_weight_loader_v2_supported_method
+class WisparseLinearMethod(UnquantizedLinearMethod):
+    """vLLM's own unquantised layer up to the loaded weights, our product from there on."""
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, prefix: str, masks: Sequence[ProjectionMask], rows: MaskedRows, *, dense: bool) -> None:
+        """``masks``: of the layer's projections, in the order of its outputs. ``dense``: drop nothing."""
+        super().__init__()
+        self._prefix, self._masks, self._rows, self._dense = prefix, masks, rows, dense
+        self._widths: list[int] = []
+        self._in_features = 0
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """As vLLM's own; remembers which part of the layer this process has.
+
+        Raises:
+            BundleError: masks of another shape.
+        """
+        if len(self._masks) not in (1, len(output_partition_sizes)):
+            raise BundleError(
+                f"{self._prefix}: expected masks for {len(output_partition_sizes)} outputs, found {len(self._masks)}"
+            )
+        for mask in self._masks:
+            if len(mask.channel_scale) != input_size:
+                raise BundleError(
+                    f"{self._prefix}: expected channel_scale ({input_size},), found {tuple(mask.channel_scale.shape)}; "
+                    "the bundle is of another model"
+                )
+        # One mask for a stored qkv_proj or gate_up_proj: its outputs are one projection.
+        self._widths = list(output_partition_sizes) if len(self._masks) > 1 else [sum(output_partition_sizes)]
+        self._in_features = input_size_per_partition
+        super().create_weights(
+            layer, input_size_per_partition, output_partition_sizes, input_size, output_size, params_dtype,
+            **extra_weight_attrs,
+        )  # fmt: skip
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Lay the weights out channel by channel, and put scales and thresholds beside them."""
+        device = layer.weight.device
+        layer.weight.data = channel_major(layer.weight.data)
+        # A layer split along its inputs has a slice of them here.
+        first = layer.tp_rank * self._in_features if len(self._masks[0].channel_scale) != self._in_features else 0
+        scales = torch.stack([mask.channel_scale[first : first + self._in_features] for mask in self._masks])
+        thresholds = torch.tensor([0.0 if self._dense else mask.threshold for mask in self._masks])
+        layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
+        layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
+        layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
+        reserve(layer.weight, layer.wisparse_scales, layer.wisparse_thresholds, self._widths)
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch."""
+        return masked_linear(
+            x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,
+            self._widths,
+        )  # fmt: skip

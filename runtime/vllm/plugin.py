@@ -1,0 +1,69 @@
+"""vLLM's entry point: makes ``--quantization wisparse`` known, and bundles by themselves.
+
+It is called in every process of vLLM, some of them more than once, and touches no GPU.
+
+A bundle's ``config.json`` has no ``quantization_config``, so that other programs load it dense. vLLM asks nobody about
+such a model; what it does let a plug-in replace is the reader of ``config.json``. Ours adds, in memory, the entry that
+names us.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+__all__ = ["register"]
+
+log = logging.getLogger("vllm.wisparse")
+
+
+def register() -> None:
+    """Register the method and the reader; the entry point of the group ``vllm.general_plugins``."""
+    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+    from vllm.transformers_utils.config import get_config_parser, register_config_parser
+
+    from .config import NAME, WisparseConfig
+
+    if NAME not in QUANTIZATION_METHODS:
+        register_quantization_config(NAME)(WisparseConfig)
+    reader = type(get_config_parser("hf"))
+    if not getattr(reader, "knows_bundles", False):
+        register_config_parser("hf")(_with_bundles(reader))
+
+
+def _with_bundles(reader: type) -> type:
+    """vLLM's reader of ``config.json``, which also tells bundles from other models."""
+
+    class Reader(reader):  # type: ignore[misc, valid-type]
+        knows_bundles = True
+
+        def parse(
+            self, model: str | Path, trust_remote_code: bool, revision: str | None = None, *rest: Any, **keywords: Any
+        ) -> tuple[dict[str, Any], Any]:
+            found, config = super().parse(model, trust_remote_code, revision, *rest, **keywords)
+            _mark(found, config, model, revision)
+            return found, config
+
+    return Reader
+
+
+def _mark(found: dict[str, Any], config: Any, model: str | Path, revision: str | None) -> None:
+    """Name us as the method of a bundle's config; refusals come later, where vLLM does not try again."""
+    if "wisparse" not in found:
+        return
+    from vllm.transformers_utils.repo_utils import file_or_path_exists
+
+    from wisparse.formats.manifest import MANIFEST, SIDECAR
+
+    from .config import NAME
+
+    if not any(file_or_path_exists(model, name, revision) for name in (MANIFEST, SIDECAR)):
+        # transformers copies our entry into whatever it saves from a bundle, which is a dense checkpoint.
+        log.warning("%s: config.json has an entry of WiSparse but no masks lie beside it: a dense model", model)
+        return
+    stored = found.get("quantization_config")
+    entry: dict[str, Any] = {"quant_method": NAME}
+    if isinstance(stored, dict):
+        entry["stored"] = str(stored.get("quant_method"))
+    config.quantization_config = found["quantization_config"] = entry

@@ -1,0 +1,206 @@
+"""The product of a masked layer as one torch operator, ``wisparse::masked_linear``.
+
+Which kernel does it is decided inside, where the number of rows is a plain number (while a CUDA graph is captured: the
+graph's own):
+
+    up to SPARSE_ROWS rows on a GPU          our sparse kernels
+    more of them, none of which is masked    vLLM's dense product
+    more of them                             dense products of masked inputs, one for each projection
+    on a CPU, and in float32                 the same in plain torch
+
+The weights lie channel-major, (K, N), for all of them: the dense product of vLLM's reads either layout.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.kernels.reference import keep_mask
+
+from .rows import may_mask
+
+__all__ = ["SPARSE_ROWS", "channel_major", "masked_linear", "reserve"]
+
+# Rows that the sparse kernels take in one launch.
+SPARSE_ROWS = 16
+# Rows of the weights start at multiples of so many elements, so that they can be read 16 bytes at a time.
+_ALIGNED = 16
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+def channel_major(weight: Tensor) -> Tensor:
+    """The same (N, K) matrix with each column contiguous, on a GPU; a CPU has no kernel that would gain from it."""
+    if not weight.is_cuda or weight.stride(0) == 1:
+        return weight
+    n, k = weight.shape
+    weight_t = torch.empty(k, -(-n // _ALIGNED) * _ALIGNED, dtype=weight.dtype, device=weight.device)
+    weight_t[:, :n] = weight.t()
+    return weight_t[:, :n].t()
+
+
+@torch.library.custom_op("wisparse::masked_linear", mutates_args=())
+def masked_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    thresholds: Tensor,
+    masked: Tensor,
+    widths: list[int],
+) -> Tensor:
+    """Projections that read the same input, over the channels that each row keeps.
+
+    Args:
+        x: (..., K).
+        weight: (N, K), on a GPU with contiguous columns; the projections' outputs one after the other.
+        bias: (N,) or None.
+        scales: (projections, K) float32.
+        thresholds: (projections,) float32.
+        masked: (rows or more,) float32, 1 for a row that is masked, 0 for one that keeps all its channels.
+        widths: outputs of each projection.
+
+    Returns:
+        (..., N).
+    """
+    rows = x.reshape(-1, x.shape[-1]).contiguous()
+    if len(rows) > len(masked):
+        raise RuntimeError(f"expected a batch of at most {len(masked)} tokens, found {len(rows)}")
+    capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
+    masked = masked[: len(rows)]
+    if x.is_cuda and x.dtype in _HALF and len(rows) <= SPARSE_ROWS:
+        y = _sparse(rows, weight, bias, scales, thresholds, masked, widths)
+    elif not capturing and not may_mask(masked):
+        y = functional.linear(rows, weight, bias)
+    elif x.is_cuda and x.dtype in _HALF:
+        y = _masked_inputs(rows, weight, bias, scales, thresholds, masked, widths)
+    else:
+        y = _in_torch(rows, weight, bias, scales, thresholds, masked, widths)
+    return y.reshape(*x.shape[:-1], weight.shape[0])
+
+
+@masked_linear.register_fake
+def _shape(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    thresholds: Tensor,
+    masked: Tensor,
+    widths: list[int],
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def reserve(weight: Tensor, scales: Tensor, thresholds: Tensor, widths: Sequence[int]) -> None:
+    """Make room for what the programs of a layer's launches share, before a graph keeps its address."""
+    if not weight.is_cuda or weight.dtype not in _HALF:
+        return
+    scratch = _scratch(weight.device, weight.dtype)
+    group = _group(weight, None, scales, thresholds, widths)
+    for rows in range(1, SPARSE_ROWS + 1):
+        scratch.reserve(group, _tile(weight.device, *group.weight_t.shape, rows), rows)
+
+
+def _in_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    thresholds: Tensor,
+    masked: Tensor,
+    widths: Sequence[int],
+) -> Tensor:
+    """The definition, projection by projection."""
+    outputs = []
+    first = 0
+    for scale, threshold, width in zip(scales, thresholds, widths, strict=True):
+        keep = keep_mask(x, scale, (threshold * masked)[:, None])
+        part = slice(first, first + width)
+        kept = torch.where(keep, x, x.new_zeros(()))
+        outputs.append(functional.linear(kept, weight[part], None if bias is None else bias[part]))
+        first += width
+    return torch.cat(outputs, dim=-1)
+
+
+def _masked_inputs(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    thresholds: Tensor,
+    masked: Tensor,
+    widths: Sequence[int],
+) -> Tensor:
+    """The same with all masks in one launch, and products that write where their outputs belong."""
+    from wisparse.kernels.triton_mask import mask_rows
+
+    inputs = mask_rows(x, scales, thresholds, masked)
+    out = x.new_empty(len(x), weight.shape[0])
+    first = 0
+    for kept, width in zip(inputs, widths, strict=True):
+        part = slice(first, first + width)
+        if bias is None:
+            torch.mm(kept, weight[part].t(), out=out[:, part])
+        else:
+            torch.addmm(bias[part], kept, weight[part].t(), out=out[:, part])
+        first += width
+    return out
+
+
+def _sparse(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    scales: Tensor,
+    thresholds: Tensor,
+    masked: Tensor,
+    widths: Sequence[int],
+) -> Tensor:
+    """One launch that reads the kept channels of one or two rows, or all of them once for up to SPARSE_ROWS."""
+    from wisparse.kernels.triton_gemv import launch_gemv
+
+    group = _group(weight, bias, scales, thresholds, widths)
+    rows = len(x)
+    out = x.new_empty(rows, weight.shape[0])
+    tile = _tile(x.device, *group.weight_t.shape, rows)
+    launch_gemv(
+        group, x, out, _scratch(x.device, x.dtype), tile, batch=rows, masked=masked, pdl=_arch(x.device)[0] >= 90
+    )
+    return out
+
+
+def _group(weight: Tensor, bias: Tensor | None, scales: Tensor, thresholds: Tensor, widths: Sequence[int]) -> Any:
+    from wisparse.kernels.triton_gemv import Group
+
+    # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any bundle.
+    return Group(weight.t(), tuple(widths), bias, scales, thresholds, dense=False)
+
+
+@functools.cache
+def _arch(device: torch.device) -> tuple[int, int]:
+    """Compute capability (90 for 9.0) and multiprocessors."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+@functools.cache
+def _tile(device: torch.device, in_features: int, out_features: int, rows: int) -> Any:
+    from wisparse.kernels.triton_gemv import launch_kind
+    from wisparse.kernels.triton_tiles import choose_tile
+
+    return choose_tile(*_arch(device), in_features, out_features, launch_kind(rows, dense=False))
+
+
+@functools.cache
+def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
+    """One for all layers: their launches follow one another on one stream."""
+    from wisparse.kernels.triton_gemv import Scratch
+
+    return Scratch(device, dtype)

