@@ -18,6 +18,7 @@ import argparse
 import hashlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -82,11 +83,10 @@ def engine(arguments: argparse.Namespace, model: Path, **changes: Any) -> Any:
 
 def used_gib() -> float:
     """What is taken of the first GPU's memory."""
-    done = subprocess.run(
-        ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return round(float(done.stdout) / 1024, 2) if done.returncode == 0 else 0.0
+    if shutil.which("nvidia-smi") is None:
+        return 0.0
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
+    return round(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024, 2)
 
 
 # --- parts
@@ -423,8 +423,8 @@ def main() -> None:
         "calibrate": (150, "calibrate", *extra),
         "sparse": (200, "speed", "--model", "bundle", *extra),
         "dense": (170, "speed", "--model", "dense", *extra),
-        "kernels": (90, "kernels"),
         "tokens": (120, "tokens", "--source", arguments.source, *extra),
+        "kernels": (90, "kernels"),
         "tokens-eager": (100, "tokens", "--eager", "--source", arguments.source, *extra),
     }
     needs_gpu = ("kernels", "tokens-eager") if arguments.rehearse else ()

@@ -17,7 +17,7 @@ __all__ = ["mask_rows"]
 _BLOCK_K = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _mask_rows_kernel(
     x_ptr,  # (M, K)
     scale_ptr,  # (P, K) float32

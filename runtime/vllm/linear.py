@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import BundleError
 
-from .product import channel_major, masked_linear, reserve
+from .product import channel_major, reserve
 from .rows import MaskedRows
 
 __all__ = ["WisparseLinearMethod"]
@@ -79,7 +79,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch."""
-        return masked_linear(
+        return torch.ops.wisparse.masked_linear(
             x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,
             self._widths,
         )  # fmt: skip

@@ -33,6 +33,7 @@ SPARSE_ROWS = 16
 _ALIGNED = 16
 
 _HALF = (torch.bfloat16, torch.float16)
+_compiled: set[tuple[torch.device, torch.dtype, int, int]] = set()
 
 
 def channel_major(weight: Tensor) -> Tensor:
@@ -106,6 +107,13 @@ def reserve(weight: Tensor, scales: Tensor, thresholds: Tensor, widths: Sequence
     group = _group(weight, None, scales, thresholds, widths)
     for rows in range(1, SPARSE_ROWS + 1):
         scratch.reserve(group, _tile(weight.device, *group.weight_t.shape, rows), rows)
+    # A kernel is not to be compiled while a graph is captured, and vLLM's own first batches may not need this one.
+    kind = (weight.device, weight.dtype, group.in_features, len(widths))
+    if kind not in _compiled:
+        from wisparse.kernels.triton_mask import mask_rows
+
+        mask_rows(weight.new_zeros(1, group.in_features), scales, thresholds, thresholds[:1])
+        _compiled.add(kind)
 
 
 def _in_torch(
