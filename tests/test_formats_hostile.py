@@ -45,6 +45,15 @@ def test_a_thousand_hostile_bundles() -> None:
     assert all(sum(counts.values()) > 10 for counts in summary["by_kind"].values())
 
 
+@pytest.mark.slow
+def test_hostile_chat_templates_and_tokenizers() -> None:
+    code, summary, stderr = _run(str(TESTS / "hostile.py"), "--cases", "60", "--seed", "7", "--text")
+    assert summary["failures"] == [], stderr[-3000:]
+    assert code == 0
+    assert summary["outcomes"]["refused"] > 20
+    assert summary["outcomes"]["forged"] > 3
+
+
 def test_the_harness_sees_readers_that_check_nothing() -> None:
     _, summary, _ = _run("-c", CREDULOUS.format(tests=str(TESTS)))
     assert any("other tokens or meaning than the intact bundle" in failure["error"] for failure in summary["failures"])
