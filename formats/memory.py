@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from .control_groups import group_folders, read_lines
 
 __all__ = ["free_memory_bytes"]
 
 # Where nothing says how much there is.
 _ASSUMED_BYTES = 8 << 30
-# Version 2 has one hierarchy, version 1 one for each controller: (mounted under /sys/fs/cgroup, limit, usage,
-# prefix of the sums over sub-groups in memory.stat).
-_V2 = ("", "memory.max", "memory.current", "")
-_V1 = ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+# Names of limit, usage and, in memory.stat, what precedes the sums over sub-groups, by the version of control groups.
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
 
 
 def free_memory_bytes(root: str | os.PathLike[str] = "/") -> int:
@@ -44,44 +47,26 @@ def _machine(root: Path) -> int:
 
 def _groups(root: Path) -> Iterator[int]:
     """What each limited group above this process has left."""
-    for line in _lines(root / "proc/self/cgroup"):
-        number, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if number == "0" and not controllers:
-            mount, limit, usage, prefix = _V2
-        elif "memory" in controllers.split(","):
-            mount, limit, usage, prefix = _V1
-        else:
-            continue
-        mounted = root / "sys/fs/cgroup" / mount
-        # Inside a container the path is often the host's, and only the mount's own top is there to be seen.
-        group = PurePosixPath("/", path)
-        for above in (group, *group.parents):
-            folder = mounted / above.relative_to("/")
-            bound, used = _number(folder / limit), _number(folder / usage)
-            if bound is not None and used is not None:
-                cache = sum(
-                    value
-                    for key, value in _numbers(folder / "memory.stat")
-                    if key in (f"{prefix}active_file", f"{prefix}inactive_file")
-                )
-                yield bound - max(0, used - cache)
+    for folder, version in group_folders(root, "memory"):
+        limit, usage, prefix = _FILES[version]
+        bound, used = _number(folder / limit), _number(folder / usage)
+        if bound is not None and used is not None:
+            cache = sum(
+                value
+                for key, value in _numbers(folder / "memory.stat")
+                if key in (f"{prefix}active_file", f"{prefix}inactive_file")
+            )
+            yield bound - max(0, used - cache)
 
 
 def _number(path: Path) -> int | None:
-    text = "".join(_lines(path)).strip()
+    text = "".join(read_lines(path)).strip()
     return int(text) if text.isdigit() else None  # "max" is no limit
 
 
 def _numbers(path: Path) -> Iterator[tuple[str, int]]:
     """The lines ``key number …`` of a file."""
-    for line in _lines(path):
+    for line in read_lines(path):
         key, *rest = line.split()[:2] or [""]
         if rest and rest[0].isdigit():
             yield key, int(rest[0])
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []  # another system, or not ours to read

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .cpu_layout import TILE, LayoutField, LinearField, ProjectionField
+from .cpu_layout import TILE, LayoutField, LinearField, ProjectionField, TeamField
 from .cpu_threads import launch, team_size
 
 __all__ = ["aligned_empty", "quantize", "quantize_into", "sparse_linear", "transpose", "transpose_into", "type_name"]
@@ -179,5 +179,7 @@ def sparse_linear(
     parameters[LinearField.SEGMENT_COUNT] = counts.data_ptr()
     parameters[LinearField.LISTS] = lists.data_ptr()
     parameters[LinearField.COUNTS] = counts.data_ptr() + 16 * threads
+    team = aligned_empty((TeamField.SIZE,), torch.int64).zero_()
+    parameters[LinearField.TEAM] = team.data_ptr()
     launch(f"linear_{type_name(weight_t.dtype)}", parameters, threads)
     return y.to(x.dtype).view(*x.shape[:-1], n)

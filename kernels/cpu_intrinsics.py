@@ -1,4 +1,5 @@
-"""What numba lacks for the CPU kernels: raw pointers, half-precision loads and stores, OpenMP's calls, a fast exp.
+"""What numba lacks for the CPU kernels: raw pointers, half-precision loads and stores, OpenMP's and the C library's
+calls, atomic words, a fast exp.
 
 A weight's type is told by the type of its bits, so that one kernel serves all of them:
 
@@ -8,24 +9,29 @@ A weight's type is told by the type of its bits, so that one kernel serves all o
 from __future__ import annotations
 
 import operator
+import platform
+import time
 
 import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
 __all__ = [
-    "ONE", "SYMBOLS", "ZERO", "barrier", "dot", "exact", "exp32", "floats", "narrow", "num_threads", "pointer",
-    "projection_row", "size_of", "span", "thread_num", "widen",
+    "ONE", "SYMBOLS", "ZERO", "add_word", "dot", "exact", "exp32", "floats", "get_word", "narrow", "now_ns",
+    "num_threads", "pointer", "projection_row", "put_word", "relax", "size_of", "sleep_us", "span", "thread_num",
+    "widen",
 ]  # fmt: skip
 
-# OpenMP's functions under names of our own, registered by `cpu_threads` before any code is loaded.
-SYMBOLS = ("wisparse_omp_barrier", "wisparse_omp_thread_num", "wisparse_omp_num_threads")
-barrier = types.ExternalFunction(SYMBOLS[0], types.void())
-thread_num = types.ExternalFunction(SYMBOLS[1], types.int32())
-num_threads = types.ExternalFunction(SYMBOLS[2], types.int32())
+# OpenMP's and the C library's functions under names of our own, registered by `cpu_threads` before any code is loaded.
+SYMBOLS = ("wisparse_thread_num", "wisparse_num_threads", "wisparse_usleep", "wisparse_clock_gettime")
+thread_num = types.ExternalFunction(SYMBOLS[0], types.int32())
+num_threads = types.ExternalFunction(SYMBOLS[1], types.int32())
+sleep_us = types.ExternalFunction(SYMBOLS[2], types.int32(types.uint32))
 
 ZERO, ONE = np.float32(0), np.float32(1)
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 _ALIGN = 32  # columns: 64 bytes of bfloat16, so that threads share no cache line of a row
 
 
@@ -94,6 +100,76 @@ def narrow(typingctx, value, tag):
         return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), ir.Constant(i32, 16)), i16)
 
     return tag(types.float32, tag), codegen
+
+
+@intrinsic
+def add_word(typingctx, address, value):
+    """Add to an int64 that other threads use too, in one step; gives what it was."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def get_word(typingctx, address):
+    """Read an int64 that another thread writes by ``put_word``: what it wrote before is then seen too."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def put_word(typingctx, address, value):
+    """Write an int64 that other threads read by ``get_word``."""
+
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _word(builder, address):
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def relax(typingctx):
+    """Tell the processor that this thread is spinning."""
+    machine = platform.machine().lower()
+    i32, nothing = ir.IntType(32), ir.VoidType()
+
+    def codegen(context, builder, signature, args):
+        if machine in ("x86_64", "amd64"):
+            kind = ir.FunctionType(nothing, [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        elif machine in ("aarch64", "arm64"):
+            kind = ir.FunctionType(nothing, [i32])
+            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(hint, [ir.Constant(i32, 1)])  # yield
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def now_ns(typingctx):
+    """Nanoseconds on a clock that only goes forward."""
+    i32, i64 = ir.IntType(32), ir.IntType(64)
+
+    def codegen(context, builder, signature, args):
+        spec = cgutils.alloca_once(builder, i64, 2)  # struct timespec
+        kind = ir.FunctionType(i32, [i32, i64.as_pointer()])
+        clock = cgutils.get_or_insert_function(builder.module, kind, SYMBOLS[3])
+        builder.call(clock, [ir.Constant(i32, _CLOCK), spec])
+        seconds, rest = (builder.load(builder.gep(spec, [ir.Constant(i32, i)])) for i in range(2))
+        return builder.add(builder.mul(seconds, ir.Constant(i64, 10**9)), rest)
+
+    return types.int64(), codegen
 
 
 @intrinsic

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["TILE", "LayoutField", "LinearField", "ProjectionField", "StepField"]
+__all__ = ["TILE", "LayoutField", "LinearField", "ProjectionField", "StepField", "TeamField"]
 
 TILE = 64  # rows and columns that are transposed at a time
 
@@ -36,6 +36,7 @@ class LinearField(IntEnum):
     SEGMENT_COUNT = 7  # (threads, 2) int64
     LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
     COUNTS = 9  # (threads,) int64, kept channels are added
+    TEAM = 10  # see `TeamField`
 
 
 class LayoutField(IntEnum):
@@ -49,6 +50,15 @@ class LayoutField(IntEnum):
     TRANSPOSED = 5
     SCALE = 6  # (rows,) float32, written by the quantisation
     TILES = 7  # per thread: TILE * (TILE + 1) elements of 4 bytes
+
+
+class TeamField(IntEnum):
+    """What the threads of a team tell each other: int64, each on a cache line of its own, zero before the first use."""
+
+    ARRIVED = 0  # threads that wait at the present meeting
+    MEETINGS = 8  # that are over
+    WAITED_NS = 16  # beyond what `cpu_meeting` calls brief
+    SIZE = 24
 
 
 class StepField(IntEnum):
@@ -93,5 +103,7 @@ class StepField(IntEnum):
     SCRATCH_BYTES = 36
     LIST_LENGTH = 37  # longest K
     ACC_LENGTH = 38  # widest N of an accumulator
-    COUNTS = 39  # (threads, projections) int64, kept channels are added; then (threads,) that nobody reads
-    LOGITS = 40  # (slots, V) float32
+    COUNTS = 39  # (threads, projections) int64, kept channels are added
+    SPARE_COUNTS = 40  # (threads,) int64 that nobody reads
+    LOGITS = 41  # (slots, V) float32
+    TEAM = 42  # see `TeamField`

@@ -11,7 +11,6 @@ import numpy as np
 
 from .cpu_intrinsics import (
     ZERO,
-    barrier,
     dot,
     exact,
     floats,
@@ -24,6 +23,7 @@ from .cpu_intrinsics import (
     widen,
 )  # fmt: skip
 from .cpu_layout import LinearField, ProjectionField
+from .cpu_meeting import meet
 
 __all__ = ["gather", "linear", "output_rows", "project", "select"]
 
@@ -172,7 +172,7 @@ def linear(p, tag):
         p[LinearField.SEGMENT_VALUE] + 4 * first, k, p[LinearField.COUNTS] + 8 * part,
     )  # fmt: skip
     segments[2 * part], segments[2 * part + 1] = first, count
-    barrier()
+    meet(p[LinearField.TEAM], parts)
     index = p[LinearField.LISTS] + part * 4 * k * (1 + rows)
     value = index + 4 * k
     count = gather(
@@ -181,6 +181,7 @@ def linear(p, tag):
     )  # fmt: skip
     lo, hi = span(n, part, parts), span(n, part + 1, parts)
     project(p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, tag)
+    meet(p[LinearField.TEAM], parts)
 
 
 @dot

@@ -7,7 +7,6 @@ import numpy as np
 from .cpu_attention import attention, rms_norm
 from .cpu_intrinsics import (
     ONE,
-    barrier,
     exact,
     exp32,
     floats,
@@ -21,6 +20,7 @@ from .cpu_intrinsics import (
 )  # fmt: skip
 from .cpu_layout import ProjectionField, StepField
 from .cpu_linear import gather, output_rows, project, select
+from .cpu_meeting import meet
 
 __all__ = ["step"]
 
@@ -44,12 +44,13 @@ def _silu_times(gate, up, stride, rows, width):
 
 @exact
 def step(p, tag, head_tag, base_tag):
-    """One token for every row: embedding, blocks, final norm, logits. Five barriers a block.
+    """One token for every row: embedding, blocks, final norm, logits. Five meetings a block.
 
     A thread's scratch: normed (rows, hidden), two accumulators (rows, acc_length), an index list (list_length) and its
     values (rows, list_length).
     """
     parts, part = np.int64(num_threads()), np.int64(thread_num())
+    team = p[StepField.TEAM]
     rows, hidden, inner = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.INTERMEDIATE]
     q_size, kv_size = p[StepField.HEADS] * p[StepField.HEAD_DIM], p[StepField.KV_HEADS] * p[StepField.HEAD_DIM]
     num_qkv, num_gate_up = p[StepField.NUM_QKV], p[StepField.NUM_GATE_UP]
@@ -70,7 +71,7 @@ def step(p, tag, head_tag, base_tag):
     segments = pointer(seg_count, np.int64(0))
     counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_BLOCKS] * per_block
     # What every thread lists for itself is counted once.
-    spare = p[StepField.COUNTS] + 8 * parts * p[StepField.NUM_BLOCKS] * per_block + 8 * part
+    spare = p[StepField.SPARE_COUNTS] + 8 * part
 
     lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
     mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
@@ -82,7 +83,7 @@ def step(p, tag, head_tag, base_tag):
         target = floats(residual + 4 * b * hidden)
         for j in range(lo, hi):
             target[j] = widen(source[j])
-    barrier()
+    meet(team, parts)
 
     for block in range(p[StepField.NUM_BLOCKS]):
         first = block * per_block
@@ -106,7 +107,7 @@ def step(p, tag, head_tag, base_tag):
                         row, index, value, count, length, rows, from_ - begin, to - begin, qkv + 4 * from_, width, tag
                     )
             begin = end
-        barrier()
+        meet(team, parts)
 
         # Attention writes its heads' outputs where the accumulators are, and lists the channels kept for o_proj.
         a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
@@ -117,12 +118,12 @@ def step(p, tag, head_tag, base_tag):
             acc, q_size, rows, a_lo, a_hi, projection_row(row)[ProjectionField.SCALE], thresholds[i],
             seg_index + 4 * a_lo, seg_value + 4 * a_lo, length, counts + 8 * i,
         )  # fmt: skip
-        barrier()
+        meet(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
         project(row, index, value, count, length, rows, lo, hi, acc, acc_stride, tag)
         _add(residual, hidden, acc, acc_stride, rows, lo, hi)
-        barrier()
+        meet(team, parts)
 
         for b in range(rows):
             rms_norm(residual + 4 * b * hidden, norm + 4 * hidden, hidden, eps, normed + 4 * b * hidden)
@@ -149,12 +150,12 @@ def step(p, tag, head_tag, base_tag):
             acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, projection_row(row)[ProjectionField.SCALE],
             thresholds[i], seg_index + 4 * mlp_lo, seg_value + 4 * mlp_lo, length, counts + 8 * i,
         )  # fmt: skip
-        barrier()
+        meet(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
         project(row, index, value, count, length, rows, lo, hi, acc, acc_stride, tag)
         _add(residual, hidden, acc, acc_stride, rows, lo, hi)
-        barrier()
+        meet(team, parts)
 
     norm = p[StepField.NORMS] + 4 * 2 * p[StepField.NUM_BLOCKS] * hidden
     for b in range(rows):
@@ -164,3 +165,4 @@ def step(p, tag, head_tag, base_tag):
         p[StepField.HEAD], hidden, vocab * part // parts, vocab * (part + 1) // parts, normed, hidden, rows,
         p[StepField.HEAD_SCALE], p[StepField.LOGITS], p[StepField.SLOTS], vocab, head_tag,
     )  # fmt: skip
+    meet(team, parts)

@@ -3,7 +3,8 @@
 numba is used as a compiler only. Its threading layers are left alone: ``omp`` needs a system library that slim images
 lack, keeps a second pool of spinning threads beside torch's and resets torch's thread count; ``workqueue`` aborts the
 process when two threads use it. Torch always brings an OpenMP runtime, and ``GOMP_parallel`` is how every compiler
-enters it: one launch costs about a microsecond, a barrier less.
+enters it: one launch costs about a microsecond. Inside a region threads meet at `cpu_meeting`, not at OpenMP's barrier,
+which spins for milliseconds while the partner that it waits for has no core.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def _runtime() -> ctypes.CDLL | None:
             runtime = ctypes.CDLL(library)
             runtime.GOMP_parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             runtime.GOMP_parallel.restype = None
-            for function in _FUNCTIONS:
+            for function in _OPENMP:
                 getattr(runtime, function)
         except (OSError, AttributeError) as error:
             tried.append(f"{library}: {error}")
@@ -85,8 +86,9 @@ def _runtime() -> ctypes.CDLL | None:
     return None
 
 
-# In the order of `SYMBOLS`.
-_FUNCTIONS = ("GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+# Together in the order of `SYMBOLS`.
+_OPENMP = ("omp_get_thread_num", "omp_get_num_threads")
+_C = ("usleep", "clock_gettime")
 
 
 def _candidates() -> Iterator[str]:
@@ -101,25 +103,23 @@ def _candidates() -> Iterator[str]:
 
 @functools.cache
 def _register() -> tuple[Any, ...]:
-    """Give the OpenMP functions the names under which compiled code looks for them.
+    """Give OpenMP's and the C library's functions the names under which compiled code looks for them.
 
     Returns:
         What has to stay alive for them.
     """
     runtime = _runtime()
     if runtime is not None:
-        addresses = [ctypes.cast(getattr(runtime, name), ctypes.c_void_p).value for name in _FUNCTIONS]
-        functions: tuple[Any, ...] = (runtime,)
-    else:
-        functions = (numba.cfunc("void()")(_nothing), numba.cfunc("int32()")(_zero), numba.cfunc("int32()")(_one))
-        addresses = [function.address for function in functions]
+        libc = ctypes.CDLL(None)
+        functions: tuple[Any, ...] = (runtime, libc)
+        entries = [getattr(runtime, name) for name in _OPENMP] + [getattr(libc, name) for name in _C]
+        addresses = [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
+    else:  # one thread waits for nobody, so it never sleeps nor looks at the clock
+        functions = (numba.cfunc("int32()")(_zero), numba.cfunc("int32()")(_one))
+        addresses = [functions[0].address, functions[1].address, functions[0].address, functions[0].address]
     for symbol, address in zip(SYMBOLS, addresses, strict=True):
         llvmlite.binding.add_symbol(symbol, address)
     return functions
-
-
-def _nothing():
-    return None
 
 
 def _zero():

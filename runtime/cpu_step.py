@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.cores import usable_cores
 from wisparse.kernels.cpu_layout import ProjectionField, StepField
-from wisparse.kernels.cpu_threads import launch, team_size
+from wisparse.kernels.cpu_team import Team
+from wisparse.kernels.cpu_threads import team_size
 
 from .cache import KVCache
 from .cpu_weights import CpuProjection, Matrix
@@ -22,7 +24,7 @@ from .torch_decoder import Block
 
 __all__ = ["Step"]
 
-# A thread that reads less than this per step waits at the barriers for longer than it helps.
+# A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
 
 
@@ -61,8 +63,10 @@ class Step:
         self._parameters = np.zeros(len(StepField), dtype=np.int64)
         self._kept_alive: list[Tensor] = []
         self._threads = self._capacity = 0
+        self._team = Team()
+        self._parameters[StepField.TEAM] = self._team.address
         weights = output.data.nbytes + sum(p.matrix.data.nbytes for p in self._projections)
-        self._most_threads = max(1, weights // _BYTES_PER_THREAD)
+        self._most_threads = max(1, min(usable_cores(), weights // _BYTES_PER_THREAD))
         self._counts = torch.zeros(0, dtype=torch.int64)
 
         set_ = self._set
@@ -112,12 +116,12 @@ class Step:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
         self._rows_np[:, : len(rows)] = np.array(rows).T
         self._parameters[StepField.ROWS] = len(rows)
-        launch(self._region, self._parameters, threads)
+        self._team.launch(self._region, self._parameters, threads)
 
     def kept(self) -> list[int]:
         """Channels kept since :meth:`forget`, over all rows, projection by projection."""
         count = len(self._projections)
-        return self._counts[: self._threads * count].view(self._threads, count).sum(0).tolist()
+        return self._counts.view(self._threads, count).sum(0).tolist()
 
     def forget(self) -> None:
         """Count kept channels from zero."""
@@ -153,7 +157,7 @@ class Step:
         # normed, two accumulators, one list: see `_step`. Whole pages, so that threads share no cache line.
         scratch = 4 * (rows * config.hidden_size + 2 * rows * widest + longest + rows * longest)
         scratch = -(-scratch // 4096) * 4096
-        counts = torch.zeros(threads * (len(self._projections) + 1), dtype=torch.int64)
+        counts = torch.zeros(threads * len(self._projections), dtype=torch.int64)
         counts[: len(self._projections)] = torch.tensor(self.kept()) if self._threads else 0
         self._counts = counts
         self._threads, self._capacity = threads, rows
@@ -165,6 +169,7 @@ class Step:
             StepField.SEGMENT_COUNT: torch.empty(threads, 2, dtype=torch.int64),
             StepField.SCRATCH: torch.empty(threads * scratch, dtype=torch.uint8),
             StepField.COUNTS: counts,
+            StepField.SPARE_COUNTS: torch.empty(threads, dtype=torch.int64),
         }
         for field, tensor in self._buffers.items():
             self._parameters[field] = tensor.data_ptr()

@@ -139,3 +139,22 @@ def test_shell_completion(program: str, typed: str, expected: set[str]) -> None:
     assert expected <= {line.partition(",")[2] for line in done.stdout.splitlines()}, done.stderr
     if typed == "wisparse exp":
         assert done.stdout.splitlines() == ["plain,export-onnx"]
+
+
+def test_threads_wait_briefly_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = (
+        "import os; from wisparse.cli import main\n"
+        "try: main(['--version'])\n"
+        "except SystemExit: print(os.environ.get('GOMP_SPINCOUNT'))"
+    )
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+
+    def count(**settings: str) -> str:
+        return subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, **settings}, capture_output=True, text=True, check=True
+        ).stdout.split()[-1]
+
+    assert count() == "10000"
+    assert count(OMP_WAIT_POLICY="active") == "None"
+    assert count(GOMP_SPINCOUNT="5") == "5"

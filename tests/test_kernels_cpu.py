@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from wisparse.kernels import cpu_compile, cpu_layout, cpu_regions, cpu_threads
+from wisparse.kernels import cpu_compile, cpu_layout, cpu_meeting, cpu_regions, cpu_team, cpu_threads
 from wisparse.kernels.cpu import aligned_empty, quantize, quantize_into, sparse_linear, transpose, transpose_into
 from wisparse.kernels.reference import keep_mask
 from wisparse.kernels.reference import sparse_linear as reference
@@ -256,6 +258,80 @@ def test_an_unusable_cache_folder_is_said_and_survived(
     assert region.address
     assert "NUMBA_CACHE_DIR" in caplog.text
     assert "Not a directory" in caplog.text
+
+
+def test_a_thread_that_waits_long_gives_its_core_away() -> None:
+    cpu_threads.prepare("linear_float32")
+    meet = cpu_meeting.meet
+
+    @numba.cfunc("void(int64)")
+    def arrive(team: int) -> None:
+        meet(team, 2)
+
+    team, used = cpu_team.Team(), []
+
+    def early() -> None:
+        before = time.thread_time_ns()
+        arrive.ctypes(team.address)  # without the interpreter's lock
+        used.append(time.thread_time_ns() - before)
+
+    thread = threading.Thread(target=early)
+    thread.start()
+    time.sleep(0.3)
+    assert not used
+    arrive.ctypes(team.address)
+    thread.join()
+    assert used[0] < 100_000_000  # a spinning thread takes all of 0.3 s; one that sleeps, a hundredth
+    assert team._words[cpu_layout.TeamField.WAITED_NS] > 200_000_000
+
+
+class Machine:
+    """Stands for ``launch`` and the clock: a team that finds ``cores`` free, and beyond that loses a slice of 3 ms."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+        self.now, self.cores, self.sizes, self.team = 1_000_000_000, cores, [], cpu_team.Team()
+        monkeypatch.setattr(cpu_team, "launch", self._launch)
+        monkeypatch.setattr(cpu_team.time, "perf_counter_ns", lambda: self.now)
+
+    def _launch(self, name: str, parameters: object, threads: int) -> None:
+        late = 3_000_000 if threads > self.cores else 0
+        self.team._words[cpu_layout.TeamField.WAITED_NS] = late
+        self.now += 1_200_000 // threads + late
+        self.sizes.append(threads)
+
+    def run(self, seconds: float, most: int) -> list[int]:
+        """Sizes of the launches of some time."""
+        self.sizes, end = [], self.now + seconds * 1e9
+        while self.now < end:
+            self.team.launch("", None, most)
+        return self.sizes
+
+
+@pytest.mark.parametrize(("most", "cores"), [(2, 1), (4, 3), (8, 2)])
+def test_a_team_is_as_large_as_the_machine_has_cores_left(
+    most: int, cores: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(monkeypatch, cores)
+    machine.run(0.2, most)
+    assert machine.team.size == cores
+    sizes = machine.run(5, most)
+    assert 1 <= sum(size > cores for size in sizes) <= 10  # it goes on trying, and seldom
+    assert min(sizes) == cores
+    machine.cores = most  # the other programs end
+    machine.run(1, most)
+    assert set(machine.run(5, most)) == {most}
+    machine.cores = 1
+    machine.run(0.2, most)
+    assert machine.team.size == 1
+
+
+def test_a_team_forgives_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 2)
+    machine.run(1, 2)
+    for _ in range(20):
+        machine.team._learn(machine.now, 900_000, 300_000)  # an interrupt, say
+        machine.run(0.05, 2)
+    assert machine.team.size == 2
 
 
 def test_runs_on_one_thread_where_openmp_is_missing() -> None:

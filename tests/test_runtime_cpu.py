@@ -20,6 +20,8 @@ from torch import Tensor
 import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
+from wisparse.kernels import cpu_team
+from wisparse.runtime import cpu_step
 from wisparse.runtime.cpu_decoder import CpuDecoder
 from wisparse.runtime.cpu_weights import read_matrix
 from wisparse.runtime.decoder import make_decoder
@@ -48,6 +50,14 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def as_many_threads_as_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However small the model, few the cores, and busy the machine."""
+    monkeypatch.setattr(cpu_step, "_BYTES_PER_THREAD", 1)
+    monkeypatch.setattr(cpu_step, "usable_cores", lambda: 8)
+    monkeypatch.setattr(cpu_team, "_DEBT_NS", float("inf"))
 
 
 @pytest.fixture(scope="module")
@@ -125,6 +135,7 @@ def test_greedy_tokens_of_the_real_models_equal_the_references(
         assert mine == wanted
 
 
+@pytest.mark.usefixtures("as_many_threads_as_asked_for")
 @pytest.mark.parametrize(("dtype", "weights"), [(torch.float32, "native"), (torch.bfloat16, "int8")])
 def test_bits_depend_neither_on_the_batch_nor_on_threads(
     tiny_bundles: dict[str, Bundle], dtype: torch.dtype, weights: str
@@ -145,6 +156,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
             else:  # a negative id is an idle row
                 alone = [decoder.decode(torch.where(torch.arange(3) == slot, step, -1)).clone() for slot in range(3)]
                 rows.append(torch.stack([alone[slot][slot] for slot in range(3)]))
+        assert decoder._step._team.size == threads
         assert decoder.lengths == [len(prompt) + 12 for prompt in PROMPTS]
         results.append(torch.stack(rows))
     assert all(torch.equal(result, results[0]) for result in results)
@@ -191,6 +203,7 @@ def test_int8_refuses_weights_that_are_not_finite(
         read_matrix(bundle, name, torch.float32, "int8", transposed=True)
 
 
+@pytest.mark.usefixtures("as_many_threads_as_asked_for")
 def test_counts_what_the_reference_counts(tiny_bundles: dict[str, Bundle]) -> None:
     decoders = [make(tiny_bundles["qwen3"], max_batch=3) for make in (cpu_decoder, torch_decoder)]
     assert decoders[0].realised_sparsity() is None
@@ -203,6 +216,14 @@ def test_counts_what_the_reference_counts(tiny_bundles: dict[str, Bundle]) -> No
     torch.set_num_threads(3)  # a larger team keeps what was counted
     decoders[0].decode(tokens(3))
     assert decoders[0].realised_sparsity() == pytest.approx(wanted, abs=2e-2)
+    counted = []
+    for threads in (3, 2, 1):  # and a smaller one counts the same: the same tokens again
+        torch.set_num_threads(threads)
+        decoders[0]._cache.lengths[:] = [length - 1 for length in decoders[0].lengths]
+        before = torch.tensor(decoders[0]._step.kept())
+        decoders[0].decode(tokens(3))
+        counted.append((torch.tensor(decoders[0]._step.kept()) - before).tolist())
+    assert counted[0] == counted[1] == counted[2]
     decoders[0].measure_sparsity(False)
     assert decoders[0].realised_sparsity() is None
 

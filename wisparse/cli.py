@@ -38,6 +38,11 @@ _VERBS = {
 }
 
 
+# Rounds of OpenMP's waiting loop, about 20 to 50 ns each; its own choice is 300,000. Longer than the time between two
+# decode steps, so that these still find their threads awake.
+_SPIN_COUNT = "10000"
+
+
 class _Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_VERBS)
@@ -94,6 +99,7 @@ def convert_main(args: Sequence[str] | None = None) -> None:
 
 
 def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
+    _give_way()
     try:
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
@@ -117,6 +123,16 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
         if isinstance(error, PermissionError):
             _fail(f"no permission: {error.filename}", 4)
         raise
+
+
+def _give_way() -> None:
+    """Let torch's threads wait for each other by spinning for a fraction of a millisecond, then by sleeping.
+
+    A thread that spins keeps its core from the very thread it waits for, wherever other programs run too. OpenMP reads
+    this once, when torch is imported: so here, and only where the user has not said how to wait.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
 
 
 def _fail(message: str, code: int) -> None:
