@@ -87,12 +87,14 @@ class Quality:
         sparse: over the positions that ran sparse.
         overall: over all positions.
         realised_sparsity: fraction of the projections' weights not needed at the sparse positions; None if not counted.
+        realised_range: the same of the sequence that needed most and of the one that needed least.
     """
 
     prefill: str
     sparse: Measured
     overall: Measured
     realised_sparsity: float | None = None
+    realised_range: tuple[float, float] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a figure over no tokens is null."""
@@ -211,6 +213,7 @@ def evaluate_text(
             sparse=inside[policy].measured(),
             overall=inside[policy].merge(outside[policy]).measured(),
             realised_sparsity=_weighted(dropped[policy]),
+            realised_range=_range(dropped[policy]),
         )
         for policy in policies
     }
@@ -301,6 +304,11 @@ def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | No
 def _weighted(parts: Sequence[tuple[float, int]]) -> float | None:
     weight = sum(tokens for _, tokens in parts)
     return sum(value * tokens for value, tokens in parts) / weight if weight else None
+
+
+def _range(parts: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
+    values = [value for value, tokens in parts if tokens]
+    return (min(values), max(values)) if values else None
 
 
 def _exp(value: float) -> float:

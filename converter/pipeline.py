@@ -39,7 +39,7 @@ from .measurement import Measurement, measure
 from .preflight import FINISH, Plan, finish_mark, preflight
 from .processes import ALONE, LeadersStore, Processes, joined
 from .progress import Progress
-from .report import render_report
+from .report import expectation, render_report
 from .search import SearchResult, SearchSettings, search
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
 from .source import SourceModel, load_source
@@ -396,7 +396,7 @@ def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchRes
     card = render_card(
         recipe,
         read_inherited(checkpoint.folder),
-        evaluation=_evaluation(measurement),
+        evaluation=_evaluation(measurement, recipe),
         figures=[(name, caption) for name, caption in FIGURES.items() if name in report],
         repo_id=settings.upload_repo,
     )
@@ -422,7 +422,7 @@ def _mask(entry: ProjectionRecipe, result: SearchResult) -> ProjectionMask:
     )
 
 
-def _evaluation(measurement: Measurement) -> Evaluation:
+def _evaluation(measurement: Measurement, recipe: Recipe) -> Evaluation:
     found = measurement.quality.sparse
     return Evaluation(
         text=measurement.text,
@@ -433,4 +433,5 @@ def _evaluation(measurement: Measurement) -> Evaluation:
         kl=found.kl,
         top1_agreement=found.top1_agreement,
         realised_sparsity=measurement.quality.realised_sparsity or 0.0,
+        expectation=expectation(recipe.sparsity, measurement.quality),
     )

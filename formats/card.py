@@ -48,6 +48,7 @@ class Evaluation:
         kl: mean KL(dense || sparse) in nats per token.
         top1_agreement: fraction of tokens where both models' first choice is the same.
         realised_sparsity: fraction of the projections' weights not used, over the sparse tokens.
+        expectation: what that will be on other text, in a sentence or two.
     """
 
     text: str
@@ -58,6 +59,7 @@ class Evaluation:
     kl: float
     top1_agreement: float
     realised_sparsity: float
+    expectation: str = ""
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ def _measured(evaluation: Evaluation | None) -> str:
         f"| top-1 agreement with the dense model | 1 | {evaluation.top1_agreement:.3f} |\n"
         f"| weights left unread | 0 | {evaluation.realised_sparsity:.1%} |\n\n"
         f"On {evaluation.num_tokens:,} tokens of {evaluation.text}; {evaluation.protocol}. "
-        "Speed depends on the machine: `wisparse bench` measures it on yours, dense and sparse side by side."
+        + (f"{evaluation.expectation} " if evaluation.expectation else "")
+        + "Speed depends on the machine: `wisparse bench` measures it on yours, dense and sparse side by side."
     )
 
 

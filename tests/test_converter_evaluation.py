@@ -154,6 +154,7 @@ def test_realised_sparsity_is_weighted_by_tokens() -> None:
     counter = Counter()
     found = evaluate_text(counter.logits, sequences(10, 30), ["all"], counter=counter)
     assert found["all"].realised_sparsity == pytest.approx(0.5)
+    assert found["all"].realised_range == (0.2, 0.6)
 
 
 # ---------------------------------------------------------------------- answers

@@ -138,7 +138,12 @@ def test_command_prints_what_it_did(model: Path, out: Path, capsys: pytest.Captu
     assert run_command(model, "-o", out, *FLAGS) == 0
     shown = capsys.readouterr()
     assert f"wisparse generate {out}" in shown.out
-    assert "50.0% asked for" in shown.out
+    shown_words = " ".join(shown.out.split())
+    assert "50.0% asked for" in shown_words
+    assert "by passage). On text of another kind expect" in shown_words
+    assert "with another seed than the calibration's; other text gives other figures" in shown_words
+    card = (out / "README.md").read_text()
+    assert "by passage). On text of another kind expect" in card
     assert shown.err == ""  # no progress bars where there is no terminal
 
 

@@ -14,7 +14,7 @@ import pytest
 from wisparse.converter import figures
 from wisparse.converter.block_sensitivity import BlockSensitivity
 from wisparse.converter.evaluation import Measured, Quality
-from wisparse.converter.report import REPORT, make_report, render_report, verdict
+from wisparse.converter.report import REPORT, expectation, make_report, render_report, verdict
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 
@@ -63,6 +63,22 @@ def test_verdict() -> None:
     assert "nearly indistinguishable" in verdict(0.3, quality(0.001, "half"))
     assert "perplexity" not in verdict(0.5, quality(perplexity=math.nan))
     assert "not measured" in verdict(0.5, None)
+
+
+def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
+    found = dataclasses.replace(quality(), realised_range=(0.478, 0.512))
+    words = expectation(0.5, found)
+    assert words.startswith(
+        "50.0% of the weights are left unread on the calibration text, 49.0% on the text measured on"
+    )
+    assert "(47.8% to 51.2% by passage)" in words
+    assert "text of another kind" in words
+    assert "measured on" not in expectation(0.5, None)
+    assert expectation(0.0, None) == "no weight is left unread."
+    model = config()
+    report = make_report(recipe(model), model, quality=found, quality_text="held out")["sparsity"]
+    assert report["realised_on_text_measured_on"] == 0.49
+    assert report["expect"] == expectation(report["realised_on_calibration"], found)
 
 
 def test_report_agrees_with_the_recipe() -> None:

@@ -225,24 +225,28 @@ def _document(conversion: Conversion) -> dict[str, Any]:
         "url": conversion.url,
         "realised_sparsity": _realised(conversion),
         "quality": conversion.measurement.quality.to_dict() if conversion.measurement else None,
+        "measured_on": _measured_on(conversion),
         "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
         "recipe": conversion.recipe.to_dict(),
     }
 
 
 def _print_conversion(conversion: Conversion) -> None:
-    from wisparse.converter.report import verdict
+    from wisparse.converter.report import expectation, verdict
 
     recipe, realised = conversion.recipe, _realised(conversion)
     quality = conversion.measurement.quality if conversion.measurement else None
+    measured_on = _measured_on(conversion)
+    # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
     alphas = [entry.alpha for entry in recipe.projections]
     blocks = recipe.block_sparsities
     rows = [
         ("bundle", str(conversion.folder)),
-        ("sparsity", f"{recipe.sparsity:.1%} asked for, {realised:.1%} on the calibration tokens"),
+        ("sparsity", f"{recipe.sparsity:.1%} asked for; {expectation(realised, quality)}"),
         ("by block", f"{min(blocks):.1%} to {max(blocks):.1%}"),
         ("quality", verdict(recipe.sparsity, quality)),
-        ("alpha", f"{min(alphas):g} to {max(alphas):g}"),
+        *([("measured on", measured_on)] if measured_on else []),
+        *([("alpha", f"{min(alphas):g} to {max(alphas):g}")] if min(alphas) < max(alphas) else []),
         ("calibration", f"{recipe.calibration.source}, {recipe.calibration.num_tokens:,} tokens"),
         (
             "time",
@@ -253,6 +257,14 @@ def _print_conversion(conversion: Conversion) -> None:
         rows.append(("uploaded", conversion.url))
     _print_rows("Converted", rows)
     click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'Once upon a time'")
+
+
+def _measured_on(conversion: Conversion) -> str | None:
+    """Which text the figures of quality are of: another text gives other figures."""
+    measurement = conversion.measurement
+    if measurement is None:
+        return None
+    return f"{measurement.quality.sparse.num_tokens:,} tokens of {measurement.text}; other text gives other figures"
 
 
 def _print_rows(title: str, rows: list[tuple[str, str]]) -> None:
