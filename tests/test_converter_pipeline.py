@@ -141,7 +141,7 @@ def test_command_prints_what_it_did(model: Path, out: Path, capsys: pytest.Captu
     shown_words = " ".join(shown.out.split())
     assert "50.0% asked for" in shown_words
     assert "by passage). On text of another kind expect" in shown_words
-    assert "with another seed than the calibration's; other text gives other figures" in shown_words
+    assert "that the model wrote, not what it was calibrated on; other text gives other figures" in shown_words
     card = (out / "README.md").read_text()
     assert "by passage). On text of another kind expect" in card
     assert shown.err == ""  # no progress bars where there is no terminal
