@@ -25,6 +25,7 @@ from wisparse.formats.expected import expected_tensors
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source
 from wisparse.formats.manifest import has_masks, recipe_digest
 from wisparse.formats.memory import free_memory_bytes
+from wisparse.formats.places import folder_kind, shown
 from wisparse.formats.recipe import Recipe
 from wisparse.formats.safe_json import read_json
 from wisparse.formats.write import check_output, parse_size
@@ -213,10 +214,12 @@ def available_memory(device: torch.device) -> int:
 
 
 def _read_config(folder: Path) -> ModelConfig:
+    if (kind := folder_kind(folder)) is not None:
+        raise UnsupportedModelError(f"{shown(folder)} is {kind}")
     config = read_json(folder, "config.json", _MAX_CONFIG_BYTES, UnsupportedModelError)
     if has_masks(folder):
         raise UnsupportedModelError(
-            f"{folder.name}: already a sparse bundle; expected a dense model: convert its base model instead"
+            f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
         )
     return ModelConfig.from_dict(config)
 

@@ -22,6 +22,7 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.device import choose_device
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError
+from wisparse.formats.places import shown
 
 from .flow import input_device
 
@@ -102,7 +103,7 @@ def load_source(
         try:
             hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise UnsupportedModelError(f"{folder.name}: config.json cannot be read: {_first_line(error)}") from error
+            raise UnsupportedModelError(f"{shown(folder)}: config.json cannot be read: {_first_line(error)}") from error
         dtype = dtype or choose_dtype(config.dtype, device)
         tokenizer = load_tokenizer(folder)
         placement: dict[str, Any] = {}
@@ -125,11 +126,13 @@ def load_source(
             )
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
             raise ResourceError(
-                f"{folder.name} does not fit into the memory of {device}; choose a larger device, or --device cpu"
+                f"{shown(folder)} does not fit into the memory of {device}; choose a larger device, or --device cpu"
             ) from error
         except Exception as error:
             # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
-            raise UnsupportedModelError(f"{folder.name}: the weights cannot be loaded: {_first_line(error)}") from error
+            raise UnsupportedModelError(
+                f"{shown(folder)}: the weights cannot be loaded: {_first_line(error)}"
+            ) from error
     model, info = loaded
     _refuse_incomplete(folder, info)
     if not placement:
@@ -169,7 +172,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
             return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise UnsupportedModelError(
-            f"{folder.name}: no usable tokenizer (expected tokenizer.json beside config.json): {_first_line(error)}"
+            f"{shown(folder)}: no usable tokenizer (expected tokenizer.json beside config.json): {_first_line(error)}"
         ) from error
 
 
@@ -202,7 +205,7 @@ def _refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
     missing = sorted(info.get("missing_keys") or ())
     if missing:
         raise UnsupportedModelError(
-            f"{folder.name}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
+            f"{shown(folder)}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
             "download the checkpoint again"
         )
 
@@ -214,7 +217,7 @@ def _refuse_non_finite(folder: Path, model: Any) -> None:
         # A sum is not finite if any element is not; in float64 it cannot overflow on its own, and needs no copy.
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
             raise UnsupportedModelError(
-                f"{folder.name}: {name} holds NaN or Inf, so no statistic of this model means anything; "
+                f"{shown(folder)}: {name} holds NaN or Inf, so no statistic of this model means anything; "
                 "use an intact checkpoint"
             )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError
 from .files import PARTIAL, list_files, read_bounded, require_folder
 from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
+from .places import folder_kind, shown
 from .recipe import Recipe
 from .safe_json import parse_json, read_json
 from .safetensors_header import DTYPES, Header, read_header
@@ -111,7 +113,7 @@ class Bundle:
         folder = Path(folder)
         require_folder(folder)
         if os.path.realpath(folder).endswith(PARTIAL):
-            raise BundleError(f"{folder.name}: an unfinished conversion, not a bundle; run the conversion again")
+            raise BundleError(f"{shown(folder)}: an unfinished conversion, not a bundle; run the conversion again")
         return _open(folder)
 
     def read_bytes(self, name: str) -> bytes | None:
@@ -143,7 +145,9 @@ def is_document(name: str) -> bool:
 def _open(folder: Path) -> Bundle:
     # lexists: a dangling symlink is a damaged bundle, not a folder that never was one.
     if not os.path.lexists(folder / MANIFEST):
-        raise BundleError(f"{folder.name}: not a bundle: no {MANIFEST}; make one with wisparse-convert")
+        kind = folder_kind(folder)
+        how = shlex.quote(shown(folder)) if kind is None else f"from a model (this is {kind})"
+        raise BundleError(f"{shown(folder)}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
     manifest = Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
     config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
     _check_config_entry(config_dict, manifest.recipe)

@@ -27,6 +27,7 @@ from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseE
 from .expected import LM_HEAD, expected_tensors, is_derived
 from .files import FileIdentity, open_regular, require_folder
 from .manifest import has_masks
+from .places import folder_kind, shown
 from .safe_json import read_json
 from .safetensors_header import DTYPES, Header, read_header
 
@@ -102,10 +103,12 @@ class Checkpoint:
         folder = Path(folder)
         require_folder(folder)
         is_bundle = issubclass(error, BundleError)
+        if not is_bundle and (kind := folder_kind(folder)) is not None:
+            raise error(f"{shown(folder)} is {kind}")
         config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
         if not is_bundle and has_masks(folder):
             raise error(
-                f"{folder.name}: already a sparse bundle; expected a dense model: convert its base model instead"
+                f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
             )
         try:
             config = ModelConfig.from_dict(config_dict)
@@ -263,10 +266,13 @@ def _weight_map(folder: Path, is_bundle: bool, error: type[WisparseError]) -> di
         pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
         if pickles:
             raise error(
-                f"{folder.name}: expected safetensors weights, found {pickles[0]}; pickle files can run code and are "
+                f"{shown(folder)}: expected safetensors weights, found {pickles[0]}; pickle files can run code and are "
                 "never loaded: save the model again with save_pretrained()"
             )
-        raise error(f"{folder.name}: no weights: expected {INDEX}" + ("" if is_bundle else f" or {_SINGLE}"))
+        gguf = any(name.endswith(".gguf") for name in os.listdir(folder))
+        hint = "; found GGUF files, which are llama.cpp's: give the checkpoint they were made from" if gguf else ""
+        expected = INDEX if is_bundle else f"{INDEX} or {_SINGLE}"
+        raise error(f"{shown(folder)}: no weights: expected {expected}{hint}")
     weight_map = read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise error(f"{INDEX}: expected an object weight_map, found {type(weight_map).__name__}")

@@ -108,8 +108,8 @@ def folder_kind(folder: Path) -> str | None:
     """What a folder is that is no model, as the end of a sentence; None if it may be one: it has a config.json."""
     with os.scandir(folder) as scan:
         entries = [entry for _, entry in zip(range(_MOST_NAMES), scan, strict=False)]
-    files = {entry.name.lower() for entry in entries if not entry.is_dir()}
-    folders = sorted(entry.name for entry in entries if entry.is_dir())
+    files = {entry.name.lower() for entry in entries if not os.path.isdir(entry.path)}
+    folders = sorted(entry.name for entry in entries if os.path.isdir(entry.path))
     if "adapter_config.json" in files and not {"model.safetensors", "model.safetensors.index.json"} & files:
         return _adapter(folder)
     if "config.json" in files:

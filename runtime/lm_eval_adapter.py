@@ -27,6 +27,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from wisparse.formats.errors import AccessError, UsageError
+from wisparse.formats.places import shown
 
 from .generation import Tally, sparse_from
 from .loader import load
@@ -85,7 +86,7 @@ class WisparseLM(TemplateLM):
                 raise UsageError("lm-eval: expected a loaded model, or pretrained=BUNDLE")
             model = load(pretrained, device=device or "auto", **options)
         if model.text is None:
-            raise UsageError(f"{model.bundle.folder.name}: no tokenizer.json, and the harness's tasks are text")
+            raise UsageError(f"{shown(model.bundle.folder)}: no tokenizer.json, and the harness's tasks are text")
         self.model = model
         self.text = model.text
         self.prefill = prefill or model.prefill

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
+from wisparse.formats.places import shown
 from wisparse.formats.safe_json import parse_json
 
 from .detokenize import Detokenizer
@@ -54,8 +55,8 @@ class Text:
         tokenizer_json = bundle.read_bytes("tokenizer.json")
         if tokenizer_json is None:
             raise BundleError(
-                f"{bundle.folder.name}: no tokenizer.json; save the source's fast tokenizer into it and convert again, "
-                "or give token ids instead of text"
+                f"{shown(bundle.folder)}: no tokenizer.json; save the source's fast tokenizer into it and convert "
+                "again, or give token ids instead of text"
             )
         template = bundle.read_bytes("chat_template.jinja")
         legacy = _read_json(bundle, "chat_template.json").get("chat_template")
