@@ -37,7 +37,7 @@ _SECONDS_PER_BYTE_HELD = 1e-7
 _MOST_SECONDS_HELD = 4.0
 # On the clock, as a multiple: the machine may be busy with something else.
 _PATIENCE = 3
-_MOST_ANSWER = 256 << 20
+_MOST_ANSWER = 128 << 20
 # Kinds of exceptions that say nothing beside their message.
 _TELLING_NOTHING = ("", "Exception", "MemoryError", "PanicException", "TooLong")
 # What the worker imports; it is told where to find them, and sees nothing else that is installed.
@@ -63,15 +63,15 @@ class Worker:
 
     Args:
         what: ``template`` or ``tokenizer``.
-        source: the stranger's text.
         megabytes: address space that the child may have.
+        held: what it is made of, all of it the stranger's.
 
     Raises:
         WorkerError: it cannot be made of this text.
     """
 
-    def __init__(self, what: str, source: str, megabytes: int) -> None:
-        self._what, self._source, self._megabytes = what, source, megabytes
+    def __init__(self, what: str, megabytes: int, **held: Any) -> None:
+        self._what, self._megabytes, self._held = what, megabytes, held
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
@@ -117,7 +117,7 @@ class Worker:
             raise ResourceError(f"cannot start a process for the bundle's text: {error.strerror}") from error
         self._process, self._owner = process, os.getpid()
         self._end = weakref.finalize(self, _end, process, self._owner)
-        data = _written({"source": self._source})
+        data = _written(self._held)
         seconds = min(_SECONDS + len(data) * _SECONDS_PER_BYTE_HELD, max(_MOST_SECONDS_HELD, _SECONDS))
         try:
             self._exchange(self._what, data, seconds)

@@ -33,10 +33,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, variables: Mapping[str, str]) -> None:
         try:
-            self._worker = Worker("template", source, _MEGABYTES)
+            self._worker = Worker("template", _MEGABYTES, source=source, variables=dict(variables))
         except WorkerError as error:
             raise BundleError(f"the chat template is no valid Jinja: {error}; convert again without it") from error
-        self._variables = dict(variables)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
         """The conversation as text, ready for the model's answer.
@@ -54,7 +53,6 @@ class ChatTemplate:
             "messages": list(messages),
             "tools": None,
             "documents": None,
-            **self._variables,
             "add_generation_prompt": add_generation_prompt,
             **more,
         }

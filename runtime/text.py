@@ -206,8 +206,8 @@ def _template_of(config: Mapping[str, Any]) -> str | None:
     """The template inside ``tokenizer_config.json``: a text, or the one called ``default`` of a list."""
     template = config.get("chat_template")
     if isinstance(template, list):
-        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
     if template is not None and not isinstance(template, str):
         raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
     return template

@@ -127,7 +127,7 @@ class _Far:
 
     def __init__(self, data: bytes) -> None:
         try:
-            self._worker = Worker("tokenizer", data.decode(), _MEGABYTES)
+            self._worker = Worker("tokenizer", _MEGABYTES, source=data.decode())
         except UnicodeDecodeError as error:
             raise BundleError(f"{_NAME}: expected UTF-8, found a wrong byte at {error.start}") from error
         except WorkerError as error:

@@ -32,7 +32,7 @@ class TooLong(Exception):
 class Template:
     """Renders as transformers does: the same settings, filters and globals, in Jinja's immutable sandbox."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, variables: dict[str, str]) -> None:
         from jinja2 import nodes
         from jinja2.exceptions import SecurityError
         from jinja2.ext import Extension
@@ -79,6 +79,7 @@ class Template:
             "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
             "namespace": PlainNamespace,
         }
+        environment.globals |= variables
         self._template = environment.from_string(source)
 
     def render(self, values: dict[str, Any], most: int) -> str:

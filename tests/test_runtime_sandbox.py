@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import tokenizers
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError, printable
 from wisparse.runtime import sandbox
+from wisparse.runtime.loader import load
 from wisparse.runtime.sandbox import Worker, WorkerError
 from wisparse.runtime.template import ChatTemplate
 from wisparse.runtime.text import Text
@@ -69,6 +71,16 @@ def test_output_is_limited_by_what_was_given() -> None:
         template.render(MESSAGES)
     long = "x" * 1_000_000
     assert ChatTemplate(HELLO, {}).render([{"role": "user", "content": long}]) == long
+
+
+def test_a_strangers_long_token_gives_no_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
+    long = {"bos_token": "x" * 5_000_000}
+    assert ChatTemplate("{{ bos_token | length }}", long).render(MESSAGES) == "5000000"
+    with pytest.raises(BundleError, match=r"it makes more than 200,\d+ characters"):
+        ChatTemplate("{{ bos_token }}", long).render(MESSAGES)
+    with pytest.raises(BundleError, match=r"it takes more than 0\.3 seconds"):
+        ChatTemplate(ENDLESS, long).render(MESSAGES)
 
 
 def test_it_answers_again_after_it_was_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +158,7 @@ def test_messages_are_what_json_can_hold() -> None:
 
 def test_what_cannot_be_made_says_why() -> None:
     with pytest.raises(WorkerError, match="TemplateSyntaxError: "):
-        Worker("template", "{% if", 512)
+        Worker("template", 512, source="{% if", variables={})
 
 
 # Tokenizers.
@@ -297,6 +309,14 @@ def test_a_prompt_that_cannot_fit_is_not_tokenised_to_its_end(monkeypatch: pytes
     # What may still fit is tokenised, and all of it: 300,000 spaces are few tokens.
     spaces = " " * 300_000
     assert text.encode(spaces, most=20_000) == text.encode(spaces)
+
+
+def test_a_model_does_not_tokenise_what_cannot_fit(tmp_path: Path) -> None:
+    bundle = write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model", tiny_config("llama")))
+    with load(bundle, device="cpu", backend="torch", max_seq_len=32) as model:
+        for prompt in ("def f(x): " * 1_000_000, [{"role": "user", "content": "def f(x): " * 1_000_000}]):
+            with pytest.raises(ContextLengthError, match=r"has 10,\d+,\d+ characters, the first .* holds 32:"):
+                model.generate(prompt)
 
 
 def test_printable_text() -> None:

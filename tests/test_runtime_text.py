@@ -246,7 +246,7 @@ def make_text(template: str | None = None, config: dict[str, Any] | None = None,
 
 def test_the_template_is_found_where_it_may_stand() -> None:
     messages = [{"role": "user", "content": "x"}]
-    named = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "list"}]
+    named = [{"name": "tool_use", "template": "no"}, {"name": [7]}, {"name": "default", "template": "list"}, 7]
     assert make_text("file").render(messages) == "file"
     assert make_text("file", {"chat_template": "config"}).render(messages) == "file"
     assert make_text(None, {"chat_template": "config"}).render(messages) == "config"
