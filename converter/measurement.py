@@ -43,7 +43,8 @@ _SENSITIVITY_TOKENS = 1024
 class Measurement:
     """See the module's text; ``text`` says in words what the quality was measured on.
 
-    There is no ``sensitivity`` for methods that do more than mask a projection's input, and no ``curve`` either.
+    There is no ``sensitivity`` where none was asked for. Methods that do more than mask a projection's input have none,
+    and no ``curve`` either.
     """
 
     quality: Quality
@@ -109,15 +110,17 @@ def measure(
     result: SearchResult,
     *,
     calibration: str | Sequence[str] = "self",
+    sensitivity: bool = True,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure a search's outcome; takes a small part of the search's own time.
+    """Measure a search's outcome.
 
     Args:
         source: the dense model, not masked.
         tokens: what the search was made on.
         result: what it found.
         calibration: where the tokens came from, as for `load_calibration`.
+        sensitivity: whether to make one block sparse at a time as well, which on a CPU can take as long as the search.
     """
     progress = progress or Progress(enabled=False)
     fresh, text = _fresh_text(source, tokens, calibration, progress)
@@ -131,8 +134,9 @@ def measure(
             logits.thresholds = thresholds
             found = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)
             curve.append((sparsity, found["all"]))
-    sensitivity = None if result.low_rank or result.gate_thresholds else _sensitivity(source, tokens, result, progress)
-    return Measurement(quality, text, sensitivity, tuple(sorted(curve, key=lambda point: point[0])))
+    more_than_masks = result.low_rank or result.gate_thresholds
+    by_block = _sensitivity(source, tokens, result, progress) if sensitivity and not more_than_masks else None
+    return Measurement(quality, text, by_block, tuple(sorted(curve, key=lambda point: point[0])))
 
 
 def _sensitivity(

@@ -244,6 +244,7 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
             tokens,
             result,
             calibration=settings.calibration,
+            sensitivity=settings.full_report(plan.device.type),
             progress=progress,
         )
         del source  # the writer copies from the files and needs its memory more than a model does

@@ -15,6 +15,7 @@ __all__ = [
     "DTYPES",
     "MAX_SPARSITY",
     "METHODS",
+    "REPORTS",
     "SEARCHES",
     "ConvertSettings",
     "auto_seq_len",
@@ -25,6 +26,7 @@ __all__ = [
 MAX_SPARSITY = 0.95
 METHODS = ("wisparse", "teal", "wina", "wina-code", "cats", "rsparse")
 SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
+REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 # TEAL spreads each block's sparsity greedily, the others take the same everywhere.
@@ -57,6 +59,9 @@ class ConvertSettings:
         work_dir: where the state lies; None is ``OUT.work`` beside the output.
         resume: keep state, and go on from it.
         overwrite: replace an existing bundle after success.
+        report: ``full`` measures for a figure of the report how much each block minds being sparse alone, ``brief``
+            leaves that out; ``auto`` is full on a GPU, where it takes seconds, and brief on a CPU. Nothing is decided
+            by it.
         upload_repo: Hub repository to push to afterwards.
         private: make that repository private.
     """
@@ -79,6 +84,7 @@ class ConvertSettings:
     work_dir: Path | None = None
     resume: bool = True
     overwrite: bool = False
+    report: str = "auto"
     upload_repo: str | None = None
     private: bool = False
 
@@ -98,6 +104,10 @@ class ConvertSettings:
     def state_dir(self) -> Path:
         """Where the state of an unfinished conversion lies."""
         return self.work_dir or self.output_dir.with_name(self.output_dir.name + ".work")
+
+    def full_report(self, device_type: str) -> bool:
+        """Whether the report tells how much each block minds being sparse alone."""
+        return self.report == "full" or (self.report == "auto" and device_type == "cuda")
 
     def deciding(self) -> dict[str, Any]:
         """The settings that the numbers in a recipe depend on, by the names of their options."""

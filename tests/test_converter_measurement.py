@@ -15,6 +15,7 @@ from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.divergence import kl_rows
 from wisparse.converter.measurement import MaskedLogits, measure
 from wisparse.converter.search_settings import SearchResult
+from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.converter.workbench import Workbench
 from wisparse.formats.bundle import Bundle
@@ -86,6 +87,24 @@ def test_a_data_set_that_went_away_does_not_cost_the_search(
     result = measure(source, tokens(), found, calibration=["org/corpus"])
     assert result.text == "the calibration text itself"
     assert "flatters it: no network" in caplog.text
+
+
+def test_blocks_are_measured_alone_only_where_the_report_shows_it(
+    source: SourceModel, found: SearchResult, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: object, **__: object) -> None:
+        raise AssertionError("this takes time, and nobody asked for it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measurement, "block_sensitivity", measured)
+        assert measure(source, tokens(), found, sensitivity=False).sensitivity is None
+    assert measure(source, tokens(), found, sensitivity=True).sensitivity is not None
+    reports = {
+        (report, device): ConvertSettings("model", Path("out"), report=report).full_report(device)
+        for report in ("auto", "full", "brief")
+        for device in ("cpu", "cuda")
+    }
+    assert {case for case, full in reports.items() if full} == {("auto", "cuda"), ("full", "cpu"), ("full", "cuda")}
 
 
 def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> None:

@@ -12,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from wisparse.converter.settings import DTYPES, METHODS, SEARCHES, ConvertSettings, default_output, for_sparsities
+from wisparse.converter.settings import (
+    DTYPES,
+    METHODS,
+    REPORTS,
+    SEARCHES,
+    ConvertSettings,
+    default_output,
+    for_sparsities,
+)
 
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
@@ -87,6 +95,13 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 )
 @click.option("--resume/--no-resume", default=True, help="Keep state, and go on where an interrupted run stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing bundle, once the new one is complete.")
+@click.option(
+    "--report",
+    type=click.Choice(REPORTS),
+    default=ConvertSettings.report,
+    help="full: the report shows what each block minds being sparse alone. brief leaves that out: nothing is decided "
+    "by it, and on a CPU it takes time. auto: full on a GPU, brief on a CPU.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop.")
 @click.option("--upload-repo", metavar="USER/NAME", help="Push the bundle to the Hub afterwards.")
 @click.option("--private", is_flag=True, help="Make that repository private.")
