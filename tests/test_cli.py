@@ -158,3 +158,12 @@ def test_threads_wait_briefly_unless_the_user_says_how(monkeypatch: pytest.Monke
     assert count() == "10000"
     assert count(OMP_WAIT_POLICY="active") == "None"
     assert count(GOMP_SPINCOUNT="5") == "5"
+
+
+def test_threads_are_no_more_than_the_quota_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for given, quota, found in ((None, 2, "2"), ("7", 2, "7"), (None, 64, None)):
+        monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
+        monkeypatch.setattr(cli, "usable_cores", lambda quota=quota: quota)
+        cli._give_way()
+        assert os.environ.get("OMP_NUM_THREADS") == found

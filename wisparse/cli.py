@@ -20,6 +20,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from . import __version__
+from .formats.cores import usable_cores
 from .formats.errors import WisparseError
 
 __all__ = ["cli", "convert_main", "main"]
@@ -126,13 +127,17 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
 
 
 def _give_way() -> None:
-    """Let torch's threads wait for each other by spinning for a fraction of a millisecond, then by sleeping.
+    """Let torch's threads fit the machine: no more than its cores, and none that spins for milliseconds.
 
-    A thread that spins keeps its core from the very thread it waits for, wherever other programs run too. OpenMP reads
-    this once, when torch is imported: so here, and only where the user has not said how to wait.
+    A thread that spins keeps its core from the very thread it waits for, wherever other programs run too; threads
+    beyond a container's quota stand still for a part of every period. OpenMP reads both settings once, when torch is
+    imported: so here, and only where the user has not said otherwise.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    cores = usable_cores()
+    if cores < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 
 
 def _fail(message: str, code: int) -> None:
