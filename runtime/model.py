@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
 __all__ = ["Generation", "Model", "Piece"]
+
+# How long a call waits for another thread to move a stream that only its own has moved so far.
+_PATIENCE_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -114,9 +117,10 @@ class _Writer:
 class Model:
     """A bundle on a device; make one with ``wisparse.load``.
 
-    One answer, or one batch, is generated at a time: calls from several threads wait for each other. A stream that is
-    left unfinished holds the model until it is closed (``stream.close()``, or its last reference goes); a call from the
-    thread that holds it could only wait for itself and is refused.
+    One answer, or one batch, is generated at a time: calls wait for each other. A stream that is left unfinished holds
+    the model until it is closed (``stream.close()``, or its last reference goes). A call that could only wait for
+    itself is refused: one from the only thread that has ever touched the stream, when no other moves it (at once, if
+    there is no other; else after some seconds, as a thread pool's next worker may).
 
     Attributes:
         config: the model's dimensions.
@@ -133,9 +137,9 @@ class Model:
         self.prefill = prefill
         self.stop_ids = stop_ids(bundle, text)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
-        self._lock = threading.Lock()
-        self._closed = False
-        self._holder: int | None = None
+        self._free = threading.Condition()
+        self._closed = self._busy = False
+        self._movers: set[int] = set()  # threads that began or moved on what holds the model
 
     @property
     def config(self) -> ModelConfig:
@@ -168,8 +172,9 @@ class Model:
             prompt: a text, a conversation (messages with ``role`` and ``content``), token ids (also a numpy array or
                 a tensor of integers), or a list of any one of these.
             max_new_tokens: at most so many; None until the context is full.
-            temperature, top_k, top_p, min_p, seed: see :class:`SamplingSettings`; temperature 0 is greedy. Each prompt
-                of a list gets the same seed, and so the answer it gets alone.
+            temperature, top_k, top_p, min_p, seed: see :class:`SamplingSettings`; temperature 0 is greedy. A seed that
+                is given holds for each prompt of a list, which so gets the answer it gets alone; without one each gets
+                a fresh seed of its own, to be found in its :class:`Generation`.
             stop: the answer ends before any of these strings; a special token's name works too. None for none.
             system_prompt: put before a text as the system's message; needs a chat template.
             chat_template: whether a text is put through the model's chat template as a user's message. None: if the
@@ -240,7 +245,7 @@ class Model:
 
     def close(self) -> None:
         """Give the memory back; the model cannot be used any more."""
-        with self._held():
+        with self._held(threading.get_ident()):
             self._closed = True
             self.decoder.close()
 
@@ -296,7 +301,7 @@ class Model:
 
     def _run(self, plan: _Plan) -> Iterator[tuple[_Writer, str]]:
         """Run a plan to its end; yields every token's writer and text."""
-        with self._held():
+        with self._held(plan.thread):
             self.decoder.measure_sparsity(plan.measure_sparsity)
             plan.scheduler.prepare()
             while plan.scheduler.busy:
@@ -308,6 +313,7 @@ class Model:
                     if not plan.scheduler.busy and plan.measure_sparsity:
                         plan.realised_sparsity = self.decoder.realised_sparsity()
                     yield writer, piece
+                    self._movers.add(threading.get_ident())
 
     def _pieces(self, plan: _Plan) -> Generator[Piece, None, None]:
         for writer, text in self._run(plan):
@@ -330,18 +336,30 @@ class Model:
         )
 
     @contextmanager
-    def _held(self) -> Iterator[None]:
-        """The model for this thread alone."""
-        if self._holder == threading.get_ident():
-            raise UsageError("a stream of this model is unfinished in this thread: exhaust it or close() it first")
-        with self._lock:
+    def _held(self, beginner: int) -> Iterator[None]:
+        """The model for one caller alone; ``beginner`` is the thread that asked for what is to run."""
+        me = threading.get_ident()
+        with self._free:
+            while self._busy:
+                # Whoever waits for a stream that it alone has moved so far waits for itself, unless another thread
+                # goes on with it: in a thread pool each piece may be pulled by another worker.
+                alone = self._movers == {me}
+                if alone and (threading.active_count() == 1 or not self._free.wait(_PATIENCE_SECONDS)):
+                    if self._busy and self._movers == {me}:
+                        raise UsageError(
+                            "a stream of this model is unfinished in this thread: exhaust it or close() it first"
+                        )
+                elif not alone:
+                    self._free.wait()
             if self._closed:
                 raise UsageError("the model was closed: load it again")
-            self._holder = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._holder = None
+            self._busy, self._movers = True, {beginner, me}
+        try:
+            yield
+        finally:
+            with self._free:
+                self._busy = False
+                self._free.notify_all()
 
     def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
         """A prompt's token ids."""
@@ -372,4 +390,5 @@ class _Plan:
     scheduler: Scheduler
     writers: dict[Job, _Writer]
     measure_sparsity: bool
+    thread: int = field(default_factory=threading.get_ident)
     realised_sparsity: float | None = None

@@ -25,6 +25,7 @@ CASES = {
     "the decoder keeps its promises": "triton_runtime_cases.py",
 }
 COMPILE = "triton_compile.py"
+QUICK = "quick"
 
 
 def run(name: str) -> subprocess.CompletedProcess[str]:
@@ -38,8 +39,9 @@ def run(name: str) -> subprocess.CompletedProcess[str]:
     else:
         if not torch.cuda.is_available():
             environment["TRITON_INTERPRET"] = "1"
-        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", str(TESTS / name)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        chosen = ["-m", QUICK, *CASES.values()] if name == QUICK else [name]
+        command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", *chosen]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=TESTS, check=False)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +50,15 @@ def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Future[subpro
     selected = " ".join(item.nodeid for item in request.session.items)
     names = [name for title, name in CASES.items() if f"[{title}]" in selected]
     names += [COMPILE] if "test_kernels_compile" in selected else []
+    names += [QUICK] if "test_quick_cases" in selected else []
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         yield {name: pool.submit(run, name) for name in names}
+
+
+def test_quick_cases(outcomes) -> None:
+    """The few that watch the costliest slips, with the fast tests: the mask, the nucleus, the cache's end."""
+    done = outcomes[QUICK].result()
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
 @pytest.mark.slow

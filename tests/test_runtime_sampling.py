@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -63,6 +65,15 @@ def test_filters_keep_what_transformers_keeps(
     number = uniform(seed, position)
     assert sums[drawn] > number - 1e-9
     assert drawn == 0 or sums[drawn - 1] <= number + 1e-9
+
+
+@pytest.mark.parametrize(("top_p", "last"), [(0.5, 0), (0.50001, 1), (0.75, 1), (0.75001, 3)])
+def test_the_nucleus_ends_with_the_token_that_reaches_top_p(top_p: float, last: int) -> None:
+    # Weights of exactly 1, 1/2, 1/4 and 1/4; of equals all stay.
+    logits = torch.tensor([[0.0, -1.0, -2.0, -2.0]])
+    settings = [SamplingSettings(1 / math.log(2), top_p=top_p, seed=seed) for seed in range(200)]
+    drawn = sample(logits.expand(200, -1), settings, [0] * 200)
+    assert drawn.unique().tolist() == list(range(last + 1))
 
 
 def test_a_large_vocabulary_needs_the_full_sort_and_gets_it() -> None:

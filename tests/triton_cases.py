@@ -238,6 +238,14 @@ def test_copies_of_many_rows_are_masked_as_the_reference(dtype):
         assert torch.equal(found[i].nan_to_num(7), expected.nan_to_num(7))
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_masked_product_is_the_twins(batch):
+    group = make_group((64, 20), 50, torch.float16, 0.5, bias=True)
+    x = rows(batch, 50, torch.float16)
+    assert_close(sparse_gemv(x, group, GemvTile(block_n=64, block_k=8, splits=2)), twin(x, group), torch.float16)
+
+
 def test_twin_here_is_the_reference():
     group = make_group((24, 8), 32, torch.float32, 0.5, bias=True)
     x = rows(2, 32, torch.float32)

@@ -147,6 +147,34 @@ def test_the_context_is_filled_to_its_last_position():
     assert found[0] == found[1]
 
 
+@pytest.mark.quick
+def test_no_step_runs_ahead_of_a_full_slot(monkeypatch):
+    seen: list[list[int]] = []
+
+    def moving_only(self: DecodeStep, *settings: object, **options: object) -> None:
+        # Where a step writes, and that it moves on; what it computes takes the interpreter seconds.
+        active = self.tokens >= 0
+        seen.append(self.positions[active].tolist())
+        self._turn = 1 - self._turn
+        self.tokens.copy_(torch.where(active, 1, -1))
+        self.positions += active.int()
+
+    monkeypatch.setattr(DecodeStep, "replay", moving_only)
+    decoder = make(CudaDecoder, max_batch=2, max_seq_len=7)
+    run(decoder, start(decoder), 2)
+    assert seen == [[5], [6]]  # a third would write behind the cache's end
+    start(decoder, 1, PROMPT[:3])
+    seen.clear()
+    run(decoder, torch.tensor([-1, 4]), 1)
+    assert seen == [[3], [4]]  # the full one is idle
+    start(decoder, 0, PROMPT[:4])
+    start(decoder, 1, torch.arange(6))
+    seen.clear()
+    run(decoder, torch.tensor([1, 4]), 1)
+    assert seen == [[4, 6]]
+    assert decoder._positions.tolist()[:2] == decoder.lengths == [5, 7]
+
+
 @pytest.mark.parametrize("prompt", [4, 5])
 def test_the_steps_change_where_the_context_grows_long(prompt, monkeypatch, launches):
     monkeypatch.setattr(cuda_step, "KV_SPLITS", {6: 4, 2**31: 16})

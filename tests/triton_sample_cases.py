@@ -6,6 +6,7 @@ TRITON_INTERPRET=1 python -m pytest tests/triton_sample_cases.py
 from __future__ import annotations
 
 import itertools
+import math
 import os
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from wisparse.kernels.triton_sample import SampleState, launch_sample
 from wisparse.runtime.decoder import SamplingSettings
-from wisparse.runtime.sampling import sample
+from wisparse.runtime.sampling import sample, uniform
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -90,6 +91,21 @@ def test_extreme_temperatures(spread):
     logits = random_logits(len(settings), 1500, torch.float16, spread)
     positions = [9] * len(settings)
     assert draw(logits, settings, positions, torch.float16)[0] == sample(logits, settings, positions).tolist()
+
+
+@pytest.mark.quick
+def test_the_nucleus_ends_with_the_token_that_reaches_top_p():
+    # Weights of exactly 1, 1/2, 1/4 and 1/4 on neighbouring values: halves and quarters of the whole are reached with
+    # nothing over. The random numbers are so high that any token beyond would be drawn.
+    step = 2.0**-10
+    logits = (1.25 - step * torch.tensor([[0.0, 1.0, 2.0, 2.0]])).half().float().expand(2, -1).contiguous()
+    seeds = [seed for seed in range(200) if uniform(seed, 1) > 0.97][:2]
+    settings = [
+        SamplingSettings(step / math.log(2), top_p=top_p, seed=seed)
+        for top_p, seed in zip((0.5, 0.75), seeds, strict=True)
+    ]
+    assert sample(logits, settings, [1] * 2).tolist() == [0, 1]
+    assert draw(logits, settings, [1] * 2, torch.float16)[0] == [0, 1]
 
 
 def test_flat_and_single_valued_logits():
