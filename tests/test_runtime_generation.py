@@ -6,6 +6,8 @@ import gc
 import json
 import shutil
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -322,6 +324,51 @@ def test_leaving_a_stream_early_leaves_the_model_usable(model: Model) -> None:
         model.generate("x")
     stream.close()
     assert model.generate("def f(", max_new_tokens=8).token_ids == expected
+
+
+def test_a_stream_pulled_by_a_thread_pool_makes_others_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = model.generate("def f(", max_new_tokens=8).token_ids
+    with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+        stream = first.submit(model.stream, "import os\n", max_new_tokens=12).result()
+        first.submit(next, stream).result()
+        waiting = first.submit(model.generate, "def f(", max_new_tokens=8)  # by the thread that pulled last
+        time.sleep(0.1)
+        assert not waiting.done()
+        rest = second.submit(list, stream).result()
+        assert waiting.result().token_ids == expected
+    assert rest[-1].generation is not None
+    # Nobody goes on with this one: after a while the call that waits for it says so, and others do as well.
+    monkeypatch.setattr("wisparse.runtime.model._PATIENCE_SECONDS", 0.2)
+    with ThreadPoolExecutor(1) as pool:
+        stream = pool.submit(model.stream, "import os\n", max_new_tokens=12).result()
+        pool.submit(next, stream).result()
+        with pytest.raises(UsageError, match="a stream of this model is unfinished in this thread"):
+            pool.submit(model.generate, "x").result()
+        pool.submit(stream.close).result()
+    assert model.generate("def f(", max_new_tokens=8).token_ids == expected
+
+
+def test_without_a_seed_each_prompt_of_a_list_has_its_own(model: Model) -> None:
+    first, second = model.generate(["import "] * 2, max_new_tokens=12, temperature=1.0)
+    assert first.seed != second.seed
+    again = model.generate("import ", max_new_tokens=12, temperature=1.0, seed=second.seed)
+    assert again.token_ids == second.token_ids
+    given = model.generate(["import "] * 2, max_new_tokens=12, temperature=1.0, seed=5)
+    assert [one.seed for one in given] == [5, 5]
+    assert given[0].token_ids == given[1].token_ids
+
+
+def test_the_speed_told_is_that_of_the_clock(model: Model) -> None:
+    # What happens between two tokens (text, printing, a slow reader) takes the user's time too.
+    began = time.perf_counter()
+    answer = None
+    for piece in model.stream([5, 6, 7], max_new_tokens=4):
+        time.sleep(0.05)
+        answer = piece.generation
+    seconds = time.perf_counter() - began
+    assert answer is not None
+    assert 3 * 0.05 <= answer.generation_seconds <= seconds
+    assert answer.generation_tok_per_s == (len(answer.token_ids) - 1) / answer.generation_seconds
 
 
 @pytest.mark.parametrize("method", ["prefill", "decode"])

@@ -171,6 +171,35 @@ def test_generate_until(model: Model) -> None:
         assert "\n" not in text
 
 
+def test_no_slot_waits_for_another_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever an answer ends, the next takes its slot: as many steps as the longest chain needs, not those of batches
+    that wait for their longest member."""
+    settings = {"until": ["\n"], "max_gen_toks": 40, "do_sample": False}
+    prompts = [problem.prompt for problem in load_problems(6)] + ["import os, ", "def main"]
+    alone = [model.generate(prompt, max_new_tokens=40, stop=["\n"], prefill="all") for prompt in prompts]
+    lengths = [len(one.token_ids) for one in alone]
+    rows = 0
+    steps = 0
+    decode = model.decoder.decode
+
+    def counting(ids: Tensor) -> Tensor:
+        nonlocal rows, steps
+        steps += 1
+        rows += int((ids >= 0).sum())
+        return decode(ids)
+
+    monkeypatch.setattr(model.decoder, "decode", counting)
+    lm = WisparseLM(model, prefill="all")
+    found = lm.generate_until(asked("generate_until", *((prompt, settings) for prompt in prompts)), disable_tqdm=True)
+    assert found == [one.text for one in alone]
+    assert rows == sum(lengths) - len(lengths) == lm.tally.tokens
+    # Two slots: only what runs last may run alone, and that is one answer at most.
+    assert 2 * steps - rows < max(lengths)
+    by_index = sum(max(lengths[i : i + 2]) - 1 for i in range(0, len(lengths), 2))
+    assert steps < by_index
+    assert lm.tally.seconds > 0
+
+
 def test_generation_settings(model: Model) -> None:
     lm = WisparseLM(model)
     assert lm._options({"until": "\n"}) == {"stop": ["\n"], "max_new_tokens": 255, "temperature": 0.0}
