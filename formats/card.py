@@ -212,6 +212,7 @@ def _usage(place: str, chat: bool) -> str:
         + (f"wisparse chat {place}\n" if chat else "")
         + "```\n\n"
         f'```python\nimport wisparse\n\nmodel = wisparse.load("{place}")\nprint({ask}.text)\n```\n\n'
+        f"In vLLM, with `wisparse[vllm]` installed: `vllm serve {place}`.\n\n"
         "Any program that reads Hugging Face checkpoints loads this folder too, as the dense model. In transformers,\n"
         "`wisparse.sparsify(model, bundle)` puts the masks on."
     )
@@ -244,7 +245,8 @@ def _limitations(recipe: Recipe, inherited: Inherited) -> str:
         "calibration text.",
         "- It speeds up decoding of one or few sequences at a time. Prompts are read dense by default, and large "
         "batches gain nothing.",
-        "- Programs other than WiSparse run it dense, at the dense model's speed and quality.",
+        "- Programs other than WiSparse, or vLLM with its plug-in, run it dense, at the dense model's speed and "
+        "quality.",
     ]
     files = " and ".join(f"`{name}`" for name in inherited.licence_files)
     if inherited.licence or inherited.licence_files:
