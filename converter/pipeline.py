@@ -39,7 +39,7 @@ from .measurement import Measurement, measure
 from .preflight import FINISH, Plan, finish_mark, preflight
 from .processes import ALONE, LeadersStore, Processes, joined
 from .progress import Progress
-from .report import expectation, render_report
+from .report import expectation, render_report, verdict
 from .search import SearchResult, SearchSettings, search
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
 from .source import SourceModel, load_source
@@ -434,5 +434,6 @@ def _evaluation(measurement: Measurement, recipe: Recipe) -> Evaluation:
         kl=found.kl,
         top1_agreement=found.top1_agreement,
         realised_sparsity=measurement.quality.realised_sparsity or 0.0,
+        verdict=verdict(recipe.sparsity, measurement.quality),
         expectation=expectation(recipe.sparsity, measurement.quality),
     )

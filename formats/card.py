@@ -33,6 +33,16 @@ _RULES = {
     "channel's weights; what is dropped goes through two small factors instead",
 }
 
+_CITATION = """```bibtex
+@article{chen2026wisparse,
+  title   = {WiSparse: Boosting LLM Inference Efficiency with Weight-aware Mixed Activation Sparsity},
+  author  = {Chen, Lei and Meng, Yuan and Zhan, Xiaoyu and Wang, Zhi and Zhu, Wenwu},
+  journal = {arXiv preprint arXiv:2602.14452},
+  year    = {2026},
+  url     = {https://arxiv.org/abs/2602.14452}
+}
+```"""
+
 _LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 
 
@@ -48,6 +58,7 @@ class Evaluation:
         kl: mean KL(dense || sparse) in nats per token.
         top1_agreement: fraction of tokens where both models' first choice is the same.
         realised_sparsity: fraction of the projections' weights not used, over the sparse tokens.
+        verdict: what that means, in the words of the conversion's summary.
         expectation: what that will be on other text, in a sentence or two.
     """
 
@@ -60,6 +71,7 @@ class Evaluation:
     top1_agreement: float
     realised_sparsity: float
     expectation: str = ""
+    verdict: str | None = None
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,7 @@ class Inherited:
     languages: tuple[str, ...] = ()
     licence_files: tuple[str, ...] = ()
     chat: bool = False
+    tags: tuple[str, ...] = ()
 
 
 def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
@@ -104,6 +117,7 @@ def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
         ),
         licence_files=files,
         chat=chat,
+        tags=_tags(found.get("tags")),
     )
 
 
@@ -143,7 +157,15 @@ def render_card(
         license_name=name,
         license_link=link,
         pipeline_tag="text-generation",
-        tags=["wisparse", "activation-sparsity", *(["conversational"] if inherited.chat else [])],
+        tags=list(
+            dict.fromkeys(
+                [
+                    *("wisparse", "activation-sparsity"),
+                    *(["conversational"] if inherited.chat else []),
+                    *inherited.tags,
+                ]
+            )
+        ),
         model_name=title,
         eval_results=_results(evaluation) if evaluation else None,
     )
@@ -160,6 +182,7 @@ def render_card(
         "## Use\n\n" + _usage(repo_id or "path/to/this/folder", inherited.chat),
         "## Recipe\n\n" + _recipe(recipe),
         "## Limitations\n\n" + _limitations(recipe, inherited),
+        "## Citation\n\n" + _CITATION,
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -188,7 +211,7 @@ def _measured(evaluation: Evaluation | None) -> str:
     if evaluation is None:
         return "Nothing yet. `wisparse eval` measures the loss against the dense model on text of your choice."
     return (
-        "| | dense | sparse |\n|---|---|---|\n"
+        (f"**{evaluation.verdict}**\n\n" if evaluation.verdict else "") + "| | dense | sparse |\n|---|---|---|\n"
         f"| perplexity | {evaluation.dense_perplexity:.3f} | {evaluation.sparse_perplexity:.3f} |\n"
         f"| KL(dense ‖ sparse), nats per token | 0 | {evaluation.kl:.4f} |\n"
         f"| top-1 agreement with the dense model | 1 | {evaluation.top1_agreement:.3f} |\n"
@@ -207,7 +230,7 @@ def _usage(place: str, chat: bool) -> str:
     )
     ask = ask.replace("'", '"')
     return (
-        "With WiSparse installed:\n\n```sh\n"
+        "```sh\npip install wisparse\n"
         f'wisparse generate {place} --prompt "Why is the sky blue?"\n'
         + (f"wisparse chat {place}\n" if chat else "")
         + "```\n\n"
@@ -223,11 +246,13 @@ def _recipe(recipe: Recipe) -> str:
     sparsities = [entry.sparsity for entry in recipe.projections]
     blocks = recipe.block_sparsities
     calibration = recipe.calibration
+    search = recipe.search.get("settings", {}).get("search") if isinstance(recipe.search, Mapping) else None
     commit = f" at `{recipe.base_revision}`" if recipe.base_revision else ""
     return "\n".join(
         [
             f"- source: `{recipe.base_model}`{commit}",
             f"- method: {recipe.method}; {_RULES.get(recipe.method, _RULE)}",
+            *([f"- search: {search}"] if isinstance(search, str) and search.isprintable() else []),
             f"- sparsity: {recipe.sparsity:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "
             f"blocks; {min(blocks):.1%} to {max(blocks):.1%} by block, {min(sparsities):.1%} to {max(sparsities):.1%} "
             "by projection",
@@ -256,6 +281,14 @@ def _limitations(recipe: Recipe, inherited: Inherited) -> str:
     else:
         lines.append("- The source model names no licence; ask its authors before you share this.")
     return "\n".join(lines)
+
+
+def _tags(found: Any) -> tuple[str, ...]:
+    """The source's tags, but for those that say how its own files are stored or what was done to them."""
+    if not isinstance(found, list):
+        return ()
+    known = (tag for tag in found if isinstance(tag, str) and re.fullmatch(r"[A-Za-z0-9][\w.+-]{0,63}", tag))
+    return tuple(tag for tag in known if tag.lower() not in ("safetensors", "pytorch", "gguf", "transformers"))[:50]
 
 
 def _front_matter(text: str) -> Mapping[str, Any]:

@@ -8,9 +8,11 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import click
 import pytest
+from tiny_bundle import write_tiny_bundle, write_tiny_model
 
 from wisparse import cli
 from wisparse.formats import errors
@@ -167,3 +169,23 @@ def test_threads_are_no_more_than_the_quota_unless_the_user_says_so(monkeypatch:
         monkeypatch.setattr(cli, "usable_cores", lambda quota=quota: quota)
         cli._give_way()
         assert os.environ.get("OMP_NUM_THREADS") == found
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("verb", ["inspect", "generate"])
+def test_closed_standard_streams_are_as_dev_null(tmp_path: Path, verb: str, closed: str) -> None:
+    """No traceback, the exit code of /dev/null, and nothing written into a file that got a stream's number."""
+    write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
+    options = "" if verb == "inspect" else "--prompt hi --max-new-tokens 1 --backend torch"
+    command = f"{sys.executable} -m wisparse {verb} {tmp_path / 'bundle'} {options} {closed}"
+    done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "Traceback" not in done.stderr
+
+
+def test_generate_without_a_standard_input(tmp_path: Path) -> None:
+    write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
+    command = f"{sys.executable} -m wisparse generate {tmp_path / 'bundle'} --backend torch <&-"
+    done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "wisparse: the prompt has no tokens: give at least one\n"

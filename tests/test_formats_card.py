@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,24 @@ def test_a_card_of_a_local_model_without_anything(tmp_path: Path) -> None:
     assert "names no licence" in text
     assert "Nothing yet" in text
     assert "wisparse chat" not in text
+
+
+def test_a_card_says_how_to_install_what_to_cite_which_search_and_how_good(tmp_path: Path) -> None:
+    tags = "tags:\n- code\n- Math\n- safetensors\n- 'a b'\n- wisparse\n"
+    (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{tags}---\n")
+    found = replace(recipe(), search={"settings": {"search": "refine"}})
+    judged = replace(
+        EVALUATION, verdict="At 50% sparsity, KL 0.5 nats/token: clearly damaged: choose a lower sparsity."
+    )
+    text = render_card(found, read_inherited(tmp_path), evaluation=judged)
+    assert check(text)["tags"] == ["wisparse", "activation-sparsity", "code", "Math"]
+    for expected in (
+        "pip install wisparse\n",
+        "- search: refine\n",
+        "arXiv:2602.14452",
+        f"**{judged.verdict}**\n\n| |",
+    ):
+        assert expected in text, expected
 
 
 def test_equal_arguments_give_equal_bytes() -> None:

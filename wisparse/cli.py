@@ -99,7 +99,27 @@ def convert_main(args: Sequence[str] | None = None) -> None:
     _run(cli, ["convert", *args], "wisparse")
 
 
+def _open_closed_streams() -> None:
+    """A standard stream that the shell closed (``>&-``) is as /dev/null.
+
+    Python has None for it, and the next file that is opened would get its number: a library's message would end up
+    inside a bundle.
+    """
+    for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != number:
+                os.dup2(null, number)
+                os.close(null)
+        setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process)
+
+
 def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
+    _open_closed_streams()
     _give_way()
     try:
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
