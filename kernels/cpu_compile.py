@@ -19,7 +19,7 @@ from typing import Any
 import numba
 from numba import types
 
-__all__ = ["compile_region"]
+__all__ = ["compile_region", "is_compiled"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +42,12 @@ def compile_region(region: Callable[[Any], None]) -> Any:
             finally:
                 _config.CACHE_DIR = before
     return numba.cfunc(_SIGNATURE)(region)
+
+
+def is_compiled(region: Callable[[Any], None]) -> bool:
+    """Whether :func:`compile_region` finds the region on disk."""
+    folder = _cache_folder()
+    return folder is not None and any(folder.glob(f"*/*.{region.__name__}-*.nbi"))
 
 
 @functools.cache

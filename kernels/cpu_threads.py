@@ -14,7 +14,7 @@ import ctypes.util
 import functools
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,12 @@ import numba
 import numpy as np
 import torch
 
-from .cpu_compile import compile_region
+from .compiling import say_compiling
+from .cpu_compile import compile_region, is_compiled
 from .cpu_intrinsics import SYMBOLS
 from .cpu_regions import REGIONS
 
-__all__ = ["launch", "prepare", "team_size"]
+__all__ = ["launch", "prepare", "prepare_all", "team_size"]
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +55,15 @@ def launch(name: str, parameters: np.ndarray, threads: int) -> None:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(parameters.ctypes.data)
     else:
         runtime.GOMP_parallel(address, parameters.ctypes.data, threads, 0)
+
+
+def prepare_all(names: Sequence[str]) -> None:
+    """Compile regions before several threads would each compile them; says so if they are not on disk."""
+    missing = [name for name in names if name not in _regions and not is_compiled(REGIONS[name])]
+    if missing:
+        say_compiling("CPU", len(missing))
+    for name in names:
+        prepare(name)
 
 
 def prepare(name: str) -> int:

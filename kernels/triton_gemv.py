@@ -12,7 +12,7 @@ float32 ones (``precision`` says why), whose rows are launched one by one.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import triton
@@ -103,6 +103,14 @@ class GemvTile:
     pollers: int = 0
 
     def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 0 if name in ("lead", "pollers", "early") else 1
+            if not isinstance(value, bool if name == "early" else int) or value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
+        for name in ("block_n", "block_k", "warps"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise ValueError(f"{name}: expected a power of two, found {value}")
         if not 0 <= self.pollers <= self.splits or self.pollers & (self.pollers - 1):
             raise ValueError(
                 f"expected pollers to be 0 or a power of two up to splits ({self.splits}), found {self.pollers}"

@@ -25,7 +25,7 @@ from wisparse.formats.architectures import ModelConfig
 from .cuda_graph import capture
 from .decoder import Decoder, SamplingSettings
 from .dense import without_masks
-from .memory import available_bytes, peak_bytes
+from .memory import available_bytes, peak_bytes, weight_bytes
 from .model import Model
 
 __all__ = ["Comparison", "Speed", "Workload", "compare", "machine", "read_bandwidth_gbps", "time_launches"]
@@ -116,8 +116,7 @@ def compare(model: Model, workload: Workload, *, weights: str = "native", kernel
         from .gpu_kernels import time_kernels
 
         table = time_kernels(decoder, batch=workload.batch, sparsity=sparsity)
-    weight_bytes = sum(info.nbytes for info in model.bundle.checkpoint.tensors.values())
-    interleaved = available_bytes(device) > 2 * weight_bytes
+    interleaved = available_bytes(device) > 2 * weight_bytes(model.bundle, decoder.dtype, weights)
     if interleaved:
         twin = without_masks(model, weights=weights)
         sparse_runs, dense_runs = [], []

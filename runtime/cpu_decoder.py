@@ -16,7 +16,7 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError
 from wisparse.kernels.cpu import type_name
-from wisparse.kernels.cpu_threads import prepare
+from wisparse.kernels.cpu_threads import prepare_all
 
 from .cache import KVCache
 from .cpu_step import Step
@@ -49,8 +49,7 @@ class CpuDecoder(TorchDecoder):
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         base = type_name(dtype)
         region = f"step_int8_{base}" if weights == "int8" else f"step_{base}"
-        for needed in (region, f"quantize_{base}" if weights == "int8" else f"transpose_{base}"):
-            prepare(needed)  # here, because several threads would each compile it
+        prepare_all([region, f"quantize_{base}" if weights == "int8" else f"transpose_{base}"])
         names = [f"{projection.name}.weight" for projection in config.projections()]
         matrices = read_matrices(bundle, names, dtype, weights, transposed=True)
         self._embedding = read_matrices(bundle, ["model.embed_tokens.weight"], dtype, "native", transposed=False)[

@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.compiling import triton_compiling
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 from wisparse.kernels.triton_attention import launch_attention
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
@@ -119,6 +120,9 @@ class DecodeStep:
                 of_block[role] = chosen[key]
             self.tiles.append(of_block)
 
+        # Beside the choice of the token: embedding, logits, and one for each way to attend and to multiply.
+        self._kernels = 2 + len({block.window for block in weights.blocks}) + len(chosen)
+
         def empty(*shape: int, kind: torch.dtype = activations) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=device)
 
@@ -180,9 +184,10 @@ class DecodeStep:
         wanted, turn = self._ids.clone(), self._turn
         counted = None if self._kept is None else self._kept.cells.clone()
         self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
-        self._replays[sampled, count] = [
-            capture(partial(self._launch_turn, other, sampled, count), self._ids.device) for other in (0, 1)
-        ]
+        with triton_compiling(self._kernels + (3 if sampled else 1)):
+            self._replays[sampled, count] = [
+                capture(partial(self._launch_turn, other, sampled, count), self._ids.device) for other in (0, 1)
+            ]
         self._ids.copy_(wanted)
         self._turn = turn
         if self._kept is not None and counted is not None:

@@ -23,6 +23,8 @@ from wisparse.formats import arguments
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
 
+from .memory import memory_errors
+
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
@@ -287,9 +289,10 @@ def make_decoder(
     if refused is not None:
         raise UsageError(f"back end {implementation.name} cannot run this model: {refused}")
     log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
-    return implementation(
-        bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
-    )
+    with memory_errors(device, "to load the model"):
+        return implementation(
+            bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
+        )
 
 
 def _refusal(

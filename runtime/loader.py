@@ -16,7 +16,7 @@ from wisparse.kernels.backend import BACKENDS
 
 from .decoder import WEIGHTS, make_decoder
 from .generation import PREFILL_POLICIES
-from .memory import default_max_seq_len
+from .memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text import Text
 
@@ -77,8 +77,9 @@ def load(
     chosen = pick_dtype(opened, dtype)
     text = Text.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     if max_seq_len is None:
-        weight_bytes = sum(info.nbytes for info in opened.checkpoint.tensors.values())
-        max_seq_len = default_max_seq_len(opened.config, chosen, target, max_batch, weight_bytes)
+        needed = weight_bytes(opened, chosen, weights)
+        with memory_errors(target, "to begin with"):
+            max_seq_len = default_max_seq_len(opened.config, chosen, target, max_batch, needed)
         if max_seq_len < opened.config.max_position_embeddings:
             log.info(
                 "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory",

@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.errors import ResourceError
+from wisparse.formats.memory import free_memory_bytes
 from wisparse.kernels.precision import activation_dtype
 
 from .cache import bytes_per_position
 
-__all__ = ["available_bytes", "default_max_seq_len", "peak_bytes"]
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["available_bytes", "default_max_seq_len", "memory_errors", "peak_bytes", "weight_bytes"]
 
 # The cache may take this share of the memory that the weights leave free.
 _CACHE_SHARE = 0.25
 _FEWEST_POSITIONS = 256
+# How torch says it where the error has no type of its own.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on a device; of the machine for the CPU (on Linux: what the kernel calls
-    available; elsewhere 8 GB are assumed)."""
+    """Memory that can still be taken on a device; for the CPU that of the machine, within its container's limits."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
+    return free_memory_bytes()
+
+
+def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str) -> int:
+    """What a bundle's weights take in memory, as numbers of ``dtype``; matrices rounded to int8 have one byte a number
+    and a float32 scale a row. The files may hold another type."""
+    total = 0
+    for name, info in bundle.checkpoint.tensors.items():
+        numbers = math.prod(info.shape)
+        if weights == "int8" and len(info.shape) == 2 and "embed" not in name:
+            total += numbers + 4 * info.shape[0]
+        else:
+            total += numbers * dtype.itemsize
+    return total
+
+
+@contextmanager
+def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
+    """Turn what torch raises when a device has no memory left into a sentence.
+
+    Raises:
+        ResourceError: there is not enough.
+    """
     try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return 8 << 30
+        yield
+    except (MemoryError, RuntimeError) as error:
+        words = str(error).lower()
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in words for one in _NO_MEMORY):
+            raise
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ResourceError(
+            f"not enough memory on {device} {doing} ({first:.200}): end what else uses it, choose another device, "
+            "or load with a smaller max_seq_len or max_batch"
+        ) from error
 
 
 def peak_bytes(device: torch.device) -> int:

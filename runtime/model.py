@@ -16,7 +16,7 @@ from wisparse.formats.errors import UsageError
 from .decoder import Decoder, SamplingSettings
 from .detokenize import Detokenizer, StopStrings
 from .generation import PREFILL_POLICIES, Job, Request, Scheduler, Tally, sparse_from
-from .memory import peak_bytes
+from .memory import memory_errors, peak_bytes
 from .prompts import Message, Prompt, as_prompts, stop_texts
 from .text import Text, stop_ids
 
@@ -301,7 +301,7 @@ class Model:
 
     def _run(self, plan: _Plan) -> Iterator[tuple[_Writer, str]]:
         """Run a plan to its end; yields every token's writer and text."""
-        with self._held(plan.thread):
+        with self._held(plan.thread), memory_errors(self.decoder.device, "for this prompt"):
             self.decoder.measure_sparsity(plan.measure_sparsity)
             plan.scheduler.prepare()
             while plan.scheduler.busy:

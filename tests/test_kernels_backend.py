@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 
 import pytest
 import torch
@@ -46,3 +47,53 @@ def test_a_named_back_end_is_never_replaced() -> None:
         choose_backend(CPU, torch.bfloat16, "triton")
     with pytest.raises(ValueError, match=f"known ones: auto, {', '.join(BACKENDS)}"):
         choose_backend(CPU, torch.bfloat16, "cuda")
+
+
+def test_compiling_is_said_once_and_only_where_something_is_compiled(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from wisparse.kernels import compiling, cpu_threads
+
+    monkeypatch.setattr(compiling, "_said", set())
+    monkeypatch.setattr(cpu_threads, "_regions", {})
+    monkeypatch.setattr(cpu_threads, "prepare", lambda name: 0)
+    names = ["step_bfloat16", "transpose_bfloat16"]
+    with caplog.at_level(logging.WARNING, logger="wisparse"):
+        monkeypatch.setattr(cpu_threads, "is_compiled", lambda region: True)
+        cpu_threads.prepare_all(names)
+        assert caplog.text == ""
+        monkeypatch.setattr(cpu_threads, "is_compiled", lambda region: False)
+        cpu_threads.prepare_all(names)
+        cpu_threads.prepare_all(names)
+    assert [record.message for record in caplog.records] == [
+        "compiling 2 kernels for the CPU, which takes some seconds; it happens once, later runs find them on disk"
+    ]
+
+
+def test_a_compiled_gpu_kernel_is_told_from_one_found_on_disk(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    triton = pytest.importorskip("triton")
+    from wisparse.kernels import compiling
+
+    heard = []
+    monkeypatch.setattr(compiling, "_said", set())
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: heard.append(event["cache_hit"]))
+    with caplog.at_level(logging.WARNING, logger="wisparse"), compiling.triton_compiling(8):
+        listener = triton.knobs.compilation.listener
+        more = {"src": None, "metadata": {}, "metadata_group": {}, "times": None}
+        listener(cache_hit=True, **more)
+        assert caplog.text == ""
+        listener(cache_hit=False, **more)
+        listener(cache_hit=False, **more)
+    assert caplog.text.count("compiling 8 kernels for the GPU") == 1
+    assert heard == [True, False, False]  # whoever listened before goes on hearing
+
+
+def test_a_region_is_found_on_disk_once_it_was_compiled() -> None:
+    from wisparse.kernels.cpu_compile import is_compiled
+    from wisparse.kernels.cpu_regions import REGIONS
+    from wisparse.kernels.cpu_threads import prepare
+
+    prepare("transpose_float32")
+    assert is_compiled(REGIONS["transpose_float32"])

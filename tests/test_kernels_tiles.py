@@ -90,6 +90,22 @@ def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(cap
     assert "pollers" in caplog.text
 
 
+@pytest.mark.parametrize("field", ["block_n", "block_k", "splits", "warps", "stages", "chunk", "unroll", "trigger"])
+@pytest.mark.parametrize("value", [0, -4, "8", 2.0, None])
+def test_a_damaged_local_tile_is_told_and_ignored(field, value, caplog):
+    from wisparse.kernels.triton_gemv import GemvTile
+    from wisparse.kernels.triton_tiles import TABLE, cache_file, choose_tile, remember_tiles
+
+    key = "sm90:sparse:4096x4096"
+    remember_tiles({key: GemvTile(128, 4, 10, 2)})
+    fields = json.loads(cache_file().read_text("utf-8"))
+    fields[key][field] = value
+    cache_file().write_text(json.dumps(fields), "utf-8")
+    with caplog.at_level(logging.WARNING, logger="wisparse"):
+        assert choose_tile(90, 132, 4096, 4096) == TABLE[key]
+    assert str(cache_file()) in caplog.text
+
+
 @given(shapes, kinds, st.integers(1, 200))
 def test_tiles_tried_around_one_have_room_too(shape, kind, multiprocessors):
     from wisparse.kernels.triton_tiles import default_tile

@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from runtime_models import make_checkpoint
 
 import wisparse
+from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError, BundleError, ContextLengthError, UsageError, WisparseError
 from wisparse.runtime.decoder import make_decoder
 from wisparse.runtime.generation import Request, Scheduler, sparse_from
-from wisparse.runtime.memory import default_max_seq_len
+from wisparse.runtime.memory import default_max_seq_len, weight_bytes
 from wisparse.runtime.model import Model
 from wisparse.runtime.text import stop_ids
 
@@ -482,3 +483,29 @@ def test_many_prompts_do_not_grow(model: Model) -> None:
     burst(120)
     gc.collect()
     assert process.memory_info().rss - before < 8 << 20
+
+
+def test_what_weights_take_is_counted_in_memory_not_on_disk(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    tensors = opened.checkpoint.tensors
+    numbers = sum(info.nbytes // info.dtype.itemsize for info in tensors.values())
+    assert weight_bytes(opened, torch.bfloat16, "native") == 2 * numbers
+    assert weight_bytes(opened, torch.float32, "native") == 4 * numbers
+    assert numbers < weight_bytes(opened, torch.bfloat16, "int8") < 2 * numbers
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+                                   RuntimeError("CUDA error: out of memory"), MemoryError()])  # fmt: skip
+def test_no_memory_while_loading_is_a_sentence(
+    bundle: Path, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*args: object, **more: object) -> None:
+        raise error
+
+    monkeypatch.setattr("wisparse.runtime.torch_decoder.KVCache", full)
+    with pytest.raises(SystemExit) as ended:
+        main(["generate", str(bundle), "--backend", "torch", "--prompt", "x"])
+    assert ended.value.code == 5
+    said = capsys.readouterr().err
+    assert "not enough memory on cpu to load the model" in said
+    assert "Traceback" not in said
