@@ -26,6 +26,9 @@ Document = str | list[dict[str, Any]]
 
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.\[\]%:-]+)?")
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+_TEXT_TABLES = (".csv", ".tsv")
+# May lie in a data set's folder beside its tables.
+_BESIDE_TABLES = re.compile(r"(README|LICEN[SC]E|NOTICE)[^/]*|.*\.(json|ya?ml)", re.IGNORECASE)
 # (question, answer) under the names that data sets give them.
 _PAIRS = (("prompt", "completion"), ("query", "response"), ("question", "answer"), ("instruction", "output"))
 
@@ -53,7 +56,8 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
     files = [(path, file) for path in paths for file in _files(path)]
     random.Random(seed).shuffle(files)
     for path, file in files:
-        if _is_dataset(file):
+        # A spreadsheet among other files is one text more; named by itself it is a data set, a document a line.
+        if _is_dataset(file) and not (str(file) != path and file.suffix in _TEXT_TABLES):
             yield from _saved_dataset(file, seed)
         elif file.suffix in (".jsonl", ".ndjson"):
             yield from _json_lines(file)
@@ -186,9 +190,23 @@ def _files(path: str) -> list[Path]:
     texts = [file for file in candidates if _is_dataset(file) or (file.stat().st_size and not _is_binary(file))]
     if not texts:
         raise CalibrationError(f"calibration folder {path} holds no text; expected text, JSONL or source files")
-    if len(texts) < len(candidates):
-        _log.info("%s: %d empty or binary files left out", path, len(candidates) - len(texts))
+    _say_what_is_read(path, texts, len(candidates) - len(texts))
     return texts
+
+
+def _say_what_is_read(path: str, files: Sequence[Path], left_out: int) -> None:
+    """Which files of a folder are documents; aloud if somebody might expect otherwise."""
+    spreadsheets = sum(file.suffix in _TEXT_TABLES for file in files)
+    datasets = sum(_is_dataset(file) for file in files) - spreadsheets
+    kinds = (
+        (len(files) - spreadsheets - datasets, "of text, JSONL or source"),
+        (spreadsheets, "CSV or TSV read as text, each as one document (name it by itself for a document a line)"),
+        (datasets, "Parquet or Arrow, a document a row"),
+        (left_out, "empty or binary and left out"),
+    )
+    level = logging.WARNING if spreadsheets or datasets else logging.INFO
+    said = ", ".join(f"{count} {kind}" for count, kind in kinds if count)
+    _log.log(level, "calibration folder %s: %s", path, said)
 
 
 def _is_hidden(relative: Path) -> bool:
@@ -212,11 +230,15 @@ def _is_binary(file: Path) -> bool:
 
 
 def _is_dataset(path: Path) -> bool:
-    if path.is_dir():
-        return any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")) or any(
-            file.suffix in _TABLES for file in path.iterdir()
-        )
-    return path.suffix in _TABLES
+    """Whether a file is a table, or a folder what `datasets` saved, or tables and nothing else to read."""
+    if not path.is_dir():
+        return path.suffix in _TABLES
+    if any((path / name).is_file() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
+        return True
+    visible = [file for file in path.iterdir() if not _is_hidden(Path(file.name))]
+    tables = [file for file in visible if file.suffix in _TABLES and file.is_file()]
+    others = [file for file in visible if file not in tables and not _BESIDE_TABLES.fullmatch(file.name)]
+    return bool(tables) and not others
 
 
 def _saved_dataset(path: Path, seed: int) -> Iterator[Document]:

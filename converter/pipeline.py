@@ -9,12 +9,12 @@ gets into the bundle. What took how long is in `Conversion.seconds`.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
@@ -23,20 +23,23 @@ import torch
 
 import wisparse
 from wisparse.formats import arguments
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, is_document
 from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.device import choose_device
 from wisparse.formats.errors import ResourceError
+from wisparse.formats.folder import clear_leftovers
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.places import expand
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
-from wisparse.formats.write import write_bundle
+from wisparse.formats.write import BUNDLE, write_bundle
 
 from .calibration import CalibrationTokens, load_calibration
 from .figures import FIGURES
+from .fingerprint import Hashes, small_digests, weight_digests
+from .finish import is_finished, remove_mark, write_mark
 from .measurement import Measurement, measure
-from .preflight import FINISH, Plan, finish_mark, preflight
+from .preflight import Plan, check_places, preflight, require_resources
 from .processes import ALONE, LeadersStore, Processes, joined
 from .progress import Progress
 from .report import expectation, render_report, verdict
@@ -174,15 +177,21 @@ def run_all(all_settings: Sequence[ConvertSettings], progress: Progress) -> list
         if not processes.leads:
             plans = [replace(plan, device=choose_device(device)) for plan in plans]
         conversions = execute(plans, progress, processes)
-    return [_upload(conversion, progress) for conversion in conversions]
+    try:
+        return [_upload(conversion, progress) for conversion in conversions]
+    finally:
+        # A kill before this: the next run knows the bundles for its own. A failed upload says how to go on.
+        for conversion in conversions:
+            if conversion.plan.settings.resume:
+                remove_mark(conversion.folder)
 
 
 def execute(plans: Sequence[Plan], progress: Progress, processes: Processes = ALONE) -> list[Conversion]:
     """Carry out plans that differ in their sparsity alone, up to the bundles; uploading is the caller's.
 
     The model is loaded once, and statistics are shared. Each bundle has the bytes it would have by itself. State is
-    removed when all are done, so that an interrupted run knows the bundles it has written. Processes other than the
-    first one help, and return nothing.
+    removed when all are done; the marks of the finished bundles (`finish`) are the caller's to remove. Processes other
+    than the first one help, and return nothing.
     """
     common = _Common() if len(plans) > 1 else None
     found = [_execute(plan, progress, common, processes) for plan in plans]
@@ -198,6 +207,7 @@ class _Common:
 
     source: SourceModel | None = None
     results: dict[str, bytes] = field(default_factory=dict)
+    weights: Hashes = field(default_factory=dict)
 
 
 def _execute(plan: Plan, progress: Progress, common: _Common | None, processes: Processes) -> Conversion | None:
@@ -212,18 +222,18 @@ def _execute(plan: Plan, progress: Progress, common: _Common | None, processes: 
 
 def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: Processes) -> Conversion | None:
     settings = plan.settings
-    if plan.finished and not processes.leads:
-        return None
-    if plan.finished:
-        # The run that wrote it was killed before it could clean up.
-        _log.warning("the bundle in %s was complete already", settings.output_dir)
-        recipe = Bundle.open(settings.output_dir).recipe
-        return Conversion(settings.output_dir, recipe, None, plan, dict(progress.seconds), None)
     with progress.stage("Fetching weights"):
         fetched = fetch_source(settings.model, plan.source.commit) if processes.leads else plan.source
         fetched = processes.broadcast(fetched)
         checkpoint = Checkpoint.open(fetched.folder)
-    with _state(plan, checkpoint, common) if processes.leads else nullcontext(NO_STATE) as own:
+    origin = _origin(plan, fetched, checkpoint, progress, common) if processes.leads else None
+    finished = origin is not None and plan.finished and is_finished(settings.output_dir, origin.made_from)
+    if processes.broadcast(finished):
+        return _found_finished(plan, progress) if processes.leads else None
+    if plan.finished and processes.leads:  # the bundle in place is of another conversion after all
+        check_places(settings, fetched, False)
+        require_resources(plan)
+    with _state(plan, origin, common) if origin else nullcontext(NO_STATE) as own:
         store = own if processes.size == 1 else LeadersStore(own, processes)
         source = common.source if common else None
         if source is None:
@@ -237,7 +247,7 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
             tokens = _self_calibration(source, settings, own, progress) if processes.leads else None
             tokens = cast(CalibrationTokens, processes.broadcast(tokens))
         result = search(source, tokens, _search_settings(settings), progress, store, processes)
-        if not processes.leads:
+        if origin is None:  # a helper
             return None
         measurement = measure(
             source,
@@ -249,10 +259,17 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
         )
         del source  # the writer copies from the files and needs its memory more than a model does
         recipe = _recipe(plan, fetched, tokens, result)
-        store.save(FINISH, finish_mark(settings, recipe))
         with progress.stage("Writing the bundle"):
-            _write(plan, checkpoint, recipe, result, measurement)
+            _write(plan, origin, checkpoint, recipe, result, measurement)
     return Conversion(settings.output_dir, recipe, measurement, plan, dict(progress.seconds), None)
+
+
+def _found_finished(plan: Plan, progress: Progress) -> Conversion:
+    """The bundle of a run that was killed before it could clean up."""
+    out = plan.settings.output_dir
+    clear_leftovers(Path(os.path.abspath(out)), BUNDLE)
+    _log.warning("the bundle in %s was complete already", out)
+    return Conversion(out, Bundle.open(out).recipe, None, plan, dict(progress.seconds), None)
 
 
 def _upload(conversion: Conversion, progress: Progress) -> Conversion:
@@ -267,13 +284,63 @@ def _upload(conversion: Conversion, progress: Progress) -> Conversion:
 # ---------------------------------------------------------------------- state
 
 
+@dataclass(frozen=True)
+class _Origin:
+    """What a bundle is made from.
+
+    Attributes:
+        fingerprint: what the results of the search depend on.
+        small: file of the source -> sha256, for all but its weights.
+        weights: what `fingerprint.weight_digests` found.
+        made_from: the fingerprint and what else decides the bundle's bytes.
+    """
+
+    fingerprint: dict[str, Any]
+    small: dict[str, str]
+    weights: Hashes
+    made_from: dict[str, Any]
+
+
+def _origin(plan: Plan, fetched: Source, checkpoint: Checkpoint, progress: Progress, common: _Common | None) -> _Origin:
+    settings = plan.settings
+    small = small_digests(checkpoint.folder, checkpoint.error)
+    weights: Hashes = {}
+    if settings.resume:
+        with progress.stage("Reading the weights"):
+            known = StateStore.hashes(settings.state_dir)
+            weights = weight_digests(checkpoint, {**known, **(common.weights if common else {})})
+    if common:
+        common.weights = weights
+    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
+    fingerprint = {
+        **{name: found[-1] for name, found in weights.items()},
+        **{name: digest for name, digest in small.items() if not is_document(name)},
+        **settings.deciding(),
+        "calibration": plan.tokens.digest if plan.tokens else plan.calibration,
+        "device": device,
+        "computing in": str(plan.dtype),
+        **_versions(),
+    }
+    made_from = {
+        **fingerprint,
+        **small,
+        "name": fetched.name,
+        "commit": fetched.commit,
+        "dtype": settings.dtype,
+        "max_shard_size": settings.max_shard_size,
+        "upload_repo": settings.upload_repo,
+    }
+    return _Origin(fingerprint, small, weights, made_from)
+
+
 @contextmanager
-def _state(plan: Plan, checkpoint: Checkpoint, common: _Common | None) -> Iterator[Store]:
+def _state(plan: Plan, origin: _Origin, common: _Common | None) -> Iterator[Store]:
     settings = plan.settings
     if not settings.resume:
         yield SharedStore(NO_STATE, common.results, _SPARSITY_FREE) if common else NO_STATE
         return
-    with StateStore.open(settings.state_dir, _fingerprint(plan, checkpoint)) as store:
+    with StateStore.open(settings.state_dir, origin.fingerprint, default=settings.work_dir is None) as store:
+        store.keep_hashes(origin.weights)
         if store.changed:
             _log.warning("starting over, because this differs from the interrupted run: %s", "; ".join(store.changed))
         elif store.resumed:
@@ -282,45 +349,9 @@ def _state(plan: Plan, checkpoint: Checkpoint, common: _Common | None) -> Iterat
 
 
 def _remove_state(settings: ConvertSettings) -> None:
-    if settings.resume:
-        with StateStore.open(settings.state_dir, None) as store:
-            store.remove(FINISH)
-
-
-def _fingerprint(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
-    device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
-    return {
-        "model": model_digest(checkpoint),
-        **plan.settings.deciding(),
-        "calibration": plan.tokens.digest if plan.tokens else plan.calibration,
-        "device": device,
-        "computing in": str(plan.dtype),
-        **_versions(),
-    }
-
-
-def model_digest(checkpoint: Checkpoint) -> str:
-    """A digest that tells one model from another without reading all of it: three pieces of every tensor.
-
-    Every file's size and every tensor's place are in it, the small files wholly. Another fine-tune, a repaired tensor
-    or another tokenizer give another digest; a flipped bit somewhere need not.
-    """
-    hashed = hashlib.sha256()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
-        path = checkpoint.folder / name
-        hashed.update(name.encode() + b"\0" + (path.read_bytes() if path.is_file() else b""))
-    piece = 4096
-    for path in checkpoint.files():
-        hashed.update(f"{path.name} {path.stat().st_size}".encode())
-        with open(path, "rb") as file:
-            for info in checkpoint.tensors.values():
-                if info.file != path.name:
-                    continue
-                hashed.update(f"{info.name} {info.start} {info.nbytes}".encode())
-                for offset in (0, info.nbytes // 2, max(0, info.nbytes - piece)):
-                    file.seek(info.start + offset)
-                    hashed.update(file.read(min(piece, info.nbytes - offset)))
-    return f"sha256:{hashed.hexdigest()}"
+    if settings.resume and os.path.lexists(settings.state_dir):
+        with StateStore.open(settings.state_dir, None, default=settings.work_dir is None) as store:
+            store.remove()
 
 
 def _self_calibration(
@@ -383,8 +414,19 @@ def _recipe(plan: Plan, fetched: Source, tokens: CalibrationTokens, result: Sear
     )
 
 
-def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchResult, measurement: Measurement) -> None:
+def _write(
+    plan: Plan,
+    origin: _Origin,
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    result: SearchResult,
+    measurement: Measurement,
+) -> None:
     settings = plan.settings
+    # The weights are compared with what was opened wherever they are read; these are read anew.
+    for name, digest in small_digests(checkpoint.folder, checkpoint.error).items():
+        if origin.small.get(name) != digest:
+            raise checkpoint.error(f"{name}: changed while the model was converted; run this again")
     masks = {entry.name: _mask(entry, result) for entry in recipe.projections}
     report = render_report(
         recipe,
@@ -410,6 +452,7 @@ def _write(plan: Plan, checkpoint: Checkpoint, recipe: Recipe, result: SearchRes
         max_shard_size=settings.max_shard_size,
         extra_files={"README.md": card.encode(), **report},
         overwrite=settings.overwrite,
+        before_swap=partial(write_mark, settings.output_dir, origin.made_from) if settings.resume else None,
     )
 
 

@@ -7,7 +7,6 @@ write it. What it finds is a `Plan`: for ``--dry-run`` to show, for the conversi
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -17,31 +16,27 @@ from typing import Any
 import torch
 
 from wisparse.formats.architectures import ModelConfig
-from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.device import choose_device
-from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.expected import expected_tensors
-from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source
-from wisparse.formats.manifest import has_masks, recipe_digest
+from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
+from wisparse.formats.manifest import has_masks
 from wisparse.formats.memory import free_memory_bytes
 from wisparse.formats.places import folder_kind, shown
-from wisparse.formats.recipe import Recipe
 from wisparse.formats.safe_json import read_json
-from wisparse.formats.write import check_output, parse_size
+from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .baselines import gate_sparsity
 from .calibration import CalibrationTokens, describe_spec, load_calibration
+from .finish import check_mark, names_the_bundle
 from .progress import Progress
 from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, load_tokenizer
 from .state import StateStore
 
-__all__ = ["FINISH", "Plan", "available_memory", "finish_mark", "is_finished", "preflight"]
-
-# The key of the state under which `finish_mark` lies.
-FINISH = "finish"
+__all__ = ["Plan", "available_memory", "check_places", "preflight", "require_resources"]
 
 _MAX_CONFIG_BYTES = 1 << 20
 # What a Python process with torch and transformers takes before it holds a model.
@@ -63,7 +58,8 @@ class Plan:
         bundle_bytes, disk_free_bytes: size of the result, and room where it goes.
         memory_bytes, memory_free_bytes: estimate for the device, and what is free there.
         max_memory: where the weights go, in bytes by GPU and for ``cpu``, if the device alone cannot hold them.
-        finished: an interrupted run of these very settings came as far as the bundle in the output folder.
+        finished: an interrupted run put the bundle there that is in the output folder; whether it was one of this very
+            source, these settings and this text is known once the weights are read.
     """
 
     settings: ConvertSettings
@@ -141,6 +137,11 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         check_read_access(settings.model)
         if settings.upload_repo is not None:
             check_write_access(settings.upload_repo)
+            if settings.private and is_public(settings.upload_repo):
+                raise AccessError(
+                    f"{settings.upload_repo!r} exists and is public, but --private was given; choose a new name for "
+                    "--upload-repo, or leave --private out"
+                )
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         config = _read_config(source.folder)
@@ -148,9 +149,10 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
             gate_sparsity(config, settings.sparsity)  # whether up and down alone are enough
         if settings.seq_len is None:
             settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
-        finished = is_finished(settings)
-        if not finished:
-            check_output(settings.output_dir, settings.overwrite, source=source.folder)
+        finished = settings.resume and names_the_bundle(settings.output_dir)
+        check_places(settings, source, finished)
+        for _ in copied_files(source.folder, UnsupportedModelError):
+            pass  # reading says whether the bundle can have them
         if settings.length > config.max_position_embeddings:
             raise UsageError(
                 f"--seq-len {settings.seq_len}: the model's context is {config.max_position_embeddings} tokens"
@@ -187,23 +189,21 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         finished=finished,
     )
     if not finished:
-        _require_resources(plan)
+        require_resources(plan)
     return plan
 
 
-def finish_mark(settings: ConvertSettings, recipe: Recipe) -> bytes:
-    """What the state holds while the bundle is written, so that a later run knows the bundle for its own."""
-    return json.dumps({"settings": repr(settings), "recipe": recipe_digest(recipe)}).encode()
+def check_places(settings: ConvertSettings, source: Source, finished: bool) -> None:
+    """Whether bundle and state may be written where the settings say; ``finished``: the bundle is there already.
 
-
-def is_finished(settings: ConvertSettings) -> bool:
-    """Whether a run of these very settings was interrupted after its bundle was in place, and before it was done."""
-    if not settings.resume or (mark := StateStore.peek(settings.state_dir, FINISH)) is None:
-        return False
-    try:
-        return mark == finish_mark(settings, Bundle.open(settings.output_dir).recipe)
-    except (BundleError, AccessError):
-        return False  # the output is not there, or not a bundle: check_output has the words for that
+    Raises:
+        UsageError: not there.
+    """
+    if settings.resume:
+        StateStore.check(settings.state_dir)
+        check_mark(settings.output_dir)
+    if not finished:
+        check_output(settings.output_dir, settings.overwrite, source=source.folder)
 
 
 def available_memory(device: torch.device) -> int:
@@ -282,7 +282,8 @@ def _max_memory(device: torch.device, free: int, working: int) -> dict[int | str
     return {**room, "cpu": max(0, memory)}
 
 
-def _require_resources(plan: Plan) -> None:
+def require_resources(plan: Plan) -> None:
+    """Raise ResourceError unless disk and memory are enough."""
     if plan.bundle_bytes > plan.disk_free_bytes:
         raise ResourceError(
             f"{plan.settings.output_dir}: the bundle takes about {plan.bundle_bytes / 1e9:.1f} GB of disk, "

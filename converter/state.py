@@ -13,24 +13,25 @@ everything a result depends on: another model, other tokens or another setting m
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from wisparse.formats.errors import ResourceError, UsageError
+from wisparse.formats.folder import entries, lock_file, remove_files, require_writable, write_file
 
 __all__ = ["NO_STATE", "NoState", "SharedStore", "StateStore", "Store"]
 
 _log = logging.getLogger("wisparse")
 _MAGIC = b"wisparse-state 1 "
-_OWN = {"lock", "fingerprint.json", "fingerprint.json.partial", "units"}
+_OWN = re.compile(r"lock|(fingerprint|hashes)\.json(\.partial)?|units/(.*/|.*\.state(\.partial)?)?")
+_MADE = "made\n"
 _KEY = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 
 
@@ -93,43 +94,56 @@ class StateStore:
         changed: what made an earlier state useless, as ``name: was X, is Y``; empty if nothing did.
     """
 
-    def __init__(self, folder: Path, lock: IO[str], resumed: int, changed: tuple[str, ...]) -> None:
+    def __init__(self, folder: Path, lock: IO[str], made: bool, resumed: int, changed: tuple[str, ...]) -> None:
         self.folder, self.resumed, self.changed = folder, resumed, changed
-        self._lock = lock
+        self._lock, self._made = lock, made
+
+    @staticmethod
+    def check(folder: Path) -> None:
+        """Raise UsageError unless `open` may use ``folder``; changes nothing."""
+        _require_own(folder)
+        require_writable(Path(os.path.realpath(folder)), f"--work-dir {folder}", "choose another --work-dir")
 
     @classmethod
-    def open(cls, folder: Path, fingerprint: Mapping[str, Any] | None) -> StateStore:
+    def open(cls, folder: Path, fingerprint: Mapping[str, Any] | None, *, default: bool = False) -> StateStore:
         """The state in ``folder``, made if need be, emptied if it belongs to another ``fingerprint``.
 
         Args:
+            folder: a symlink stands for what it leads to.
             fingerprint: JSON values by name; the names appear in the message about what changed. None takes the state
                 as it is, to remove it.
+            default: nobody chose this folder: it is ours, whoever made it.
 
         Raises:
-            UsageError: another process works in this folder, or it holds something else than a state.
+            UsageError: another process works in this folder, it holds something else than a state, or it cannot be
+                written to.
             ResourceError: the disk is full.
         """
+        cls.check(folder)
+        folder = Path(os.path.realpath(folder))
         wanted = json.loads(json.dumps(fingerprint))
-        _refuse_foreign(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = _lock(folder)
-        try:
-            units = folder / "units"
-            found = _read_fingerprint(folder)
-            changed: tuple[str, ...] = ()
-            if fingerprint is not None and found != wanted:
-                if found is not None:
-                    changed = _differences(found, wanted)
-                if units.exists():
-                    shutil.rmtree(units)
-                # After the results are gone: a kill in between leaves a state that is emptied again, never a wrong one.
-                _write(folder / "fingerprint.json", json.dumps(wanted, indent=1, sort_keys=True).encode())
-            units.mkdir(exist_ok=True)
-            resumed = sum(1 for path in units.rglob("*") if path.is_file() and path.suffix != ".partial")
-        except BaseException:
-            lock.close()
-            raise
-        return cls(folder, lock, resumed, changed)
+        existed = folder.exists()
+        with _disk_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = lock_file(folder / "lock", _busy(folder))
+            try:
+                made = _remember_made(lock, default or not existed)
+                _require_own(folder)
+                found = _read_json(folder / "fingerprint.json")
+                changed: tuple[str, ...] = ()
+                if fingerprint is not None and found != wanted:
+                    if found is not None:
+                        changed = _differences(found, wanted)
+                    remove_files(folder, _units(folder), keep=True)
+                    # After the results are gone: a kill in between leaves a state that is emptied again, never a
+                    # wrong one.
+                    write_file(folder / "fingerprint.json", json.dumps(wanted, indent=1, sort_keys=True).encode())
+                (folder / "units").mkdir(exist_ok=True)
+                resumed = sum(1 for name in _units(folder) if name.endswith(".state"))
+            except BaseException:
+                lock.close()
+                raise
+        return cls(folder, lock, made, resumed, changed)
 
     def __enter__(self) -> StateStore:
         return self
@@ -142,25 +156,18 @@ class StateStore:
         self._lock.close()
 
     @staticmethod
-    def peek(folder: Path, key: str) -> bytes | None:
-        """A result in ``folder``, whatever fingerprint it stands under; None if there is none or it is damaged."""
-        try:
-            return _checked(key, (folder / "units" / (key + ".state")).read_bytes())
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+    def hashes(folder: Path) -> dict[str, Any]:
+        """What `keep_hashes` kept here; empty if nothing."""
+        return _read_json(folder / "hashes.json") or {}
 
-    def remove(self, last: str) -> None:
-        """Delete the state: the bundle is written. The result under the key ``last`` goes last."""
-        kept = self._path(last)
-        for path in sorted((self.folder / "units").rglob("*"), reverse=True):
-            if path.is_dir():
-                path.rmdir()
-            elif path != kept:
-                path.unlink()
-        for name in ("fingerprint.json", "fingerprint.json.partial", "lock"):
-            (self.folder / name).unlink(missing_ok=True)
-        kept.unlink(missing_ok=True)
-        shutil.rmtree(self.folder)
+    def keep_hashes(self, hashes: Mapping[str, Any]) -> None:
+        """Remember digests of the source's files; they hold whatever the fingerprint is."""
+        with _disk_errors(self.folder):
+            write_file(self.folder / "hashes.json", json.dumps(hashes).encode())
+
+    def remove(self) -> None:
+        """Delete the state; a folder that was there before us stays, empty."""
+        remove_files(self.folder, entries(self.folder), last=("lock",), keep=not self._made)
         self.close()
 
     def load(self, key: str) -> bytes | None:
@@ -184,8 +191,9 @@ class StateStore:
             ResourceError: the disk is full; everything saved before is intact.
         """
         path = self._path(key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, _header(key, data) + b"\n" + data)
+        with _disk_errors(self.folder):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, _header(key, data) + b"\n" + data)
 
     def _path(self, key: str) -> Path:
         if not _KEY.fullmatch(key) or ".." in key:
@@ -204,53 +212,61 @@ def _checked(key: str, content: bytes) -> bytes | None:
     return data if newline and header == _header(key, data) else None
 
 
-def _write(path: Path, content: bytes) -> None:
-    partial = path.with_name(path.name + ".partial")
+@contextmanager
+def _disk_errors(folder: Path) -> Iterator[None]:
     try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        yield
     except OSError as error:
-        partial.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
-                f"the disk of {path.parent} is full; free some space and run the same command again: "
+                f"the disk of {folder} is full; free some space and run the same command again: "
                 "everything computed before is kept"
+            ) from error
+        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
+            raise UsageError(
+                f"--work-dir {folder}: cannot be written ({error.strerror}); choose another --work-dir"
             ) from error
         raise
 
 
-def _refuse_foreign(folder: Path) -> None:
-    if folder.exists() and not folder.is_dir():
+def _units(folder: Path) -> list[str]:
+    return [name for name in entries(folder) if name.startswith("units/")]
+
+
+def _require_own(folder: Path) -> None:
+    real = Path(os.path.realpath(folder))
+    if os.path.lexists(real) and not real.is_dir():
         raise UsageError(f"--work-dir {folder}: expected a folder, found a file")
-    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    foreign = sorted(names - _OWN)
+    foreign = [name for name in entries(real) if not _OWN.fullmatch(name)]
     if foreign:
-        raise UsageError(f"--work-dir {folder}: expected an empty folder or an earlier state, found {foreign[0]!r}")
-
-
-def _lock(folder: Path) -> IO[str]:
-    lock = open(folder / "lock", "a")  # noqa: SIM115 - held until the store is closed
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
         raise UsageError(
-            f"another conversion is working in {folder}; wait for it, or choose another --work-dir"
-        ) from error
-    return lock
+            f"--work-dir {folder}: expected an empty folder or an earlier state, found {foreign[0]!r:.200}"
+        )
 
 
-def _read_fingerprint(folder: Path) -> dict[str, Any] | None:
+def _remember_made(lock: IO[str], made: bool) -> bool:
+    """Whether the folder of this lock is ours to remove; what the first run knew is in the lock."""
+    lock.seek(0)
+    if lock.read() == _MADE:
+        return True
+    if made:
+        lock.write(_MADE)
+        lock.flush()
+    return made
+
+
+def _busy(folder: Path) -> UsageError:
+    return UsageError(f"another conversion is working in {folder}; wait for it, or choose another --work-dir")
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / "fingerprint.json").read_bytes())
+        found = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValueError:
-        return {"fingerprint": "damaged"}
-    return found if isinstance(found, dict) else {"fingerprint": "damaged"}
+        return {"file": "damaged"}
+    return found if isinstance(found, dict) else {"file": "damaged"}
 
 
 def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from .architectures import ModelConfig, Projection
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError
 from .files import PARTIAL, list_files, read_bounded, require_folder
-from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
+from .manifest import MANIFEST, MAX_MANIFEST_BYTES, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
 from .places import folder_kind, shown
 from .recipe import Recipe
 from .safe_json import parse_json, read_json
@@ -53,7 +53,6 @@ LOW_RANK = ("low_rank_out", "low_rank_in")
 GATE = "gate_threshold"
 _LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: MAX_FILE_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
-MAX_MANIFEST_BYTES = 32 << 20
 _MAX_FILES = 10_000
 
 # Files for people: they decide nothing, and editing a model card must not break a bundle.

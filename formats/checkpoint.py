@@ -137,6 +137,11 @@ class Checkpoint:
         """Bytes of all tensors as they are on disk."""
         return sum(info.nbytes for info in self.tensors.values())
 
+    @property
+    def identities(self) -> Mapping[str, FileIdentity]:
+        """File -> which one it was when it was opened; reading from another raises."""
+        return self._identities
+
     def files(self) -> tuple[Path, ...]:
         """The files that hold the weights."""
         return tuple(self.folder / name for name in self._identities)

@@ -8,6 +8,7 @@ symlinks into the ``blobs`` of the same repository; those, and only those, may b
 from __future__ import annotations
 
 import errno
+import hashlib
 import io
 import os
 import re
@@ -17,7 +18,16 @@ from pathlib import Path
 
 from .errors import AccessError, WisparseError
 
-__all__ = ["PARTIAL", "FileIdentity", "identity", "list_files", "open_regular", "read_bounded", "resolve_inside"]
+__all__ = [
+    "PARTIAL",
+    "FileIdentity",
+    "file_digest",
+    "identity",
+    "list_files",
+    "open_regular",
+    "read_bounded",
+    "resolve_inside",
+]
 
 _COMMIT = re.compile("[0-9a-f]{40}")
 
@@ -127,6 +137,12 @@ def read_bounded(folder: Path, name: str, limit: int, error: type[WisparseError]
     if len(data) > limit:
         raise error(f"{name}: expected at most {limit:,} bytes, found more")
     return bytes(data)
+
+
+def file_digest(path: Path) -> str:
+    """sha256 of a file's bytes, in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bool = False) -> list[str]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import hashlib
 import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -30,7 +29,6 @@ __all__ = [
     "check_target",
     "clear_leftovers",
     "entries",
-    "file_digest",
     "lock_file",
     "remove_files",
     "replaced_folder",
@@ -224,12 +222,6 @@ def lock_file(path: Path, busy: UsageError, mode: str = "a+") -> IO[str]:
         raise
     file.close()
     raise busy
-
-
-def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes, in hexadecimal."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ Tokens come from the environment (``HF_TOKEN``) or from ``hf auth login`` and ne
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shlex
@@ -32,19 +33,27 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
 
 from .errors import AccessError, BundleError, UploadError, UsageError
+from .files import file_digest, list_files, open_regular
+from .manifest import MANIFEST, SIDECAR, listed_files
 from .places import find_folder
 
 __all__ = [
+    "PushPlan",
     "Source",
     "check_read_access",
     "check_write_access",
     "download_bytes",
     "fetch_bundle",
     "fetch_source",
+    "is_public",
+    "plan_push",
+    "public_repository",
     "push_bundle",
+    "push_command",
 ]
 
 # What a conversion or a decoder reads. Mistral's repositories hold every weight a second time (consolidated*), others
@@ -67,6 +76,8 @@ _UNWANTED = ("[!a]*/*", "a[!d]*/*", "consolidated*.safetensors", "adapter_model*
 
 # Files that only a conversion writes: an older push's leftovers are deleted in the commit that replaces them.
 _OWNED = ("model*.safetensors", "model.safetensors.index.json", "wisparse.*", "conversion_report.json", "figures/*.png")
+
+_MAX_FILES = 100_000
 
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _ATTEMPTS = 4
@@ -192,41 +203,95 @@ def check_write_access(repo: str) -> None:
             ) from None
 
 
+def is_public(repo: str) -> bool:
+    """Whether ``repo`` exists on the Hub and everybody may read it: the Hub leaves a repository as it was made."""
+    repo_id = _repo_id(repo, must_have_owner=True)
+    try:
+        return not _reach(lambda: _api().model_info(repo_id), repo_id).private
+    except AccessError as error:
+        if isinstance(error.__cause__, RepositoryNotFoundError):
+            return False
+        raise
+
+
+@dataclass(frozen=True)
+class PushPlan:
+    """What a push would do.
+
+    Attributes:
+        send: name -> bytes, of the bundle's files that the repository lacks or has with another content.
+        num_files: the bundle's files.
+        left_out: what else lies in the folder.
+    """
+
+    send: dict[str, int]
+    num_files: int
+    left_out: tuple[str, ...]
+
+
+def plan_push(folder: Path, repo: str) -> PushPlan:
+    """Compare a bundle with what the repository holds.
+
+    Raises:
+        BundleError: not a bundle, or one of its files is a link that leads out of it.
+        AccessError: the Hub cannot be reached.
+    """
+    names = _bundle_files(folder)
+    repo_id = _repo_id(repo, must_have_owner=True)
+
+    def listing() -> dict[str, str]:
+        tree = _api().list_repo_tree(repo_id, recursive=True)
+        files = [entry for entry in tree if isinstance(entry, RepoFile)]
+        return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
+
+    try:
+        there = _reach(listing, repo_id)
+    except AccessError as error:
+        if not isinstance(error.__cause__, RepositoryNotFoundError):
+            raise
+        there = {}
+    send = {name: (folder / name).stat().st_size for name in names if not _is_there(folder / name, there.get(name))}
+    left_out = {*list_files(folder, _MAX_FILES, BundleError, deep=True)} - {*names}
+    return PushPlan(send, len(names), tuple(sorted(left_out)))
+
+
 def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
-    """Upload a bundle and return its address on the Hub.
+    """Upload a bundle, the files that its manifest names and nothing else, and return its address on the Hub.
 
     The repository is made if need be. Files that are there already, byte for byte, are not sent again, so a push that
     broke off resumes where it stopped and the push of an unchanged bundle changes nothing. The repository changes in
     one commit after all weights arrived: until then it shows its former state. Files that people added there stay.
 
     Raises:
-        BundleError: ``folder`` is not a bundle.
+        BundleError: ``folder`` is not a bundle, or one of its files is a link that leads out of it.
         UploadError: the upload failed; the bundle is kept, and the message holds the command to repeat it.
+        KeyboardInterrupt: with that command as its text.
     """
-    for name in ("config.json", "wisparse.json", "wisparse.safetensors"):
-        if not (folder / name).is_file():
-            raise BundleError(f"{folder}: expected a bundle, found no {name}; convert a model first")
+    names = _bundle_files(folder)
     repo_id = _repo_id(repo, must_have_owner=True)
 
     def upload() -> str:
         api = _api()
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)
         if private and not api.model_info(repo_id).private:
-            # The Hub leaves an existing repository's visibility as it is.
-            raise AccessError(f"{repo_id!r} exists and is public, but --private was given; nothing was uploaded")
+            raise UploadError(public_repository(folder, repo_id))
         api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
             commit_message="Upload a WiSparse bundle",
-            ignore_patterns=[".*", "*/.*", "*.partial", "*.partial/*"],
+            allow_patterns=names,  # plain names: no character of theirs is a wildcard
             delete_patterns=[*_OWNED],
         )
         return str(url)
 
-    retry = f"wisparse push {shlex.quote(str(folder))} {repo_id}" + (" --private" if private else "")
+    retry = push_command(folder, repo_id, private)
     try:
         with _bars_on_terminals():
             return _reach(upload, repo_id, insist=True)
+    except UploadError:
+        raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"the bundle is kept in {folder}; go on with: {retry}") from None
     except Exception as error:  # whatever broke, the user keeps the bundle and must learn how to go on
         reason = str(error) if isinstance(error, AccessError) else f"{type(error).__name__}: {_first_line(error)}"
         if "/xet-write-token/" in reason:  # a mirror or a proxy that lacks the Hub's newer storage
@@ -234,6 +299,42 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
         raise UploadError(
             f"the upload to {repo_id!r} failed: {reason}. The bundle is kept in {folder}; repeat with: {retry}"
         ) from error
+
+
+def push_command(folder: Path, repo: str, private: bool) -> str:
+    """What to type to push a bundle."""
+    return f"wisparse push {shlex.quote(str(folder))} {shlex.quote(repo)}" + (" --private" if private else "")
+
+
+def public_repository(folder: Path, repo: str) -> str:
+    """What to say to ``--private`` and a public repository."""
+    return (
+        f"{repo!r} exists and is public, but --private was given; nothing was uploaded. Publish it there with: "
+        f"{push_command(folder, repo, False)}, or keep it private under a new name: "
+        f"{push_command(folder, f'{repo}-private', True)}"
+    )
+
+
+def _bundle_files(folder: Path) -> list[str]:
+    """The files of a bundle that are there: its manifest and what that names; every one a real file of this folder."""
+    for name in ("config.json", MANIFEST, SIDECAR):
+        if not (folder / name).is_file():
+            raise BundleError(f"{folder}: expected a bundle, found no {name}; convert a model first")
+    # What was fetched from the Hub comes without pictures.
+    names = [MANIFEST, *(name for name in listed_files(folder) if os.path.lexists(folder / name))]
+    for name in names:
+        open_regular(folder, name, BundleError).close()  # a link that leads out would publish a stranger's file
+    return names
+
+
+def _is_there(path: Path, digest: str | None) -> bool:
+    """Whether the Hub's digest is this file's: sha256 of a large one, git's own of a small one."""
+    if digest is None:
+        return False
+    if len(digest) == 64:
+        return file_digest(path) == digest
+    content = path.read_bytes()
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == digest
 
 
 class _Progress(tqdm):

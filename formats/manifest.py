@@ -18,13 +18,23 @@ from typing import Any
 
 from .errors import BundleError
 from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe
-from .safe_json import dump_json
+from .safe_json import dump_json, read_json
 
-__all__ = ["MANIFEST", "MAX_SPARSITY", "SIDECAR", "Manifest", "has_masks", "is_file_name", "recipe_digest"]
+__all__ = [
+    "MANIFEST",
+    "MAX_SPARSITY",
+    "SIDECAR",
+    "Manifest",
+    "has_masks",
+    "is_file_name",
+    "listed_files",
+    "recipe_digest",
+]
 
 MANIFEST = "wisparse.json"
 SIDECAR = "wisparse.safetensors"
 MAX_SPARSITY = 0.95
+MAX_MANIFEST_BYTES = 32 << 20
 
 _FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
 
@@ -62,16 +72,32 @@ class Manifest:
         """
         require_version(document.get("format_version"), MANIFEST)
         recipe = _recipe(document)
-        sha256 = {}
-        for name, entry in _object(document, "files").items():
-            if not is_file_name(name):
-                raise BundleError(f"{MANIFEST}: files: {name!r:.200} is not a name this format allows")
-            sha256[name] = _hex(entry, "sha256", 64, f"files.{name}")
+        sha256 = _files(document)
         crc32 = {
             name: int(_hex(entry, "crc32", 8, f"tensors.{name!r:.200}"), 16)
             for name, entry in _object(document, "tensors").items()
         }
         return cls(recipe, sha256, crc32)
+
+
+def listed_files(folder: Path) -> dict[str, str]:
+    """File of the bundle -> sha256 that it should have, for every file but ``wisparse.json`` itself.
+
+    Raises:
+        BundleError: no manifest, or none of a format version that this code reads.
+    """
+    document = read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
+    require_version(document.get("format_version"), MANIFEST)
+    return _files(document)
+
+
+def _files(document: Mapping[str, Any]) -> dict[str, str]:
+    sha256 = {}
+    for name, entry in _object(document, "files").items():
+        if not is_file_name(name):
+            raise BundleError(f"{MANIFEST}: files: {name!r:.200} is not a name this format allows")
+        sha256[name] = _hex(entry, "sha256", 64, f"files.{name}")
+    return sha256
 
 
 def is_file_name(name: str) -> bool:

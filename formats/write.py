@@ -21,15 +21,15 @@ import numpy as np
 import torch
 
 from .architectures import Projection
-from .bundle import GATE, LOW_RANK, MAX_FILE_BYTES, MAX_MANIFEST_BYTES, SMALL_FILES, ProjectionMask, check_mask
+from .bundle import GATE, LOW_RANK, MAX_FILE_BYTES, SMALL_FILES, ProjectionMask, check_mask
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .expected import LM_HEAD
-from .files import list_files, read_bounded
-from .folder import Kind, check_target, file_digest, replaced_folder
-from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, recipe_digest
+from .files import file_digest, list_files, read_bounded
+from .folder import Kind, check_target, replaced_folder
+from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, listed_files, recipe_digest
 from .recipe import FORMAT_VERSION, Recipe
-from .safe_json import dump_json, read_json
+from .safe_json import dump_json
 from .safetensors_header import build_header
 from .verify import verify_files
 
@@ -45,7 +45,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 def _files_of(folder: Path) -> set[str] | None:
     try:
-        return {*Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)).sha256, MANIFEST}
+        return {*listed_files(folder), MANIFEST}
     except (BundleError, AccessError):
         return None
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,6 +129,37 @@ def test_a_failed_push_exits_with_7_and_keeps_the_bundle(
         Bundle.open(bundle)
     standin.faults.clear()
     assert in_process(capsys, "push", bundle, "alice/tiny-50")[0] == 0
+
+
+def test_what_is_pushed_and_what_not_is_said(
+    standin: HubStandIn,
+    bundle: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    point_client_at(standin, tmp_path / "cache", monkeypatch)
+    mine = tmp_path / "mine"
+    shutil.copytree(bundle, mine)
+    (mine / "notes\x1b[2J.txt").write_text("mine")
+    code, said = in_process(capsys, "push", mine, "alice/tiny-50")
+    assert code == 0, said
+    assert "left out, not part of the bundle: 'notes\\x1b[2J.txt'" in said
+    assert "MB, to alice/tiny-50" in said
+    (mine / "notes\x1b[2J.txt").unlink()
+    code, said = in_process(capsys, "push", mine, "alice/tiny-50")
+    assert code == 0, said
+    assert "nothing to upload: alice/tiny-50 holds all" in said
+    assert "MB" not in said
+    code, said = in_process(capsys, "push", mine, "alice/tiny-50", "--private")
+    assert code == 4, said
+    for words in said.split(": wisparse ", 1)[1].split(", or keep it private under a new name: wisparse "):
+        assert in_process(capsys, *shlex.split(words))[0] == 0
+    assert standin.repos["alice/tiny-50-private"].private
+    monkeypatch.setattr("wisparse.commands.push.verify_bundle", lambda bundle: (_ for _ in ()).throw(KeyboardInterrupt))
+    code, said = in_process(capsys, "push", mine, "alice/tiny-50")
+    assert code == 130
+    assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")
 
 
 def test_permission_comes_before_everything_else(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,6 +139,29 @@ def test_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path: Pa
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     (tmp_path / "empty.txt").write_text("")
     assert sorted(path_documents([str(tmp_path)], 0)) == ["# b", "c", "print(1)"]
+
+
+def test_a_spreadsheet_among_texts_is_one_text_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for index in range(4):
+        (tmp_path / f"{index}.txt").write_text(f"document {index}\nof two lines\n")
+    table = "text,stars\n" + "".join(f"line {row},{row}\n" for row in range(250))
+    (tmp_path / "reviews.csv").write_text(table)
+    with caplog.at_level(logging.WARNING, "wisparse"):
+        documents = list(path_documents([str(tmp_path)], seed=0))
+    assert set(documents) == {table, *(f"document {n}\nof two lines\n" for n in range(4))}
+    assert len(documents) == 5
+    assert "4 of text, JSONL or source, 1 CSV or TSV read as text, each as one document" in caplog.text
+
+
+def test_a_folder_of_tables_is_a_data_set(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    for part in range(2):
+        rows = "".join(f"line {part} {row},{row}\n" for row in range(3))
+        (tmp_path / f"part-{part}.csv").write_text(f"text,stars\n{rows}")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    expected = {f"line {part} {row}" for part in range(2) for row in range(3)}
+    assert set(path_documents([str(tmp_path)], seed=0)) == expected
+    assert set(path_documents([str(tmp_path / "part-0.csv")], seed=0)) == {f"line 0 {row}" for row in range(3)}
 
 
 def test_conversations_go_through_the_chat_template(folder: Path, tmp_path: Path) -> None:

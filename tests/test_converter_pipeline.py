@@ -18,13 +18,13 @@ from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
 import wisparse
 from wisparse.cli import convert_main
-from wisparse.converter import pipeline, settings
+from wisparse.converter import finish, pipeline, settings
 from wisparse.converter import search as search_module
-from wisparse.converter.pipeline import convert, model_digest
-from wisparse.converter.state import StateStore
+from wisparse.converter.fingerprint import small_digests, weight_digests
+from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError
+from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError, UsageError
 from wisparse.formats.verify import verify_bundle
 
 FAST: dict[str, Any] = {"search": "uniform", "method": "teal", "num_samples": 2, "seq_len": 16, "device": "cpu"}
@@ -298,7 +298,7 @@ def test_disk_full_in_mid_search(
     assert run_command(model, "-o", out, *FLAGS) == 5
     assert "full" in capsys.readouterr().err
     assert not out.exists()
-    assert StateStore.peek(out.with_name("bundle.work"), "calibration") is not None
+    assert (out.with_name("bundle.work") / "units" / "calibration.state").exists()
 
 
 def test_changed_setting_starts_over_and_says_which(
@@ -333,7 +333,7 @@ def test_damaged_state_is_computed_again(
         convert(model, out, **FAST)
     monkeypatch.undo()
     units = sorted(out.with_name("bundle.work").rglob("*.state"))
-    assert len(units) >= 3
+    assert len(units) >= 2
     for path in units if damage == "all" else units[:1]:
         path.write_bytes(path.read_bytes()[:-1] + b"\0")
     with caplog.at_level(logging.WARNING, "wisparse"):
@@ -342,15 +342,183 @@ def test_damaged_state_is_computed_again(
     assert digests(out) == expected
 
 
-def test_other_model_in_the_same_folder_starts_over(model: Path, tmp_path: Path) -> None:
-    before = model_digest(Checkpoint.open(model))
-    assert before == model_digest(Checkpoint.open(model))
-    write_tiny_model(model, seed=1)
-    assert model_digest(Checkpoint.open(model)) != before
-    write_tiny_model(model)
-    assert model_digest(Checkpoint.open(model)) == before
-    (model / "tokenizer.json").write_text((model / "tokenizer.json").read_text() + "\n")
-    assert model_digest(Checkpoint.open(model)) != before
+def interrupt_writing(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
+    """A conversion that ends where the bundle would be written: everything else is in its state."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "write_bundle", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(model, out, **FAST, **settings)
+
+
+def zero_a_tenth_of_the_weights(model: Path) -> None:
+    """In the middle of every block weight: sizes, names and both ends of each tensor stay what they were."""
+    tensors = load_file(model / "model.safetensors")
+    for name, tensor in tensors.items():
+        if ".layers." in name and tensor.dim() == 2:
+            flat = tensor.view(-1)
+            flat[flat.numel() // 4 : flat.numel() // 4 + flat.numel() // 10] = 0
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+
+
+def test_other_weights_after_a_kill_start_over(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    interrupt_writing(model, out, monkeypatch)
+    times = os.stat(model / "model.safetensors")
+    zero_a_tenth_of_the_weights(model)
+    os.utime(model / "model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
+    expected = digests(convert(model, out.with_name("undisturbed"), **FAST))
+    with caplog.at_level(logging.WARNING, "wisparse"):
+        convert(model, out, **FAST)
+    assert "starting over, because this differs from the interrupted run: model.safetensors: was" in caplog.text
+    assert digests(out) == expected
+
+
+def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(model)
+    for name in ("chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "generation_config.json"):
+        (model / name).write_text("{}")
+    for name in ("LICENSE", "NOTICE.md", "README.md"):
+        (model / name).write_text("{}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool.jinja").write_text("{}")
+    before = small_digests(model, checkpoint.error)
+    for path in sorted(path for path in model.rglob("*") if path.is_file() and path.suffix != ".safetensors"):
+        content = path.read_bytes()
+        path.write_bytes(content + b" ")
+        name = path.relative_to(model).as_posix()
+        assert {one for one, digest in small_digests(model, checkpoint.error).items() if before[one] != digest} == {
+            name
+        }
+        path.write_bytes(content)
+
+
+def test_every_byte_of_the_weights_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wisparse.converter.fingerprint._PIECE_BYTES", 5000)
+    file = model / "model.safetensors"
+    content = file.read_bytes()
+    before = weight_digests(Checkpoint.open(model))
+    assert weight_digests(Checkpoint.open(model), before) == before
+    for place in (len(content) - 1, len(content) // 2, len(content) - 5001, 10_001):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        now = weight_digests(Checkpoint.open(model), before)
+        assert now["model.safetensors"][-1] != before["model.safetensors"][-1], place
+    file.write_bytes(content)
+    assert weight_digests(Checkpoint.open(model), before)["model.safetensors"][-1] == before["model.safetensors"][-1]
+
+
+def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = pipeline.search
+
+    def change(*arguments: Any) -> Any:
+        (model / "generation_config.json").write_text('{"eos_token_id": 5}')
+        return plain(*arguments)
+
+    monkeypatch.setattr(pipeline, "search", change)
+    with pytest.raises(UnsupportedModelError, match=r"generation_config\.json: changed while the model was converted"):
+        convert(model, out, **FAST)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("changed", ["generation_config.json", "chat_template.jinja", "LICENSE"])
+def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
+    changed: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Old and new bundle share settings and recipe: only what the recipe does not speak of is another."""
+    (model / changed).write_text('{"eos_token_id": 1}')
+    convert(model, out, **FAST)
+    (model / changed).write_text('{"eos_token_id": 2}')
+
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:  # all is written, the mark too, and nothing is in place
+        patched.setattr("wisparse.formats.folder._swap", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(model, out, **FAST, overwrite=True)
+    assert (out / changed).read_text() == '{"eos_token_id": 1}'
+    with caplog.at_level(logging.WARNING, "wisparse"):
+        convert(model, out, **FAST, overwrite=True)
+    assert "complete already" not in caplog.text
+    assert (out / changed).read_text() == '{"eos_token_id": 2}'
+    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+
+
+def test_a_run_killed_after_the_swap_is_finished_by_the_next(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def interrupted(place: str, function: Any = stop) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(pipeline, place, function)
+            with pytest.raises(KeyboardInterrupt):
+                convert(model, out, **FAST)
+
+    interrupted("_remove_state")
+    before = digests(out)
+    interrupted("_upload")  # the state is gone, the mark is not
+    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle"]
+    with pytest.raises(UsageError, match="already exists"):  # it was over
+        convert(model, out, **FAST)
+    shutil.rmtree(out)
+    interrupted("_remove_state")
+    with caplog.at_level(logging.WARNING, "wisparse"):
+        convert(model, out, **FAST)
+    assert "was complete already" in caplog.text
+    assert digests(out) == before
+    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+
+
+@pytest.mark.parametrize("change", ["weights", "licence", "settings", "bundle"])
+def test_a_finished_bundle_of_something_else_is_not_taken(
+    change: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(pipeline, "_remove_state", stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(model, out, **FAST)
+    settings: dict[str, Any] = {}
+    if change == "weights":
+        zero_a_tenth_of_the_weights(model)
+    elif change == "licence":
+        (model / "LICENSE").write_text("of another kind")
+    elif change == "settings":
+        settings = {"dtype": "float16"}
+    else:
+        (out / "generation_config.json").write_text("{}")
+    with pytest.raises(UsageError, match="already exists"):
+        convert(model, out, **FAST, **settings)
+    expected = digests(convert(model, out.with_name("undisturbed"), **FAST, **settings))
+    assert digests(convert(model, out, **FAST, **settings, overwrite=True)) == expected
+    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle", "undisturbed"]
+
+
+def test_a_strangers_file_where_the_mark_goes(model: Path, out: Path) -> None:
+    mark = out.with_name("bundle.finished")
+    mark.write_text("my list of finished bundles")
+    with pytest.raises(UsageError, match=r"bundle\.finished: in the way"):
+        convert(model, out, **FAST)
+    assert mark.read_text() == "my list of finished bundles"
+    assert not finish.names_the_bundle(out)
+
+
+def test_a_symlinked_work_dir_stays_the_users(model: Path, out: Path, tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "link").symlink_to("scratch")
+    convert(model, out, **FAST, work_dir=tmp_path / "link")
+    assert (tmp_path / "link").is_symlink()
+    assert list((tmp_path / "scratch").iterdir()) == []
 
 
 def test_overwrite_replaces_only_after_success(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -271,6 +271,25 @@ def test_a_containers_memory_limit_counts(
     assert "0.4 GB are free" in refused(settings, ResourceError)
 
 
+def test_a_licence_that_is_a_symlink_outwards(settings: ConvertSettings, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "LICENSE").write_text("MIT")
+    (model / "LICENSE").unlink(missing_ok=True)
+    (model / "LICENSE").symlink_to(tmp_path / "LICENSE")
+    assert "LICENSE: a symlink that leaves the folder" in refused(settings, UnsupportedModelError)
+
+
+def test_a_hub_snapshot_is_made_of_symlinks(settings: ConvertSettings, model: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "models--org--name"
+    snapshot = cache / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    (model / "LICENSE").write_text("MIT")
+    for file in model.iterdir():
+        shutil.move(file, cache / "blobs" / f"b{file.name}")
+        (snapshot / file.name).symlink_to(cache / "blobs" / f"b{file.name}")
+    preflight(replace(settings, model=str(snapshot)))
+
+
 def test_upload_without_permission(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(repo: str) -> None:
         raise AccessError(f"you may not write to {repo}")

@@ -74,8 +74,8 @@ def test_killed_runs_end_with_the_same_bytes(search: str, conversions: Any, mode
     labels = list(dict.fromkeys(reference["labels"]))
     written = next(index for index, label in enumerate(labels) if label.startswith("after rename"))
     # After the last trace is gone the conversion is over, not killed.
-    over = labels.index("after unlink OUT.work/units/finish.state")
-    saves = [label for label in labels[:written] if "OUT.work/units" in label]
+    over = labels.index("after unlink OUT.finished")
+    saves = [label for label in labels[:written] if "OUT.work/units" in label and ".state" in label]
     bundle = [label for label in labels[:written] if "OUT.partial" in label]
     choose = random.Random(f"kill {search}")
     chosen = [*choose.sample(saves, 3), choose.choice(bundle), choose.choice(labels[written:over])]
@@ -85,3 +85,12 @@ def test_killed_runs_end_with_the_same_bytes(search: str, conversions: Any, mode
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"killed", "undisturbed"}, "neither state nor partial folders stay"
+
+
+@pytest.mark.slow
+def test_killed_by_any_signal_at_any_time_over_an_old_bundle_too() -> None:
+    """A few of the kills that benchmarks/kills.py counts."""
+    script = Path(__file__).parent.parent / "benchmarks" / "kills.py"
+    done = subprocess.run([sys.executable, script, "--kills", "12"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["failed trials"] == 0

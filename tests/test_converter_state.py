@@ -118,6 +118,18 @@ def test_two_conversions_in_one_folder(tmp_path: Path) -> None:
     StateStore.open(tmp_path, FINGERPRINT).close()
 
 
+@pytest.mark.parametrize("name", ["thesis.tex", "units/thesis.tex", "units/a/thesis.tex", ".git/HEAD"])
+def test_a_strangers_file_is_never_removed(name: str, tmp_path: Path) -> None:
+    with StateStore.open(tmp_path, FINGERPRINT) as store:
+        store.save("a/b", b"1")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("years of work")
+    for fingerprint in (FINGERPRINT, {"seed": 1}, None):
+        with pytest.raises(UsageError, match=f"found '{name}'"):
+            StateStore.open(tmp_path, fingerprint)
+    assert (tmp_path / name).read_text() == "years of work"
+
+
 def test_a_folder_of_the_users_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(UsageError, match=r"thesis\.tex"):
@@ -130,17 +142,31 @@ def test_a_folder_of_the_users_is_left_alone(tmp_path: Path) -> None:
 def test_remove(tmp_path: Path) -> None:
     store = StateStore.open(tmp_path / "work", FINGERPRINT)
     store.save("a/b", b"1")
-    store.save("end", b"2")
-    store.remove("end")
+    store.remove()
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize("survived", range(4))
+def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
+    """Also if the run that found it was killed, and another one finishes; the default place is always ours."""
+    mine, link, default = tmp_path / "mine", tmp_path / "link", tmp_path / "out.work"
+    for folder in (mine, default, tmp_path / "linked"):
+        folder.mkdir()
+    link.symlink_to("linked")
+    for folder in (mine, link, default):
+        for _ in range(2):
+            with StateStore.open(folder, FINGERPRINT, default=folder == default) as store:
+                store.save("a/b", b"1")
+        StateStore.open(folder, None, default=folder == default).remove()
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "linked", "mine"]
+
+
+@pytest.mark.parametrize("survived", range(5))
 def test_removal_that_is_killed(survived: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = StateStore.open(tmp_path, FINGERPRINT)
+    work = tmp_path / "work"
+    store = StateStore.open(work, FINGERPRINT)
     store.save("a/b", b"1")
     store.save("c", b"2")
-    store.save("end", b"3")
     original, done = Path.unlink, []
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
@@ -150,22 +176,40 @@ def test_removal_that_is_killed(survived: int, tmp_path: Path, monkeypatch: pyte
         original(path, missing_ok)
 
     monkeypatch.setattr(Path, "unlink", unlink)
-    with pytest.raises(KeyboardInterrupt):
-        store.remove("end")
+    if survived < 4:
+        with pytest.raises(KeyboardInterrupt):
+            store.remove()
+    else:
+        store.remove()
     monkeypatch.undo()
     store.close()
-    assert StateStore.peek(tmp_path, "end") == b"3"
-    with StateStore.open(tmp_path, FINGERPRINT) as again:
-        again.save("a/b", b"1")
+    with StateStore.open(work, None, default=True) as again:
+        again.remove()
+    assert not work.exists()
 
 
-def test_peek(tmp_path: Path) -> None:
-    assert StateStore.peek(tmp_path / "none", "a") is None
+def test_a_read_only_file_system_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "access", lambda path, mode: False)
+        with pytest.raises(UsageError, match=r"--work-dir .*; choose another --work-dir"):
+            StateStore.check(tmp_path / "work")
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "mkdir", refuse)
+        with pytest.raises(UsageError, match=r"--work-dir .*Read-only file system.*choose another"):
+            StateStore.open(tmp_path / "work", FINGERPRINT)
+
+
+def test_hashes_outlive_the_fingerprint(tmp_path: Path) -> None:
+    assert StateStore.hashes(tmp_path) == {}
     with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.save("a", b"1")
-        assert StateStore.peek(tmp_path, "a") == b"1"
-        (tmp_path / "units" / "a.state").write_bytes(b"damaged")
-        assert StateStore.peek(tmp_path, "a") is None
+        store.keep_hashes({"a": [1, "x"]})
+    with StateStore.open(tmp_path, FINGERPRINT | {"seed": 1}):
+        assert StateStore.hashes(tmp_path) == {"a": [1, "x"]}
+    (tmp_path / "hashes.json").write_text("{")
+    assert "a" not in StateStore.hashes(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["", "/a", "a/", "../a", "a/../b", "a b", "a//b"])

@@ -7,14 +7,14 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn, point_client_at
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 
 from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
 from wisparse.formats.hub import (
@@ -23,6 +23,8 @@ from wisparse.formats.hub import (
     download_bytes,
     fetch_bundle,
     fetch_source,
+    is_public,
+    plan_push,
     push_bundle,
 )
 
@@ -53,10 +55,16 @@ BUNDLE = {
     "model-00001-of-00001.safetensors": b"weights" * 5000,
     "model.safetensors.index.json": b"{}",
     "wisparse.safetensors": b"sidecar",
-    "wisparse.json": b"{}",
     "README.md": b"---\nlicense: mit\n---\n# card\n",
     "figures/sparsity.png": b"a picture",
 }
+
+
+def manifest(names: Iterable[str]) -> bytes:
+    return json.dumps({"format_version": 1, "files": {name: {"sha256": "0" * 64} for name in names}}).encode()
+
+
+BUNDLE["wisparse.json"] = manifest(BUNDLE)
 
 
 @pytest.fixture
@@ -246,6 +254,7 @@ def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(stand
     (bundle / "model-00001-of-00001.safetensors").rename(bundle / "model-00001-of-00002.safetensors")
     (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more")
     (bundle / "figures" / "sparsity.png").unlink()
+    (bundle / "wisparse.json").write_bytes(manifest({*files_of(bundle)} - {"wisparse.json"}))
     push_bundle(bundle, "alice/model-50")
     names = set(repo.commits[-1][1])
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "notes.md"} <= names
@@ -277,6 +286,7 @@ def test_a_push_survives_a_passing_failure(
 
 def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more" * 10_000)
+    (bundle / "wisparse.json").write_bytes(manifest({*files_of(bundle)} - {"wisparse.json"}))
     standin.faults.append(Fault(r"POST .*/commit/", 500, times=99))
     with pytest.raises(UploadError):
         push_bundle(bundle, "alice/model-50")
@@ -309,7 +319,53 @@ def test_private_never_goes_to_a_public_repository(standin: HubStandIn, bundle: 
     standin.add("alice/public", {"README.md": b"x"})
     with pytest.raises(UploadError, match="is public, but --private was given; nothing was uploaded"):
         push_bundle(bundle, "alice/public", private=True)
+    assert is_public("alice/public")
+    assert not is_public("alice/nothing")
     assert len(standin.repos["alice/public"].commits) == 1
+
+
+def test_only_the_bundles_own_files_go(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside_key").write_text("PRIVATE KEY")
+    (bundle / "id_rsa").symlink_to("../outside_key")
+    (bundle / "notes.txt").write_text("mine")
+    (bundle / ".env").write_text("HF_TOKEN=mine")
+    (bundle / "figures" / "mine.png").write_bytes(b"mine")
+    left_out = (".env", "figures/mine.png", "id_rsa", "notes.txt")
+    assert plan_push(bundle, "alice/model-50").left_out == left_out
+    push_bundle(bundle, "alice/model-50")
+    assert {*standin.repos["alice/model-50"].commits[-1][1]} == {".gitattributes", *BUNDLE}
+
+
+@pytest.mark.parametrize("name", ["README.md", "figures/sparsity.png", "config.json"])
+def test_a_link_in_the_place_of_a_file_is_refused(name: str, standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
+    (tmp_path / "outside_key").write_text("PRIVATE KEY")
+    (bundle / name).unlink()
+    (bundle / name).symlink_to(tmp_path / "outside_key")
+    for attempt in (push_bundle, plan_push):
+        with pytest.raises(BundleError, match=f"{name}: a symlink that leaves the folder"):
+            attempt(bundle, "alice/model-50")
+    assert standin.requests == []
+
+
+def test_what_is_there_already_is_known_beforehand(standin: HubStandIn, bundle: Path) -> None:
+    assert plan_push(bundle, "alice/model-50").send == {name: len(content) for name, content in BUNDLE.items()}
+    push_bundle(bundle, "alice/model-50")
+    assert plan_push(bundle, "alice/model-50").send == {}
+    (bundle / "README.md").write_text("another card")
+    (bundle / "model-00001-of-00001.safetensors").write_bytes(b"Weights" * 5000)
+    assert {*plan_push(bundle, "alice/model-50").send} == {"README.md", "model-00001-of-00001.safetensors"}
+
+
+def test_an_interrupted_push_says_how_to_go_on(
+    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(HfApi, "upload_folder", interrupt)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        push_bundle(bundle, "alice/model-50", private=True)
+    assert str(caught.value).endswith(f"go on with: wisparse push '{bundle}' alice/model-50 --private")
 
 
 def test_only_a_bundle_is_pushed(standin: HubStandIn, bundle: Path) -> None:

@@ -158,8 +158,9 @@ def command(
 
     try:
         conversions = run_all(all_settings, progress)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_resume_hint(base)) from None
+    except KeyboardInterrupt as interruption:
+        # An upload knows the command that goes on with it alone.
+        raise KeyboardInterrupt(str(interruption) or _resume_hint(base)) from None
     if conversions:  # under torchrun the first process has them
         _print_conversions(conversions, as_json)
 

@@ -8,7 +8,14 @@ from pathlib import Path
 import click
 
 from wisparse.formats.errors import AccessError
-from wisparse.formats.hub import check_write_access, push_bundle
+from wisparse.formats.hub import (
+    check_write_access,
+    is_public,
+    plan_push,
+    public_repository,
+    push_bundle,
+    push_command,
+)
 from wisparse.formats.verify import verify_bundle
 
 __all__ = ["command"]
@@ -22,8 +29,9 @@ __all__ = ["command"]
 def command(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
     """Upload the folder BUNDLE to the Hub as REPO (USER/NAME).
 
-    The bundle is verified first. What is on the Hub already is not sent again, so a push that broke off can simply be
-    repeated. Log in once with `hf auth login`, or set HF_TOKEN.
+    The bundle is verified first. Only its own files go, nothing else that lies in the folder. What is on the Hub
+    already is not sent again, so a push that broke off can simply be repeated. Log in once with `hf auth login`, or set
+    HF_TOKEN.
 
     \b
     Example:
@@ -31,8 +39,27 @@ def command(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
     """
     if not bundle.is_dir():
         raise AccessError(f"{str(bundle)!r}: there is no such folder")
+    try:
+        _push(bundle, repo, private, as_json)
+    except KeyboardInterrupt as interruption:
+        again = push_command(bundle, repo, private)
+        raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {again}") from None
+
+
+def _push(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
     check_write_access(repo)
-    report = verify_bundle(bundle)
-    click.echo(f"uploading {report.num_files} files, {report.num_bytes / 1e6:,.1f} MB, to {repo}", err=True)
+    if private and is_public(repo):
+        raise AccessError(public_repository(bundle, repo))
+    verify_bundle(bundle)
+    plan = plan_push(bundle, repo)
+    for name in plan.left_out:
+        click.echo(f"left out, not part of the bundle: {name!r}", err=True)
+    num_bytes = sum(plan.send.values())
+    if plan.send:
+        what = f"{len(plan.send)} of {plan.num_files} files, {num_bytes / 1e6:,.1f} MB"
+        click.echo(f"uploading {what}, to {repo}", err=True)
+    else:
+        click.echo(f"nothing to upload: {repo} holds all {plan.num_files} files already", err=True)
     url = push_bundle(bundle, repo, private=private)
-    click.echo(json.dumps({"url": url, "num_bytes": report.num_bytes}, indent=2) if as_json else url)
+    document = {"url": url, "num_files": len(plan.send), "num_bytes": num_bytes, "left_out": list(plan.left_out)}
+    click.echo(json.dumps(document, indent=2) if as_json else url)
