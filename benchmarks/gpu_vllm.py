@@ -50,6 +50,11 @@ LLAMA = {
 }
 SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512}  # fmt: skip
+# Tiles of the product that masks in its own loop, to choose from: columns, channels, stages, warps.
+TILES = ((32, 128, 5, 4), (64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 5, 4), (128, 64, 4, 8), (128, 128, 3, 8),
+         (256, 64, 4, 8))  # fmt: skip
+SHAPES = {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [14336] * 2),
+          "down": (14336, [4096])}  # fmt: skip
 REQUESTS = (1, 2, 4, 8, 32, 128)
 PROMPT, TOKENS = 5, 200
 
@@ -89,7 +94,104 @@ def used_gib() -> float:
     return round(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024, 2)
 
 
+def time_us(count: int, run: Any) -> float:
+    """Microseconds of one of ``count`` launches, in a CUDA graph."""
+    import torch
+
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    times = []
+    for _ in range(12):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / count)
+    return round(statistics.median(times), 2)
+
+
 # --- parts
+
+
+def part_compile(arguments: argparse.Namespace) -> None:
+    """One of eight shares of the kernels that ``tune`` will time, into Triton's cache."""
+    import torch
+
+    from wisparse.kernels.triton_gemv import GemvTile
+    from wisparse.kernels.triton_mask_gemm import mask_gemm
+    from wisparse.runtime.vllm import product
+
+    jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
+    for name, rows, (block_n, block_k, stages, warps) in jobs[arguments.share :: 8]:
+        k, widths = SHAPES[name]
+        weight = torch.zeros(k, sum(widths), dtype=torch.bfloat16, device="cuda").t()
+        scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.zeros(len(widths), device="cuda")
+        group = product._group(weight, None, scales, thresholds, widths)
+        x = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda")
+        tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
+        try:
+            mask_gemm(x, group, torch.ones(rows, device="cuda"), tile)
+        except Exception as error:
+            print(f"{name} {rows} {tile}: {error!r:.200}")
+
+
+def part_tune(arguments: argparse.Namespace) -> None:
+    """Which way each product takes from 3 to 128 rows, measured, into the cache of tiles."""
+    import torch
+
+    from wisparse.kernels.triton_gemv import GemvTile
+    from wisparse.kernels.triton_mask_gemm import mask_gemm, mask_gemm_kind
+    from wisparse.kernels.triton_tiles import remember_tiles, tile_key
+    from wisparse.runtime.vllm import product
+
+    shares = [[sys.executable, __file__, "compile", "--share", str(share)] for share in range(8)]
+    for process in [subprocess.Popen(share) for share in shares]:
+        process.wait()
+    torch.manual_seed(0)
+    blocks, chosen = 6, {}
+    for name, (k, widths) in SHAPES.items():
+        scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.full((len(widths),), 0.6745).cuda()
+        weights = [product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
+                   for _ in range(blocks)]  # fmt: skip
+        product.reserve(weights[0], scales, thresholds, widths)
+        groups = [product._group(weight, None, scales, thresholds, widths) for weight in weights]
+        for rows in (4, 8, 16, 32, 64, 128):
+            x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
+            old = product._sparse if rows <= 16 else product._masked_inputs
+            times = {"as it was": time_us(
+                blocks, lambda x=x, m=masked, old=old, weights=weights, s=scales, t=thresholds, w=widths: [
+                    old(x, weight, None, s, t, m, w) for weight in weights])}  # fmt: skip
+            times["dense"] = time_us(
+                blocks, lambda x=x, weights=weights: [torch.nn.functional.linear(x, weight) for weight in weights]
+            )
+            expected = product._in_torch(x.float(), weights[0].float(), None, scales, thresholds, masked, widths)
+            best = times["as it was"]
+            for block_n, block_k, stages, warps in TILES:
+                tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
+                label = f"{block_n} {block_k} {stages} {warps}"
+                try:
+                    y = mask_gemm(x, groups[0], masked, tile).float()
+                    times[label] = time_us(
+                        blocks, lambda x=x, m=masked, tile=tile, groups=groups: [
+                            mask_gemm(x, group, m, tile) for group in groups])  # fmt: skip
+                except Exception as error:
+                    times[label] = -1.0
+                    print(f"{name} {rows} {tile}: {error!r:.200}")
+                    continue
+                if float((y - expected).abs().max() / expected.abs().max()) > 0.02:
+                    raise RuntimeError(f"{name} {rows} {tile}: another result than the reference")
+                if times[label] < best:
+                    best = times[label]
+                    arch = product._arch(x.device)[0]
+                    chosen[tile_key(arch, k, sum(widths), mask_gemm_kind(rows))] = tile
+            say("tune", rows=rows, name=name, **times)
+    remember_tiles(chosen)
+    say("tiles", **{key: [tile.block_n, tile.block_k, tile.stages, tile.warps] for key, tile in chosen.items()})
 
 
 def part_kernels(arguments: argparse.Namespace) -> None:
@@ -100,8 +202,7 @@ def part_kernels(arguments: argparse.Namespace) -> None:
     from wisparse.runtime.vllm import product
 
     torch.manual_seed(0)
-    shapes = {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [14336] * 2),
-              "down": (14336, [4096])}  # fmt: skip
+    shapes = SHAPES
     blocks = 8
     layers: dict[str, list[tuple[Any, ...]]] = {}
     for name, (k, widths) in shapes.items():
@@ -115,32 +216,17 @@ def part_kernels(arguments: argparse.Namespace) -> None:
     nk = {name: [torch.randn(sum(w), k, device="cuda", dtype=torch.bfloat16) for _ in range(blocks)]
           for name, (k, w) in shapes.items()}  # fmt: skip
 
-    def time_us(run: Any) -> float:
-        for _ in range(2):
-            run()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            run()
-        times = []
-        for _ in range(12):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1000 / blocks)
-        return round(statistics.median(times), 2)
-
     for rows in (1, 2, 4, 8, 16, 17, 32, 64, 128, 256):
         found: dict[str, Any] = {}
         for name, (k, _) in shapes.items():
             x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-            times = {"dense": time_us(lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
-            times["dense_t"] = time_us(lambda x=x, name=name: [linear(x, layer[0]) for layer in layers[name]])
+            times = {"dense": time_us(blocks, lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
+            times["dense_t"] = time_us(blocks, lambda x=x, name=name: [linear(x, layer[0]) for layer in layers[name]])
             masked: list[Any] = [(*layer[:4], layer[4][:rows], layer[5]) for layer in layers[name]]
             if rows <= 16:
-                times["sparse"] = time_us(lambda x=x, masked=masked: [product._sparse(x, *layer) for layer in masked])
+                times["sparse"] = time_us(
+                    blocks, lambda x=x, masked=masked: [product._sparse(x, *layer) for layer in masked]
+                )
             times["masked"] = time_us(
                 lambda x=x, masked=masked: [product._masked_inputs(x, *layer) for layer in masked]
             )
@@ -301,20 +387,37 @@ def part_speed(arguments: argparse.Namespace) -> None:
     say(name, short_prompt_tok_per_s=round(max(rates)), each=[round(rate) for rate in rates])
 
 
+def part_start(arguments: argparse.Namespace) -> None:
+    """Seconds of a second start, with all caches filled."""
+    began = time.perf_counter()
+    engine(arguments, WORK / arguments.model, load_format="dummy", skip_tokenizer_init=True)
+    say(f"start again {arguments.model}", start_s=round(time.perf_counter() - began, 1))
+
+
+def part_convert(arguments: argparse.Namespace) -> None:
+    """A bundle of a real model, by a cheap search; in a process of its own, as vLLM forks before it uses the GPU."""
+    import sysconfig
+
+    import wisparse
+
+    source = Path(arguments.source)
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[10:22]
+    wisparse.convert(
+        source, WORK / f"bundle-{source.name}", search="uniform", calibration=files, num_samples=16, seq_len=128,
+        device="cpu", progress=False, resume=False, overwrite=True,
+    )  # fmt: skip
+
+
 def part_tokens(arguments: argparse.Namespace) -> None:
     """A real model: tokens alone, together, in a second run, and our own runtime's; where they first differ."""
-    sys.path.insert(0, str(ROOT / "tests"))
-    from bundle_maker import make_bundle
     from vllm import SamplingParams
 
     source = Path(arguments.source)
     bundle = WORK / f"bundle-{source.name}"
-    if not bundle.exists():
-        make_bundle(source, bundle)
     text = (ROOT / "runtime" / "generation.py").read_text().splitlines(keepends=True)
     prompts = ["".join(text[i * 9 : i * 9 + 1 + i % 5]) or "def" for i in range(20)]
     sampling = SamplingParams(temperature=0, max_tokens=64)
-    changes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16}
+    changes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "dtype": arguments.dtype}
     if not arguments.rehearse:
         # The cut-down FlashAttention has no heads of 32.
         changes |= {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 2 << 30}
@@ -337,10 +440,11 @@ def part_tokens(arguments: argparse.Namespace) -> None:
     del llm
     import wisparse
 
-    own = wisparse.load(bundle, dtype="float32" if arguments.rehearse else "bfloat16")
+    own = wisparse.load(bundle, dtype=arguments.dtype)
     ours = [list(own.generate(prompt, max_new_tokens=64).token_ids) for prompt in prompts]
     say(
-        f"tokens {source.name}{' eager' if arguments.eager else ''}", note="-1: never; else the first that differs",
+        f"tokens {source.name} {arguments.dtype}{' eager' if arguments.eager else ''}",
+        note="-1: never; else the first that differs",
         two_runs=differ(together, again), alone_together=differ(alone, together), own_alone=differ(ours, alone),
     )  # fmt: skip
 
@@ -363,7 +467,9 @@ def run(name: str, seconds: int, *arguments: str) -> None:
     log = OUT / f"{name}.log"
     environment = dict(os.environ)
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(entry_point()), environment.get("PYTHONPATH", "")])
-    environment["VLLM_CACHE_ROOT"] = str(WORK / f"cache-{name}")  # every start is a first one
+    # Every start is a first one, but those that are meant to be second ones.
+    environment["VLLM_CACHE_ROOT"] = str(WORK / f"cache-{name.removesuffix('-again')}")
+    environment["WISPARSE_CACHE"] = str(WORK / "tiles")
     began = time.perf_counter()
     command = ["timeout", "-k", "10", str(seconds), sys.executable, __file__, *arguments]
     with open(log, "w", encoding="utf-8") as file:
@@ -408,6 +514,8 @@ def main() -> None:
     parser.add_argument("--only", help="names of parts, with commas")
     parser.add_argument("--model", default="bundle")
     parser.add_argument("--source", default=str(ROOT / "examples" / "pycode-llama-6m"))
+    parser.add_argument("--share", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     arguments = parser.parse_args()
@@ -419,15 +527,20 @@ def main() -> None:
     (OUT / "results.jsonl").write_text("")
     extra = ["--rehearse"] if arguments.rehearse else []
     extra += ["--tensor-parallel", str(arguments.tensor_parallel)] if arguments.tensor_parallel > 1 else []
+    source = ["--source", arguments.source, *extra]
     parts = {
         "calibrate": (150, "calibrate", *extra),
+        "tune": (150, "tune"),
         "sparse": (200, "speed", "--model", "bundle", *extra),
         "dense": (170, "speed", "--model", "dense", *extra),
-        "tokens": (120, "tokens", "--source", arguments.source, *extra),
+        "convert": (60, "convert", "--source", arguments.source),
+        "tokens-float32": (100, "tokens", "--dtype", "float32", *source),
+        "tokens": (100, "tokens", *source),
+        "sparse-again": (100, "start", "--model", "bundle", *extra),
+        "dense-again": (80, "start", "--model", "dense", *extra),
         "kernels": (90, "kernels"),
-        "tokens-eager": (100, "tokens", "--eager", "--source", arguments.source, *extra),
     }
-    needs_gpu = ("kernels", "tokens-eager") if arguments.rehearse else ()
+    needs_gpu = ("tune", "tokens", "kernels") if arguments.rehearse else ()
     wanted = arguments.only.split(",") if arguments.only else [name for name in parts if name not in needs_gpu]
     for name in wanted:
         seconds, *command = parts[name]

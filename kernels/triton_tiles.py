@@ -19,7 +19,7 @@ import triton
 from .triton_gemv import GemvTile
 from .triton_lists import ROOM_LIMIT_BESIDE
 
-__all__ = ["cache_file", "choose_tile", "default_tile", "most_pollers", "remember_tiles", "tile_key"]
+__all__ = ["cache_file", "choose_tile", "default_tile", "measured_tile", "most_pollers", "remember_tiles", "tile_key"]
 
 log = logging.getLogger(__name__)
 
@@ -117,12 +117,17 @@ def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: 
 def choose_tile(arch: int, multiprocessors: int, in_features: int, out_features: int, kind: str = "sparse") -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
     than there is room for."""
-    key = tile_key(arch, in_features, out_features, kind)
-    tile = _remembered().get(key) or TABLE.get(key)
+    tile = measured_tile(arch, in_features, out_features, kind)
     if tile is None:
         return default_tile(multiprocessors, in_features, out_features, kind, arch)
     most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits, tile.warps)
     return tile if tile.pollers <= most else replace(tile, pollers=most)
+
+
+def measured_tile(arch: int, in_features: int, out_features: int, kind: str) -> GemvTile | None:
+    """The tile that somebody measured for such a launch, here or for the table."""
+    key = tile_key(arch, in_features, out_features, kind)
+    return _remembered().get(key) or TABLE.get(key)
 
 
 def remember_tiles(tiles: Mapping[str, GemvTile]) -> Path:

@@ -20,6 +20,7 @@ from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, 
 from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
 from wisparse.kernels.triton_lists import room_source
 from wisparse.kernels.triton_mask import mask_rows
+from wisparse.kernels.triton_mask_gemm import mask_gemm
 from wisparse.kernels.triton_partials import NOTHING
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -244,6 +245,17 @@ def test_a_masked_product_is_the_twins(batch):
     group = make_group((64, 20), 50, torch.float16, 0.5, bias=True)
     x = rows(batch, 50, torch.float16)
     assert_close(sparse_gemv(x, group, GemvTile(block_n=64, block_k=8, splits=2)), twin(x, group), torch.float16)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@pytest.mark.parametrize(("widths", "k", "bias"), [((64, 37), 130, True), ((64, 64), 128, False)])
+def test_many_rows_in_one_launch_are_the_twins(dtype, widths, k, bias):
+    group = make_group(widths, k, dtype, 0.5, bias=bias)
+    x = rows(19, k, dtype)
+    masked = torch.tensor([float(row % 3 > 0) for row in range(19)], device=DEVICE)
+    whole = twin(x, replace(group, thresholds=torch.zeros_like(group.thresholds)))
+    found = mask_gemm(x, group, masked, GemvTile(64, 64, 1, stages=3))
+    assert_close(found, torch.where(masked[:, None] > 0, twin(x, group), whole), dtype)
 
 
 def test_twin_here_is_the_reference():

@@ -22,7 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wisparse.kernels import triton_attention, triton_gemv, triton_head, triton_mask, triton_sample
+from wisparse.kernels import triton_attention, triton_gemv, triton_head, triton_mask, triton_mask_gemm, triton_sample
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -149,6 +149,18 @@ def mask(arch: int, projections: int):
     return compile_kernel(triton_mask._mask_rows_kernel, arch, pointers | {"M": "i32"}, constants, 4)
 
 
+def mask_gemm(arch: int, block_m: int, tile):
+    pointers = dict.fromkeys(("x_ptr", "weight_ptr", "bias_ptr", "out_ptr"), "*bf16") | dict.fromkeys(
+        ("scale_ptr", "threshold_ptr", "masked_ptr"), "*fp32"
+    )
+    constants = dict(
+        K=4096, N0=4096, N1=1024, N2=1024, STRIDE=6144, HAS_BIAS=False, BLOCK_M=block_m, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, STAGES=tile.stages,
+    )  # fmt: skip
+    kernel = triton_mask_gemm._mask_gemm_kernel
+    return compile_kernel(kernel, arch, pointers | {"M": "i32"}, constants, tile.warps)
+
+
 def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3):
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, scale_log2=0.1275, eps=1e-5)
@@ -245,7 +257,7 @@ def main(archs: list[int]) -> None:
                 cases[f"gemv {group} {kind} {batch} by row waiting"] = (
                     gemv, tile, group, batch, False, "bf16", None, False, True
                 )  # fmt: skip
-        cases["mask"] = (mask, 3)
+        cases |= {"mask": (mask, 3), "mask gemm": (mask_gemm, 64, GemvTile(64, 64, 1, 4, stages=4, unroll=1))}
         for name in ("count", "threshold", "draw"):
             cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
         for name, (build, *arguments) in cases.items():

@@ -3,7 +3,8 @@
 Which kernel does it is decided inside, where the number of rows is a plain number (while a CUDA graph is captured: the
 graph's own):
 
-    up to SPARSE_ROWS rows on a GPU          our sparse kernels
+    up to SPARSE_ROWS rows on a GPU          our sparse kernels, unless the next was measured to be faster
+    up to MASKED_ROWS rows                   one product that masks in its own loop, where a tile for it was measured
     more of them, none of which is masked    vLLM's dense product
     more of them                             dense products of masked inputs, one for each projection
     on a CPU, and in float32                 the same in plain torch
@@ -29,6 +30,8 @@ __all__ = ["SPARSE_ROWS", "channel_major", "masked_linear", "reserve"]
 
 # Rows that the sparse kernels take in one launch.
 SPARSE_ROWS = 16
+# Rows that one tile of the product holds which masks in its own loop.
+MASKED_ROWS = 128
 # Rows of the weights start at multiples of so many elements, so that they can be read 16 bytes at a time.
 _ALIGNED = 16
 
@@ -75,11 +78,17 @@ def masked_linear(
         raise RuntimeError(f"expected a batch of at most {len(masked)} tokens, found {len(rows)}")
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     masked = masked[: len(rows)]
-    if x.is_cuda and x.dtype in _HALF and len(rows) <= SPARSE_ROWS:
+    on_gpu = x.is_cuda and x.dtype in _HALF
+    tile = _mask_tile(x.device, x.shape[-1], weight.shape[0], len(rows)) if on_gpu else None
+    if tile is not None:
+        from wisparse.kernels.triton_mask_gemm import mask_gemm
+
+        y = mask_gemm(rows, _group(weight, bias, scales, thresholds, widths), masked, tile)
+    elif on_gpu and len(rows) <= SPARSE_ROWS:
         y = _sparse(rows, weight, bias, scales, thresholds, masked, widths)
     elif not capturing and not may_mask(masked):
         y = functional.linear(rows, weight, bias)
-    elif x.is_cuda and x.dtype in _HALF:
+    elif on_gpu:
         y = _masked_inputs(rows, weight, bias, scales, thresholds, masked, widths)
     else:
         y = _in_torch(rows, weight, bias, scales, thresholds, masked, widths)
@@ -204,6 +213,17 @@ def _tile(device: torch.device, in_features: int, out_features: int, rows: int) 
     from wisparse.kernels.triton_tiles import choose_tile
 
     return choose_tile(*_arch(device), in_features, out_features, launch_kind(rows, dense=False))
+
+
+@functools.cache
+def _mask_tile(device: torch.device, in_features: int, out_features: int, rows: int) -> Any:
+    """The tile of the product that masks in its own loop, None where another way is taken."""
+    if not 2 < rows <= MASKED_ROWS:
+        return None
+    from wisparse.kernels.triton_mask_gemm import mask_gemm_kind
+    from wisparse.kernels.triton_tiles import measured_tile
+
+    return measured_tile(_arch(device)[0], in_features, out_features, mask_gemm_kind(rows))
 
 
 @functools.cache
