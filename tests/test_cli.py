@@ -189,3 +189,18 @@ def test_generate_without_a_standard_input(tmp_path: Path) -> None:
     done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr == "wisparse: the prompt has no tokens: give at least one\n"
+
+
+def test_a_tasks_table_shows_standard_errors_and_no_ratio() -> None:
+    from rich.console import Console
+
+    from wisparse.commands.eval import _task_table
+
+    tasks = {"masks off": {"t": {"acc": 0.0556, "acc_stderr": 0.05}}, "half": {"t": {"acc": 0.2222, "acc_stderr": 0.1}}}
+    console = Console(width=120)
+    with console.capture() as shown:
+        console.print(_task_table([{"bundle": "out", "tasks": tasks}]))
+    text = shown.get()
+    assert "0.0556 ± 0.0500" in text
+    assert "0.2222 ± 0.1000" in text
+    assert "%" not in text

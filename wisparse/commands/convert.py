@@ -272,7 +272,8 @@ def _print_conversion(conversion: Conversion) -> None:
     if conversion.url:
         rows.append(("uploaded", conversion.url))
     _print_rows("Converted", rows)
-    click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'Once upon a time'")
+    # A prompt of the user's own: what a model knows (stories, code, a language) its files do not say.
+    click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'YOUR TEXT'")
 
 
 def _measured_on(conversion: Conversion) -> str | None:

@@ -335,15 +335,19 @@ def _task_table(rows: Sequence[Mapping[str, Any]]) -> Any:
         table.add_column(name, no_wrap=True)
     for policy in policies:
         table.add_column(policy, justify="right")
-    table.add_column(f"{policies[-1]} / masks off", justify="right")
     for row in rows:
         for task, metrics in row["tasks"]["masks off"].items():
-            for metric, dense in metrics.items():
+            for metric in metrics:
                 if metric.endswith("_stderr"):
                     continue
-                values = [row["tasks"][policy][task].get(metric) for policy in policies]
-                last = values[-1]
-                kept = f"{last / dense:.1%}" if dense and last is not None else ""
-                cells = ["" if value is None else f"{value:.4f}" for value in values]
-                table.add_row(row["bundle"], task, metric, *cells, kept)
+                cells = [_with_error(row["tasks"][policy][task], metric) for policy in policies]
+                table.add_row(row["bundle"], task, metric, *cells)
     return table
+
+
+def _with_error(metrics: Mapping[str, Any], metric: str) -> str:
+    """A metric and its standard error; no ratio of two of them, which says little on few questions."""
+    value, error = metrics.get(metric), metrics.get(f"{metric}_stderr")
+    if value is None:
+        return ""
+    return f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")
