@@ -11,7 +11,7 @@ checkpoint, and `model.to(torch.bfloat16)` cannot round them, which would change
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -27,10 +27,12 @@ __all__ = ["desparsify", "sparsify"]
 _POLICIES = ("dense", "half", "all")
 _HANDLES = "_wisparse_handles"
 
+M = TypeVar("M")
+
 
 def sparsify(
-    model: Any, bundle: str | os.PathLike[str] | Bundle, *, prefill: str = "dense", revision: str | None = None
-) -> Any:
+    model: M, bundle: str | os.PathLike[str] | Bundle, *, prefill: str = "dense", revision: str | None = None
+) -> M:
     """Put a bundle's masks on a transformers causal LM, in place.
 
     Works with every attention implementation, with ``generate``, pipelines, device maps and offloading. Masks that are
@@ -63,19 +65,20 @@ def sparsify(
     projections = _find_projections(model, bundle)
     desparsify(model)
     watch = _Watch(prefill)
-    handles = [model.get_decoder().register_forward_pre_hook(watch, with_kwargs=True)]
+    found: Any = model  # whose type brings what the search above has asked for
+    handles = [found.get_decoder().register_forward_pre_hook(watch, with_kwargs=True)]
     for name, module in projections.items():
         mask = bundle.masks[name]
         if mask.sparsity > 0:
             handles.append(module.register_forward_pre_hook(_Drop(mask, watch)))
     setattr(model, _HANDLES, handles)
     # transformers copies the entry into whatever it saves, where it would promise a sidecar that is not there.
-    if "wisparse" in vars(model.config):
-        del model.config.wisparse
+    if "wisparse" in vars(found.config):
+        del found.config.wisparse
     return model
 
 
-def desparsify(model: Any) -> Any:
+def desparsify(model: M) -> M:
     """Take a bundle's masks off again, in place; a model without any is left alone."""
     for handle in vars(model).pop(_HANDLES, ()):
         handle.remove()

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypedDict, Unpack, overload
 
 from wisparse.formats import arguments
 from wisparse.formats.architectures import ModelConfig
@@ -23,7 +23,23 @@ from .text import Text, stop_ids
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Generation", "Model", "Piece"]
+__all__ = ["Generation", "GenerationSettings", "Message", "Model", "Piece", "Prompt"]
+
+
+class GenerationSettings(TypedDict, total=False):
+    """The keyword arguments of :meth:`Model.generate` and :meth:`Model.stream`, for a type checker."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    system_prompt: str | None
+    chat_template: bool | None
+    prefill: str | None
+    measure_sparsity: bool
 
 # How long a call waits for another thread to move a stream that only its own has moved so far.
 _PATIENCE_SECONDS = 5.0
@@ -141,14 +157,41 @@ class Model:
         self._closed = self._busy = False
         self._movers: set[int] = set()  # threads that began or moved on what holds the model
 
+    def __repr__(self) -> str:
+        decoder = self.decoder
+        return (
+            f"<wisparse.Model {str(self.bundle.folder)!r}: {self.config.model_type}, {self.config.num_blocks} blocks, "
+            f"sparsity {self.bundle.recipe.sparsity:g}, prefill {self.prefill}; back end {decoder.name} on "
+            f"{decoder.device}, {str(decoder.dtype).removeprefix('torch.')}, max_seq_len {decoder.max_seq_len}"
+            f"{'; closed' if self._closed else ''}>"
+        )
+
     @property
     def config(self) -> ModelConfig:
         return self.decoder.config
 
     @property
+    def tokenizer(self) -> Text:
+        """The bundle's tokenizer: ``encode`` gives a text's token ids, ``decode`` the text of token ids.
+
+        Raises:
+            UsageError: the bundle has none.
+        """
+        if self.text is None:
+            raise UsageError("this bundle has no tokenizer: give token ids")
+        return self.text
+
+    @property
     def max_seq_len(self) -> int:
         """Tokens that prompt and answer may have together (the answer's last one needs no place)."""
         return self.decoder.max_seq_len
+
+    @overload
+    def generate(self, prompt: Prompt, **settings: Unpack[GenerationSettings]) -> Generation:  # type: ignore[overload-overlap]
+        ...  # a text is a sequence of texts as well, and one prompt
+
+    @overload
+    def generate(self, prompt: Sequence[Prompt], **settings: Unpack[GenerationSettings]) -> list[Generation]: ...
 
     def generate(
         self,
@@ -165,7 +208,7 @@ class Model:
         chat_template: bool | None = None,
         prefill: str | None = None,
         measure_sparsity: bool = False,
-    ) -> Any:
+    ) -> Generation | list[Generation]:
         """Continue a prompt, answer a conversation, or do so for several at once.
 
         Args:
@@ -211,7 +254,7 @@ class Model:
         return answers[0] if single else answers
 
     def generate_each(
-        self, prompts: Sequence[Prompt], *, tally: Tally | None = None, **settings: Any
+        self, prompts: Sequence[Prompt], *, tally: Tally | None = None, **settings: Unpack[GenerationSettings]
     ) -> Generator[tuple[int, Generation], None, None]:
         """Answer many prompts, as many at a time as there are slots: gives each one's index and answer as it ends.
 
@@ -233,7 +276,7 @@ class Model:
             tally.tokens += plan.scheduler.tally.tokens
             tally.seconds += plan.scheduler.tally.seconds
 
-    def stream(self, prompt: Prompt, **settings: Any) -> Generator[Piece, None, None]:
+    def stream(self, prompt: Prompt, **settings: Unpack[GenerationSettings]) -> Generator[Piece, None, None]:
         """Answer piece by piece as tokens come; arguments as for :meth:`generate`, one prompt only.
 
         Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
@@ -369,18 +412,17 @@ class Model:
                     "token ids stand for themselves: they take neither a system prompt nor a chat template"
                 )
             return list(prompt)  # type: ignore[arg-type]
-        if self.text is None:
-            raise UsageError("this bundle has no tokenizer: give token ids")
+        tokenizer = self.tokenizer
         system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
         if isinstance(prompt, str):
             if chat_template is False and system:
                 raise UsageError("a system prompt needs the chat template: drop one of the two")
             if not (self._chat or system if chat_template is None else chat_template):
-                return self.text.encode(prompt, most=self.max_seq_len)
+                return tokenizer.encode(prompt, most=self.max_seq_len)
             messages: list[Message] = [*system, {"role": "user", "content": prompt}]
         else:
-            messages = [*system, *prompt]  # type: ignore[list-item]
-        return self.text.encode(self.text.render(messages), add_special_tokens=False, most=self.max_seq_len)
+            messages = [*system, *prompt]
+        return tokenizer.encode(tokenizer.render(messages), add_special_tokens=False, most=self.max_seq_len)
 
 
 @dataclass

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import venv
 import zipfile
@@ -16,8 +16,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
-SITE = sysconfig.get_paths()["purelib"]
+SITES = [entry for entry in sys.path if entry.endswith("site-packages")]
 ROOMS = ("converter", "formats", "kernels", "runtime", "wisparse")
+_CLEAN = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
 
 
 def _modules() -> list[str]:
@@ -31,8 +32,7 @@ def _modules() -> list[str]:
 
 
 def _python(python: Path | str, code: str, cwd: Path) -> str:
-    env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run([python, "-c", code], cwd=cwd, env=env, capture_output=True, text=True)
+    done = subprocess.run([python, "-c", code], cwd=cwd, env=_CLEAN, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -52,17 +52,24 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _environment(folder: Path, checkout: Path, *options: str) -> Path:
     """A virtual environment with the project installed; its dependencies are borrowed from the running one.
 
-    The borrowed folder is one line in a .pth file: its own .pth files are then not read, so that an editable install
+    The borrowed folders are lines in a .pth file: their own .pth files are then not read, so that an editable install
     of this project in the running environment stays out of the picture.
     """
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
-    site = Path(_python(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])", folder))
-    (site / "borrowed.pth").write_text(SITE + "\n")
-    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
-    command += ["--no-build-isolation", "--ignore-installed", "--disable-pip-version-check", *options, str(checkout)]
-    subprocess.run(command, check=True, cwd=folder)
+    (_site(python) / "borrowed.pth").write_text("\n".join(SITES) + "\n")
+    _install(python, "--ignore-installed", *options, str(checkout))
     return python
+
+
+def _site(python: Path) -> Path:
+    return Path(_python(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])", python.parent))
+
+
+def _install(python: Path, *arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-deps"]
+    command += ["--no-build-isolation", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, check=True, cwd=python.parent)
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +157,72 @@ def test_transformers_imports_beside_a_distribution_named_kernels(
         "print(kernels.__file__)"
     )
     assert str(checkout) not in _python(installs["plain"], code, checkout)
+
+
+# A line that ends in "# wrong" has to be refused, all others have to pass.
+_USER = """
+import wisparse
+
+model = wisparse.load("out", device="cpu", max_batch=2)
+text: str = model.generate("Why?", max_new_tokens=20).text
+ids: tuple[int, ...] = model.generate([1, 2, 3]).token_ids
+chat: str = model.generate([{"role": "user", "content": "Why?"}], seed=1).text
+several: list[wisparse.Generation] = model.generate(["a", "b"])
+mixed: list[str] = [one.text for one in model.generate([[1, 2], [3]], stop="x")]
+pieces: list[str] = [piece.text for piece in model.stream("Why?", temperature=0.5)]
+tokens: list[int] = model.tokenizer.encode("Why?")
+try:
+    folder: str = wisparse.convert("model", "out", sparsity=0.5).name
+except (wisparse.BundleError, wisparse.WisparseError) as error:
+    code: int = error.exit_code
+number: int = wisparse.sparsify(3, "out")
+wisparse.load("x", devise=1)  # wrong
+wisparse.lode("x")  # wrong
+model.generate("a", max_tokens=3)  # wrong
+model.generate("a", stop=5)  # wrong
+model.generate(["a", "b"]).text  # wrong
+model.generate(1.5)  # wrong
+length: int = model.generate("a").text  # wrong
+for piece in model.stream("a", tempreature=1.0):  # wrong
+    print(piece.txt)  # wrong
+wisparse.convert("model", sparsity="half")  # wrong
+"""
+
+
+@pytest.mark.slow
+def test_mypy_sees_the_types_of_an_installed_copy(installs: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "user.py").write_text(_USER)
+    command = [sys.executable, "-m", "mypy", "--python-executable", installs["plain"], "--config-file", os.devnull]
+    done = subprocess.run(
+        [*command, "--strict", "--hide-error-context", "user.py"], cwd=tmp_path, capture_output=True, text=True
+    )
+    refused = {int(number) for number in re.findall(r"^user\.py:(\d+): error", done.stdout, re.MULTILINE)}
+    wrong = {number for number, line in enumerate(_USER.splitlines(), start=1) if line.endswith("# wrong")}
+    assert refused == wrong, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_fresh_clone_goes_through_the_readme_in_its_order(checkout: Path, tmp_path: Path) -> None:
+    # What using an installed copy leaves in its folder, pip does not take away: an editable install would then be
+    # hidden by a package without a single module.
+    python = _environment(tmp_path / "environment", checkout)
+
+    def run(*arguments: str | Path) -> str:
+        program = python.parent / arguments[0]
+        done = subprocess.run([program, *arguments[1:]], cwd=tmp_path, capture_output=True, text=True, env=_CLEAN)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    model, text = ROOT / "examples" / "pycode-llama-6m", ROOT / "README.md"
+    small = ("--calibration", text, "--num-samples", "2", "--seq-len", "64", "--search", "fisher", "--quiet")
+    run("wisparse-convert", model, "--sparsity", "0.5", *small, "-o", "out")
+    assert run("wisparse", "generate", "out", "--prompt", ">>> 12 + 30", "--max-new-tokens", "8", "--device", "cpu")
+    _install(python, "-e", str(checkout))
+    assert not (_site(python) / "wisparse").exists()
+    told = run("python", "-c", "import wisparse; print(wisparse.__file__, wisparse.load('out', device='cpu'))")
+    assert told.startswith(str(checkout))
+    assert "back end numba" in told
+    run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", checkout / "tests" / "test_kernels_reference.py")
 
 
 def test_version_is_told_once() -> None:

@@ -46,6 +46,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return Bundle.open(make_bundle(make_checkpoint("llama", folder / "source"), folder / "bundle"))
 
 
+def test_a_model_shows_what_it_is(bundle: Path) -> None:
+    with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=64) as model:
+        shown = repr(model)
+        for part in (repr(str(bundle)), "llama, 6 blocks", "sparsity 0.4", "torch on cpu, float32", "max_seq_len 64"):
+            assert part in shown, shown
+        assert "closed" not in shown
+    assert repr(model).endswith("; closed>")
+
+
+def test_a_models_tokenizer_encodes_and_decodes(model: Model, tiny: Bundle) -> None:
+    ids = model.tokenizer.encode("def f(x):")
+    assert model.generate(ids, max_new_tokens=4).text == model.generate("def f(x):", max_new_tokens=4).text
+    assert model.tokenizer.decode(ids) == "def f(x):"
+    decoder = make_decoder(tiny, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8, backend="torch")
+    assert tiny.read_bytes("tokenizer.json") is None
+    with pytest.raises(UsageError, match="this bundle has no tokenizer"):
+        _ = Model(tiny, decoder, None).tokenizer
+
+
 def tiny_scheduler(tiny: Bundle, max_seq_len: int = 32, max_batch: int = 1) -> Scheduler:
     return Scheduler(
         make_decoder(

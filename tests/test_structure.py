@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -87,3 +89,47 @@ def test_public_names_exist() -> None:
         assert getattr(wisparse, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         _ = wisparse.nonsense
+
+
+def test_a_type_checker_sees_the_names_that_python_finds() -> None:
+    import wisparse
+
+    (checked,) = [
+        node
+        for node in ast.parse((ROOT / "wisparse" / "__init__.py").read_text("utf-8")).body
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+    ]
+    seen = {}
+    for line in checked.body:
+        assert isinstance(line, ast.ImportFrom)
+        seen |= {alias.name: line.module for alias in line.names}
+    assert set(seen) == set(wisparse.__all__) - {"__version__"}
+    for name, module in seen.items():
+        assert getattr(wisparse, name) is getattr(importlib.import_module(f"wisparse.{module}"), name)
+
+
+def test_every_error_is_public() -> None:
+    import wisparse
+    from wisparse.formats import errors
+
+    names = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+    assert "WisparseError" in names
+    for name in names:
+        assert name in wisparse.__all__
+        assert getattr(wisparse, name) is getattr(errors, name)
+
+
+def test_a_stream_takes_what_generate_takes() -> None:
+    from wisparse.runtime.model import GenerationSettings, Model
+
+    explicit = inspect.signature(Model.generate).parameters.values()
+    typed = {one.name: one.annotation for one in explicit if one.kind is one.KEYWORD_ONLY}
+    assert {name: hint.__forward_arg__ for name, hint in GenerationSettings.__annotations__.items()} == typed
+    plan = inspect.signature(Model._plan).parameters.values()
+    assert {one.name for one in plan if one.kind is one.KEYWORD_ONLY} == set(typed)
+
+
+def test_pydoc_shows_what_is_public() -> None:
+    done = subprocess.run([sys.executable, "-m", "pydoc", "wisparse"], capture_output=True, text=True, check=True)
+    for shown in ("class Model(", "class Generation(", "class BundleError(", "tokenizer", "load(", "desparsify("):
+        assert shown in done.stdout, shown

@@ -1,17 +1,51 @@
 """Faster LLM decoding without training: weight-aware activation sparsity for Hugging Face causal LMs.
 
-import wisparse
-model = wisparse.load("path/to/bundle")
-print(model.generate("Why is the sky blue?", max_new_tokens=200).text)
+    import wisparse
+    model = wisparse.load("path/to/bundle")
+    print(model.generate("Why is the sky blue?", max_new_tokens=200).text)
+
+`convert` makes a bundle, `load` gives a `Model` that decodes from it, `sparsify` puts its masks on a transformers
+model.
+
+Every failure that can be expected is a `WisparseError`:
+
+    WisparseError                 anything below; catch this one to catch them all
+    ├── UsageError                arguments that contradict each other or are out of range
+    │   ├── CalibrationError      a calibration source that cannot be used
+    │   └── ContextLengthError    a prompt that does not fit the model's context
+    ├── UnsupportedModelError     a model that is not known here
+    ├── AccessError               no such model, no permission, no network
+    ├── ResourceError             not enough memory or disk
+    ├── BundleError               a bundle that is damaged, hostile or too new
+    └── UploadError               an upload that failed; the bundle on disk is kept
 """
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["WisparseConfig", "__version__", "convert", "load", "sparsify"]
+__all__ = [
+    "AccessError",
+    "BundleError",
+    "CalibrationError",
+    "ContextLengthError",
+    "Generation",
+    "Model",
+    "Piece",
+    "ResourceError",
+    "UnsupportedModelError",
+    "UploadError",
+    "UsageError",
+    "WisparseConfig",
+    "WisparseError",
+    "__version__",
+    "convert",
+    "desparsify",
+    "load",
+    "sparsify",
+]
 
 __version__ = "0.1.0"
 
@@ -21,19 +55,40 @@ _ROOT = Path(__file__).resolve().parent.parent
 if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir() and str(_ROOT) not in __path__:
     __path__.append(str(_ROOT))
 
-# Public name -> the room that defines it. Resolved on first use: `import wisparse` must stay light.
-_PUBLIC = {
-    "WisparseConfig": "wisparse.converter.integration",
-    "convert": "wisparse.converter.pipeline",
-    "load": "wisparse.runtime.loader",
-    "sparsify": "wisparse.converter.sparsify",
-}
+if TYPE_CHECKING:
+    from .converter.integration import WisparseConfig
+    from .converter.pipeline import convert
+    from .converter.sparsify import desparsify, sparsify
+    from .formats.errors import (
+        AccessError,
+        BundleError,
+        CalibrationError,
+        ContextLengthError,
+        ResourceError,
+        UnsupportedModelError,
+        UploadError,
+        UsageError,
+        WisparseError,
+    )
+    from .runtime.loader import load
+    from .runtime.model import Generation, Model, Piece
+else:
+    # The same, resolved on first use: `import wisparse` must stay light. A type checker does not see this: with it,
+    # every name would exist. A test compares the two.
+    _PUBLIC = {
+        "converter.integration": ("WisparseConfig",),
+        "converter.pipeline": ("convert",),
+        "converter.sparsify": ("desparsify", "sparsify"),
+        "formats.errors": tuple(name for name in __all__ if name.endswith("Error")),
+        "runtime.loader": ("load",),
+        "runtime.model": ("Generation", "Model", "Piece"),
+    }
 
-
-def __getattr__(name: str) -> Any:
-    if name in _PUBLIC:
-        return getattr(importlib.import_module(_PUBLIC[name]), name)
-    raise AttributeError(f"module 'wisparse' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        for module, names in _PUBLIC.items():
+            if name in names:
+                return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
