@@ -41,6 +41,7 @@ class GenerationSettings(TypedDict, total=False):
     prefill: str | None
     measure_sparsity: bool
 
+
 # How long a call waits for another thread to move a stream that only its own has moved so far.
 _PATIENCE_SECONDS = 5.0
 
