@@ -27,7 +27,7 @@ from gpu_models import SHAPES
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import keep_mask
 from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
-from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
+from wisparse.kernels.triton_tiles import local_key, most_pollers, remember_tiles
 
 __all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "keep_tiles", "time_graph"]
 
@@ -268,7 +268,8 @@ def keep_tiles(name: str, shape: str, sparsity: float, batch: int, tiles: dict[s
     }
     major, minor = torch.cuda.get_device_capability()
     kind = launch_kind(batch, dense=sparsity == 0)
-    named = {tile_key(major * 10 + minor, *sizes[role], kind): tile for role, tile in tiles.items()}
+    arch = major * 10 + minor
+    named = {local_key(arch, *sizes[role], kind, batch, torch.bfloat16): tile for role, tile in tiles.items()}
     print("written to", remember_tiles(named))
     line = json.dumps({key: asdict(tile) for key, tile in named.items()})
     if os.environ.get("OUT"):

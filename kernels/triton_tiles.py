@@ -2,7 +2,7 @@
 thumb.
 
 Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>``, the kind being ``launch_kind``'s and N the
-sum of the widths; values are GemvTile's fields.
+sum of the widths, in the local cache followed by the launch's rows and the weights' type; values are GemvTile's fields.
 """
 
 from __future__ import annotations
@@ -14,12 +14,22 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 import triton
 
 from .triton_gemv import GemvTile
 from .triton_lists import ROOM_LIMIT_BESIDE
 
-__all__ = ["cache_file", "choose_tile", "default_tile", "measured_tile", "most_pollers", "remember_tiles", "tile_key"]
+__all__ = [
+    "cache_file",
+    "choose_tile",
+    "default_tile",
+    "local_key",
+    "measured_tile",
+    "most_pollers",
+    "remember_tiles",
+    "tile_key",
+]
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +64,14 @@ ROOMY = (80, 90, 100)
 
 
 def tile_key(arch: int, in_features: int, out_features: int, kind: str) -> str:
-    """The key of a launch in the table and in the local cache."""
+    """The key of a launch in the table."""
     return f"sm{arch}:{kind}:{in_features}x{out_features}"
+
+
+def local_key(arch: int, in_features: int, out_features: int, kind: str, rows: int, dtype: torch.dtype) -> str:
+    """The key of a launch in the local cache: a tile is for the rows and the weights' type it was measured with."""
+    key = tile_key(arch, in_features, out_features, kind)
+    return f"{key}:{rows}:{str(dtype).removeprefix('torch.')}"
 
 
 def cache_file() -> Path:
@@ -114,20 +130,37 @@ def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: 
     return 1 << (most.bit_length() - 1) if most > 0 else 0
 
 
-def choose_tile(arch: int, multiprocessors: int, in_features: int, out_features: int, kind: str = "sparse") -> GemvTile:
+def choose_tile(
+    arch: int,
+    multiprocessors: int,
+    in_features: int,
+    out_features: int,
+    kind: str = "sparse",
+    rows: int = 1,
+    dtype: torch.dtype = torch.bfloat16,
+) -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
     than there is room for."""
-    tile = measured_tile(arch, in_features, out_features, kind)
+    tile = measured_tile(arch, in_features, out_features, kind, rows, dtype)
     if tile is None:
         return default_tile(multiprocessors, in_features, out_features, kind, arch)
     most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits, tile.warps)
     return tile if tile.pollers <= most else replace(tile, pollers=most)
 
 
-def measured_tile(arch: int, in_features: int, out_features: int, kind: str) -> GemvTile | None:
-    """The tile that somebody measured for such a launch, here or for the table."""
+def measured_tile(
+    arch: int,
+    in_features: int,
+    out_features: int,
+    kind: str,
+    rows: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> GemvTile | None:
+    """The tile that somebody measured for such a launch, here or for the table; ``rows`` None for a kind of launch
+    whose tiles do not depend on them."""
     key = tile_key(arch, in_features, out_features, kind)
-    return _remembered().get(key) or TABLE.get(key)
+    local = key if rows is None else local_key(arch, in_features, out_features, kind, rows, dtype)
+    return _remembered().get(local) or TABLE.get(key)
 
 
 def remember_tiles(tiles: Mapping[str, GemvTile]) -> Path:

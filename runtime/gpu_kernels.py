@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.precision import rows_together
 from wisparse.kernels.triton_gemv import GemvTile, launch_kind
-from wisparse.kernels.triton_tiles import most_pollers, remember_tiles, tile_key
+from wisparse.kernels.triton_tiles import local_key, most_pollers, remember_tiles
 
 from .benchmark import read_bandwidth_gbps, time_launches
 from .cuda_decoder import CudaDecoder
@@ -96,7 +96,9 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     arch = properties.major * 10 + properties.minor
     for role in _ROLES:
         group = getattr(first, role)
-        key = tile_key(arch, group.in_features, group.out_features, kinds[role])
+        # The decoder's graphs have a power of two of rows.
+        together = rows_together(1 << (batch - 1).bit_length(), decoder.dtype)
+        key = local_key(arch, group.in_features, group.out_features, kinds[role], together, decoder.dtype)
         named[key] = tiles[role]
     log.info("tuning: kept in %s", remember_tiles(named))
     return named

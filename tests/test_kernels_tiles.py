@@ -79,14 +79,18 @@ def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(cap
     from wisparse.kernels.triton_gemv import GemvTile
     from wisparse.kernels.triton_tiles import TABLE, cache_file, choose_tile, remember_tiles
 
-    key, tile = "sm90:sparse:4096x4096", GemvTile(128, 4, 10, 2)
+    key, tile = "sm90:sparse:4096x4096:1:bfloat16", GemvTile(128, 4, 10, 2)
     remember_tiles({key: tile})
     assert choose_tile(90, 132, 4096, 4096) == tile
+    # Not for what it was not measured with.
+    table = TABLE["sm90:sparse:4096x4096"]
+    assert choose_tile(90, 132, 4096, 4096, dtype=torch.float16) == table
+    assert choose_tile(90, 132, 4096, 4096, rows=2) == table
     fields = json.loads(cache_file().read_text("utf-8"))
     fields[key]["pollers"] = 3
     cache_file().write_text(json.dumps(fields), "utf-8")
     with caplog.at_level(logging.WARNING, logger="wisparse"):
-        assert choose_tile(90, 132, 4096, 4096) == TABLE[key]
+        assert choose_tile(90, 132, 4096, 4096) == TABLE["sm90:sparse:4096x4096"]
     assert "pollers" in caplog.text
 
 
@@ -96,13 +100,13 @@ def test_a_damaged_local_tile_is_told_and_ignored(field, value, caplog):
     from wisparse.kernels.triton_gemv import GemvTile
     from wisparse.kernels.triton_tiles import TABLE, cache_file, choose_tile, remember_tiles
 
-    key = "sm90:sparse:4096x4096"
+    key = "sm90:sparse:4096x4096:1:bfloat16"
     remember_tiles({key: GemvTile(128, 4, 10, 2)})
     fields = json.loads(cache_file().read_text("utf-8"))
     fields[key][field] = value
     cache_file().write_text(json.dumps(fields), "utf-8")
     with caplog.at_level(logging.WARNING, logger="wisparse"):
-        assert choose_tile(90, 132, 4096, 4096) == TABLE[key]
+        assert choose_tile(90, 132, 4096, 4096) == TABLE["sm90:sparse:4096x4096"]
     assert str(cache_file()) in caplog.text
 
 
