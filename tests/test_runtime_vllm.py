@@ -10,7 +10,9 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.generation import sparse_from
 from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.vllm.plugin import register
 from wisparse.runtime.vllm.product import masked_linear
 from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
 from wisparse.runtime.vllm.settings import Settings
@@ -97,6 +100,21 @@ def test_known_versions(version: str) -> None:
 def test_other_versions_are_refused(version: str) -> None:
     with pytest.raises(UsageError, match=r"expected a version from 0\.26 to before 0\.33"):
         require_known_version(version)
+
+
+@pytest.mark.parametrize(("version", "known"), [("0.20.0", False), ("0.26.0", True)])
+def test_a_vllm_without_a_place_for_us(
+    version: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    module = ModuleType("vllm")
+    module.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    if known:
+        with pytest.raises(ImportError):
+            register()
+        return
+    register()
+    assert "expected a version from 0.26 to before 0.33, found 0.20.0" in caplog.text
 
 
 def test_settings() -> None:

@@ -11,6 +11,7 @@ import vllm
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from vllm.platforms import current_platform
 
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
@@ -151,6 +152,11 @@ def _refuse(current: Any) -> None:
     for what, found in reasons.items():
         if found:
             raise UsageError(f"a bundle does not run with {what} in vLLM yet; leave the option out")
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        raise UsageError(
+            f"a bundle runs in vLLM on NVIDIA GPUs and on CPUs, found {current_platform.device_name}; load it dense: "
+            "VLLM_PLUGINS=''"
+        )
     size = parallel.tensor_parallel_size
     for key in ("num_attention_heads", "hidden_size", "intermediate_size"):
         value = getattr(model, key)

@@ -13,13 +13,35 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from wisparse.formats.errors import UsageError
+
+from .versions import require_known_version
+
 __all__ = ["register"]
 
 log = logging.getLogger("vllm.wisparse")
 
 
 def register() -> None:
-    """Register the method and the reader; the entry point of the group ``vllm.general_plugins``."""
+    """Register the method and the reader; the entry point of the group ``vllm.general_plugins``.
+
+    A vLLM that is not known and has nothing to register with goes on without us, and says so: it may be serving
+    something else. Where it does have, a bundle is refused when it is opened.
+    """
+    import vllm
+
+    try:
+        _register()
+    except (ImportError, AttributeError) as error:
+        try:
+            require_known_version(vllm.__version__)
+        except UsageError as reason:
+            log.warning("no bundle runs sparse here: %s", reason)
+        else:
+            raise error
+
+
+def _register() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
     from vllm.transformers_utils.config import get_config_parser, register_config_parser
 
