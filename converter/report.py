@@ -59,7 +59,7 @@ def expectation(sparsity: float, quality: Quality | None) -> str:
     """What share of the weights is left unread, here and elsewhere.
 
     Thresholds are numbers fixed on the calibration text. Another kind of text has larger or smaller activations: 2.4
-    points less and 1.0 more were seen of small models of code, on source code and interpreter sessions, calibrated on
+    points less and 1.1 more were seen of small models of code, on source code and interpreter sessions, calibrated on
     the one, the other, or their own text (benchmarks/LOG.md).
 
     Args:
