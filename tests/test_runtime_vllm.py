@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bundle_maker import make_bundle
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
@@ -171,16 +172,9 @@ def ask(python: str, *arguments: str | Path, **changes: str) -> list[dict[str, A
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-def converted(model: Path, files: list[Path], out: Path) -> Path:
-    """A real bundle: its thresholds stand in gaps between scores, as vLLM's CPU kernels round differently."""
-    return wisparse.convert(
-        model, out, search="uniform", calibration=files, num_samples=16, seq_len=128, progress=False, resume=False
-    )
-
-
 @pytest.fixture(scope="module")
-def bundle(example_model: Path, stdlib_files: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return converted(example_model, stdlib_files["calibration"], tmp_path_factory.mktemp("vllm") / "bundle")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("vllm") / "bundle")
 
 
 def own_tokens(bundle: Path, prompts: list[list[int]], prefill: str) -> list[list[int]]:
@@ -230,7 +224,7 @@ def test_tokens_of_a_larger_model(
 ) -> None:
     prompts = some_prompts(stdlib_files["evaluation"], qwen_model)
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    bundle = converted(qwen_model, stdlib_files["calibration"], tmp_path / "bundle")
+    bundle = make_bundle(qwen_model, tmp_path / "bundle")
     (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json")
     expected = own_tokens(bundle, prompts, "dense")
     assert found == {"method": "wisparse", "alone": expected, "together": expected}

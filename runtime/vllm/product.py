@@ -115,7 +115,7 @@ def reserve(weight: Tensor, scales: Tensor, thresholds: Tensor, widths: Sequence
     scratch = _scratch(weight.device, weight.dtype)
     group = _group(weight, None, scales, thresholds, widths)
     for rows in range(1, SPARSE_ROWS + 1):
-        scratch.reserve(group, _tile(weight.device, *group.weight_t.shape, rows), rows)
+        scratch.reserve(group, _tile(weight.device, weight.dtype, *group.weight_t.shape, rows), rows)
     # A kernel is not to be compiled while a graph is captured, and vLLM's own first batches may not need this one.
     kind = (weight.device, weight.dtype, group.in_features, len(widths))
     if kind not in _compiled:
@@ -186,7 +186,7 @@ def _sparse(
     group = _group(weight, bias, scales, thresholds, widths)
     rows = len(x)
     out = x.new_empty(rows, weight.shape[0])
-    tile = _tile(x.device, *group.weight_t.shape, rows)
+    tile = _tile(x.device, x.dtype, *group.weight_t.shape, rows)
     launch_gemv(
         group, x, out, _scratch(x.device, x.dtype), tile, batch=rows, masked=masked, pdl=_arch(x.device)[0] >= 90
     )
@@ -208,11 +208,12 @@ def _arch(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def _tile(device: torch.device, in_features: int, out_features: int, rows: int) -> Any:
+def _tile(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int, rows: int) -> Any:
     from wisparse.kernels.triton_gemv import launch_kind
     from wisparse.kernels.triton_tiles import choose_tile
 
-    return choose_tile(*_arch(device), in_features, out_features, launch_kind(rows, dense=False))
+    kind = launch_kind(rows, dense=False)
+    return choose_tile(*_arch(device), in_features, out_features, kind, rows, dtype)
 
 
 @functools.cache
