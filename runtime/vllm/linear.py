@@ -64,7 +64,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
             **extra_weight_attrs,
         )  # fmt: skip
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Lay the weights out channel by channel, and put scales and thresholds beside them."""
         device = layer.weight.device
         layer.weight.data = channel_major(layer.weight.data)
@@ -77,7 +77,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
         reserve(layer.weight, layer.wisparse_scales, layer.wisparse_thresholds, self._widths)
 
-    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch."""
         return torch.ops.wisparse.masked_linear(
             x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,

@@ -54,10 +54,10 @@ def _register() -> None:
         register_config_parser("hf")(_with_bundles(reader))
 
 
-def _with_bundles(reader: type) -> type:
+def _with_bundles(reader: Any) -> type:
     """vLLM's reader of ``config.json``, which also tells bundles from other models."""
 
-    class Reader(reader):  # type: ignore[misc, valid-type]
+    class Reader(reader):
         knows_bundles = True
 
         def parse(
