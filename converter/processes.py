@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.formats.torchrun import Place, torchrun_place
 
 from .state import Store
 
-__all__ = ["ALONE", "LeadersStore", "Processes", "joined", "process_index"]
+__all__ = ["ALONE", "LeadersStore", "Processes", "joined"]
 
 T = TypeVar("T")
 
@@ -134,11 +135,6 @@ class LeadersStore:
             self._own.save(key, data)
 
 
-def process_index() -> int:
-    """Which of torchrun's processes this is; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
-
-
 @contextmanager
 def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
     """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`.
@@ -152,13 +148,13 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
     Raises:
         UsageError: processes of several machines, a device that several cannot have, more processes than GPUs.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    place = torchrun_place()
+    index, size = place.index, place.size
     if size == 1:
         yield ALONE, device
         return
-    index, local = process_index(), int(os.environ.get("LOCAL_RANK", "0"))
     try:
-        device = _own_device(device, size, local)
+        device = _own_device(device, place)
     except UsageError as error:
         if index:
             time.sleep(30)  # the first one says it, and all are ended
@@ -189,8 +185,9 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
         distributed.destroy_process_group()
 
 
-def _own_device(device: str, size: int, local: int) -> str:
-    if int(os.environ.get("LOCAL_WORLD_SIZE", size)) != size:
+def _own_device(device: str, place: Place) -> str:
+    size = place.size
+    if place.local_size != size:
         raise UsageError("processes of several machines cannot convert together; start all of them on one")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -203,8 +200,8 @@ def _own_device(device: str, size: int, local: int) -> str:
             f"{size} processes, but {torch.cuda.device_count()} GPU(s); start as many as there are GPUs: "
             f"torchrun --nproc-per-node {torch.cuda.device_count()} …"
         )
-    torch.cuda.set_device(local)
-    return f"cuda:{local}"
+    torch.cuda.set_device(place.local)
+    return f"cuda:{place.local}"
 
 
 class _Watch:

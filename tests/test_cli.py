@@ -98,6 +98,37 @@ def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFi
     assert all(len(line) <= 80 for line in examples)
 
 
+@pytest.mark.parametrize(
+    "leftover", [{"RANK": "1"}, {"RANK": "3", "WORLD_SIZE": "4"}, {"WORLD_SIZE": "2"}, {"RANK": "x"}]
+)
+def test_a_variable_of_torchrun_alone_silences_nothing(
+    leftover: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in leftover.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: pytest.fail("waits for a first process that nobody started"))
+    code, _, err = _run(["convert"], capsys)
+    assert code == 2
+    assert "Missing argument 'MODEL'" in err
+    code, _, err = _run(["convert", "model", "--sparsity", "2"], capsys)
+    assert code == 2
+    assert "--sparsity: expected" in err
+    model = write_tiny_model(tmp_path / "model")
+    text = tmp_path / "text.txt"
+    text.write_text("a line of text for a calibration\n" * 200)
+    options = ["--calibration", str(text), "--seq-len", "8", "--num-samples", "2", "--device", "cpu", "--dry-run"]
+    code, out, err = _run(["convert", str(model), "-o", str(tmp_path / "out"), *options], capsys)
+    assert code == 0, err
+    assert "Plan (nothing was converted)" in out
+    assert "in the environment ignored" in caplog.text
+
+
 def test_help_is_quick_and_light() -> None:
     script = (
         "import sys\nfrom wisparse.cli import main\n"

@@ -19,6 +19,7 @@ from tiny_source import tiny_source, tiny_tokens
 from wisparse.converter.pipeline import convert
 from wisparse.converter.processes import ALONE, Processes
 from wisparse.converter.search import search
+from wisparse.formats.torchrun import Place, torchrun_place
 
 SCRIPT = Path(__file__).with_name("search_together.py")
 
@@ -47,6 +48,45 @@ def test_alone_everything_is_its_own() -> None:
     assert ALONE.in_order([1, 2]) == [1, 2]
     assert ALONE.spread([1, 2], str) == ["1", "2"]
     assert ALONE.add(torch.ones(2)).tolist() == [1.0, 1.0]
+
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
+
+def test_only_all_that_torchrun_sets_makes_a_worker() -> None:
+    assert torchrun_place(TORCHRUN) == Place(1, 2, 1, 2)
+    assert torchrun_place({**TORCHRUN, "WORLD_SIZE": "8", "RANK": "5", "LOCAL_WORLD_SIZE": "4"}) == Place(5, 8, 1, 4)
+    assert torchrun_place({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}) == Place()
+    for harmless in (
+        {},
+        {"RANK": "0"},
+        {"WORLD_SIZE": "1"},
+        {"MASTER_ADDR": "10.0.0.1"},
+        {"RANK": "", "WORLD_SIZE": ""},
+    ):
+        assert torchrun_place(harmless) == Place(), harmless
+
+
+@pytest.mark.parametrize("name", TORCHRUN)
+def test_one_variable_without_the_others_is_ignored_in_a_sentence(name: str) -> None:
+    place = torchrun_place({key: value for key, value in TORCHRUN.items() if key != name})
+    assert place[:4] == Place()[:4]
+    assert f"torchrun sets {name} too" in place.ignored
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"RANK": "2"}, {"RANK": "-1"}, {"RANK": "1.0"}, {"RANK": "one"}, {"RANK": "²"}, {"RANK": "9" * 5000},
+        {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "0"}, {"WORLD_SIZE": " "}, {"LOCAL_RANK": "2"}, {"LOCAL_RANK": "x"},
+        {"RANK": "0"}, {"MASTER_PORT": "0"}, {"MASTER_PORT": "70000"}, {"MASTER_PORT": "http"},
+        {"LOCAL_WORLD_SIZE": "1"}, {"LOCAL_WORLD_SIZE": "3"}, {"LOCAL_WORLD_SIZE": "many"},
+    ],
+)  # fmt: skip
+def test_variables_that_contradict_each_other_are_ignored_in_a_sentence(wrong: dict[str, str]) -> None:
+    place = torchrun_place({**TORCHRUN, **wrong})
+    assert place[:4] == Place()[:4]
+    assert "converts alone" in place.ignored
 
 
 @pytest.mark.slow

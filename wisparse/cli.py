@@ -22,6 +22,7 @@ from click.shell_completion import CompletionItem
 from . import __version__
 from .formats.cores import usable_cores
 from .formats.errors import WisparseError
+from .formats.torchrun import torchrun_place
 
 __all__ = ["cli", "convert_main", "main"]
 
@@ -125,7 +126,7 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
     except click.ClickException as error:
-        if os.environ.get("RANK", "0") != "0":
+        if torchrun_place().index:
             time.sleep(30)  # under torchrun the first process says it for all, and ends all
         else:
             error.show()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shlex
 import sys
 from pathlib import Path
@@ -21,6 +20,7 @@ from wisparse.converter.settings import (
     default_output,
     for_sparsities,
 )
+from wisparse.formats.torchrun import torchrun_place
 
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
@@ -135,9 +135,13 @@ def command(
         raise click.UsageError("--verbose and --quiet exclude each other")
     logging.basicConfig(format="%(message)s", stream=sys.stderr)
     # Of several processes the first one speaks.
-    helper = os.environ.get("RANK", "0") != "0"
+    place = torchrun_place()
+    helper = place.index > 0
     level = logging.CRITICAL if helper else logging.INFO if verbose else logging.ERROR if quiet else logging.WARNING
-    logging.getLogger("wisparse").setLevel(level)
+    logger = logging.getLogger("wisparse")
+    logger.setLevel(level)
+    if place.ignored:
+        logger.warning(place.ignored)
     named_after = sparsities[0] if len(sparsities) == 1 else None
     base = ConvertSettings(model=model, output_dir=output_dir or default_output(model, named_after), **options)
     all_settings = for_sparsities(base, sparsities)
@@ -169,7 +173,7 @@ def _resume_hint(settings: ConvertSettings) -> str:
     """What the command line says after Ctrl-C."""
     if not settings.resume:
         return "nothing was kept (--no-resume)"
-    several = int(os.environ.get("WORLD_SIZE", "1"))
+    several = torchrun_place().size
     program = ["torchrun", "--nproc-per-node", str(several), "-m", "wisparse"] if several > 1 else ["wisparse"]
     again = shlex.join([*program, "convert", *_arguments()])
     return f"what was computed is kept; go on with: {again}"
