@@ -146,9 +146,9 @@ class ConvertSettings:
                 raise UsageError(f"{option} belongs to --search paper, but the search is {self.chosen_search!r}")
         for option, flag in (("resume", self.resume), ("overwrite", self.overwrite), ("private", self.private)):
             arguments.switch(option, flag)
-        for option, given in (("--revision", self.revision), ("--upload-repo", self.upload_repo)):
-            if given is not None:
-                arguments.text(option, given, empty=False)
+        for option, name in (("--revision", self.revision), ("--upload-repo", self.upload_repo)):
+            if name is not None:
+                arguments.text(option, name, empty=False)
         for source in self.calibration:
             arguments.place("--calibration", source)
         if not self.calibration:

@@ -56,9 +56,10 @@ def number(name: str, value: Any, low: float, high: float, words: str, *, above:
     Raises:
         UsageError: it is none, or out of range; ``words`` say what was expected.
     """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise UsageError(f"{name}: expected {words}, found {found(value)}")
-    if above and value == low:
+    # NaN is not less than anything, and not at most anything.
+    if value < low or not value <= high or (above and value == low):
         raise UsageError(f"{name}: expected {words}, found {found(value)}")
     return float(value)
 
