@@ -162,7 +162,7 @@ def part_tune(arguments: argparse.Namespace) -> None:
         groups = [product._group(weight, None, scales, thresholds, widths) for weight in weights]
         for rows in (4, 8, 16, 32, 64, 128):
             x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
-            old = product._sparse if rows <= 16 else product._masked_inputs
+            old = product._sparse if rows <= product.SPARSE_ROWS else product._masked_inputs
             times = {"as it was": time_us(
                 blocks, lambda x=x, m=masked, old=old, weights=weights, s=scales, t=thresholds, w=widths: [
                     old(x, weight, None, s, t, m, w) for weight in weights])}  # fmt: skip
@@ -223,16 +223,16 @@ def part_kernels(arguments: argparse.Namespace) -> None:
             times = {"dense": time_us(blocks, lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
             times["dense_t"] = time_us(blocks, lambda x=x, name=name: [linear(x, layer[0]) for layer in layers[name]])
             masked: list[Any] = [(*layer[:4], layer[4][:rows], layer[5]) for layer in layers[name]]
-            if rows <= 16:
+            if rows <= product.SPARSE_ROWS:
                 times["sparse"] = time_us(
                     blocks, lambda x=x, masked=masked: [product._sparse(x, *layer) for layer in masked]
                 )
             times["masked"] = time_us(
-                lambda x=x, masked=masked: [product._masked_inputs(x, *layer) for layer in masked]
+                blocks, lambda x=x, masked=masked: [product._masked_inputs(x, *layer) for layer in masked]
             )
             found[name] = times
             expected = product._in_torch(x.float(), masked[0][0].float(), *masked[0][1:])
-            ours = (product._sparse if rows <= 16 else product._masked_inputs)(x, *masked[0]).float()
+            ours = (product._sparse if rows <= product.SPARSE_ROWS else product._masked_inputs)(x, *masked[0]).float()
             found[name]["error"] = round(float((ours - expected).abs().max() / expected.abs().max()), 5)
         say("kernels", rows=rows, **found)
 
@@ -395,21 +395,18 @@ def part_start(arguments: argparse.Namespace) -> None:
 
 
 def part_convert(arguments: argparse.Namespace) -> None:
-    """A bundle of a real model, by a cheap search; in a process of its own, as vLLM forks before it uses the GPU."""
-    import sysconfig
-
-    import wisparse
+    """A bundle of a real model, as the tests make one; in a process of its own: vLLM forks one without a GPU in use."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from bundle_maker import make_bundle
 
     source = Path(arguments.source)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[10:22]
-    wisparse.convert(
-        source, WORK / f"bundle-{source.name}", search="uniform", calibration=files, num_samples=16, seq_len=128,
-        device="cpu", progress=False, resume=False, overwrite=True,
-    )  # fmt: skip
+    if not (WORK / f"bundle-{source.name}").exists():
+        make_bundle(source, WORK / f"bundle-{source.name}")
 
 
 def part_tokens(arguments: argparse.Namespace) -> None:
     """A real model: tokens alone, together, in a second run, and our own runtime's; where they first differ."""
+    import torch
     from vllm import SamplingParams
 
     source = Path(arguments.source)
@@ -437,14 +434,26 @@ def part_tokens(arguments: argparse.Namespace) -> None:
 
     together, again = answers(llm, prompts), answers(llm, prompts)
     alone = [answers(llm, [prompt])[0] for prompt in prompts]
+    one = SamplingParams(temperature=0, max_tokens=1)
+    read = [list(done.prompt_token_ids) for done in llm.generate(prompts, one, use_tqdm=False)]
     del llm
     import wisparse
 
     own = wisparse.load(bundle, dtype=arguments.dtype)
+    # Ours on vLLM's tokens: how many it would have chosen, and how much less likely it finds the others.
+    same, short = 0, []
+    for ids, tokens in zip(read, alone, strict=True):
+        logits = own.decoder.prefill(0, torch.tensor(ids), len(ids))
+        for token in tokens:
+            logits = logits.float().flatten().cpu()
+            short.append(float(logits.max() - logits[token]))
+            same += int(logits.argmax()) == token
+            logits = own.decoder.decode(torch.tensor([token]))
     ours = [list(own.generate(prompt, max_new_tokens=64).token_ids) for prompt in prompts]
     say(
         f"tokens {source.name} {arguments.dtype}{' eager' if arguments.eager else ''}",
         note="-1: never; else the first that differs",
+        own_choice=round(same / len(short), 4), worst_logit_short=round(max(short), 4),
         two_runs=differ(together, again), alone_together=differ(alone, together), own_alone=differ(ours, alone),
     )  # fmt: skip
 
