@@ -67,7 +67,8 @@ class Team:
         """All in nanoseconds: the time, how long a launch took, and how much of that was waiting for a core."""
         self._debt = max(0.0, self._debt + waited - took * _TOLERATED / self.size)
         if self._debt > _DEBT_NS:
-            failed = now - self._since < self._pause  # a try, not a size that had been good for long
+            # A try, not a size that had been good for long; the wait itself may be longer than the pause.
+            failed = now - took - self._since < self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_NS) if failed else _FIRST_PAUSE_NS
             self._resize(self.size - 1, now, self._pause)
 
