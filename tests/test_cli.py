@@ -12,6 +12,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.shell_completion import BashComplete
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 
 from wisparse import cli
@@ -172,6 +173,56 @@ def test_shell_completion(program: str, typed: str, expected: set[str]) -> None:
     assert expected <= {line.partition(",")[2] for line in done.stdout.splitlines()}, done.stderr
     if typed == "wisparse exp":
         assert done.stdout.splitlines() == ["plain,export-onnx"]
+
+
+def _complete(program: str, typed: str) -> list[str]:
+    """What a shell offers after ``typed``, which ends with the word to complete; in this process."""
+    command = cli._convert_program() if program == "wisparse-convert" else cli.cli
+    *before, word = typed.split(" ")
+    complete = BashComplete(command, {}, program, "_COMPLETE")
+    return [f"{item.type},{item.value}" for item in complete.get_completions(before, word)]
+
+
+@pytest.mark.parametrize("verb", cli._VERBS)
+def test_the_shell_completes_a_verbs_first_argument_with_names_of_folders(verb: str) -> None:
+    assert _complete("wisparse", f"{verb} ex") == ["file,ex" if verb == "push" else "dir,ex"]
+
+
+@pytest.mark.parametrize(
+    ("program", "typed", "expected"),
+    [
+        ("wisparse", "convert model --calibration ", "file,"),
+        ("wisparse", "convert model -o ou", "file,ou"),
+        ("wisparse", "eval one two ", "dir,"),
+        ("wisparse", "eval out --text corpus/", "file,corpus/"),
+        ("wisparse", "eval out --tasks mine --include-path ", "dir,"),
+        ("wisparse", "export-onnx out ou", "file,ou"),
+        ("wisparse-convert", "ex", "dir,ex"),
+        ("wisparse-convert", "model --calibration te", "file,te"),
+        ("wisparse-convert", "model --work-dir ", "file,"),
+    ],
+)
+def test_the_shell_completes_names_of_files(program: str, typed: str, expected: str) -> None:
+    assert _complete(program, typed) == [expected]
+
+
+def test_wisparse_convert_is_a_program_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*arguments: str) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_info:
+            cli.convert_main(arguments)
+        captured = capsys.readouterr()
+        return exit_info.value.code or 0, captured.out, captured.err
+
+    assert run("--version") == (0, f"wisparse-convert, version {cli.__version__}\n", "")
+    for option in ("-h", "--help"):
+        code, out, _ = run(option)
+        assert code == 0
+        assert out.startswith("Usage: wisparse-convert [OPTIONS] MODEL")
+        assert "--version" in out
+    code, _, err = run("model", "--sparsty", "1")
+    assert code == 2
+    assert err.startswith("Usage: wisparse-convert [OPTIONS] MODEL\nTry 'wisparse-convert -")
+    assert "No such option" in _run(["convert", "model", "--version"], capsys)[2], "the verb has no version of its own"
 
 
 def test_threads_wait_briefly_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -205,7 +205,7 @@ def test_interrupt_says_how_to_go_on(
     monkeypatch.setattr("sys.argv", ["wisparse-convert", str(model), "-o", str(out)])
     assert run_command(model, "-o", out, *FLAGS) == 130
     error = capsys.readouterr().err
-    assert f"what was computed is kept; go on with: wisparse convert {model} -o {out}" in error
+    assert f"what was computed is kept; go on with: wisparse-convert {model} -o {out}" in error
     assert "Traceback" not in error
     assert [path.name for path in out.parent.iterdir()] == ["bundle.work"]
     monkeypatch.undo()

@@ -8,6 +8,7 @@ A traceback means a bug of ours; ``WISPARSE_DEBUG=1`` asks for one on expected f
 
 from __future__ import annotations
 
+import copy
 import difflib
 import errno
 import importlib
@@ -93,11 +94,16 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def convert_main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``wisparse-convert``, the same as ``wisparse convert``."""
-    if args is None:
-        args = sys.argv[1:]
-    if "_WISPARSE_CONVERT_COMPLETE" in os.environ:  # the shell asks what could follow; it knows this program's name
-        _run(importlib.import_module(".commands.convert", __package__).command, args, "wisparse-convert")
-    _run(cli, ["convert", *args], "wisparse")
+    _run(_convert_program(), args, "wisparse-convert")
+
+
+def _convert_program() -> click.Command:
+    """The verb as a program of its own: it has a version, and the help option as the group gives it to its verbs."""
+    verb: click.Command = importlib.import_module(".commands.convert", __package__).command
+    program = copy.copy(verb)
+    program.params = list(verb.params)
+    program.context_settings = {**cli.context_settings, **verb.context_settings}
+    return click.version_option(__version__, prog_name="wisparse-convert")(program)
 
 
 def _open_closed_streams() -> None:

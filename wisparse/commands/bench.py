@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import device_options, set_up_logging
+from .places import FOLDER_OR_ID
 
 if TYPE_CHECKING:
     from wisparse.runtime.benchmark import Comparison
@@ -16,7 +17,7 @@ __all__ = ["command"]
 
 
 @click.command("bench", context_settings={"show_default": True})
-@click.argument("bundle")
+@click.argument("bundle", type=FOLDER_OR_ID)
 @click.option("--prompt-length", type=click.IntRange(min=1), default=5, help="Tokens of the random prompt.")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=200, help="Tokens decoded in one run.")
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Prompts decoded side by side.")

@@ -13,6 +13,7 @@ from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
 
 from .options import footer, loading_options, sampling_options, set_up_logging, show
+from .places import FOLDER_OR_ID
 
 __all__ = ["command"]
 
@@ -20,7 +21,7 @@ _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /ex
 
 
 @click.command("chat")
-@click.argument("bundle")
+@click.argument("bundle", type=FOLDER_OR_ID)
 @loading_options
 @sampling_options
 def command(

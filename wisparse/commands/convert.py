@@ -22,6 +22,8 @@ from wisparse.converter.settings import (
 )
 from wisparse.formats.torchrun import torchrun_place
 
+from .places import FILE_OR_ID, FOLDER_OR_ID
+
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
     from wisparse.converter.preflight import Plan
@@ -37,7 +39,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 
 
 @click.command("convert", context_settings={"show_default": True})
-@click.argument("model")
+@click.argument("model", type=FOLDER_OR_ID)
 @click.option(
     "-o",
     "--output-dir",
@@ -67,6 +69,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
 @click.option(
     "--calibration",
     "calibration",
+    type=FILE_OR_ID,
     metavar="SOURCE",
     multiple=True,
     default=("self",),
@@ -173,16 +176,13 @@ def _resume_hint(settings: ConvertSettings) -> str:
     """What the command line says after Ctrl-C."""
     if not settings.resume:
         return "nothing was kept (--no-resume)"
+    # As it was typed: wisparse convert, or wisparse-convert.
+    program = click.get_current_context().command_path.split()
+    arguments = sys.argv[len(program) :]
     several = torchrun_place().size
-    program = ["torchrun", "--nproc-per-node", str(several), "-m", "wisparse"] if several > 1 else ["wisparse"]
-    again = shlex.join([*program, "convert", *_arguments()])
-    return f"what was computed is kept; go on with: {again}"
-
-
-def _arguments() -> list[str]:
-    """The arguments of this run, without the verb."""
-    arguments = sys.argv[1:]
-    return arguments[1:] if arguments[:1] == ["convert"] else arguments
+    if several > 1:
+        program = ["torchrun", "--nproc-per-node", str(several), "-m", "wisparse", "convert"]
+    return f"what was computed is kept; go on with: {shlex.join([*program, *arguments])}"
 
 
 def _print_plans(plans: list[Plan], as_json: bool) -> None:

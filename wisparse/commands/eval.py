@@ -15,6 +15,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
 
 from .options import device_options, set_up_logging
+from .places import FILE_OR_ID, FOLDER_OR_ID
 
 if TYPE_CHECKING:
     from wisparse.converter.calibration import CalibrationTokens
@@ -26,11 +27,12 @@ __all__ = ["command"]
 
 
 @click.command("eval")
-@click.argument("bundles", metavar="BUNDLE...", nargs=-1, required=True)
+@click.argument("bundles", type=FOLDER_OR_ID, metavar="BUNDLE...", nargs=-1, required=True)
 @click.option("--compare", is_flag=True, help="One table over several bundles, on the same tokens.")
 @click.option(
     "--text",
     "texts",
+    type=FILE_OR_ID,
     multiple=True,
     metavar="PATH|HUB_ID",
     help="Evaluate on a file, a folder or a data set; may be given several times.  "
@@ -48,7 +50,7 @@ __all__ = ["command"]
     "[default: half and all for texts, half for tasks]",
 )
 @click.option("--tasks", metavar="NAME,...", help="Run tasks of lm-evaluation-harness, or interpreter_lines.")
-@click.option("--include-path", multiple=True, metavar="DIR", help="Folder with further YAML tasks.")
+@click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with further YAML tasks.")
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
 @click.option("--limit", type=click.IntRange(min=1), help="At most so many questions per task.")
 @click.option("--apply-chat-template", is_flag=True, help="Put the tasks' prompts through the chat template.")

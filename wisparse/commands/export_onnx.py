@@ -15,11 +15,13 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.folder import check_target
 from wisparse.formats.hub import fetch_bundle
 
+from .places import FOLDER_OR_ID
+
 __all__ = ["command"]
 
 
 @click.command("export-onnx")
-@click.argument("bundle")
+@click.argument("bundle", type=FOLDER_OR_ID)
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--opset", type=click.IntRange(18, 24), default=21, show_default=True, help="ONNX operator set.")
 @click.option(

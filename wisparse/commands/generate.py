@@ -13,12 +13,13 @@ from wisparse.formats.errors import UsageError
 from wisparse.runtime.loader import load
 
 from .options import footer, loading_options, sampling_options, set_up_logging, show
+from .places import FOLDER_OR_ID
 
 __all__ = ["command"]
 
 
 @click.command("generate")
-@click.argument("bundle")
+@click.argument("bundle", type=FOLDER_OR_ID)
 @click.option("--prompt", help="The text; - reads it from standard input, as does leaving the option out in a pipe.")
 @loading_options
 @sampling_options

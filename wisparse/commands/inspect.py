@@ -15,11 +15,13 @@ from wisparse.formats.errors import printable
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.recipe import ProjectionRecipe
 
+from .places import FOLDER_OR_ID
+
 __all__ = ["command"]
 
 
 @click.command("inspect")
-@click.argument("bundle")
+@click.argument("bundle", type=FOLDER_OR_ID)
 @click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 @click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")

@@ -13,11 +13,13 @@ from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.text import check_text
 
+from .places import FOLDER_OR_ID
+
 __all__ = ["command"]
 
 
 @click.command("verify")
-@click.argument("bundle")
+@click.argument("bundle", type=FOLDER_OR_ID)
 @click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(bundle: str, revision: str | None, as_json: bool) -> None:
