@@ -35,8 +35,9 @@ _SECONDS_PER_BYTE = 2e-6
 # Reading what the worker is to hold is quicker: a tokenizer.json of 33 MB takes a second or two.
 _SECONDS_PER_BYTE_HELD = 1e-7
 _MOST_SECONDS_HELD = 4.0
-# On the clock, as a multiple: the machine may be busy with something else.
-_PATIENCE = 3
+# On the clock, as a multiple: the machine may be busy with something else. Where processor time is limited, the clock
+# is there only for what waits without working, which nothing in a worker should.
+_PATIENCE = 10 if hasattr(signal, "setitimer") else 3
 _MOST_ANSWER = 128 << 20
 # Kinds of exceptions that say nothing beside their message.
 _TELLING_NOTHING = ("", "Exception", "MemoryError", "PanicException", "TooLong")

@@ -216,13 +216,17 @@ def _post_processor(random: Random) -> dict[str, Any]:
 
 def _sequence(random: Random, key: str, make: Any) -> dict[str, Any]:
     """One part, many, or sequences of sequences."""
-    if random.random() < 0.3:
-        part: dict[str, Any] = make(random)
-    else:
-        count = random.choice([1, 2, 5, 30, 30, 1000])
-        part = {"type": "Sequence", key: [make(random)] * count if random.random() < 0.6 else [make(random) for _ in range(min(count, 30))]}  # fmt: skip
+    part: dict[str, Any] = make(random)
+    if random.random() < 0.7:
+        # A thousand parts of a megabyte would only keep whoever writes them busy.
+        count = min(random.choice([1, 2, 5, 30, 30, 1000]), max(1, 8_000_000 // len(str(part))))
+        same = random.random() < 0.6
+        part = {"type": "Sequence", key: [part] * count if same else [make(random) for _ in range(min(count, 30))]}
+    size = len(str(part))
     for _ in range(random.choice([0, 0, 0, 1, 3, 40])):
-        part = {"type": "Sequence", key: [part] * random.choice([1, 2, 2])} if len(str(part)) < 100_000 else part
+        times = random.choice([1, 2, 2])
+        if size < 100_000:
+            part, size = {"type": "Sequence", key: [part] * times}, size * times
     return part
 
 
