@@ -73,6 +73,26 @@ def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: P
     assert "it/s" not in inspected.stderr + empty.stderr  # progress bars are for terminals
 
 
+@pytest.mark.slow  # CI runs it on the oldest versions promised as well
+def test_the_journey_of_the_example(standin: HubStandIn, example_model: Path, tmp_path: Path) -> None:
+    """A conversion, a text, the check, the upload: one process each, and the same text from what was uploaded."""
+    out = tmp_path / "out"
+
+    def run(*arguments: object) -> str:
+        done = command(standin, tmp_path / "home", *arguments)
+        assert done.returncode == 0, f"{arguments[0]}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    small = ("--calibration", __file__, "--num-samples", 2, "--seq-len", 64, "--search", "fisher", "--quiet")
+    run("convert", example_model, "--sparsity", "0.5", *small, "-o", out)
+    text = ("--prompt", ">>> 12 + 30", "--max-new-tokens", 8, "--device", "cpu")
+    written = run("generate", out, *text)
+    assert written
+    run("verify", out)
+    run("push", out, "alice/journey")
+    assert run("generate", "alice/journey", *text) == written
+
+
 def test_push_through_the_xet_client(standin: HubStandIn, bundle: Path, tmp_path: Path) -> None:
     """Large files of today's Hub go to its content-addressed storage, by a client of its own."""
     pytest.importorskip("hf_xet")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import os
 import re
 import shutil
@@ -89,6 +91,41 @@ def test_every_package_is_listed() -> None:
                 parts = folder.relative_to(ROOT).parts
                 found.add(".".join(parts if room == "wisparse" else ("wisparse", *parts)))
     assert found == set(PROJECT["tool"]["setuptools"]["packages"])
+
+
+def test_what_is_declared_is_what_is_imported() -> None:
+    # A dependency that nothing imports is downloaded in vain; one that is not declared is there by luck.
+    distributions = importlib.metadata.packages_distributions()
+    imported = set()
+    for file in (file for room in ROOMS for file in (ROOT / room).rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                modules = {name.name.split(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                modules = {node.module.split(".")[0]}
+            else:
+                continue
+            modules -= {"wisparse", *sys.stdlib_module_names}
+            imported |= {distributions.get(module, [module])[0].lower().replace("_", "-") for module in modules}
+    extras = PROJECT["project"]["optional-dependencies"]
+    needed = {_name(line) for line in PROJECT["project"]["dependencies"]}
+    optional = {_name(line) for extra in ("datasets", "eval", "onnx", "plot", "vllm") for line in extras[extra]}
+    brought = {"llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
+    assert needed <= imported
+    assert imported - brought == needed | optional
+
+
+def _name(requirement: str) -> str:
+    return requirement.partition(">=")[0]
+
+
+def test_lower_bounds_are_printed_as_pins() -> None:
+    # What CI installs: every dependency, the test extra, and the extras that it takes in.
+    command = [sys.executable, ROOT / ".ci" / "lower_bounds.py", "test"]
+    pins = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    extras = PROJECT["project"]["optional-dependencies"]
+    lines = [*PROJECT["project"]["dependencies"], *extras["test"], *extras["eval"], *extras["onnx"], *extras["plot"]]
+    assert sorted(pins) == sorted({line.replace(">=", "==") for line in lines if ">=" in line})
 
 
 def test_wheel_holds_every_module(checkout: Path, tmp_path: Path) -> None:
