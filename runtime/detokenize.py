@@ -10,6 +10,11 @@ __all__ = ["Detokenizer", "StopStrings"]
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most 4 bytes, so of one that is still incomplete at most 3 are there.
 _MOST_INCOMPLETE = 3
+# A window of more ids that are not context is made shorter: decoding it again for each id would take quadratic time.
+_LONG = 64
+# How many ids are looked at instead, and how many at the end of a window may still change what comes before them.
+_CONTEXT = 32
+_UNSETTLED = 8
 
 
 class Detokenizer:
@@ -25,6 +30,8 @@ class Detokenizer:
         self._ids: list[int] = []  # the window: context, then ids whose text is not out yet
         self._context = 0  # how many of them are context
         self._out = 0  # characters after the context's that are out already
+        self._silent = False  # all after the context gives no text so far
+        self._long = _LONG
 
     def add(self, token_id: int) -> str:
         """The text that this id completes; often all of its own, empty while a character is incomplete."""
@@ -36,6 +43,10 @@ class Detokenizer:
         return self._emit(final=True)
 
     def _emit(self, final: bool) -> str:
+        # Special tokens, say: as long as the newest ids give nothing, no more are looked at.
+        fresh_ids = len(self._ids) - self._context
+        if not final and self._silent and fresh_ids > _LONG and not self._decode(self._ids[-_CONTEXT:]):
+            return ""
         fresh = self._decode(self._ids)[len(self._decode(self._ids[: self._context])) :]
         held = 0
         if not final:
@@ -46,8 +57,21 @@ class Detokenizer:
         if not held and fresh:
             # Everything is out: what was fresh becomes the context of what follows.
             self._ids = self._ids[self._context :]
-            self._context, self._out = len(self._ids), 0
+            self._context, self._out, self._long = len(self._ids), 0, _LONG
+        elif held and fresh_ids > self._long:
+            self._shorten(fresh, held)
+        self._silent = not fresh
         return piece
+
+    def _shorten(self, fresh: str, held: int) -> None:
+        """Let the window begin later, although its last characters are held: bytes without end that are no UTF-8."""
+        ids = self._ids[-_CONTEXT - _UNSETTLED :]
+        context, whole = self._decode(ids[:_CONTEXT]), self._decode(ids)
+        rest = whole[len(context) :]
+        if whole.startswith(context) and fresh.endswith(rest) and len(rest) >= held:
+            self._ids, self._context, self._out, self._long = ids, _CONTEXT, len(rest) - held, _LONG
+        else:
+            self._long = 2 * (len(self._ids) - self._context)  # the place was no border between characters
 
 
 class StopStrings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,42 @@ def test_text_is_not_held_longer_than_a_character_needs() -> None:
     assert pieces[0] == "a"
     assert pieces[-1] == ""
     assert len([piece for piece in pieces if piece]) >= 7
+
+
+@pytest.mark.parametrize("token", ["</s>", "ÿ"], ids=["special tokens", "wrong bytes"])
+@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
+def test_ids_that_become_no_text_take_no_more_time_the_more_they_are(kind: Callable[[], Tokenizer], token: str) -> None:
+    tokenizer = kind()
+    tokenizer.add_special_tokens(["</s>"])
+    if kind is byte_level:
+        wrong, words = tokenizer.token_to_id(token), tokenizer.encode("the cats").ids
+    else:  # no bytes among the words: a run of bytes is decoded as one
+        wrong = tokenizer.token_to_id(token.replace("ÿ", "<0xFF>"))
+        words = [tokenizer.token_to_id(piece) for piece in ("▁the", "▁cat", "s")]
+    ids = [*words, *[wrong] * 2000, *words]
+    decoded = []
+
+    def decode(some: Sequence[int]) -> str:
+        decoded.append(len(some))
+        return tokenizer.decode(list(some))
+
+    detokenizer = Detokenizer(decode)
+    pieces = [detokenizer.add(token) for token in ids]
+    assert "".join([*pieces, detokenizer.finish()]) == tokenizer.decode(ids)
+    assert pieces[-1], "the last token's text came late"
+    assert sum(decoded) < 150 * len(ids)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["\u00ff", "\u00f0", "\u00e2", "a", "\u0120the", "</s>"]), st.integers(1, 90)),
+        max_size=8,
+    )
+)
+def test_long_runs_join_to_what_decoding_them_at_once_gives(runs: list[tuple[str, int]]) -> None:
+    tokenizer = BYTE_LEVEL
+    ids = [tokenizer.token_to_id(token) or 0 for token, count in runs for _ in range(count)]
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 def test_endless_wrong_bytes_come_out_all_the_same() -> None:
