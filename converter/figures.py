@@ -1,21 +1,17 @@
 """The report's figures: which block minds sparsity, where the sparsity went, alpha, and quality against sparsity.
 
 Drawn from the report's own data, so that a figure and the JSON beside it cannot disagree. Equal data gives equal bytes
-on one version of matplotlib. matplotlib is optional (extra ``plot``).
+on one version of matplotlib.
 Source: the paper's Figs. 2, 4 and 5.
 """
 
 from __future__ import annotations
 
-import functools
 import io
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["FIGURES", "render_figures"]
-
-_log = logging.getLogger("wisparse")
 
 # Every figure there may be, and what it shows.
 FIGURES: Mapping[str, str] = {
@@ -32,16 +28,9 @@ _ATTENTION, _MLP, _BLOCK = _COLOURS[0], _COLOURS[1], _COLOURS[6]
 
 
 def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
-    """PNG files for a report: relative name -> bytes. A figure without data is left out.
+    """PNG files for a report: relative name -> bytes. A figure without data is left out."""
+    import matplotlib
 
-    Returns:
-        Nothing if matplotlib is not installed; a line on stderr says so, once.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        _say_missing()
-        return {}
     figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {"figures/sparsity.png": _sparsity}
     if len({one["alpha"] for block in report["blocks"] for one in block["projections"].values()}) > 1:
         figures["figures/alpha.png"] = _alpha  # a method that chooses none has nothing to show
@@ -58,11 +47,6 @@ def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
         for name, draw in figures.items():
             files[name] = _png(draw(report))
     return files
-
-
-@functools.cache
-def _say_missing() -> None:
-    _log.warning("no figures: matplotlib is not installed (pip install 'wisparse[plot]')")
 
 
 def _png(figure: Any) -> bytes:

@@ -69,7 +69,7 @@ class Conversion:
         recipe: what was decided.
         measurement: what it costs, on fresh text; None if an interrupted run had written the bundle already.
         plan: what the preflight found.
-        seconds: stage -> wall-clock seconds.
+        seconds: stage -> wall-clock seconds; what several conversions share is the first one's.
         url: where it was uploaded to, or None.
     """
 
@@ -261,7 +261,7 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
         recipe = _recipe(plan, fetched, tokens, result)
         with progress.stage("Writing the bundle"):
             _write(plan, origin, checkpoint, recipe, result, measurement)
-    return Conversion(settings.output_dir, recipe, measurement, plan, dict(progress.seconds), None)
+    return Conversion(settings.output_dir, recipe, measurement, plan, progress.take_seconds(), None)
 
 
 def _found_finished(plan: Plan, progress: Progress) -> Conversion:
@@ -269,7 +269,7 @@ def _found_finished(plan: Plan, progress: Progress) -> Conversion:
     out = plan.settings.output_dir
     clear_leftovers(Path(os.path.abspath(out)), BUNDLE)
     _log.warning("the bundle in %s was complete already", out)
-    return Conversion(out, Bundle.open(out).recipe, None, plan, dict(progress.seconds), None)
+    return Conversion(out, Bundle.open(out).recipe, None, plan, progress.take_seconds(), None)
 
 
 def _upload(conversion: Conversion, progress: Progress) -> Conversion:
@@ -278,7 +278,7 @@ def _upload(conversion: Conversion, progress: Progress) -> Conversion:
         return conversion
     with progress.stage("Uploading"):
         url = push_bundle(settings.output_dir, settings.upload_repo, settings.private)
-    return replace(conversion, url=url, seconds=dict(progress.seconds))
+    return replace(conversion, url=url, seconds={**conversion.seconds, **progress.take_seconds()})
 
 
 # ---------------------------------------------------------------------- state

@@ -59,7 +59,7 @@ class Progress:
         enabled: True draws bars, False draws nothing, None draws if stderr is a terminal.
 
     Attributes:
-        seconds: stage title -> wall-clock seconds spent in it, in the order of the first start.
+        seconds: stage title -> wall-clock seconds spent in it, in the order of the first start; see `take_seconds`.
     """
 
     def __init__(self, enabled: bool | None = None) -> None:
@@ -67,6 +67,11 @@ class Progress:
         self._console = Console(stderr=True)
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
         self._bars: Bars | None = None
+
+    def take_seconds(self) -> dict[str, float]:
+        """`seconds` so far; from now on they count anew."""
+        taken, self.seconds = self.seconds, {}
+        return taken
 
     @contextmanager
     def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:

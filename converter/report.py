@@ -92,8 +92,6 @@ def render_report(
 ) -> dict[str, bytes]:
     """The report and its figures, as files for the bundle: relative name -> bytes.
 
-    Without matplotlib there are no figures, and one line on stderr says so.
-
     Args:
         recipe: what was decided.
         config: the model's dimensions.

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HTTPError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
@@ -33,7 +33,7 @@ from .generation import Tally, sparse_from
 from .loader import load
 from .model import Model
 
-__all__ = ["LOCAL_TASKS", "PAPER_TASKS", "WisparseLM", "evaluate_tasks"]
+__all__ = ["LOCAL_TASKS", "PAPER_TASKS", "QUESTIONS", "WisparseLM", "evaluate_tasks"]
 
 # The tasks that ship with the project, as the harness reads them.
 LOCAL_TASKS = Path(__file__).with_name("tasks")
@@ -47,6 +47,9 @@ PAPER_TASKS = {
     "mmlu": "mmlu",
     "commonsense_qa": "commonsense_qa",
 }
+
+# Beside the metrics of a task: of how many questions they are.
+QUESTIONS = "num_questions"
 
 _DEFAULT_NEW_TOKENS = 256
 
@@ -289,7 +292,8 @@ def evaluate_tasks(
         tally: what the generated answers took is added to it.
 
     Returns:
-        Per task its metrics, ``name -> value``, standard errors as ``name_stderr``.
+        Per task its metrics, ``name -> value``, standard errors as ``name_stderr``, and under `QUESTIONS` how many
+        questions they are of.
 
     Raises:
         UsageError: unknown task, or one that runs the model's code without consent.
@@ -325,13 +329,25 @@ def evaluate_tasks(
         if "unsafe" not in str(error):
             raise
         raise _unsafe(", ".join(tasks)) from error
-    except (OSError, HfHubHTTPError) as error:
+    except (OSError, HTTPError) as error:
         # A data set that does not exist, or cannot be fetched; each library has its own kind.
+        why = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise AccessError(
-            f"the data of {', '.join(tasks)} cannot be read: {str(error).strip().splitlines()[0]:.200}; "
-            "check the network and the harness's version"
+            f"the data of {', '.join(tasks)} cannot be read: {why:.200}; check the network and the harness's version"
         ) from error
-    return {name: _metrics(values) for name, values in outcome["results"].items()}
+    counts = _questions(outcome)
+    return {name: {QUESTIONS: counts[name], **_metrics(values)} for name, values in outcome["results"].items()}
+
+
+def _questions(outcome: Mapping[str, Any]) -> dict[str, int]:
+    """How many questions the metrics of each task are of; a group's are those of its tasks."""
+    own = {name: int(count["effective"]) for name, count in outcome["n-samples"].items()}
+    groups = outcome.get("group_subtasks") or {}
+
+    def leaves(name: str) -> set[str]:
+        return {name} if name in own else {leaf for part in groups.get(name, ()) for leaf in leaves(part)}
+
+    return {name: sum(own[leaf] for leaf in leaves(name)) for name in outcome["results"]}
 
 
 def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike[str]]) -> Any:

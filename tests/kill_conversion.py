@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from wisparse.converter import figures
 from wisparse.converter.pipeline import convert
 
 
@@ -100,8 +101,8 @@ def _arm(kill: str | dict[str, Any] | None, trace: int, out: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
-    if "--plain" in sys.argv[1:]:  # an install without matplotlib: pictures take longer than the rest of a conversion
-        sys.modules["matplotlib"] = None  # type: ignore[assignment]
+    if "--plain" in sys.argv[1:]:  # without pictures, which take longer than the rest of a conversion
+        figures.render_figures = lambda report: {}  # type: ignore[assignment]
     import transformers.models.auto.modeling_auto
     import transformers.models.llama.modeling_llama  # noqa: F401 - imported once, for all children
 

@@ -164,7 +164,7 @@ def test_what_is_pushed_and_what_not_is_said(
     (mine / "notes\x1b[2J.txt").write_text("mine")
     code, said = in_process(capsys, "push", mine, "alice/tiny-50")
     assert code == 0, said
-    assert "left out, not part of the bundle: 'notes\\x1b[2J.txt'" in said
+    assert "left out, not part of the bundle: notes\N{REPLACEMENT CHARACTER}[2J.txt" in said
     assert "MB, to alice/tiny-50" in said
     (mine / "notes\x1b[2J.txt").unlink()
     code, said = in_process(capsys, "push", mine, "alice/tiny-50")

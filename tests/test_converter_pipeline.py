@@ -229,6 +229,9 @@ def test_several_sparsities_give_the_bundles_each_gives_alone(
     assert [document["bundle"] for document in documents] == [f"{out}-30", f"{out}-55"]
     assert sorted(path.name for path in out.parent.iterdir()) == ["bundle-30", "bundle-55"]
     assert len(loads) == 1
+    first, second = (document["seconds"] for document in documents)
+    assert "Loading the model" in first
+    assert "Loading the model" not in second, "each has its own times, and what they share is the first one's"
     shared = len(drawn)
     for percent in ("30", "55"):
         assert run_command(model, "-o", out, "--sparsity", f"0.{percent}", *flags) == 0

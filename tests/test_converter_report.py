@@ -6,9 +6,8 @@ import dataclasses
 import json
 import math
 import random
-import subprocess
-import sys
 
+import matplotlib
 import pytest
 
 from wisparse.converter import figures
@@ -120,7 +119,6 @@ def test_report_is_the_same_twice_and_plain_json() -> None:
 
 @pytest.mark.parametrize(("model_type", "num_blocks"), [("llama", 1), ("phi3", 2), ("qwen2", 32), ("llama", 80)])
 def test_figures(model_type: str, num_blocks: int) -> None:
-    pytest.importorskip("matplotlib")
     model = config(model_type, num_blocks)
     curve = [(0.3, quality(0.01)), (0.5, quality(perplexity=math.nan))]
     files = render_report(recipe(model), model, sensitivity=sensitivity(num_blocks), curve=curve)
@@ -139,14 +137,12 @@ def test_figures(model_type: str, num_blocks: int) -> None:
 
 
 def test_figures_without_data_are_left_out() -> None:
-    pytest.importorskip("matplotlib")
     model = config()
     assert sorted(render_report(recipe(model), model)) == [REPORT, "figures/alpha.png", "figures/sparsity.png"]
     assert list(render_report(recipe(model), model, figures=False)) == [REPORT]
 
 
 def test_a_users_style_changes_nothing() -> None:
-    matplotlib = pytest.importorskip("matplotlib")
     model = config()
     expected = render_report(recipe(model), model)
     with matplotlib.rc_context({"figure.dpi": 50, "lines.linewidth": 9, "font.size": 30, "savefig.facecolor": "red"}):
@@ -154,17 +150,5 @@ def test_a_users_style_changes_nothing() -> None:
         assert matplotlib.rcParams["font.size"] == 30
 
 
-def test_without_matplotlib_it_says_so_once() -> None:
-    script = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "from wisparse.converter.figures import render_figures\n"
-        "print([render_figures({}), render_figures({})])\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[{}, {}]"
-    assert done.stderr.count("no figures: matplotlib is not installed (pip install 'wisparse[plot]')") == 1
-
-
 def test_drawing_needs_no_display_and_no_pyplot() -> None:
-    pytest.importorskip("matplotlib")
     assert "pyplot" not in vars(figures)

@@ -109,7 +109,7 @@ def test_what_is_declared_is_what_is_imported() -> None:
             imported |= {distributions.get(module, [module])[0].lower().replace("_", "-") for module in modules}
     extras = PROJECT["project"]["optional-dependencies"]
     needed = {_name(line) for line in PROJECT["project"]["dependencies"]}
-    optional = {_name(line) for extra in ("datasets", "eval", "onnx", "plot", "vllm") for line in extras[extra]}
+    optional = {_name(line) for extra in ("datasets", "eval", "onnx", "vllm") for line in extras[extra]}
     brought = {"llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
     assert needed <= imported
     assert imported - brought == needed | optional
@@ -124,7 +124,7 @@ def test_lower_bounds_are_printed_as_pins() -> None:
     command = [sys.executable, ROOT / ".ci" / "lower_bounds.py", "test"]
     pins = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     extras = PROJECT["project"]["optional-dependencies"]
-    lines = [*PROJECT["project"]["dependencies"], *extras["test"], *extras["eval"], *extras["onnx"], *extras["plot"]]
+    lines = [*PROJECT["project"]["dependencies"], *extras["test"], *extras["eval"], *extras["onnx"]]
     assert sorted(pins) == sorted({line.replace(">=", "==") for line in lines if ">=" in line})
 
 

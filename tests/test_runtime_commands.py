@@ -140,6 +140,19 @@ def test_chat_keeps_and_forgets_the_conversation(
     assert chat("one\n", "--system-prompt", "Be brief.")[0] == 0
 
 
+@pytest.mark.parametrize(
+    "wrong",
+    [("--temperature", "nan"), ("--temperature", "inf"), ("--top-p", "nan"), ("--min-p", "nan"), ("--stop", "")],
+)
+def test_chat_refuses_settings_before_the_first_message(
+    wrong: tuple[str, str], bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    code, out, err = call(capsys, "chat", bundle, *wrong)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"wisparse: {wrong[0].lstrip('-').replace('-', '_')}: expected ")
+
+
 def start(*args: object) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "wisparse", *map(str, args)],

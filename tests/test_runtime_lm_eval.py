@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from bundle_maker import make_bundle
+from huggingface_hub.errors import HTTPError
 from torch import Tensor
 
 from wisparse.cli import main
@@ -23,11 +25,19 @@ from wisparse.runtime.tasks.interpreter_lines import load_problems
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
 
+import lm_eval
 import lm_eval.tasks
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from wisparse.runtime.lm_eval_adapter import PAPER_TASKS, WisparseLM, _task_manager, evaluate_tasks
+from wisparse.runtime.lm_eval_adapter import (
+    PAPER_TASKS,
+    QUESTIONS,
+    WisparseLM,
+    _questions,
+    _task_manager,
+    evaluate_tasks,
+)
 
 
 @pytest.fixture(scope="module")
@@ -253,7 +263,7 @@ def test_interpreter_lines(model: Model) -> None:
         == one.answer
         for one in load_problems(12)
     ]
-    assert found == {"interpreter_lines": {"exact_match": sum(right) / 12}}
+    assert found == {"interpreter_lines": {"num_questions": 12, "exact_match": sum(right) / 12}}
     assert sum(right) > 0
 
 
@@ -280,6 +290,37 @@ metric_list:
     found = evaluate_tasks(model, ["mine", "interpreter_lines"], include_path=[tmp_path], limit=2)
     assert set(found) == {"mine", "interpreter_lines"}
     assert found["mine"]["acc"] in (0.0, 0.5, 1.0)
+    assert found["mine"]["num_questions"] == 2
+    assert QUESTIONS == "num_questions", "the command's table knows it by this name"
+
+
+def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
+    outcome = {
+        "results": {"mmlu": {}, "mmlu_stem": {}, "mmlu_algebra": {}, "mmlu_law": {}},
+        "n-samples": {name: {"original": 100, "effective": n} for name, n in (("mmlu_algebra", 3), ("mmlu_law", 4))},
+        "group_subtasks": {"mmlu": ["mmlu_stem", "mmlu_law"], "mmlu_stem": ["mmlu_algebra"]},
+    }
+    assert _questions(outcome) == {"mmlu": 7, "mmlu_stem": 3, "mmlu_algebra": 3, "mmlu_law": 4}
+
+
+@pytest.mark.parametrize(
+    "failure", [ConnectionError("Couldn't reach 'openai/gsm8k' on the Hub"), HTTPError("[Errno -2] unknown")]
+)
+def test_without_a_network_it_ends_in_one_sentence(
+    failure: Exception, bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        logging.getLogger("huggingface_hub.utils").warning("thrown while requesting HEAD; retrying in 1s [Retry 1/5].")
+        raise failure
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
+    with pytest.raises(SystemExit) as exit_info:
+        main(["eval", str(bundle), "--tasks", "gsm8k,mmlu", "--backend", "torch", "--device", "cpu"])
+    err = capsys.readouterr().err
+    assert exit_info.value.code == 4
+    assert [line for line in err.splitlines() if "compiling" not in line] == [
+        f"wisparse: the data of gsm8k, mmlu cannot be read: {failure}; check the network and the harness's version"
+    ]
 
 
 def test_the_papers_tasks_have_these_names() -> None:

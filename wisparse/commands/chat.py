@@ -9,8 +9,10 @@ from typing import Any
 import click
 
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.runtime.decoder import SamplingSettings
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
+from wisparse.runtime.prompts import stop_texts
 
 from .options import footer, loading_options, sampling_options, set_up_logging, show
 from .places import FOLDER_OR_ID
@@ -47,6 +49,9 @@ def command(
     wisparse chat USER/NAME --system-prompt "Answer in one sentence."
     """
     set_up_logging(verbose)
+    sampling = ("temperature", "top_k", "top_p", "min_p", "seed")
+    SamplingSettings(**{name: settings[name] for name in sampling})  # refused now, not after the first message
+    stop_texts(settings["stop"])
     model = load(
         bundle,
         device=device,

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs the harness
+
 
 @click.command("eval")
 @click.argument("bundles", type=FOLDER_OR_ID, metavar="BUNDLE...", nargs=-1, required=True)
@@ -87,9 +89,10 @@ def command(
     wisparse eval out --tasks gsm8k,mmlu
     """
     set_up_logging(verbose)
-    # The harness warns about what it does anyway.
-    logging.getLogger("lm_eval").setLevel(logging.INFO if verbose else logging.ERROR)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    # The harness warns about what it does anyway, the Hub's client at every retry; the failure itself is said.
+    for library in ("lm_eval", "huggingface_hub") if names else ():
+        logging.getLogger(library).setLevel(logging.INFO if verbose else logging.ERROR)
     if tasks is not None:
         _check_tasks(names)
     if len(bundles) > 1 and not compare:
@@ -335,15 +338,16 @@ def _task_table(rows: Sequence[Mapping[str, Any]]) -> Any:
     table = Table(title="tasks, by which tokens of a prompt are sparse", title_justify="left", box=None)
     for name in ("bundle", "task", "metric"):
         table.add_column(name, no_wrap=True)
+    table.add_column("n", justify="right")
     for policy in policies:
         table.add_column(policy, justify="right")
     for row in rows:
         for task, metrics in row["tasks"]["masks off"].items():
             for metric in metrics:
-                if metric.endswith("_stderr"):
+                if metric.endswith("_stderr") or metric == _QUESTIONS:
                     continue
                 cells = [_with_error(row["tasks"][policy][task], metric) for policy in policies]
-                table.add_row(row["bundle"], task, metric, *cells)
+                table.add_row(row["bundle"], task, metric, f"{metrics[_QUESTIONS]:,}", *cells)
     return table
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from wisparse.formats.errors import AccessError
+from wisparse.formats.errors import AccessError, printable
 from wisparse.formats.hub import (
     check_write_access,
     is_public,
@@ -53,7 +53,7 @@ def _push(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
     verify_bundle(bundle)
     plan = plan_push(bundle, repo)
     for name in plan.left_out:
-        click.echo(f"left out, not part of the bundle: {name!r}", err=True)
+        click.echo(f"left out, not part of the bundle: {printable(name)}", err=True)
     num_bytes = sum(plan.send.values())
     if plan.send:
         what = f"{len(plan.send)} of {plan.num_files} files, {num_bytes / 1e6:,.1f} MB"
