@@ -17,13 +17,19 @@ from .errors import UnsupportedModelError
 __all__ = ["ARCHITECTURES", "Architecture", "ModelConfig", "Projection", "RopeConfig"]
 
 
+# The names that a projection can have: separate, or fused.
+_QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
+_GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How one ``model_type`` is put together.
 
     Attributes:
-        qkv: projections that read the attention's input, in the order their outputs are laid out as q, k, v.
-        gate_up: projections that read the MLP's input, in the order gate, up.
+        qkv: projections that read the attention's input, in the order their outputs are laid out as q, k, v; or the one
+            that all three are fused in, ``qkv_proj``.
+        gate_up: projections that read the MLP's input, in the order gate, up; or the fused ``gate_up_proj``.
         qkv_bias, o_bias, mlp_bias: True or False where the architecture fixes it, else the config key that says so.
         qk_norm: q and k are RMS-normalised per head before the rotary embedding.
         sliding: which config key switches the sliding window on; None if its mere presence does.
@@ -31,14 +37,20 @@ class Architecture:
     """
 
     class_name: str
-    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    qkv: tuple[str, ...] = _QKV[0]
+    gate_up: tuple[str, ...] = _GATE_UP[0]
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
     sliding: str | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        known = (("qkv", self.qkv, _QKV), ("gate_up", self.gate_up, _GATE_UP))
+        for name, given, expected in known:
+            if given not in expected:
+                raise ValueError(f"{self.class_name}: expected {name} to be one of {expected}, found {given}")
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import metadata as metadata_of
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,15 @@ __all__ = ["DOMAIN", "DTYPES", "OPSETS", "RotaryTables", "Weight", "build_graph"
 DOMAIN = "ai.wisparse"
 OPSETS = range(18, 25)  # ReduceMean takes its axes as an input from 18 on; 24 is the newest that was tried
 DTYPES: Mapping[str, int] = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
+_GRAPH_DOC = (
+    "One pass over new tokens: logits (batch, new tokens, vocabulary) in float32, and the cache with the new tokens' "
+    "keys and values behind the past ones. Projections are sparse in a pass of one new token on a filled "
+    "cache, else dense."
+)
+_FUNCTION_DOC = (
+    "y = where(|x| * channel_scale < threshold, 0, x) @ weight_t. x (..., K); weight_t (K, N), a channel's weights "
+    "in a row; channel_scale (K,) and threshold () float32. Rows of dropped channels need not be read."
+)
 _LOWEST = np.float32(np.finfo(np.float32).min)
 
 
@@ -81,9 +91,11 @@ class _Graph:
         return outputs
 
     def constant(self, value: np.ndarray | np.float32, name: str = "") -> str:
-        """An inline constant; unnamed ones with equal content are one."""
+        """An inline constant; unnamed ones, scalars and short vectors, with equal content are one."""
         array = np.asarray(value, order="C")
-        name = name or f"const/{array.dtype}/{'x'.join(map(str, array.shape))}/{array.tobytes().hex()}"
+        # Python writes a number so that it can be read back: names are equal only if values are.
+        written = ",".join(str(number) for number in array.ravel().tolist())
+        name = name or f"const/{array.dtype}/{written if not array.shape else f'[{written}]'}"
         self.constants.setdefault(name, numpy_helper.from_array(array, name))
         return name
 
@@ -126,12 +138,18 @@ def build_graph(
     _head(graph, config, hidden)
     inputs, outputs = _signature(config, DTYPES[dtype])
     proto = helper.make_graph(
-        graph.nodes, "wisparse", inputs, outputs, initializer=list(graph.constants.values()), doc_string=""
+        graph.nodes, "wisparse", inputs, outputs, initializer=list(graph.constants.values()), doc_string=_GRAPH_DOC
     )
     opsets = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
     version = max(10, helper.find_min_ir_version_for(opsets, ignore_unknown=True))
     model = helper.make_model(
-        proto, opset_imports=opsets, functions=[_sparse_linear(opset)], ir_version=version, producer_name="wisparse"
+        proto,
+        opset_imports=opsets,
+        functions=[_sparse_linear(opset)],
+        ir_version=version,
+        producer_name="wisparse",
+        producer_version=metadata_of.version("wisparse"),
+        doc_string=f"{config.model_type} decoder with weight-aware activation sparsity, {config.num_blocks} blocks.",
     )
     helper.set_model_props(model, dict(metadata))
     return model, graph.weights
@@ -156,6 +174,7 @@ def _sparse_linear(opset: int) -> onnx.FunctionProto:
             node("MatMul", ["masked", "weight_t"], ["y"]),
         ],
         opset_imports=[helper.make_opsetid("", opset)],
+        doc_string=_FUNCTION_DOC,
     )
 
 

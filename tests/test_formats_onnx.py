@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +134,20 @@ def test_names_are_those_others_expect(bundle: Path, exported: Path) -> None:
     assert len({node.name for node in model.graph.node}) == len(model.graph.node)
     assert [(function.domain, function.name) for function in model.functions] == [(DOMAIN, "SparseLinear")]
     assert {prop.key: prop.value for prop in model.metadata_props}["base_model"] == "org/source"
+
+
+def test_the_file_says_what_it_is_and_its_names_can_be_read(exported: Path) -> None:
+    model = onnx.load(str(exported / "model.onnx"), load_external_data=False)
+    assert (model.producer_name, model.producer_version) == ("wisparse", metadata.version("wisparse"))
+    for what in (model, model.graph, *model.functions):
+        assert what.doc_string
+    constants = [one for one in model.graph.initializer if one.name.startswith("const/")]
+    assert constants
+    for one in constants:
+        _, dtype, written = one.name.split("/")
+        value = onnx.numpy_helper.to_array(one)
+        np.testing.assert_array_equal(np.array(json.loads(written), dtype=dtype), value)
+        assert str(value.dtype) == dtype
 
 
 def test_weights_are_external_aligned_and_stored_once(bundle: Path, exported: Path) -> None:

@@ -41,3 +41,9 @@ def test_the_row_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     with torch.inference_mode():
         expected = AutoModelForCausalLM.from_pretrained(folder).eval()(tokens[None]).logits[0]
     assert (decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("fused", [{"qkv": ("query_key_value",)}, {"gate_up": ("up_gate_proj",)}])
+def test_a_row_with_names_that_nothing_knows_is_refused_where_it_is_written(fused: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"expected (qkv|gate_up) to be one of"):
+        architectures.Architecture("OddForCausalLM", **fused)
