@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 __all__ = ["Place", "torchrun_place"]
 
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True)
+class Place:
     """This process among those that torchrun started; the default is a process alone.
 
     Attributes:
