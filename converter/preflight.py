@@ -36,7 +36,15 @@ from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, load_tokenizer
 from .state import StateStore
 
-__all__ = ["Plan", "available_memory", "check_places", "preflight", "require_resources"]
+__all__ = [
+    "Plan",
+    "available_memory",
+    "bundle_bytes",
+    "check_places",
+    "preflight",
+    "require_resources",
+    "working_bytes",
+]
 
 _MAX_CONFIG_BYTES = 1 << 20
 # What a Python process with torch and transformers takes before it holds a model.
@@ -167,7 +175,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     shapes = expected_tensors(config)
     dtype = choose_dtype(config.dtype, device)
     num_parameters = sum(_product(shape) for shape in shapes.values())
-    working = _working_bytes(config, dtype, settings)
+    working = working_bytes(config, dtype, settings)
     weights = num_parameters * dtype.itemsize
     free = available_memory(device)
     plan = Plan(
@@ -181,7 +189,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         tokens=tokens,
         calibration=describe_spec(settings.calibration),
         download_bytes=download_bytes(settings.model, settings.revision),
-        bundle_bytes=_bundle_bytes(config, num_parameters, settings.dtype),
+        bundle_bytes=bundle_bytes(config, num_parameters, settings.dtype),
         disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
         memory_bytes=weights + working,
         memory_free_bytes=free,
@@ -245,13 +253,14 @@ def _calibration(
     return tokens
 
 
-def _bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str) -> int:
+def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str) -> int:
+    """Size of a bundle of so many parameters, stored in ``dtype`` (``auto``: the source's)."""
     itemsize = getattr(torch, config.dtype if dtype == "auto" else dtype, torch.float32).itemsize
     sidecar = sum(4 * projection.in_features + 512 for projection in config.projections())
     return num_parameters * itemsize + sidecar + (32 << 20)  # tokenizers have up to 20 MB
 
 
-def _working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSettings) -> int:
+def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSettings) -> int:
     """What is needed beside the weights: a bound from measurements (benchmarks/results/scale*.json)."""
     length, tokens = settings.length, settings.num_samples * settings.length
     # One block's inputs at all tokens, twice while they are put together; hidden states before and after it.

@@ -23,13 +23,25 @@ def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def _commands() -> list[str]:
-    """Commands of the README in order: the lines after ``$ ``, continued by a trailing backslash."""
-    commands = []
+def _shown() -> list[tuple[str, list[str]]]:
+    """Commands of the README in order, the lines after ``$ ``, each with the lines of output that stand below it."""
+    shown: list[tuple[str, list[str]]] = []
     for block in _blocks(ROOT / "README.md", "console"):
-        joined = block.replace("\\\n", " ")
-        commands += [line[2:].strip() for line in joined.splitlines() if line.startswith("$ ")]
-    return commands
+        for line in block.replace("\\\n", " ").splitlines():
+            if line.startswith("$ "):
+                shown.append((line[2:].strip(), []))
+            else:
+                shown[-1][1].append(line)
+    return shown
+
+
+def _commands() -> list[str]:
+    return [command for command, _ in _shown()]
+
+
+def _words(text: str) -> str:
+    """Text as one line without what differs from run to run: numbers, and where lines are broken."""
+    return " ".join(re.sub(r"\d[\d,.]*", "0", text).split())
 
 
 def test_there_are_commands_to_run() -> None:
@@ -44,7 +56,7 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "benchmarks", tmp_path / "benchmarks")
     scripts = Path(sys.executable).parent
     env = {**os.environ, "PATH": f"{scripts}{os.pathsep}{os.environ['PATH']}", "HF_HUB_OFFLINE": "1"}
-    for command in _commands():
+    for command, output in _shown():
         for part in command.split(" && "):
             if any(word in part for word in _NOT_RUN):
                 continue
@@ -53,6 +65,8 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
             assert "Traceback" not in done.stderr
             if shlex.split(part)[:2] == ["wisparse", "generate"]:
                 assert done.stdout.strip()
+            for line in output:
+                assert _words(line) in _words(done.stdout + done.stderr), f"{part}: the README shows {line!r}"
     for block in _blocks(ROOT / "README.md", "python"):
         if any(word in block for word in _NOT_RUN):
             continue
@@ -81,3 +95,11 @@ def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text("utf-8")):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_the_pages_of_the_api_and_of_requirements_are_up_to_date() -> None:
+    for command in (["docs/make_api.py", "--check"], ["benchmarks/requirements.py"]):
+        env = {**os.environ, "PYTHONPATH": str(ROOT)}
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
