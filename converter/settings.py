@@ -88,6 +88,14 @@ class ConvertSettings:
     upload_repo: str | None = None
     private: bool = False
 
+    def __post_init__(self) -> None:
+        # Here and not in `check`: what lies beside the output folder is named after it, by whoever asks first.
+        if not self.output_dir.name or self.output_dir.name == "..":
+            raise UsageError(
+                f"--output-dir: expected the name of a folder to be made, found {str(self.output_dir)!r}; "
+                "name one inside it"
+            )
+
     @property
     def length(self) -> int:
         """``seq_len`` where it is settled: given, or filled in by the preflight."""

@@ -240,6 +240,13 @@ def test_edited(name: str, bundle: Path) -> None:
         Bundle.open(bundle)
 
 
+def test_a_recipe_that_the_masks_were_not_made_with(bundle: Path) -> None:
+    """Every file as the manifest says, but the recipe in it is not the one that the sidecar was written for."""
+    _json(bundle, "wisparse.json", lambda manifest: manifest.update(base_model="another/model"))
+    with pytest.raises(BundleError, match="do not belong together"):
+        Bundle.open(bundle)
+
+
 @pytest.mark.parametrize("name", ["config.json", SHARD, INDEX, SIDECAR, "tokenizer.json", "wisparse.json"])
 def test_missing_file(name: str, bundle: Path) -> None:
     (bundle / name).unlink()

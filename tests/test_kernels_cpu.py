@@ -104,6 +104,17 @@ def test_same_channels_as_the_definition_at_ties_and_odd_numbers() -> None:
             )
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_a_score_on_the_threshold_is_kept_in_every_row(rows: int) -> None:
+    # One output column per channel: what a row drops must come out as 0, what lies on the threshold as itself.
+    x = torch.tensor([0.5, -0.5, 0.49999997, 0.25, 1.0]).repeat(rows, 1)
+    x[0, 0] = 0.75  # in one row above it, in the others on it
+    scale = torch.tensor([1.0, 1.0, 1.0, 2.0, 0.5])
+    mine = sparse_linear(x, transpose(torch.eye(5)), None, scale, 0.5)
+    assert torch.equal(mine, torch.where(keep_mask(x, scale, 0.5), x, 0.0))
+    assert mine[:, 1:].tolist() == [[-0.5, 0.0, 0.25, 1.0]] * rows
+
+
 def test_a_weight_of_a_dropped_channel_is_not_read() -> None:
     x, weight, bias, scale = case(40, 24, torch.float32)
     keep = keep_mask(x[0], scale, 0.7)
