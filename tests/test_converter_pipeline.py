@@ -556,6 +556,7 @@ def test_failed_upload_keeps_the_bundle(
 def test_upload(model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pushed = []
     monkeypatch.setattr("wisparse.converter.preflight.check_write_access", lambda repo: None)
+    monkeypatch.setattr("wisparse.converter.preflight.is_public", lambda repo: False)
     monkeypatch.setattr(pipeline, "push_bundle", lambda *given: pushed.append(given) or "https://hub/me/it")
     assert run_command(model, "-o", out, "--upload-repo", "me/it", "--private", *FLAGS) == 0
     assert pushed == [(out, "me/it", True)]

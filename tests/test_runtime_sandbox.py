@@ -43,9 +43,11 @@ def process_of(template: ChatTemplate) -> subprocess.Popen[bytes]:
 
 def test_processor_time_ends_what_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_SECONDS", 0.3)
-    monkeypatch.setattr(sandbox, "_PATIENCE", 1000)  # not the clock
+    monkeypatch.setattr(sandbox, "_PATIENCE", 100)  # not the clock, which comes after 30 seconds
+    started = time.monotonic()
     with pytest.raises(BundleError, match=r"fails \(it takes more than 0\.3 seconds\)"):
         ChatTemplate(ENDLESS, {}).render(MESSAGES)
+    assert time.monotonic() - started < 25
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="only the clock counts there")
