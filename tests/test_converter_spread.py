@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def give_room(patch: pytest.MonkeyPatch, room: int) -> None:
     """To the weights, beside what the work needs."""
     patch.setattr(preflight, "_BASE_BYTES", 0)
-    patch.setattr(preflight, "_working_bytes", lambda *_: 1 << 20)
+    patch.setattr(preflight, "working_bytes", lambda *_: 1 << 20)
     patch.setattr(preflight, "available_memory", lambda device: (1 << 20) + room)
 
 
