@@ -46,7 +46,7 @@ class Baseline(torch.nn.Module):
                 }
             )
         half = config.head_dim // 2
-        inverse = config.rope.theta ** (-torch.arange(half, device=device) / half)
+        inverse = config.rotaries[0].theta ** (-torch.arange(half, device=device) / half)
         angle = torch.arange(length, device=device)[:, None] * inverse
         angle = torch.cat((angle, angle), 1)
         self.cos, self.sin = angle.cos().to(dtype), angle.sin().to(dtype)

@@ -1,25 +1,63 @@
-"""Facts about the supported architectures, as one table, and the model's dimensions read from ``config.json``.
+"""The block as data: facts about each supported architecture, as one table, and a model read from its ``config.json``.
 
-A new architecture of the same family (RMSNorm, rotary embeddings, gated SiLU MLP) is one more row of ``ARCHITECTURES``.
-Names are Hugging Face's.
+A block is two halves, attention and MLP, each ``x + output_norm(half(input_norm(x)))`` with either norm left out in
+some families:
+
+    attention   o(softmax(cap(scale * q k^T)) v)         q, k normalised, turned by the block's rotary embedding
+    MLP         down(activation(gate) * up)
+
+``ARCHITECTURES`` says for every ``model_type`` what stands where; ``ModelConfig`` says it for one model, block by
+block. Every executor reads these two and no executor knows a family's name, so that a family which needs no new
+arithmetic is one more row. Names are Hugging Face's.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from .errors import UnsupportedModelError
+from .positions import RopeConfig, read_rope
+from .refusals import why_refused
 
-__all__ = ["ARCHITECTURES", "Architecture", "ModelConfig", "Projection", "RopeConfig"]
+__all__ = ["ARCHITECTURES", "Architecture", "Block", "ModelConfig", "Norms", "Projection", "QKNorm"]
 
+Activation = Literal["silu", "gelu_tanh"]
+
+# A config key, and the power its number is raised to: Gemma's scores are multiplied by query_pre_attn_scalar**-0.5.
+Power = tuple[str, float]
 
 # The names that a projection can have: separate, or fused.
 _QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 _GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Where a block's norms over the hidden state stand, by name; None where there is none."""
+
+    attention_input: str | None = "input_layernorm"
+    attention_output: str | None = None
+    mlp_input: str | None = "post_attention_layernorm"
+    mlp_output: str | None = None
+
+
+_BEFORE = Norms()
+_AFTER = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+_SANDWICH = Norms(
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+)
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """RMSNorm of queries and keys: of each head alone, or of all heads as one vector; before the rotation or after."""
+
+    per_head: bool = True
+    after_rotary: bool = False
+    names: tuple[str, str] = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True)
@@ -27,23 +65,52 @@ class Architecture:
     """How one ``model_type`` is put together.
 
     Attributes:
+        norms: where the norms over the hidden state stand.
+        norm_offset: norms multiply by 1 + weight, in float32 (Gemma), instead of by weight.
         qkv: projections that read the attention's input, in the order their outputs are laid out as q, k, v; or the one
             that all three are fused in, ``qkv_proj``.
         gate_up: projections that read the MLP's input, in the order gate, up; or the fused ``gate_up_proj``.
         qkv_bias, o_bias, mlp_bias: True or False where the architecture fixes it, else the config key that says so.
-        qk_norm: q and k are RMS-normalised per head before the rotary embedding.
+        qk_norm: how q and k are normalised, if they are.
+        activation: which config key names the MLP's activation.
+        interleaved: rotary embeddings turn neighbours, not halves.
+        local_theta: config key with the rotary base of blocks with a sliding window, where that is another one; None
+            where all blocks share one rotary embedding.
+        unrotated: which blocks know no positions: ``full``, those without a window in a model where others have one;
+            ``listed``, those whose entry in ``no_rope_layers`` is 0.
         sliding: which config key switches the sliding window on; None if its mere presence does.
+        full_every: without ``layer_types``, every n-th block attends to everything (``sliding_window_pattern``
+            overrides n); None: all blocks have the window.
+        attention_scale: what scores are multiplied by; None for head_dim**-0.5.
+        query_scaling: queries grow with the logarithm of the position, by ``llama_4_scaling_beta``.
+        attention_softcap, logits_softcap: config keys of c in c * tanh(x / c), None where there is no such thing.
+        embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each half's output, and logits
+            are multiplied by; None for 1.
         defaults: what transformers takes a key for that ``config.json`` leaves out.
     """
 
     class_name: str
+    norms: Norms = _BEFORE
+    norm_offset: bool = False
     qkv: tuple[str, ...] = _QKV[0]
     gate_up: tuple[str, ...] = _GATE_UP[0]
     qkv_bias: bool | str = False
     o_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: QKNorm | None = None
+    activation: str = "hidden_act"
+    interleaved: bool = False
+    local_theta: str | None = None
+    unrotated: Literal["full", "listed"] | None = None
     sliding: str | None = None
+    full_every: int | None = None
+    attention_scale: Power | None = None
+    query_scaling: bool = False
+    attention_softcap: str | None = None
+    logits_softcap: str | None = None
+    embedding_multiplier: Power | None = None
+    residual_multiplier: Power | None = None
+    logits_multiplier: Power | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,9 +120,42 @@ class Architecture:
                 raise ValueError(f"{self.class_name}: expected {name} to be one of {expected}, found {given}")
 
 
+_BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_GEMMA: dict[str, Any] = {
+    **_BIASES,
+    "norm_offset": True,
+    "activation": "hidden_activation",
+    "embedding_multiplier": ("hidden_size", 0.5),
+}
+_GEMMA_DEFAULTS = {
+    "hidden_activation": "gelu_pytorch_tanh",
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias"),
+    "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral3": Architecture(
+        "Ministral3ForCausalLM",
+        query_scaling=True,
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16384,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+    ),
     "qwen2": Architecture(
         "Qwen2ForCausalLM",
         qkv_bias=True,
@@ -64,28 +164,141 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen3": Architecture(
         "Qwen3ForCausalLM",
-        qkv_bias="attention_bias",
-        o_bias="attention_bias",
-        qk_norm=True,
+        **_BIASES,
+        qk_norm=QKNorm(),
         sliding="use_sliding_window",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     ),
-    "phi3": Architecture(
-        "Phi3ForCausalLM", qkv=("qkv_proj",), gate_up=("gate_up_proj",), defaults={"rms_norm_eps": 1e-5}
+    "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1], defaults={"rms_norm_eps": 1e-5}),
+    "gemma2": Architecture(
+        "Gemma2ForCausalLM",
+        norms=_SANDWICH,
+        full_every=2,
+        attention_scale=("query_pre_attn_scalar", -0.5),
+        attention_softcap="attn_logit_softcapping",
+        logits_softcap="final_logit_softcapping",
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "num_key_value_heads": 4,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        **_GEMMA,
+    ),
+    "gemma3_text": Architecture(
+        "Gemma3ForCausalLM",
+        norms=_SANDWICH,
+        qk_norm=QKNorm(),
+        local_theta="rope_local_base_freq",
+        full_every=6,
+        attention_scale=("query_pre_attn_scalar", -0.5),
+        logits_softcap="final_logit_softcapping",
+        defaults={
+            **_GEMMA_DEFAULTS,
+            "num_key_value_heads": 4,
+            "rope_theta": 1_000_000.0,
+            "rope_local_base_freq": 10_000.0,
+        },
+        **_GEMMA,
+    ),
+    "olmo2": Architecture(
+        "Olmo2ForCausalLM", norms=_AFTER, **_BIASES, qk_norm=QKNorm(per_head=False), defaults={"rms_norm_eps": 1e-5}
+    ),
+    "olmo3": Architecture(
+        "Olmo3ForCausalLM",
+        norms=_AFTER,
+        **_BIASES,
+        qk_norm=QKNorm(per_head=False),
+        local_theta="rope_theta",
+        full_every=4,
+        defaults={"rms_norm_eps": 1e-5, "rope_theta": 500_000.0, "sliding_window": 4096},
+    ),
+    "smollm3": Architecture(
+        "SmolLM3ForCausalLM",
+        **_BIASES,
+        mlp_bias="mlp_bias",
+        unrotated="listed",
+        sliding="use_sliding_window",
+        defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+    ),
+    "granite": Architecture(
+        "GraniteForCausalLM",
+        **_BIASES,
+        mlp_bias="mlp_bias",
+        attention_scale=("attention_multiplier", 1),
+        embedding_multiplier=("embedding_multiplier", 1),
+        residual_multiplier=("residual_multiplier", 1),
+        logits_multiplier=("logits_scaling", -1),
+        defaults={
+            "attention_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "residual_multiplier": 1.0,
+            "logits_scaling": 1.0,
+        },
+    ),
+    "glm4": Architecture(
+        "Glm4ForCausalLM",
+        norms=Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
+        gate_up=_GATE_UP[1],
+        qkv_bias="attention_bias",
+        interleaved=True,
+        defaults={
+            "attention_bias": True,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "partial_rotary_factor": 0.5,
+            "rms_norm_eps": 1.5625e-7,
+        },
+    ),
+    "seed_oss": Architecture(
+        "SeedOssForCausalLM",
+        qkv_bias="attention_bias",
+        o_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+        defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
+    ),
+    "exaone4": Architecture(
+        "Exaone4ForCausalLM",
+        norms=_AFTER,
+        qk_norm=QKNorm(),
+        unrotated="full",
+        full_every=4,
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096, "rms_norm_eps": 1e-5},
+    ),
+    "hunyuan_v1_dense": Architecture(
+        "HunYuanDenseV1ForCausalLM",
+        **_BIASES,
+        qk_norm=QKNorm(after_rotary=True, names=("query_layernorm", "key_layernorm")),
+        defaults={"rms_norm_eps": 1e-5},
+    ),
+    "ernie4_5": Architecture(
+        "Ernie4_5ForCausalLM",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        interleaved=True,
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rope_theta": 500_000.0,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
     ),
 }
 
-_ROPE_TYPES = ("default", "linear", "llama3", "longrope")
-
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding settings; ``parameters`` holds what a scaled ``rope_type`` needs, under Hugging Face's keys."""
+class Block:
+    """What tells one block of a model from another.
 
-    theta: float
-    rope_type: str
-    rotary_dim: int
-    parameters: Mapping[str, Any]
+    Attributes:
+        window: how many positions it attends to, itself included; None for all.
+        rotary: which of ``ModelConfig.rotaries`` turns its queries and keys; None where nothing does.
+    """
+
+    window: int | None
+    rotary: int | None
 
 
 @dataclass(frozen=True)
@@ -107,7 +320,17 @@ class Projection:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A causal LM's dimensions, from its ``config.json`` (transformers 4 or 5 spelling)."""
+    """A causal LM's dimensions and its blocks, from its ``config.json`` (transformers 4 or 5 spelling).
+
+    Attributes:
+        blocks: one entry a block, in order.
+        rotaries: the rotary embeddings that blocks use, one or two.
+        attention_scale: what scores are multiplied by.
+        attention_softcap, logits_softcap: c in c * tanh(x / c), or None.
+        embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each half's output (before it is
+            added) and logits are multiplied by. The first is rounded to the activations' type before it is used.
+        query_scaling: (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
+    """
 
     model_type: str
     hidden_size: int
@@ -119,18 +342,50 @@ class ModelConfig:
     vocab_size: int
     rms_norm_eps: float
     max_position_embeddings: int
-    rope: RopeConfig
     tie_word_embeddings: bool
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     dtype: str
-    sliding_windows: tuple[int | None, ...]
+    activation: Activation
+    blocks: tuple[Block, ...]
+    rotaries: tuple[RopeConfig, ...]
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_multiplier: float
+    query_scaling: tuple[float, int] | None
 
     @property
     def architecture(self) -> Architecture:
         """The row of ``ARCHITECTURES`` this model belongs to."""
         return ARCHITECTURES[self.model_type]
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the model's blocks have that Llama's have not, in words: what an executor may not know yet."""
+        arch, norm = self.architecture, self.architecture.qk_norm
+        has = {
+            "norms of outputs": bool(arch.norms.attention_output or arch.norms.mlp_output),
+            "inputs that are not normalised": not (arch.norms.attention_input and arch.norms.mlp_input),
+            "norms by 1 + weight": arch.norm_offset,
+            "norms of q and k as a whole": norm is not None and not norm.per_head,
+            "norms of q and k after the rotation": norm is not None and norm.after_rotary,
+            "GELU": self.activation != "silu",
+            "interleaved rotary embeddings": self.rotaries[0].interleaved,
+            "two rotary embeddings": len(self.rotaries) > 1,
+            "blocks without positions": any(block.rotary is None for block in self.blocks),
+            "an attention scale of its own": self.attention_scale != self.head_dim**-0.5,
+            "queries scaled by position": self.query_scaling is not None,
+            "capped scores": self.attention_softcap is not None,
+            "capped logits": self.logits_softcap is not None,
+            "multiplied embeddings": self.embedding_multiplier != 1.0,
+            "multiplied outputs": self.residual_multiplier != 1.0,
+            "multiplied logits": self.logits_multiplier != 1.0,
+        }
+        return frozenset(name for name, present in has.items() if present)
 
     @property
     def q_size(self) -> int:
@@ -180,20 +435,23 @@ class ModelConfig:
         """
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-            raise UnsupportedModelError(f"unsupported architecture: {_refused(config, model_type)}")
+            raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
         if config.get("quantization_config"):
             raise UnsupportedModelError(
                 "the model is quantised (config.json has quantization_config); "
                 "expected bf16, fp16 or fp32 weights: use the unquantised checkpoint"
             )
-        activation = config.get("hidden_act", "silu")
-        if activation != "silu":
-            raise UnsupportedModelError(f"hidden_act: expected 'silu', found {activation!r:.80}")
         arch = ARCHITECTURES[model_type]
         config = {**arch.defaults, **config}
 
         def switch(value: bool | str) -> bool:
             return _switch(config, value) if isinstance(value, str) else value
+
+        def power(value: Power | None, default: float) -> float:
+            return default if value is None else _number(config, value[0]) ** value[1]
+
+        def optional(key: str | None) -> float | None:
+            return None if key is None or config.get(key) is None else _number(config, key)
 
         hidden_size = _dimension(config, "hidden_size")
         num_heads = _dimension(config, "num_attention_heads")
@@ -209,6 +467,7 @@ class ModelConfig:
         eps = config.get("rms_norm_eps", 1e-6)
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
             raise UnsupportedModelError(f"config.json: rms_norm_eps: expected a small number, found {eps!r:.80}")
+        blocks = _blocks(config, arch, num_blocks)
         return cls(
             model_type=model_type,
             hidden_size=hidden_size,
@@ -220,70 +479,109 @@ class ModelConfig:
             vocab_size=_dimension(config, "vocab_size"),
             rms_norm_eps=float(eps),
             max_position_embeddings=_dimension(config, "max_position_embeddings"),
-            rope=_rope(config, head_dim),
             tie_word_embeddings=_switch(config, "tie_word_embeddings"),
             qkv_bias=switch(arch.qkv_bias),
             o_bias=switch(arch.o_bias),
             mlp_bias=switch(arch.mlp_bias),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            sliding_windows=_sliding_windows(config, arch, num_blocks),
+            activation=_activation(config, arch),
+            blocks=blocks,
+            rotaries=_rotaries(config, arch, head_dim),
+            attention_scale=power(arch.attention_scale, head_dim**-0.5),
+            attention_softcap=optional(arch.attention_softcap),
+            logits_softcap=optional(arch.logits_softcap),
+            embedding_multiplier=power(arch.embedding_multiplier, 1.0),
+            residual_multiplier=power(arch.residual_multiplier, 1.0),
+            logits_multiplier=power(arch.logits_multiplier, 1.0),
+            query_scaling=_query_scaling(config) if arch.query_scaling else None,
         )
 
 
-# Families that are refused, by what they are: a name alone (mixtral is not a misspelt mistral) would mislead.
-_FAMILIES = (
-    (
-        "a mixture-of-experts model, which reads only some of its weights at a token already",
-        r".*moe.*|mixtral|deepseek_v[23].*|dbrx|gpt_oss|llama4.*|qwen3_next|kimi.*|dots1|minimax.*|grok.*|arctic|jamba",
-    ),
-    ("an encoder, which writes no text", r".*bert.*|electra|mpnet|xlm-roberta|nomic.*|deberta.*|gte|bge.*"),
-    (
-        "an encoder-decoder model, not a decoder alone",
-        r".*t5.*|.*bart|marian|pegasus.*|m2m_100|nllb.*|led|fsmt|prophetnet|encoder-decoder",
-    ),
-    (
-        "a recurrent or state-space model, whose blocks are no attention and MLP",
-        r".*mamba.*|rwkv.*|zamba.*|bamba|recurrent_gemma|nemotron_h|xlstm|hyena|retnet|lfm2.*",
-    ),
-    (
-        "a model of speech, sound or pictures",
-        r"whisper|wav2vec2.*|hubert|speecht5|musicgen.*|bark|vits|clip.*|siglip.*|vit.*|dinov.*|sam.*|swin.*",
-    ),
-    (
-        "a model of pictures and text together",
-        r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
-        r"gemma3n?|.*omni.*",
-    ),
-    (
-        "a dense decoder whose blocks are put together in another way (docs/bring-your-own-architecture.md says what "
-        "a new row of the table can be)",
-        r"gpt.*|opt|bloom|mpt|falcon|codegen|phi|gemma.*|stablelm.*|starcoder.*|olmo.*|cohere.*|granite.*|glm.*|"
-        r"smollm.*|internlm.*|baichuan.*|minicpm.*|nemotron|exaone.*|persimmon|xglm|biogpt|qwen|chatglm|seed_oss|apertus|"
-        r"ernie.*|hunyuan.*|arcee|helium|bitnet|diffllama|ministral.*",
-    ),
-)
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+def _activation(config: Mapping[str, Any], arch: Architecture) -> Activation:
+    given = config.get(arch.activation) or arch.defaults.get(arch.activation, "silu")
+    if not isinstance(given, str) or given not in _ACTIVATIONS:
+        known = " or ".join(repr(name) for name in _ACTIVATIONS)
+        raise UnsupportedModelError(f"{arch.activation}: expected {known}, found {given!r:.80}")
+    return _ACTIVATIONS[given]
 
 
-def _refused(config: Mapping[str, Any], model_type: Any) -> str:
-    """Why a model of another type is refused: what its config says it is, else its family, else that none is known."""
-    known = ", ".join(ARCHITECTURES)
-    if not isinstance(model_type, str):
-        return f"config.json: model_type: expected one of {known}, found {model_type!r:.80}"
-    kind = None
-    if any(isinstance(config.get(key), int) and config[key] > 1 for key in _EXPERTS):
-        kind = _FAMILIES[0][0]
-    elif config.get("is_encoder_decoder") is True:
-        kind = _FAMILIES[2][0]
-    elif isinstance(config.get("vision_config"), dict):
-        kind = _FAMILIES[5][0]
-    else:
-        kind = next((words for words, names in _FAMILIES if re.fullmatch(names, model_type)), None)
-    if kind is not None:
-        return f"model_type {model_type!r:.80} is {kind}; known ones: {known}"
-    close = difflib.get_close_matches(model_type[:80], ARCHITECTURES, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return f"model_type {model_type!r:.80}{hint}; known ones: {known}"
+def _blocks(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> tuple[Block, ...]:
+    windows = _windows(config, arch, num_blocks)
+    unrotated: set[int] = set()
+    if arch.unrotated == "full" and any(window is not None for window in windows):
+        unrotated = {index for index, window in enumerate(windows) if window is None}
+    elif arch.unrotated == "listed":
+        listed = _listed(config, "no_rope_layers", num_blocks)
+        if listed is None:
+            every = _dimension(config, "no_rope_layer_interval", default=4)
+            listed = [int((index + 1) % every != 0) for index in range(num_blocks)]
+        unrotated = {index for index in range(num_blocks) if not listed[index]}
+    local = 0 if arch.local_theta is None else 1
+    return tuple(
+        Block(window, None if index in unrotated else 0 if window is None else local)
+        for index, window in enumerate(windows)
+    )
+
+
+def _windows(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> list[int | None]:
+    window = config.get("sliding_window")
+    if window is not None:
+        _dimension(config, "sliding_window")
+    if window is None or (arch.sliding is not None and not _switch(config, arch.sliding)):
+        return [None] * num_blocks
+    kinds = _listed(config, "layer_types", num_blocks)
+    if kinds is not None:
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+    if arch.unrotated == "listed":
+        # SmolLM3's rule: without a list of kinds, the window stands where positions are not told apart.
+        listed = _listed(config, "no_rope_layers", num_blocks)
+        every = _dimension(config, "no_rope_layer_interval", default=4)
+        rotated = listed or [(index + 1) % every for index in range(num_blocks)]
+        return [None if rotated[index] else window for index in range(num_blocks)]
+    if arch.full_every is not None:
+        return [None if full else window for full in _full(config, arch.full_every, num_blocks)]
+    # Qwen's rule before layer_types existed: the first max_window_layers blocks attend to everything.
+    first = config.get("max_window_layers", 0) if arch.sliding is not None else 0
+    if not isinstance(first, int):
+        raise UnsupportedModelError(f"config.json: max_window_layers: expected a number, found {first!r:.80}")
+    return [window if index >= first else None for index in range(num_blocks)]
+
+
+def _full(config: Mapping[str, Any], every: int, num_blocks: int) -> list[bool]:
+    """Which blocks attend to everything, by ``sliding_window_pattern``: a period, or a period spelled in L and G."""
+    pattern = config.get("sliding_window_pattern", every)
+    if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
+        # The last block attends to everything whatever the letters say.
+        return [pattern[index % len(pattern)] == "G" or index == num_blocks - 1 for index in range(num_blocks)]
+    if isinstance(pattern, bool) or not isinstance(pattern, int) or pattern < 1:
+        raise UnsupportedModelError(
+            f"config.json: sliding_window_pattern: expected a positive integer or letters, found {pattern!r:.80}"
+        )
+    return [(index + 1) % pattern == 0 for index in range(num_blocks)]
+
+
+def _rotaries(config: Mapping[str, Any], arch: Architecture, head_dim: int) -> tuple[RopeConfig, ...]:
+    # transformers 5 keeps everything in rope_parameters; 4 kept rope_theta beside rope_scaling.
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = config.get("rope_theta", 10000.0)
+    if arch.local_theta is None:
+        return (read_rope(config, given, theta, head_dim, interleaved=arch.interleaved),)
+    local: Any = {}
+    if isinstance(given, Mapping) and ("full_attention" in given or "sliding_attention" in given):
+        given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+    local_theta = config.get(arch.local_theta, theta)
+    return (
+        read_rope(config, given, theta, head_dim, interleaved=arch.interleaved),
+        read_rope(config, local, local_theta, head_dim, interleaved=arch.interleaved),
+    )
+
+
+def _query_scaling(config: Mapping[str, Any]) -> tuple[float, int] | None:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    beta = given.get("llama_4_scaling_beta") if isinstance(given, Mapping) else None
+    if beta is None:
+        return None
+    return _number(given, "llama_4_scaling_beta"), _dimension(given, "original_max_position_embeddings")
 
 
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
@@ -311,85 +609,19 @@ def _switch(config: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def _positive(value: Any, key: str) -> None:
-    # The bound keeps sums and powers of it finite; NaN fails every comparison.
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e30:
+def _number(config: Mapping[str, Any], key: str) -> float:
+    value = config.get(key)
+    # The bounds keep sums, powers and quotients of it finite; NaN fails every comparison.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1e-12 < value < 1e12:
         raise UnsupportedModelError(f"config.json: {key}: expected a positive number, found {value!r:.80}")
+    return float(value)
 
 
-def _rope(config: Mapping[str, Any], head_dim: int) -> RopeConfig:
-    # transformers 5 keeps everything in rope_parameters; 4 kept rope_theta beside rope_scaling.
-    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(parameters, Mapping):
-        raise UnsupportedModelError(f"config.json: rope_parameters: expected an object, found {parameters!r:.80}")
-    parameters = dict(parameters)
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type == "su":  # Phi-3's first name for it
-        rope_type = "longrope"
-    if rope_type not in _ROPE_TYPES:
-        raise UnsupportedModelError(
-            f"rotary scaling: expected one of {', '.join(_ROPE_TYPES)}, found {rope_type!r:.80}"
-        )
-    theta = parameters.get("rope_theta", config.get("rope_theta", 10000.0))
-    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    _positive(theta, "rope_theta")
-    _positive(partial, "partial_rotary_factor")
-    rotary_dim = int(head_dim * min(partial, 1.0))
-    if rotary_dim < 2 or rotary_dim % 2:
-        raise UnsupportedModelError(f"rotary embedding: expected an even number of dimensions, found {rotary_dim}")
-    # The config's own word comes first, as in transformers; keep it with the rest so that one mapping tells all.
-    parameters["original_max_position_embeddings"] = (
-        config.get("original_max_position_embeddings")
-        or parameters.get("original_max_position_embeddings")
-        or config.get("max_position_embeddings")
-    )
-    parameters.setdefault("max_position_embeddings", config.get("max_position_embeddings"))
-    _check_scaling(rope_type, parameters, rotary_dim)
-    return RopeConfig(float(theta), rope_type, rotary_dim, parameters)
-
-
-def _check_scaling(rope_type: str, parameters: Mapping[str, Any], rotary_dim: int) -> None:
-    """Raise unless every number that the ``rope_type`` computes with is there and positive."""
-    needed = {
-        "default": (),
-        "linear": ("factor",),
-        "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-        "longrope": ("original_max_position_embeddings", "max_position_embeddings"),
-    }
-    for key in needed[rope_type]:
-        _positive(parameters.get(key), f"rope_parameters.{key}")
-    if rope_type == "llama3" and parameters["low_freq_factor"] == parameters["high_freq_factor"]:
-        raise UnsupportedModelError("config.json: rope_parameters: low_freq_factor equals high_freq_factor")
-    if rope_type != "longrope":
-        return
-    if parameters["original_max_position_embeddings"] < 2:
-        raise UnsupportedModelError("config.json: original_max_position_embeddings: expected more than 1")
-    for key in ("factor", "attention_factor"):
-        if parameters.get(key) is not None:
-            _positive(parameters[key], f"rope_parameters.{key}")
-    for key in ("short_factor", "long_factor"):
-        values = parameters.get(key)
-        if not isinstance(values, list) or len(values) != rotary_dim // 2:
-            raise UnsupportedModelError(
-                f"config.json: rope_parameters.{key}: expected {rotary_dim // 2} numbers, found {values!r:.80}"
-            )
-        for value in values:
-            _positive(value, f"rope_parameters.{key}")
-
-
-def _sliding_windows(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> tuple[int | None, ...]:
-    window = config.get("sliding_window")
-    if window is not None:
-        _dimension(config, "sliding_window")
-    if window is None or (arch.sliding is not None and not _switch(config, arch.sliding)):
-        return (None,) * num_blocks
-    kinds = config.get("layer_types")
-    if kinds is None:
-        # Qwen's rule before layer_types existed: the first max_window_layers blocks attend to everything.
-        first = config.get("max_window_layers", 0) if arch.sliding is not None else 0
-        if not isinstance(first, int):
-            raise UnsupportedModelError(f"config.json: max_window_layers: expected a number, found {first!r:.80}")
-        return tuple(window if index >= first else None for index in range(num_blocks))
-    if not isinstance(kinds, list) or len(kinds) != num_blocks:
-        raise UnsupportedModelError(f"config.json: layer_types: expected {num_blocks} entries, found {kinds!r:.80}")
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+def _listed(config: Mapping[str, Any], key: str, num_blocks: int) -> list[Any] | None:
+    """A list with an entry for every block; None if the config has none."""
+    values = config.get(key)
+    if values is None:
+        return None
+    if not isinstance(values, list) or len(values) != num_blocks:
+        raise UnsupportedModelError(f"config.json: {key}: expected {num_blocks} entries, found {values!r:.80}")
+    return values

@@ -16,18 +16,23 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     hidden, vocab = (config.hidden_size,), (config.vocab_size, config.hidden_size)
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
+    arch = config.architecture
+    # Which norm a decoder meets before each of these projections, and after.
+    before = {arch.qkv[0]: arch.norms.attention_input, arch.gate_up[0]: arch.norms.mlp_input}
+    after = {"o_proj": arch.norms.attention_output, "down_proj": arch.norms.mlp_output}
     for block in range(config.num_blocks):
         prefix = f"model.layers.{block}."
-        expected[prefix + "input_layernorm.weight"] = hidden
         for projection in config.projections(block):
-            if projection.role == config.architecture.gate_up[0]:
-                expected[prefix + "post_attention_layernorm.weight"] = hidden
-            if projection.role == "o_proj" and config.architecture.qk_norm:
-                expected[prefix + "self_attn.q_norm.weight"] = (config.head_dim,)
-                expected[prefix + "self_attn.k_norm.weight"] = (config.head_dim,)
+            if norm := before.get(projection.role):
+                expected[f"{prefix}{norm}.weight"] = hidden
+            if projection.role == "o_proj" and arch.qk_norm is not None:
+                for name, size in zip(arch.qk_norm.names, (config.q_size, config.kv_size), strict=True):
+                    expected[f"{prefix}self_attn.{name}.weight"] = (config.head_dim if arch.qk_norm.per_head else size,)
             expected[projection.name + ".weight"] = (projection.out_features, projection.in_features)
             if projection.bias:
                 expected[projection.name + ".bias"] = (projection.out_features,)
+            if norm := after.get(projection.role):
+                expected[f"{prefix}{norm}.weight"] = hidden
     expected["model.norm.weight"] = hidden
     if not config.tie_word_embeddings:
         expected[LM_HEAD] = vocab

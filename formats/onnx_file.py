@@ -95,6 +95,9 @@ def export_onnx(
         UnsupportedModelError: a weight does not fit into float16.
         ResourceError: the disk is full.
     """
+    if bundle.config.features:
+        unknown = ", ".join(sorted(bundle.config.features))
+        raise UnsupportedModelError(f"export-onnx: the ONNX graph does not know {unknown}")
     if bundle.beyond_masks is not None:
         raise UsageError(f"export-onnx: {bundle.beyond_masks}, which the ONNX operator has no words for")
     if opset not in OPSETS:

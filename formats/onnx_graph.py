@@ -197,7 +197,7 @@ class _Step:
         visible = op("LessOrEqual", keys, queries)
         real = op("Unsqueeze", op("Cast", "attention_mask", to=TensorProto.BOOL), graph.ints(1, 2, 3))
         self._biases: dict[int | None, str] = {}
-        for window in dict.fromkeys(config.sliding_windows):
+        for window in dict.fromkeys(block.window for block in config.blocks):
             seen = visible
             if window is not None:
                 oldest = op("Sub", queries, graph.constant(np.array(window, dtype=np.int64)))
@@ -300,7 +300,7 @@ def _block(
                 axis=2,
             )
         )
-    mixed = step.attention(q, f"present.{index}.key", f"present.{index}.value", config.sliding_windows[index])
+    mixed = step.attention(q, f"present.{index}.key", f"present.{index}.value", config.blocks[index].window)
     (attended,) = project("self_attn", ("o_proj",), mixed, (config.hidden_size,))
     hidden = graph.op("Add", hidden, attended)
     graph.scope = f"{name}.post_attention_layernorm"

@@ -22,7 +22,7 @@ from .cache import KVCache
 from .cpu_step import Step
 from .cpu_weights import CpuProjection, Matrix, read_matrices
 from .rotary import Rotary
-from .torch_decoder import Block, TorchDecoder, rms_norm
+from .torch_decoder import TorchDecoder, finish_logits, read_block, read_norm
 
 __all__ = ["CpuDecoder"]
 
@@ -61,20 +61,27 @@ class CpuDecoder(TorchDecoder):
         else:
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"
             self._output = read_matrices(bundle, [head], dtype, weights, transposed=False)[head]
-        self._blocks = [_read_block(bundle, index, dtype, matrices) for index in range(config.num_blocks)]
-        self._norm = bundle.checkpoint.tensor("model.norm.weight").to(dtype)
-        self._rotary = Rotary(config, device, dtype)
+        self._blocks = [
+            read_block(
+                bundle, index, device, dtype, lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype)
+            )
+            for index in range(config.num_blocks)
+        ]
+        self._norm = read_norm(bundle, "model.norm", device, dtype)
+        self._rotaries = [Rotary(rope, device, dtype) for rope in config.rotaries]
         self._cache = KVCache(config, max_batch, max_seq_len, device, dtype)
         self._sparse_positions = 0
         self._decoded_positions = 0
         self._step = Step(
-            region, config, self._blocks, self._embedding, self._norm, self._output, self._rotary, self._cache
+            region, config, self._blocks, self._embedding, self._norm, self._output, self._rotaries[0], self._cache
         )
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         if device.type != "cpu":
             return f"it runs on the CPU, the device is {device.type}"
+        if config.features:
+            return f"it does not know {', '.join(sorted(config.features))}"
         return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
 
     def decode(self, token_ids: Tensor) -> Tensor:
@@ -116,28 +123,4 @@ class CpuDecoder(TorchDecoder):
             self.__dict__.pop(name, None)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        x = rms_norm(hidden, self._norm, self.config.rms_norm_eps)
-        return self._output.linear(x, None).float()
-
-
-def _read_block(bundle: Bundle, index: int, dtype: torch.dtype, matrices: dict[str, Matrix]) -> Block:
-    """One block's weights; the projections' matrices have been read."""
-    config = bundle.config
-    arch = config.architecture
-    prefix = f"model.layers.{index}."
-    by_role = {p.role: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype) for p in config.projections(index)}
-
-    def norm(name: str) -> Tensor:
-        return bundle.checkpoint.tensor(f"{prefix}{name}.weight").to(dtype)
-
-    return Block(
-        attention_norm=norm("input_layernorm"),
-        mlp_norm=norm("post_attention_layernorm"),
-        qkv=[by_role[role] for role in arch.qkv],
-        o=by_role["o_proj"],
-        gate_up=[by_role[role] for role in arch.gate_up],
-        down=by_role["down_proj"],
-        q_norm=norm("self_attn.q_norm") if arch.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
-        window=config.sliding_windows[index],
-    )
+        return finish_logits(self.config, self._output.linear(self._norm(hidden), None).float())

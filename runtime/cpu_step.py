@@ -20,7 +20,7 @@ from wisparse.kernels.cpu_threads import team_size
 from .cache import KVCache
 from .cpu_weights import CpuProjection, Matrix
 from .rotary import Rotary, switch_length
-from .torch_decoder import Block
+from .torch_decoder import Block, Norm
 
 __all__ = ["Step"]
 
@@ -41,7 +41,7 @@ class Step:
         config: ModelConfig,
         blocks: Sequence[Block],
         embedding: Tensor,
-        final_norm: Tensor,
+        final_norm: Norm,
         output: Matrix,
         rotary: Rotary,
         cache: KVCache,
@@ -79,7 +79,7 @@ class Step:
             (StepField.HEADS, config.num_heads),
             (StepField.KV_HEADS, config.num_kv_heads),
             (StepField.HEAD_DIM, config.head_dim),
-            (StepField.ROTARY_HALF, config.rope.rotary_dim // 2),
+            (StepField.ROTARY_HALF, config.rotaries[0].rotary_dim // 2),
             (StepField.MAX_LEN, max_len),
             (StepField.MAX_BATCH, max_batch),
             (StepField.NUM_BLOCKS, config.num_blocks),
@@ -92,20 +92,22 @@ class Step:
         set_(StepField.HEAD, output.data)
         if output.scale is not None:
             set_(StepField.HEAD_SCALE, output.scale)
-        norms = [norm for block in blocks for norm in (block.attention_norm, block.mlp_norm)]
-        set_(StepField.NORMS, torch.stack([*norms, final_norm]).float())
+        norms = [
+            norm.weight for block in blocks for norm in (block.attention_input, block.mlp_input) if norm is not None
+        ]
+        set_(StepField.NORMS, torch.stack([*norms, final_norm.weight]).float())
         if config.architecture.qk_norm:
-            head_norms = [norm for block in blocks for norm in (block.q_norm, block.k_norm) if norm is not None]
+            head_norms = [norm.weight for block in blocks for norm in (block.q_norm, block.k_norm) if norm is not None]
             set_(StepField.HEAD_NORMS, torch.stack(head_norms).float())
         cos, sin = _rotary_tables(rotary, config, max_len)
         set_(StepField.COS, cos)
         set_(StepField.SIN, sin)
-        set_(StepField.WINDOWS, torch.tensor([block.window or 0 for block in blocks], dtype=torch.int64))
+        set_(StepField.WINDOWS, torch.tensor([block.facts.window or 0 for block in blocks], dtype=torch.int64))
         set_(StepField.KEYS, cache.keys)
         set_(StepField.VALUES, cache.values)
         set_(StepField.PROJECTIONS, torch.tensor([self._describe(p) for p in self._projections], dtype=torch.int64))
         set_(StepField.THRESHOLDS, torch.tensor([p.threshold for p in self._projections], dtype=torch.float32))
-        set_(StepField.FLOATS, torch.tensor([config.rms_norm_eps, config.head_dim**-0.5], dtype=torch.float32))
+        set_(StepField.FLOATS, torch.tensor([config.rms_norm_eps, config.attention_scale], dtype=torch.float32))
         set_(StepField.SCORES, torch.empty(config.num_heads, max_len))
         set_(StepField.LOGITS, self.logits)
 
@@ -185,6 +187,6 @@ def _rotary_tables(rotary: Rotary, config: ModelConfig, max_len: int) -> tuple[T
     parts = [rotary.tables(0, short, short)]
     if short < max_len:
         parts.append(rotary.tables(short, max_len, max_len))
-    half = config.rope.rotary_dim // 2
+    half = config.rotaries[0].rotary_dim // 2
     cos, sin = (torch.cat(pair)[:, :half].float().contiguous() for pair in zip(*parts, strict=True))
     return cos, sin

@@ -61,7 +61,7 @@ class CudaDecoder(Decoder):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.weights = load_weights(bundle, device, dtype)
             self._activations = activation_dtype(dtype)
-            self._rotary = Rotary(self.config, device, self._activations)
+            self._rotary = Rotary(self.config.rotaries[0], device, self._activations)
             self._cos, self._sin = self._decode_tables()
             # Graphs are padded to 1, 2, 4, 8 or 16 rows.
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
@@ -85,6 +85,8 @@ class CudaDecoder(Decoder):
             return f"it knows float32, float16 and bfloat16, not {dtype}"
         if config.head_dim > 256:
             return f"its attention keeps one head in registers, up to 256 wide; head_dim is {config.head_dim}"
+        if config.features:
+            return f"it does not know {', '.join(sorted(config.features))}"
         return None
 
     @property
@@ -196,7 +198,7 @@ class CudaDecoder(Decoder):
         parts = [self._rotary.tables(0, switch, switch)]
         if switch < self.max_seq_len:
             parts.append(self._rotary.tables(switch, self.max_seq_len, self.max_seq_len))
-        half = self.config.rope.rotary_dim // 2
+        half = self.config.rotaries[0].rotary_dim // 2
         cos, sin = (torch.cat(tables)[:, :half].contiguous() for tables in zip(*parts, strict=True))
         return cos, sin
 

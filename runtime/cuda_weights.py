@@ -134,7 +134,7 @@ def _load_block(
         gate_up=group(arch.gate_up, copies=2 if len(arch.gate_up) == 1 else 1),
         down=group(("down_proj",)),
         qk_norm=(qk_norm[0], qk_norm[1]) if qk_norm else None,
-        window=config.sliding_windows[index],
+        window=config.blocks[index].window,
     )
 
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: plain, linear, Llama 3's and LongRoPE's scalings, whole or partial heads.
+"""Rotary position embeddings: plain, linear, dynamic, Llama 3's, YaRN's and LongRoPE's scalings, all or part of a head.
 
     angle(p, i) = p * inv_freq_i          cos and sin in float32, then in the activations' type, as transformers does
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig, RopeConfig
 
-__all__ = ["Rotary", "attention_scaling", "inverse_frequencies", "rotate", "switch_length"]
+__all__ = ["Rotary", "attention_scaling", "inverse_frequencies", "query_scales", "rotate", "switch_length"]
 
 
 def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
@@ -29,6 +29,10 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
         (rotary_dim / 2,) float32, on the CPU.
     """
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
+    if rope.rope_type == "dynamic" and rope.parameters.get("alpha") is not None:
+        # Hunyuan's: the base is stretched once for all. Without alpha nothing changes up to the length trained on.
+        stretched = rope.theta * rope.parameters["alpha"] ** (rope.rotary_dim / (rope.rotary_dim - 2))
+        return 1.0 / stretched**exponents
     if rope.rope_type == "longrope":
         factors = torch.tensor(rope.parameters["long_factor" if long else "short_factor"], dtype=torch.float32)
         return 1.0 / (factors * rope.theta**exponents)
@@ -37,6 +41,8 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
         return plain / rope.parameters["factor"]
     if rope.rope_type == "llama3":
         return _llama3(plain, rope)
+    if rope.rope_type == "yarn":
+        return _yarn(plain, rope)
     return plain
 
 
@@ -49,13 +55,40 @@ def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     return (1 - blend) * plain / factor + blend * plain
 
 
+def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
+    """Pairs that turn often over the original context are kept, slow ones stretched by ``factor``, others blended.
+
+    https://arxiv.org/abs/2309.00071, section 3.2.
+    """
+    original, factor = rope.parameters["original_max_position_embeddings"], float(rope.parameters["factor"])
+
+    def pair(turns: float) -> float:
+        """The pair, as a fraction, that turns so often over the original context."""
+        return rope.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.parameters.get("beta_fast") or 32), pair(rope.parameters.get("beta_slow") or 1)
+    if rope.parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.rotary_dim - 1)
+    steps = torch.arange(rope.rotary_dim // 2, dtype=torch.float32)
+    blend = ((steps - low) / (high - low or 0.001)).clamp(0.0, 1.0)
+    return plain / factor * blend + plain * (1 - blend)
+
+
 def attention_scaling(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: above 1 for LongRoPE beyond the original context, else 1."""
-    if rope.rope_type != "longrope":
+    """What cos and sin are multiplied by: above 1 for LongRoPE and YaRN beyond the original context, else 1."""
+    if rope.rope_type not in ("longrope", "yarn"):
         return 1.0
     given = rope.parameters.get("attention_factor")
     if given is not None:
         return float(given)
+    if rope.rope_type == "yarn":
+        factor, mscale, all_dim = (rope.parameters.get(key) for key in ("factor", "mscale", "mscale_all_dim"))
+        return (
+            _yarn_scaling(factor, mscale) / _yarn_scaling(factor, all_dim)
+            if mscale and all_dim
+            else _yarn_scaling(factor, 1.0)
+        )
     original = rope.parameters["original_max_position_embeddings"]
     factor = rope.parameters.get("factor")
     if factor is None:
@@ -63,24 +96,31 @@ def attention_scaling(rope: RopeConfig) -> float:
     return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
+def _yarn_scaling(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
 def switch_length(config: ModelConfig) -> int | None:
     """The longest sequence that LongRoPE's short factors serve; None for other models.
 
     A sequence that grows beyond it has to be prefilled anew, because its cached keys were turned by other angles.
     """
-    if config.rope.rope_type != "longrope":
-        return None
-    return int(config.rope.parameters["original_max_position_embeddings"])
+    lengths = [
+        int(rope.parameters["original_max_position_embeddings"])
+        for rope in config.rotaries
+        if rope.rope_type == "longrope"
+    ]
+    return min(lengths, default=None)
 
 
 class Rotary:
-    """The frequencies of one model on one device."""
+    """One rotary embedding of a model on one device."""
 
-    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        self._short = inverse_frequencies(config.rope).to(device)
-        self._long = inverse_frequencies(config.rope, long=True).to(device)
-        self._scaling = attention_scaling(config.rope)
-        self._switch = switch_length(config)
+    def __init__(self, rope: RopeConfig, device: torch.device, dtype: torch.dtype) -> None:
+        self._short = inverse_frequencies(rope).to(device)
+        self._long = inverse_frequencies(rope, long=True).to(device)
+        self._scaling = attention_scaling(rope)
+        self._switch = rope.parameters["original_max_position_embeddings"] if rope.rope_type == "longrope" else None
         self._dtype = dtype
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
@@ -97,18 +137,38 @@ class Rotary:
         return cos.to(self._dtype), sin.to(self._dtype)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + rotary_dim / 2) of the first rotary_dim dimensions; the others pass.
+def query_scales(config: ModelConfig, start: int, stop: int, device: torch.device) -> Tensor | None:
+    """What queries at the positions ``start`` to ``stop`` - 1 are multiplied by; None where it is 1.
+
+    Returns:
+        (stop - start,) float32: 1 + beta * log(1 + floor(p / n)), Llama 4's and Ministral 3's temperature.
+    """
+    if config.query_scaling is None:
+        return None
+    beta, length = config.query_scaling
+    positions = torch.arange(start, stop, device=device)
+    return 1 + beta * torch.log(1 + torch.floor(positions / length))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """Turn pairs of the first rotary_dim dimensions, (i, i + rotary_dim / 2) or (2i, 2i + 1); the others pass.
 
     Args:
         x: (heads, T, head_dim).
         cos, sin: (T, rotary_dim), from :meth:`Rotary.tables`.
+        interleaved: neighbours are turned together, not halves.
 
     Returns:
         (heads, T, head_dim).
     """
     rotary_dim = cos.shape[-1]
     turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
-    first, second = turned.chunk(2, dim=-1)
-    turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
+    if interleaved:
+        half = rotary_dim // 2
+        cos, sin = (table[:, :half].repeat_interleave(2, dim=-1) for table in (cos, sin))
+        crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+    else:
+        first, second = turned.chunk(2, dim=-1)
+        crossed = torch.cat((-second, first), dim=-1)
+    turned = turned * cos + crossed * sin
     return turned if not passed.shape[-1] else torch.cat((turned, passed), dim=-1)

@@ -1,21 +1,17 @@
 """The decoder in plain PyTorch: the one to read, and the one the faster ones must agree with.
 
-    block:  x = x + o(attention(rotate(q(n), k(n)), v(n)))      n = RMSNorm(x)
-            x = x + down(SiLU(gate(m)) * up(m))                 m = RMSNorm(x)
+    block:  x = x + out_norm(o(attention(q(n), k(n), v(n))))        n = in_norm(x)
+            x = x + out_norm(down(activation(gate(m)) * up(m)))     m = in_norm(x)
 
-Every projection q … down drops the channels its mask drops (``kernels.reference``), on the sparse positions. It
-multiplies by the whole weight all the same, so it is right, not fast. Slots are decoded one after the other: a
-sequence then meets the same matrix shapes, and so gives the same bits, alone and in a batch.
-
-Two baselines ask for more than a mask on a projection's input, and only this decoder gives it to them:
-
-    rsparse:  y = W x_kept + left (right x_dropped)         low-rank factors of W beside the mask
-    cats:     SiLU(gate(m)) * up(m) kept where |SiLU(gate(m))| >= the block's gate_threshold
+Which norms there are, and everything else in which families differ, is data (``formats.architectures``). Every
+projection q … down drops the channels its mask drops (``kernels.reference``), on the sparse positions. It multiplies
+by the whole weight all the same, so it is right, not fast. Slots are decoded one after the other: a sequence then meets
+the same matrix shapes, and so gives the same bits, alone and in a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -23,18 +19,33 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wisparse.formats import architectures
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.kernels.reference import keep_mask
 
 from .cache import KVCache
 from .decoder import Decoder, check_prompt
-from .rotary import Rotary, rotate
+from .rotary import Rotary, query_scales, rotate
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Block", "MaskedLinear", "TorchDecoder", "rms_norm"]
+__all__ = [
+    "Block",
+    "MaskedLinear",
+    "Norm",
+    "TorchDecoder",
+    "activate",
+    "add_half",
+    "embed",
+    "finish_logits",
+    "place",
+    "read_block",
+    "read_norm",
+    "rms_norm",
+    "soft_cap",
+]
 
 # Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt.
 _PIECE = 512
@@ -48,13 +59,9 @@ class _Projection:
         self.out_features, self.in_features = self.weight.shape
         self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if bias else None
         mask = bundle.masks.get(name)
-        self.low_rank: tuple[Tensor, Tensor] | None = None
         if mask is not None and mask.sparsity > 0:
             self.channel_scale: Tensor | None = mask.channel_scale.to(device)
             self.threshold = mask.threshold
-            if mask.low_rank is not None:
-                left, right = mask.low_rank
-                self.low_rank = left.to(device, dtype), right.to(device, dtype)
         else:
             self.channel_scale = None
         self.kept: Tensor | None = None  # () int64 while channels are counted
@@ -67,29 +74,7 @@ class _Projection:
             if self.kept is not None:
                 self.kept += keep.sum()
             x = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
-            if self.low_rank is not None:
-                y = functional.linear(x, self.weight, self.bias)
-                left, right = self.low_rank
-                dropped = torch.where(keep, tail.new_zeros(()), tail)
-                y[first_sparse:] += functional.linear(functional.linear(dropped, right), left)
-                return y
         return functional.linear(x, self.weight, self.bias)
-
-
-class _GateMask:
-    """Keeps the MLP's channels whose activated gate is large; the others are needed neither of up nor by down."""
-
-    def __init__(self, threshold: float) -> None:
-        self.threshold = threshold
-        self.kept: Tensor | None = None
-
-    def __call__(self, activated: Tensor, product: Tensor, first_sparse: int) -> Tensor:
-        """Both (T, intermediate_size); rows of ``product`` from ``first_sparse`` on are masked."""
-        keep = keep_mask(activated[first_sparse:], activated.new_ones((), dtype=torch.float32), self.threshold)
-        if self.kept is not None:
-            self.kept += keep.sum()
-        tail = torch.where(keep, product[first_sparse:], product.new_zeros(()))
-        return torch.cat((product[:first_sparse], tail))
 
 
 class MaskedLinear(Protocol):
@@ -111,19 +96,35 @@ class MaskedLinear(Protocol):
 
 
 @dataclass(frozen=True)
-class Block:
-    """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N)."""
+class Norm:
+    """RMSNorm over the last axis, by a weight or by 1 + weight."""
 
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    weight: Tensor
+    eps: float
+    offset: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps, offset=self.offset)
+
+
+@dataclass(frozen=True)
+class Block:
+    """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N).
+
+    A norm that the architecture does not have is None.
+    """
+
+    facts: architectures.Block
+    attention_input: Norm | None
+    attention_output: Norm | None
+    mlp_input: Norm | None
+    mlp_output: Norm | None
     qkv: list[MaskedLinear]
     o: MaskedLinear
     gate_up: list[MaskedLinear]
     down: MaskedLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    window: int | None
-    gate: _GateMask | None = None
+    q_norm: Norm | None
+    k_norm: Norm | None
 
     @property
     def projections(self) -> list[MaskedLinear]:
@@ -149,15 +150,16 @@ class TorchDecoder(Decoder):
         self.device, self.dtype = device, dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         self._embedding = bundle.checkpoint.tensor("model.embed_tokens.weight", device).to(dtype)
-        self._blocks = [_read_block(bundle, index, device, dtype) for index in range(self.config.num_blocks)]
-        self._norm = bundle.checkpoint.tensor("model.norm.weight", device).to(dtype)
+        self._blocks = [
+            read_block(bundle, index, device, dtype, lambda p: _Projection(bundle, p.name, p.bias, device, dtype))
+            for index in range(self.config.num_blocks)
+        ]
+        self._norm = read_norm(bundle, "model.norm", device, dtype)
         tied = self.config.tie_word_embeddings
         self._head = self._embedding if tied else bundle.checkpoint.tensor("lm_head.weight", device).to(dtype)
-        self._rotary = Rotary(self.config, device, dtype)
+        self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
         self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
         self._sparse_positions = 0
-        paths = [mask.low_rank for mask in bundle.masks.values() if mask.low_rank is not None and mask.sparsity > 0]
-        self._low_rank_size = sum(factor.numel() for path in paths for factor in path)
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
@@ -210,13 +212,12 @@ class TorchDecoder(Decoder):
     def measure_sparsity(self, enabled: bool) -> None:
         self._sparse_positions = 0
         for block in self._blocks:
-            counters: list[MaskedLinear | _GateMask] = [*block.projections]
-            for counter in (*counters, block.gate) if block.gate else counters:
-                counter.kept = torch.zeros((), dtype=torch.int64, device=self.device) if enabled else None
+            for projection in block.projections:
+                projection.kept = torch.zeros((), dtype=torch.int64, device=self.device) if enabled else None
 
     def realised_sparsity(self) -> float | None:
         positions = self._sparse_positions
-        dropped, total = -self._low_rank_size * positions, 0
+        dropped = total = 0
         for block in self._blocks:
             for projection in block.projections:
                 if projection.kept is None or not positions:
@@ -225,10 +226,6 @@ class TorchDecoder(Decoder):
                 total += outputs * channels * positions
                 if projection.channel_scale is not None:
                     dropped += outputs * (channels * positions - int(projection.kept))
-            if block.gate is not None and block.gate.kept is not None:
-                # A channel that the gate drops is an output of up and an input of down.
-                outside = self.config.intermediate_size * positions - int(block.gate.kept)
-                dropped += 2 * self.config.hidden_size * outside
         return dropped / total
 
     def close(self) -> None:
@@ -252,66 +249,146 @@ class TorchDecoder(Decoder):
         config = self.config
         count = len(token_ids)
         self._sparse_positions += count - first_sparse
-        cos, sin = self._rotary.tables(start, start + count, total)
-        x = functional.embedding(token_ids, self._embedding)
+        tables = [rotary.tables(start, start + count, total) for rotary in self._rotaries]
+        scales = query_scales(config, start, start + count, self.device)
+        x = embed(config, self._embedding, token_ids)
         for index, block in enumerate(self._blocks):
-            n = rms_norm(x, block.attention_norm, config.rms_norm_eps)
-            q, k, v = (
-                part.view(count, -1, config.head_dim).transpose(0, 1)
-                for part in _fan_out(block.qkv, n, first_sparse, (config.q_size, config.kv_size, config.kv_size))
-            )
-            if block.q_norm is not None and block.k_norm is not None:
-                q = rms_norm(q, block.q_norm, config.rms_norm_eps)
-                k = rms_norm(k, block.k_norm, config.rms_norm_eps)
-            keys, values = cache.write(index, slot, start, rotate(k, cos, sin), v)
-            attended = _attention(rotate(q, cos, sin), keys, values, start, block.window)
-            x = x + block.o(attended.transpose(0, 1).reshape(count, config.q_size), first_sparse)
-            m = rms_norm(x, block.mlp_norm, config.rms_norm_eps)
+            n = _maybe(block.attention_input, x)
+            parts = _fan_out(block.qkv, n, first_sparse, (config.q_size, config.kv_size, config.kv_size))
+            q, k, v = place(config, block, parts, tables, scales)
+            keys, values = cache.write(index, slot, start, k, v)
+            attended = _attention(config, q, keys, values, start, block.facts.window)
+            half = block.o(attended.transpose(0, 1).reshape(count, config.q_size), first_sparse)
+            x = add_half(config, x, half, block.attention_output)
+            m = _maybe(block.mlp_input, x)
             gate, up = _fan_out(block.gate_up, m, first_sparse, (config.intermediate_size,) * 2)
-            activated = functional.silu(gate)
-            product = activated * up
-            if block.gate is not None and first_sparse < count:
-                product = block.gate(activated, product, first_sparse)
-            x = x + block.down(product, first_sparse)
+            half = block.down(activate(config, gate) * up, first_sparse)
+            x = add_half(config, x, half, block.mlp_output)
         return x
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
-        return functional.linear(rms_norm(hidden, self._norm, self.config.rms_norm_eps), self._head).float()
+        return finish_logits(self.config, functional.linear(self._norm(hidden), self._head).float())
 
 
-def _read_block(bundle: Bundle, index: int, device: torch.device, dtype: torch.dtype) -> Block:
+def read_norm(bundle: Bundle, name: str, device: torch.device, dtype: torch.dtype) -> Norm:
+    """A norm of the checkpoint under its module's name."""
+    config = bundle.config
+    weight = bundle.checkpoint.tensor(f"{name}.weight", device).to(dtype)
+    return Norm(weight, config.rms_norm_eps, config.architecture.norm_offset)
+
+
+def read_block(
+    bundle: Bundle,
+    index: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    read_projection: Callable[[architectures.Projection], MaskedLinear],
+) -> Block:
     """Read one block's weights; projections come in the order of execution."""
     arch = bundle.config.architecture
     prefix = f"model.layers.{index}."
-    by_role = {p.role: _Projection(bundle, p.name, p.bias, device, dtype) for p in bundle.config.projections(index)}
+    by_role = {p.role: read_projection(p) for p in bundle.config.projections(index)}
 
-    down = bundle.masks.get(f"{prefix}mlp.down_proj")
+    def norm(name: str | None) -> Norm | None:
+        return None if name is None else read_norm(bundle, prefix + name, device, dtype)
 
-    def norm(name: str) -> Tensor:
-        return bundle.checkpoint.tensor(f"{prefix}{name}.weight", device).to(dtype)
-
+    q_norm, k_norm = (None, None) if arch.qk_norm is None else arch.qk_norm.names
     return Block(
-        attention_norm=norm("input_layernorm"),
-        mlp_norm=norm("post_attention_layernorm"),
+        facts=bundle.config.blocks[index],
+        attention_input=norm(arch.norms.attention_input),
+        attention_output=norm(arch.norms.attention_output),
+        mlp_input=norm(arch.norms.mlp_input),
+        mlp_output=norm(arch.norms.mlp_output),
         qkv=[by_role[role] for role in arch.qkv],
         o=by_role["o_proj"],
         gate_up=[by_role[role] for role in arch.gate_up],
         down=by_role["down_proj"],
-        q_norm=norm("self_attn.q_norm") if arch.qk_norm else None,
-        k_norm=norm("self_attn.k_norm") if arch.qk_norm else None,
-        window=bundle.config.sliding_windows[index],
-        gate=None if down is None or down.gate_threshold is None else _GateMask(down.gate_threshold),
+        q_norm=norm(q_norm and f"self_attn.{q_norm}"),
+        k_norm=norm(k_norm and f"self_attn.{k_norm}"),
     )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool = False) -> Tensor:
     """x / rms(x) * weight over the last axis; the mean in float32, the product in x's type, as transformers has it.
 
-    In float64, which is there to compare with, the mean is float64 too.
+    With ``offset`` it is x / rms(x) * (1 + weight), all in float32 (Gemma's). In float64, which is there to compare
+    with, everything is float64.
     """
     wide = x if x.dtype == torch.float64 else x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if offset:
+        return (normed * (1.0 + weight.to(wide.dtype))).to(x.dtype)
+    return weight * normed.to(x.dtype)
+
+
+def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
+    """(T,) ids to (T, H); the multiplier is rounded to the embedding's type first, as Gemma's is in transformers."""
+    x = functional.embedding(token_ids, embedding)
+    if config.embedding_multiplier == 1.0:
+        return x
+    return x * torch.tensor(config.embedding_multiplier, dtype=x.dtype, device=x.device)
+
+
+def place(
+    config: ModelConfig,
+    block: Block,
+    parts: Sequence[Tensor],
+    tables: Sequence[tuple[Tensor, Tensor]],
+    scales: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values as attention takes them: normalised, and turned to their positions.
+
+    Args:
+        parts: the projections' outputs, (T, q_size), (T, kv_size) and (T, kv_size).
+        tables: cosines and sines of every rotary embedding, from ``Rotary.tables``.
+        scales: (T,) what queries are multiplied by, from ``query_scales``; None for 1.
+
+    Returns:
+        (num_heads, T, head_dim) and twice (num_kv_heads, T, head_dim).
+    """
+    norm = config.architecture.qk_norm
+    q, k, v = parts
+    if norm is not None and not norm.per_head:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    q, k, v = (part.view(len(part), -1, config.head_dim).transpose(0, 1) for part in (q, k, v))
+    if norm is not None and norm.per_head and not norm.after_rotary:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    if block.facts.rotary is not None:
+        (cos, sin), rope = tables[block.facts.rotary], config.rotaries[block.facts.rotary]
+        q, k = (rotate(x, cos, sin, interleaved=rope.interleaved) for x in (q, k))
+    if norm is not None and norm.per_head and norm.after_rotary:
+        q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
+    if scales is not None:
+        q = q * scales[:, None].to(q.dtype)
+    return q, k, v
+
+
+def activate(config: ModelConfig, gate: Tensor) -> Tensor:
+    """The MLP's activation of its gate."""
+    return functional.silu(gate) if config.activation == "silu" else functional.gelu(gate, approximate="tanh")
+
+
+def add_half(config: ModelConfig, x: Tensor, half: Tensor, norm: Norm | None) -> Tensor:
+    """x and the output of attention or MLP, normalised and multiplied where the architecture says so."""
+    half = _maybe(norm, half)
+    return x + (half if config.residual_multiplier == 1.0 else half * config.residual_multiplier)
+
+
+def finish_logits(config: ModelConfig, logits: Tensor) -> Tensor:
+    """The head's products (…, V) float32 to logits: multiplied and capped where the architecture says so."""
+    if config.logits_multiplier != 1.0:
+        logits = logits * config.logits_multiplier
+    return soft_cap(logits, config.logits_softcap)
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap): at most ``cap`` in size, and x where x is small; x itself without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)
+
+
+def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def _fan_out(projections: Sequence[MaskedLinear], x: Tensor, first_sparse: int, sizes: tuple[int, ...]) -> list[Tensor]:
@@ -320,7 +397,7 @@ def _fan_out(projections: Sequence[MaskedLinear], x: Tensor, first_sparse: int, 
     return outputs if len(outputs) == len(sizes) else list(outputs[0].split(sizes, dim=-1))
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
     """Causal attention of the positions from ``start`` on, over at most ``window`` positions each, itself included.
 
     Args:
@@ -339,6 +416,23 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int 
         mask = ahead <= 0
         if window is not None:
             mask &= ahead > -window
+    if config.attention_softcap is not None:
+        return _capped_attention(config, q, keys, values, mask)
     return functional.scaled_dot_product_attention(
-        q[None], keys[None], values[None], attn_mask=mask, enable_gqa=q.shape[0] != keys.shape[0]
+        q[None],
+        keys[None],
+        values[None],
+        attn_mask=mask,
+        scale=config.attention_scale,
+        enable_gqa=q.shape[0] != keys.shape[0],
     )[0]
+
+
+def _capped_attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention whose scores are capped before the softmax, which torch's own has no place for."""
+    keys, values = (x.repeat_interleave(q.shape[0] // len(x), dim=0) for x in (keys, values))
+    scores = soft_cap(q @ keys.transpose(1, 2) * config.attention_scale, config.attention_softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return scores.softmax(dim=-1, dtype=wide).to(q.dtype) @ values

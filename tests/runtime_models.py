@@ -22,6 +22,81 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 4.0,
+}
+_PATTERN = ["sliding_attention", "full_attention", "sliding_attention"]
+
+# Families whose blocks differ from Llama's in more than a switch. The numbers are small enough that windows, caps and
+# the second rotary embedding all change the tokens of a short prompt.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": (
+        "gemma2",
+        {
+            "head_dim": 24,
+            "sliding_window": 7,
+            "layer_types": _PATTERN,
+            "query_pre_attn_scalar": 40,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 5.0,
+        },
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 24,
+            "sliding_window": 7,
+            "layer_types": _PATTERN,
+            "query_pre_attn_scalar": 40,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "olmo2": ("olmo2", {}),
+    "olmo3": (
+        "olmo3",
+        {
+            "sliding_window": 7,
+            "layer_types": _PATTERN,
+            "rope_parameters": {
+                "full_attention": YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
+    "smollm3-window": ("smollm3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7}),
+    "granite": (
+        "granite",
+        {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.4,
+            "residual_multiplier": 0.6,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+        },
+    ),
+    "glm4": ("glm4", {"head_dim": 24, "attention_bias": True}),
+    "seed-oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "head_dim": 24}),
+    "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4-window": ("exaone4", {"sliding_window": 7, "layer_types": _PATTERN}),
+    "hunyuan": (
+        "hunyuan_v1_dense",
+        {
+            "head_dim": 24,
+            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
+        },
+    ),
+    "ernie": ("ernie4_5", {"use_bias": True, "head_dim": 24}),
+    "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.7}}),
+}
+
 # name -> (model_type, settings)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -50,6 +125,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    **FAMILIES,
 }
 
 

@@ -72,24 +72,36 @@ def test_keys_left_out_mean_what_they_mean_to_transformers() -> None:
             assert ours.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
             assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
             assert ours.rms_norm_eps == theirs.rms_norm_eps
-            assert ours.rope.theta == theirs.rope_parameters["rope_theta"]
+            rotaries = theirs.rope_parameters
+            if "full_attention" in rotaries:
+                assert [rope.theta for rope in ours.rotaries] == [
+                    rotaries[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")
+                ]
+            else:
+                assert [rope.theta for rope in ours.rotaries] == [rotaries["rope_theta"]]
+                assert ours.rotaries[0].rope_type == rotaries["rope_type"]
+            rotated = getattr(theirs, "no_rope_layers", None)
+            if rotated is not None:
+                assert [block.rotary is not None for block in ours.blocks] == [bool(one) for one in rotated]
             kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
             window = getattr(theirs, "sliding_window", None)
-            assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else None for kind in kinds)
+            assert tuple(block.window for block in ours.blocks) == tuple(
+                window if kind == "sliding_attention" else None for kind in kinds
+            )
 
 
 def test_rope_of_both_spellings_is_the_same() -> None:
     scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
     new = {**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
-    first, second = ModelConfig.from_dict(old).rope, ModelConfig.from_dict(new).rope
+    (first,), (second,) = ModelConfig.from_dict(old).rotaries, ModelConfig.from_dict(new).rotaries
     assert (first.theta, first.rope_type, first.rotary_dim) == (second.theta, second.rope_type, second.rotary_dim)
     assert all(first.parameters[key] == second.parameters[key] == value for key, value in scaling.items())
 
 
 def test_sliding_windows() -> None:
     def windows(**change: Any) -> tuple[int | None, ...]:
-        return ModelConfig.from_dict({**LLAMA, **change}).sliding_windows
+        return tuple(block.window for block in ModelConfig.from_dict({**LLAMA, **change}).blocks)
 
     assert windows(model_type="mistral", sliding_window=32) == (32,) * 4
     assert windows(model_type="mistral", sliding_window=None) == (None,) * 4
@@ -107,14 +119,14 @@ def test_sliding_windows() -> None:
         ({"model_type": "gpt2"}, "known ones: llama, mistral"),
         ({"model_type": None}, "unsupported architecture"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
-        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu'"),
+        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh'"),
         ({"hidden_size": -1}, "hidden_size: expected a positive integer, found -1"),
         ({"hidden_size": 2**60}, "hidden_size"),
         ({"vocab_size": True}, "vocab_size"),
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"head_dim": 3}, "even"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rotary scaling"),
+        ({"rope_scaling": {"rope_type": "ntk"}}, "rotary scaling"),
         ({"rope_scaling": [1]}, "rope_parameters"),
         ({"rope_theta": -1}, "rope_theta"),
         ({"model_type": "mistral", "sliding_window": -4}, "sliding_window"),

@@ -35,7 +35,7 @@ def test_the_row_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(architectures, "ARCHITECTURES", {**architectures.ARCHITECTURES, **rows})
     folder = make_bundle(source, tmp_path / "bundle")
     bundle = Bundle.open(folder)
-    assert bundle.config.o_bias
+    assert bundle.config.rotaries[0].interleaved
     tokens = torch.arange(3, 40)
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
     with torch.inference_mode():

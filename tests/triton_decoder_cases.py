@@ -80,7 +80,8 @@ def test_a_step_is_the_plain_decoders(name, sparsity, rows):
     weights = load_weights(bundle, DEVICE, torch.float32)
     cache = KVCache(config, rows, 32, DEVICE, dtype)
     cos, sin = (
-        t[:, : config.rope.rotary_dim // 2].contiguous() for t in Rotary(config, DEVICE, dtype).tables(0, 32, 32)
+        t[:, : config.rotaries[0].rotary_dim // 2].contiguous()
+        for t in Rotary(config.rotaries[0], DEVICE, dtype).tables(0, 32, 32)
     )
     prompt = torch.arange(9)
     for slot in range(rows):

@@ -37,9 +37,9 @@ def rotary_tables(config: ModelConfig) -> RotaryTables:
     """The runtime's rotary frequencies, for the graph."""
     switch = switch_length(config)
     return RotaryTables(
-        frequencies=inverse_frequencies(config.rope).numpy(),
-        scaling=attention_scaling(config.rope),
-        long_frequencies=None if switch is None else inverse_frequencies(config.rope, long=True).numpy(),
+        frequencies=inverse_frequencies(config.rotaries[0]).numpy(),
+        scaling=attention_scaling(config.rotaries[0]),
+        long_frequencies=None if switch is None else inverse_frequencies(config.rotaries[0], long=True).numpy(),
         switch_length=switch or 0,
     )
 

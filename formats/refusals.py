@@ -1,0 +1,65 @@
+"""Models that are refused, by what they are: a name alone (mixtral is not a misspelt mistral) would mislead."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+__all__ = ["why_refused"]
+
+_FAMILIES = (
+    (
+        "a mixture-of-experts model, which reads only some of its weights at a token already",
+        r".*moe.*|mixtral|deepseek_v[23].*|dbrx|gpt_oss|llama4.*|qwen3_next|kimi.*|dots1|minimax.*|grok.*|arctic|jamba",
+    ),
+    ("an encoder, which writes no text", r".*bert.*|electra|mpnet|xlm-roberta|nomic.*|deberta.*|gte|bge.*"),
+    (
+        "an encoder-decoder model, not a decoder alone",
+        r".*t5.*|.*bart|marian|pegasus.*|m2m_100|nllb.*|led|fsmt|prophetnet|encoder-decoder",
+    ),
+    (
+        "a recurrent or state-space model, whose blocks are no attention and MLP",
+        r".*mamba.*|rwkv.*|zamba.*|bamba|recurrent_gemma|nemotron_h|xlstm|hyena|retnet|lfm2.*",
+    ),
+    (
+        "a model of speech, sound or pictures",
+        r"whisper|wav2vec2.*|hubert|speecht5|musicgen.*|bark|vits|clip.*|siglip.*|vit.*|dinov.*|sam.*|swin.*",
+    ),
+    (
+        "a model of pictures and text together",
+        r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
+        r"gemma3n?|.*omni.*",
+    ),
+    (
+        "a dense decoder whose blocks are put together in another way (docs/bring-your-own-architecture.md says what "
+        "a new row of the table can be)",
+        r"gpt.*|opt|bloom|mpt|falcon|codegen|phi|gemma.*|stablelm.*|starcoder.*|olmo.*|cohere.*|granite.*|glm.*|"
+        r"smollm.*|internlm.*|baichuan.*|minicpm.*|nemotron|exaone.*|persimmon|xglm|biogpt|qwen|chatglm|seed_oss|apertus|"
+        r"ernie.*|hunyuan.*|arcee|helium|bitnet|diffllama|ministral.*",
+    ),
+)
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+
+
+def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[str]) -> str:
+    """Why a model of another type is refused: what its config says it is, else its family, else that none is known."""
+    supported = tuple(supported)
+    known = ", ".join(supported)
+    if not isinstance(model_type, str):
+        return f"config.json: model_type: expected one of {known}, found {model_type!r:.80}"
+    kind = None
+    if any(isinstance(config.get(key), int) and config[key] > 1 for key in _EXPERTS):
+        kind = _FAMILIES[0][0]
+    elif config.get("is_encoder_decoder") is True:
+        kind = _FAMILIES[2][0]
+    elif isinstance(config.get("vision_config"), dict):
+        kind = _FAMILIES[5][0]
+    else:
+        kind = next((words for words, names in _FAMILIES if re.fullmatch(names, model_type)), None)
+    if kind is not None:
+        return f"model_type {model_type!r:.80} is {kind}; known ones: {known}"
+    close = difflib.get_close_matches(model_type[:80], supported, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return f"model_type {model_type!r:.80}{hint}; known ones: {known}"
