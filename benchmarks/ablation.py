@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from quality import Clock, Evaluator, describe_machine, markdown_table, print_head, row, stdlib_tokens
 
-from wisparse.converter import additive
-from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.progress import Progress
-from wisparse.converter.search import Run, SearchResult, SearchSettings, search
-from wisparse.converter.source import SourceModel, load_source
-from wisparse.converter.state import NO_STATE
+from wisparse.converter.model.source import SourceModel, load_source
+from wisparse.converter.searches import additive
+from wisparse.converter.searches.search import Run, SearchResult, SearchSettings, search
+from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.work.progress import Progress
+from wisparse.converter.work.state import NO_STATE
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.manifest import MANIFEST
-from wisparse.formats.onnx_file import MODEL, export_onnx
+from wisparse.formats.onnx.file import MODEL, export_onnx
 from wisparse.kernels.reference import kept, scores
 from wisparse.onnx_check import rotary_tables
 from wisparse.runtime.tasks.interpreter_lines import make_problems

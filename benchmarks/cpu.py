@@ -37,9 +37,9 @@ from torch.nn import functional
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.kernels.cpu import quantize, sparse_linear, transpose
-from wisparse.kernels.cpu_threads import team_size
-from wisparse.runtime.cpu_decoder import CpuDecoder
+from wisparse.kernels.cpu.operations import quantize, sparse_linear, transpose
+from wisparse.kernels.cpu.threads import team_size
+from wisparse.runtime.cpu.decoder import CpuDecoder
 
 ROOT = Path(__file__).resolve().parent.parent
 SECTIONS = ("projection", "llama-1b", "examples", "first-token")
@@ -299,7 +299,7 @@ print(time.{clock}() - start)
 FIRST = """
 import sys, time
 import torch
-import wisparse.runtime.cpu_decoder
+import wisparse.runtime.cpu.decoder
 from wisparse.runtime.loader import load
 torch.set_num_threads({threads})
 torch.ones({memory}, dtype=torch.uint8)

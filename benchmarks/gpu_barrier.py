@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from gpu_tiles import time_graph
 
-from wisparse.kernels.triton_common import let_next_kernel_start, wait_for_previous_kernel
+from wisparse.kernels.gpu.common import let_next_kernel_start, wait_for_previous_kernel
 
 __all__: list[str] = []
 

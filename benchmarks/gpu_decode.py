@@ -25,12 +25,12 @@ from gpu_example import launch_input
 from gpu_models import SHAPES, calibrate, give_masks, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
+from wisparse.kernels.gpu.gemv import launch_kind
 from wisparse.kernels.reference import keep_mask
-from wisparse.kernels.triton_gemv import launch_kind
-from wisparse.runtime.cuda_decoder import CudaDecoder
-from wisparse.runtime.cuda_step import DecodeStep
+from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoder import SamplingSettings
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 PROMPT, TOKENS = 5, 200
 BATCHES = (2, 4, 8)

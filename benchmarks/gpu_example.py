@@ -28,13 +28,13 @@ from safetensors.torch import load_file
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import keep_mask, scores
-from wisparse.runtime import torch_decoder
-from wisparse.runtime.cuda_decoder import CudaDecoder
-from wisparse.runtime.cuda_prefill import rms_norm
-from wisparse.runtime.cuda_step import DecodeStep
+from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.cuda.prefill import rms_norm
+from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoder import Decoder, SamplingSettings
 from wisparse.runtime.sampling import sample
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch import decoder as torch_decoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 TOKENS = 200
 PROMPTS, FEW_PROMPTS = 8, 3

@@ -111,7 +111,8 @@ def load(folder: Path, plain: bool) -> dict:
     """Load in this fresh process, then decode a little, greedily and sampled."""
     import torch
 
-    from wisparse.runtime import cuda_decoder, loader
+    from wisparse.runtime import loader
+    from wisparse.runtime.cuda import decoder as cuda_decoder
     from wisparse.runtime.decoder import SamplingSettings
 
     imports = time.perf_counter() - _STARTED

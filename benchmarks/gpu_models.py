@@ -14,9 +14,9 @@ import torch
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import scores
-from wisparse.runtime.cuda_decoder import CudaDecoder
-from wisparse.runtime.cuda_prefill import read_sequence
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.cuda.prefill import read_sequence
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 __all__ = ["SHAPES", "calibrate", "give_masks", "random_bundle", "set_sparsity"]
 

@@ -12,7 +12,7 @@ from gpu_models import SHAPES
 from gpu_tiles import case_for
 
 from wisparse.formats.architectures import ModelConfig
-from wisparse.kernels.triton_gemv import GemvTile
+from wisparse.kernels.gpu.gemv import GemvTile
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from wisparse.kernels.triton_head import HEAD_ROWS, launch_next
-from wisparse.kernels.triton_sample import SampleState, launch_sample
+from wisparse.kernels.gpu.head import HEAD_ROWS, launch_next
+from wisparse.kernels.gpu.sample import SampleState, launch_sample
 from wisparse.runtime.benchmark import time_launches
 from wisparse.runtime.decoder import SamplingSettings
 

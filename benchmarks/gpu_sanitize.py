@@ -25,7 +25,7 @@ FILES = ("triton_cases.py", "triton_sample_cases.py", "triton_decoder_cases.py")
 # Reads far beyond the end of a tensor, through one of our kernels.
 CONTROL = """
 import torch
-from wisparse.kernels.triton_head import launch_embed
+from wisparse.kernels.gpu.head import launch_embed
 torch.set_default_device("cuda")
 launch_embed(torch.tensor([10**6]), torch.zeros(4, 64), torch.empty(1, 64), torch.empty(1, 1))
 torch.cuda.synchronize()

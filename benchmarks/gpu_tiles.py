@@ -25,9 +25,9 @@ import triton.language as tl
 from gpu_models import SHAPES
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
+from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.reference import keep_mask
-from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
-from wisparse.kernels.triton_tiles import local_key, most_pollers, remember_tiles
 
 __all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "keep_tiles", "time_graph"]
 

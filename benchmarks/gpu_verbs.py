@@ -93,7 +93,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> N
     from wisparse.formats.expected import expected_tensors
     from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
     from wisparse.formats.write import write_bundle
-    from wisparse.runtime.cuda_decoder import CudaDecoder
+    from wisparse.runtime.cuda.decoder import CudaDecoder
 
     random = random_bundle(shape, num_blocks=num_blocks)
     config = random.config

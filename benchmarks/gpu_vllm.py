@@ -122,8 +122,8 @@ def part_compile(arguments: argparse.Namespace) -> None:
     """One of eight shares of the kernels that ``tune`` will time, into Triton's cache."""
     import torch
 
-    from wisparse.kernels.triton_gemv import GemvTile
-    from wisparse.kernels.triton_mask_gemm import mask_gemm
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.mask_gemm import mask_gemm
     from wisparse.runtime.vllm import product
 
     jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
@@ -144,9 +144,9 @@ def part_tune(arguments: argparse.Namespace) -> None:
     """Which way each product takes from 3 to 128 rows, measured, into the cache of tiles."""
     import torch
 
-    from wisparse.kernels.triton_gemv import GemvTile
-    from wisparse.kernels.triton_mask_gemm import mask_gemm, mask_gemm_kind
-    from wisparse.kernels.triton_tiles import remember_tiles, tile_key
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.mask_gemm import mask_gemm, mask_gemm_kind
+    from wisparse.kernels.gpu.tiles import remember_tiles, tile_key
     from wisparse.runtime.vllm import product
 
     shares = [[sys.executable, __file__, "compile", "--share", str(share)] for share in range(8)]
@@ -290,9 +290,9 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     from wisparse.formats.architectures import ModelConfig
     from wisparse.formats.bundle import Bundle
     from wisparse.formats.expected import expected_tensors
+    from wisparse.formats.guard.safetensors_header import build_header
     from wisparse.formats.manifest import Manifest, recipe_digest
     from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
-    from wisparse.formats.safetensors_header import build_header
 
     model = ModelConfig.from_dict(config)
     packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 
 import wisparse
-from wisparse.converter.evaluation import Answers, exact_answers
 from wisparse.converter.pipeline import convert
+from wisparse.converter.quality.evaluation import Answers, exact_answers
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.dense import without_masks
 from wisparse.runtime.loader import load

@@ -26,8 +26,8 @@ from typing import Any
 
 from quality import Clock, Evaluator, describe_machine, markdown_table, print_head, row, stdlib_tokens
 
-from wisparse.converter.search import SearchSettings, search
-from wisparse.converter.source import load_source
+from wisparse.converter.model.source import load_source
+from wisparse.converter.searches.search import SearchSettings, search
 from wisparse.formats.errors import UsageError
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"

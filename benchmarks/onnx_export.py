@@ -29,9 +29,9 @@ import onnxruntime
 import torch
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.onnx_file import export_onnx
+from wisparse.formats.onnx.file import export_onnx
 from wisparse.onnx_check import OnnxDecoder, check_export, rotary_tables
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 
 def peak_mb() -> float:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 import wisparse
-from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.divergence import Divergence, evaluate
-from wisparse.converter.masking import MaskedModel
-from wisparse.converter.search_settings import SearchResult
-from wisparse.converter.source import SourceModel
+from wisparse.converter.bench.divergence import Divergence, evaluate
+from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter.model.source import SourceModel
+from wisparse.converter.searches.settings import SearchResult
+from wisparse.converter.text.calibration import CalibrationTokens
 
 __all__ = ["Evaluator", "describe_machine", "markdown_table", "stdlib_tokens"]
 

@@ -28,8 +28,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from wisparse.converter.pipeline import run
-from wisparse.converter.progress import Progress, Stage
 from wisparse.converter.settings import ConvertSettings
+from wisparse.converter.work.progress import Progress, Stage
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.expected import expected_tensors
 

@@ -22,31 +22,31 @@ from typing import Any, cast
 import torch
 
 import wisparse
-from wisparse.formats import arguments
 from wisparse.formats.bundle import Bundle, ProjectionMask, is_document
 from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.device import choose_device
 from wisparse.formats.errors import ResourceError
-from wisparse.formats.folder import clear_leftovers
+from wisparse.formats.guard import arguments
+from wisparse.formats.guard.folder import clear_leftovers
+from wisparse.formats.guard.places import expand
 from wisparse.formats.hub import Source, fetch_source, push_bundle
-from wisparse.formats.places import expand
+from wisparse.formats.machine.device import choose_device
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import BUNDLE, write_bundle
 
-from .calibration import CalibrationTokens, load_calibration
-from .figures import FIGURES
-from .fingerprint import Hashes, small_digests, weight_digests
-from .finish import is_finished, remove_mark, write_mark
-from .measurement import Measurement, measure
+from .model.fingerprint import Hashes, small_digests, weight_digests
+from .model.source import SourceModel, load_source
 from .preflight import Plan, check_places, preflight, require_resources
-from .processes import ALONE, LeadersStore, Processes, joined
-from .progress import Progress
-from .report import expectation, render_report, verdict
-from .search import SearchResult, SearchSettings, search
+from .quality.figures import FIGURES
+from .quality.measurement import Measurement, measure
+from .quality.report import expectation, render_report, verdict
+from .searches.search import SearchResult, SearchSettings, search
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
-from .source import SourceModel, load_source
-from .state import NO_STATE, SharedStore, StateStore, Store
+from .text.calibration import CalibrationTokens, load_calibration
+from .work.finish import is_finished, remove_mark, write_mark
+from .work.processes import ALONE, LeadersStore, Processes, joined
+from .work.progress import Progress
+from .work.state import NO_STATE, SharedStore, StateStore, Store
 
 __all__ = ["Conversion", "convert", "execute", "run", "run_all"]
 

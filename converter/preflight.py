@@ -17,24 +17,24 @@ import torch
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.device import choose_device
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.expected import expected_tensors
+from wisparse.formats.guard.places import folder_kind, shown
+from wisparse.formats.guard.safe_json import read_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
+from wisparse.formats.machine.device import choose_device
+from wisparse.formats.machine.memory import free_memory_bytes
 from wisparse.formats.manifest import has_masks
-from wisparse.formats.memory import free_memory_bytes
-from wisparse.formats.places import folder_kind, shown
-from wisparse.formats.safe_json import read_json
 from wisparse.formats.write import check_output, copied_files, parse_size
 
-from .baselines import gate_sparsity
-from .calibration import CalibrationTokens, describe_spec, load_calibration
-from .finish import check_mark, names_the_bundle
-from .progress import Progress
-from .sensitivity import LARGEST_LOGITS
+from .bench.sensitivity import LARGEST_LOGITS
+from .model.source import choose_dtype, load_tokenizer
+from .searches.baselines import gate_sparsity
 from .settings import ConvertSettings, auto_seq_len
-from .source import choose_dtype, load_tokenizer
-from .state import StateStore
+from .text.calibration import CalibrationTokens, describe_spec, load_calibration
+from .work.finish import check_mark, names_the_bundle
+from .work.progress import Progress
+from .work.state import StateStore
 
 __all__ = [
     "Plan",

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from wisparse.formats import arguments
 from wisparse.formats.errors import UsageError
-from wisparse.formats.places import find_folder
+from wisparse.formats.guard import arguments
+from wisparse.formats.guard.places import find_folder
 
 __all__ = [
     "DTYPES",

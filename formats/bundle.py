@@ -22,12 +22,12 @@ from torch import Tensor
 from .architectures import ModelConfig, Projection
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError
-from .files import PARTIAL, list_files, read_bounded, require_folder
+from .guard.files import PARTIAL, list_files, read_bounded, require_folder
+from .guard.places import folder_kind, shown
+from .guard.safe_json import parse_json, read_json
+from .guard.safetensors_header import DTYPES, Header, read_header
 from .manifest import MANIFEST, MAX_MANIFEST_BYTES, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
-from .places import folder_kind, shown
 from .recipe import Recipe
-from .safe_json import parse_json, read_json
-from .safetensors_header import DTYPES, Header, read_header
 
 __all__ = ["GATE", "LOW_RANK", "MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
 

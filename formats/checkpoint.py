@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from .architectures import ModelConfig
-from .crc import combine_crc32
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .expected import LM_HEAD, expected_tensors, is_derived
-from .files import FileIdentity, open_regular, require_folder
+from .guard.crc import combine_crc32
+from .guard.files import FileIdentity, open_regular, require_folder
+from .guard.places import folder_kind, shown
+from .guard.safe_json import read_json
+from .guard.safetensors_header import DTYPES, Header, read_header
 from .manifest import has_masks
-from .places import folder_kind, shown
-from .safe_json import read_json
-from .safetensors_header import DTYPES, Header, read_header
 
 __all__ = ["INDEX", "Checkpoint", "TensorInfo", "is_finite"]
 

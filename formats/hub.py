@@ -37,9 +37,9 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
 
 from .errors import AccessError, BundleError, UploadError, UsageError
-from .files import file_digest, list_files, open_regular
+from .guard.files import file_digest, list_files, open_regular
+from .guard.places import find_folder
 from .manifest import MANIFEST, SIDECAR, listed_files
-from .places import find_folder
 
 __all__ = [
     "PushPlan",

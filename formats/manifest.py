@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .errors import BundleError
+from .guard.safe_json import dump_json, read_json
 from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe
-from .safe_json import dump_json, read_json
 
 __all__ = [
     "MANIFEST",

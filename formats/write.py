@@ -25,12 +25,12 @@ from .bundle import GATE, LOW_RANK, MAX_FILE_BYTES, SMALL_FILES, ProjectionMask,
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .expected import LM_HEAD
-from .files import file_digest, list_files, read_bounded
-from .folder import Kind, check_target, replaced_folder
+from .guard.files import file_digest, list_files, read_bounded
+from .guard.folder import Kind, check_target, replaced_folder
+from .guard.safe_json import dump_json
+from .guard.safetensors_header import build_header
 from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, listed_files, recipe_digest
 from .recipe import FORMAT_VERSION, Recipe
-from .safe_json import dump_json
-from .safetensors_header import build_header
 from .verify import verify_files
 
 __all__ = ["BUNDLE", "check_output", "copied_files", "estimate_bytes", "parse_size", "write_bundle"]

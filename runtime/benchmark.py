@@ -22,7 +22,7 @@ from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
 
-from .cuda_graph import capture
+from .cuda.graph import capture
 from .decoder import Decoder, SamplingSettings
 from .dense import without_masks
 from .memory import available_bytes, peak_bytes, weight_bytes
@@ -113,7 +113,7 @@ def compare(model: Model, workload: Workload, *, weights: str = "native", kernel
     sparsity = _realised(decoder, workload)
     table: dict[str, dict[str, float]] = {}
     if kernels:
-        from .gpu_kernels import time_kernels
+        from .cuda.kernel_times import time_kernels
 
         table = time_kernels(decoder, batch=workload.batch, sparsity=sparsity)
     interleaved = available_bytes(device) > 2 * weight_bytes(model.bundle, decoder.dtype, weights)

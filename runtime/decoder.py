@@ -1,7 +1,7 @@
 """What a decoder is, and which one runs a bundle.
 
 A decoder takes token ids and gives logits or the next ids; it knows nothing of text. Its state is ``max_batch`` slots,
-one sequence each, in a cache allocated once. ``torch_decoder`` is the readable reference that the faster ones must
+one sequence each, in a cache allocated once. ``torch.decoder`` is the readable reference that the faster ones must
 agree with.
 
     prefill(slot, prompt)  ->  logits of the prompt's last position
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from wisparse.formats import arguments
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.guard import arguments
 
 from .memory import memory_errors
 
@@ -234,9 +234,9 @@ def check_prompt(length: int, max_seq_len: int) -> None:
 
 # Back end -> its decoder. Imported when chosen: numba and triton cost seconds.
 _IMPLEMENTATIONS = {
-    "torch": ("wisparse.runtime.torch_decoder", "TorchDecoder"),
-    "numba": ("wisparse.runtime.cpu_decoder", "CpuDecoder"),
-    "triton": ("wisparse.runtime.cuda_decoder", "CudaDecoder"),
+    "torch": ("wisparse.runtime.torch.decoder", "TorchDecoder"),
+    "numba": ("wisparse.runtime.cpu.decoder", "CpuDecoder"),
+    "triton": ("wisparse.runtime.cuda.decoder", "CudaDecoder"),
 }
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from wisparse.formats import arguments
 from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.formats.guard import arguments
 
 from .decoder import Decoder, SamplingSettings, check_prompt
 from .rotary import switch_length

@@ -27,7 +27,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from wisparse.formats.errors import AccessError, UsageError
-from wisparse.formats.places import shown
+from wisparse.formats.guard.places import shown
 
 from .generation import Tally, sparse_from
 from .loader import load

@@ -8,17 +8,17 @@ import time
 
 import torch
 
-from wisparse.formats import arguments
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.device import choose_device
+from wisparse.formats.guard import arguments
 from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.machine.device import choose_device
 from wisparse.kernels.backend import BACKENDS
 
 from .decoder import WEIGHTS, make_decoder
 from .generation import PREFILL_POLICIES
 from .memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
-from .text import Text
+from .text.edge import Text
 
 __all__ = ["load", "pick_dtype"]
 

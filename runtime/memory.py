@@ -12,7 +12,7 @@ import torch
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ResourceError
-from wisparse.formats.memory import free_memory_bytes
+from wisparse.formats.machine.memory import free_memory_bytes
 from wisparse.kernels.precision import activation_dtype
 
 from .cache import bytes_per_position

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict, Unpack, overload
 
-from wisparse.formats import arguments
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UsageError
+from wisparse.formats.guard import arguments
 
 from .decoder import Decoder, SamplingSettings
-from .detokenize import Detokenizer, StopStrings
 from .generation import PREFILL_POLICIES, Job, Request, Scheduler, Tally, sparse_from
 from .memory import memory_errors, peak_bytes
-from .prompts import Message, Prompt, as_prompts, stop_texts
-from .text import Text, stop_ids
+from .text.detokenize import Detokenizer, StopStrings
+from .text.edge import Text, stop_ids
+from .text.prompts import Message, Prompt, as_prompts, stop_texts
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle

@@ -57,7 +57,7 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError, WisparseError
 from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.loader import load
-from wisparse.runtime.text import Text, check_text
+from wisparse.runtime.text.edge import Text, check_text
 
 __all__ = ["merge", "run"]
 

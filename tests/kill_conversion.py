@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
-from wisparse.converter import figures
 from wisparse.converter.pipeline import convert
+from wisparse.converter.quality import figures
 
 
 def attempt(settings: dict[str, Any], kill: str | dict[str, Any] | None) -> dict[str, Any]:

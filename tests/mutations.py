@@ -41,7 +41,7 @@ MUTATIONS = (
     # Six that no test noticed once.
     Mutation(
         "a symlink into any sibling `blobs/` is followed",
-        "formats/files.py",
+        "formats/guard/files.py",
         'and os.path.basename(repository).startswith("models--"):',
         "and repository:",
         "tests/test_formats_checkpoint.py",
@@ -55,28 +55,28 @@ MUTATIONS = (
     ),
     Mutation(
         "final thresholds come from the dense model's inputs",
-        "converter/thresholds.py",
+        "converter/searches/thresholds.py",
         "                masked.set_threshold(name, threshold)\n",
         "",
         "tests/test_converter_thresholds.py",
     ),
     Mutation(
         "the CUDA step looks ahead past the cache's end",
-        "runtime/cuda_decoder.py",
+        "runtime/cuda/decoder.py",
         "lengths[slot] < self.max_seq_len for slot, token",
         "lengths[slot] <= self.max_seq_len for slot, token",
         "tests/test_kernels_triton.py -k quick_cases",
     ),
     Mutation(
         "a template's loops are not metered",
-        "runtime/worker.py",
+        "runtime/text/worker.py",
         "signal.setitimer(signal.ITIMER_PROF, seconds)",
         "signal.setitimer(signal.ITIMER_PROF, 0)",
         "tests/test_runtime_sandbox.py -k processor_time",
     ),
     Mutation(
         "the preflight does not see a container's limit",
-        "formats/memory.py",
+        "formats/machine/memory.py",
         "return max(0, min([_machine(root), *_groups(root)]))",
         "return max(0, _machine(root))",
         "tests/test_formats_memory.py",
@@ -98,7 +98,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the CPU kernel drops a score on the threshold where rows share a list",
-        "kernels/cpu_linear.py",
+        "kernels/cpu/linear.py",
         "keep = 0 if abs(v) * scale_[k] < threshold else 1",
         "keep = 0 if abs(v) * scale_[k] <= threshold else 1",
         "tests/test_kernels_cpu.py",
@@ -126,7 +126,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a sliding window is one position wider",
-        "runtime/torch_decoder.py",
+        "runtime/torch/decoder.py",
         "mask &= ahead > -window",
         "mask &= ahead >= -window",
         "tests/test_runtime_decoder.py",
@@ -140,14 +140,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a safetensors file may have bytes behind its last tensor",
-        "formats/safetensors_header.py",
+        "formats/guard/safetensors_header.py",
         "if 8 + length + position != seen.size:",
         "if 8 + length + position > seen.size:",
         "tests/test_formats_safetensors_header.py",
     ),
     Mutation(
         "a key may stand in a JSON object twice",
-        "formats/safe_json.py",
+        "formats/guard/safe_json.py",
         "if len(found) != len(pairs):",
         "if len(found) > len(pairs):",
         "tests/test_formats_safetensors_header.py",
@@ -175,7 +175,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a file may change between its check and its reading",
-        "formats/files.py",
+        "formats/guard/files.py",
         "if expected is not None and _identity_of(status) != expected:",
         "if expected is not None and status.st_size != expected.size:",
         "tests/test_formats_bundle.py",
@@ -189,14 +189,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a threshold stands on the upper score of the gap",
-        "converter/thresholds.py",
+        "converter/searches/thresholds.py",
         "middle = float(torch.tensor((below + above) / 2))",
         "middle = above",
         "tests/test_converter_thresholds.py",
     ),
     Mutation(
         "the divergence is taken the other way round",
-        "converter/divergence.py",
+        "converter/bench/divergence.py",
         "kl += float((dense.exp() * (dense - sparse)).sum(dtype=torch.float64))",
         "kl += float((sparse.exp() * (sparse - dense)).sum(dtype=torch.float64))",
         "tests/test_converter_divergence.py",
@@ -210,7 +210,7 @@ MUTATIONS = (
     ),
     Mutation(
         "crc32 of parts: the order does not matter",
-        "formats/crc.py",
+        "formats/guard/crc.py",
         "return _multiply(_appended(second_bytes), first) ^ second",
         "return _multiply(_appended(second_bytes), second) ^ first",
         "tests/test_formats_crc.py",

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wisparse.converter.additive import LEVELS, allocate, convex_hull, interpolate
 from wisparse.converter.budget import MAX_SPARSITY, mean_sparsity
+from wisparse.converter.searches.additive import LEVELS, allocate, convex_hull, interpolate
 
 damages = st.lists(st.floats(-1e-3, 10), min_size=len(LEVELS), max_size=len(LEVELS))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from wisparse.converter.alpha import GRID, search_alpha
+from wisparse.converter.searches.alpha import GRID, search_alpha
 
 
 def test_grid_is_the_papers_with_both_ends() -> None:

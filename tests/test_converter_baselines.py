@@ -11,15 +11,15 @@ from tiny_bundle import tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 from torch.nn import functional
 
-from wisparse.converter import baselines
-from wisparse.converter.baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
-from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.divergence import evaluate
-from wisparse.converter.masking import MaskedModel
+from wisparse.converter.bench.divergence import evaluate
+from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter.model.source import load_source
+from wisparse.converter.model.sparsify import sparsify
 from wisparse.converter.pipeline import convert
-from wisparse.converter.search import SearchResult, SearchSettings, search
-from wisparse.converter.source import load_source
-from wisparse.converter.sparsify import sparsify
+from wisparse.converter.searches import baselines
+from wisparse.converter.searches.baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
+from wisparse.converter.searches.search import SearchResult, SearchSettings, search
+from wisparse.converter.text.calibration import CalibrationTokens
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
@@ -197,6 +197,6 @@ def test_a_bundle_runs_as_it_was_measured(
 
 
 def _tokens(source: object, text: Path) -> CalibrationTokens:
-    from wisparse.converter.calibration import load_calibration
+    from wisparse.converter.text.calibration import load_calibration
 
     return load_calibration([str(text)], source.tokenizer, None, 4, 48, 0)

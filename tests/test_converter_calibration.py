@@ -12,10 +12,10 @@ import torch
 from tiny_bundle import write_tiny_model
 from tokenizers import processors
 
-from wisparse.converter.calibration import CalibrationTokens, describe_spec, load_calibration
-from wisparse.converter.documents import document_of, is_dataset_id, path_documents
-from wisparse.converter.self_calibration import _draw, _Writer
-from wisparse.converter.source import load_source, load_tokenizer
+from wisparse.converter.model.source import load_source, load_tokenizer
+from wisparse.converter.text.calibration import CalibrationTokens, describe_spec, load_calibration
+from wisparse.converter.text.documents import document_of, is_dataset_id, path_documents
+from wisparse.converter.text.self_calibration import _draw, _Writer
 from wisparse.formats.errors import AccessError, CalibrationError
 
 BOS, EOS = 256, 257
@@ -191,7 +191,7 @@ def test_data_set_on_disk(kind: str, tokenizer, tmp_path: Path) -> None:
 
 
 def test_paper_mixture_in_equal_parts(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wisparse.converter import calibration
+    from wisparse.converter.text import calibration
 
     asked = []
 
@@ -210,7 +210,7 @@ def test_paper_mixture_in_equal_parts(tokenizer, monkeypatch: pytest.MonkeyPatch
 
 def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    from wisparse.converter import documents
+    from wisparse.converter.text import documents
 
     loaded = {}
 
@@ -230,7 +230,7 @@ def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_hub_out_of_reach(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
-    from wisparse.converter import documents
+    from wisparse.converter.text import documents
 
     def refuse(name: str, dataset: bool) -> None:
         raise AccessError(f"cannot reach the Hub for {name!r}")

@@ -8,9 +8,9 @@ import pytest
 import torch
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.divergence import DenseReference, evaluate, kl_rows
-from wisparse.converter.flow import BlockFlow
-from wisparse.converter.masking import MaskedModel
+from wisparse.converter.bench.divergence import DenseReference, evaluate, kl_rows
+from wisparse.converter.model.flow import BlockFlow
+from wisparse.converter.model.masking import MaskedModel
 
 
 def test_kl_is_torchs() -> None:

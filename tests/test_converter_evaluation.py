@@ -14,10 +14,10 @@ from bundle_maker import make_bundle
 from torch import Tensor
 
 from wisparse.cli import main
-from wisparse.converter.divergence import evaluate
-from wisparse.converter.evaluation import Answers, evaluate_text, exact_answers, first_sparse, same_text
-from wisparse.converter.masking import MaskedModel
-from wisparse.converter.source import load_source
+from wisparse.converter.bench.divergence import evaluate
+from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter.model.source import load_source
+from wisparse.converter.quality.evaluation import Answers, evaluate_text, exact_answers, first_sparse, same_text
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.dense import without_masks

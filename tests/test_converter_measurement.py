@@ -9,15 +9,15 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 
-from wisparse.converter import measurement
-from wisparse.converter.block_sensitivity import block_sensitivity
-from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.divergence import kl_rows
-from wisparse.converter.measurement import MaskedLogits, measure
-from wisparse.converter.search_settings import SearchResult
+from wisparse.converter.bench.divergence import kl_rows
+from wisparse.converter.bench.workbench import Workbench
+from wisparse.converter.model.source import SourceModel, load_source
+from wisparse.converter.quality import measurement
+from wisparse.converter.quality.block_sensitivity import block_sensitivity
+from wisparse.converter.quality.measurement import MaskedLogits, measure
+from wisparse.converter.searches.settings import SearchResult
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.source import SourceModel, load_source
-from wisparse.converter.workbench import Workbench
+from wisparse.converter.text.calibration import CalibrationTokens
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError
 from wisparse.runtime.loader import load

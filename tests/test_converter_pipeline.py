@@ -18,10 +18,11 @@ from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
 import wisparse
 from wisparse.cli import convert_main
-from wisparse.converter import finish, pipeline, settings
-from wisparse.converter import search as search_module
-from wisparse.converter.fingerprint import small_digests, weight_digests
+from wisparse.converter import pipeline, settings
+from wisparse.converter.model.fingerprint import small_digests, weight_digests
 from wisparse.converter.pipeline import convert
+from wisparse.converter.searches import search as search_module
+from wisparse.converter.work import finish
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError, UsageError
@@ -401,7 +402,7 @@ def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_weights_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wisparse.converter.fingerprint._PIECE_BYTES", 5000)
+    monkeypatch.setattr("wisparse.converter.model.fingerprint._PIECE_BYTES", 5000)
     file = model / "model.safetensors"
     content = file.read_bytes()
     before = weight_digests(Checkpoint.open(model))
@@ -442,7 +443,7 @@ def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:  # all is written, the mark too, and nothing is in place
-        patched.setattr("wisparse.formats.folder._swap", stop)
+        patched.setattr("wisparse.formats.guard.folder._swap", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(model, out, **FAST, overwrite=True)
     assert (out / changed).read_text() == '{"eos_token_id": 1}'

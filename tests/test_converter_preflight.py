@@ -31,7 +31,7 @@ from wisparse.formats.errors import (
     UsageError,
     WisparseError,
 )
-from wisparse.formats.memory import free_memory_bytes
+from wisparse.formats.machine.memory import free_memory_bytes
 
 
 @pytest.fixture

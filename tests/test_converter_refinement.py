@@ -9,15 +9,15 @@ import pytest
 import torch
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.descent import micro_batches
-from wisparse.converter.divergence import evaluate
-from wisparse.converter.joint_kl import Measured, batch_gradient, dense_states, measure_batch
-from wisparse.converter.masking import MaskedModel
-from wisparse.converter.refinement import BatchGradient, Channels, Refinement, plan_steps
-from wisparse.converter.search import SearchSettings, search
-from wisparse.converter.source import SourceModel
-from wisparse.converter.workbench import Workbench
+from wisparse.converter.bench.divergence import evaluate
+from wisparse.converter.bench.workbench import Workbench
+from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter.model.source import SourceModel
+from wisparse.converter.searches.descent import micro_batches
+from wisparse.converter.searches.joint_kl import Measured, batch_gradient, dense_states, measure_batch
+from wisparse.converter.searches.refinement import BatchGradient, Channels, Refinement, plan_steps
+from wisparse.converter.searches.search import SearchSettings, search
+from wisparse.converter.text.calibration import CalibrationTokens
 from wisparse.kernels.reference import keep_mask
 
 WIDTH = 0.3

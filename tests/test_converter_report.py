@@ -10,10 +10,10 @@ import random
 import matplotlib
 import pytest
 
-from wisparse.converter import figures
-from wisparse.converter.block_sensitivity import BlockSensitivity
-from wisparse.converter.evaluation import Measured, Quality
-from wisparse.converter.report import REPORT, expectation, make_report, render_report, verdict
+from wisparse.converter.quality import figures
+from wisparse.converter.quality.block_sensitivity import BlockSensitivity
+from wisparse.converter.quality.evaluation import Measured, Quality
+from wisparse.converter.quality.report import REPORT, expectation, make_report, render_report, verdict
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 

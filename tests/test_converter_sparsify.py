@@ -19,11 +19,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import wisparse
-from wisparse.converter.sparsify import desparsify, sparsify
+from wisparse.converter.model.sparsify import desparsify, sparsify
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 PROMPT = "def fibonacci(n):\n"
 

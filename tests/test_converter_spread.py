@@ -10,9 +10,9 @@ import torch
 from tiny_bundle import tiny_config, write_tiny_model
 
 from wisparse.converter import pipeline, preflight
+from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.pipeline import convert
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.errors import ResourceError
 
 pytest.importorskip("accelerate")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from wisparse.formats import cores
-from wisparse.formats.cores import usable_cores
+from wisparse.formats.machine import cores
+from wisparse.formats.machine.cores import usable_cores
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wisparse.formats.crc import combine_crc32
+from wisparse.formats.guard.crc import combine_crc32
 
 
 @given(st.lists(st.binary(max_size=300), max_size=5))

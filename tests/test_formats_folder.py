@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.folder import (
+from wisparse.formats.guard.folder import (
     UNFINISHED,
     Kind,
     check_target,

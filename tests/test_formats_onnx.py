@@ -23,7 +23,7 @@ from wisparse.commands import export_onnx as verb
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UnsupportedModelError, UsageError, WisparseError
 from wisparse.kernels.reference import sparse_linear
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 onnx = pytest.importorskip("onnx", reason="needs the onnx extra")
 pytest.importorskip("onnxruntime", reason="needs the onnx extra")
@@ -31,8 +31,8 @@ pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 from onnx.reference.op_run import OpRun  # noqa: E402
 
-from wisparse.formats.onnx_file import export_onnx  # noqa: E402
-from wisparse.formats.onnx_graph import DOMAIN  # noqa: E402
+from wisparse.formats.onnx.file import export_onnx  # noqa: E402
+from wisparse.formats.onnx.graph import DOMAIN  # noqa: E402
 from wisparse.onnx_check import OnnxDecoder, check_export, rotary_tables  # noqa: E402
 
 PROMPTS = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]

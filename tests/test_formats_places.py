@@ -11,8 +11,8 @@ from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 import wisparse
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
+from wisparse.formats.guard.places import shown
 from wisparse.formats.hub import fetch_source
-from wisparse.formats.places import shown
 
 FOLDERS = {
     "adapter_config.json adapter_model.safetensors": "is a LoRA (PEFT) adapter of 'org/base', not a whole model: merge",

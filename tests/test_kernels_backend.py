@@ -52,7 +52,8 @@ def test_a_named_back_end_is_never_replaced() -> None:
 def test_compiling_is_said_once_and_only_where_something_is_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from wisparse.kernels import compiling, cpu_threads
+    from wisparse.kernels import compiling
+    from wisparse.kernels.cpu import threads as cpu_threads
 
     monkeypatch.setattr(compiling, "_said", set())
     monkeypatch.setattr(cpu_threads, "_regions", {})
@@ -91,9 +92,9 @@ def test_a_compiled_gpu_kernel_is_told_from_one_found_on_disk(
 
 
 def test_a_region_is_found_on_disk_once_it_was_compiled() -> None:
-    from wisparse.kernels.cpu_compile import is_compiled
-    from wisparse.kernels.cpu_regions import REGIONS
-    from wisparse.kernels.cpu_threads import prepare
+    from wisparse.kernels.cpu.compile import is_compiled
+    from wisparse.kernels.cpu.regions import REGIONS
+    from wisparse.kernels.cpu.threads import prepare
 
     prepare("transpose_float32")
     assert is_compiled(REGIONS["transpose_float32"])

@@ -15,8 +15,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from wisparse.kernels import cpu_compile, cpu_layout, cpu_meeting, cpu_regions, cpu_team, cpu_threads
-from wisparse.kernels.cpu import aligned_empty, quantize, quantize_into, sparse_linear, transpose, transpose_into
+from wisparse.kernels.cpu import compile as cpu_compile
+from wisparse.kernels.cpu import layout as cpu_layout
+from wisparse.kernels.cpu import meeting as cpu_meeting
+from wisparse.kernels.cpu import regions as cpu_regions
+from wisparse.kernels.cpu import team as cpu_team
+from wisparse.kernels.cpu import threads as cpu_threads
+from wisparse.kernels.cpu.operations import (
+    aligned_empty,
+    quantize,
+    quantize_into,
+    sparse_linear,
+    transpose,
+    transpose_into,
+)
 from wisparse.kernels.reference import keep_mask
 from wisparse.kernels.reference import sparse_linear as reference
 
@@ -356,9 +368,9 @@ def test_runs_on_one_thread_where_openmp_is_missing() -> None:
     script = """
 import logging, torch
 logging.basicConfig()
-from wisparse.kernels import cpu_threads
+from wisparse.kernels.cpu import threads as cpu_threads
 cpu_threads._candidates = lambda: iter(["libdoes-not-exist.so"])
-from wisparse.kernels.cpu import sparse_linear, transpose
+from wisparse.kernels.cpu.operations import sparse_linear, transpose
 assert cpu_threads.team_size() == 1
 weight, x = torch.randn(70, 50), torch.randn(50)
 torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(50), 0.0), weight @ x)

@@ -29,7 +29,7 @@ def has_room(tile, multiprocessors: int, out_features: int) -> bool:
 
 @given(shapes, st.integers(1, 200), kinds)
 def test_pollers_of_any_shape_have_room(shape, multiprocessors, kind):
-    from wisparse.kernels.triton_tiles import default_tile
+    from wisparse.kernels.gpu.tiles import default_tile
 
     tile = default_tile(multiprocessors, *shape, kind)
     assert has_room(tile, multiprocessors, shape[1])
@@ -42,8 +42,8 @@ def test_pollers_of_any_shape_have_room(shape, multiprocessors, kind):
     shapes, st.integers(1, 200), st.sampled_from([64, 128, 256, 512]), st.integers(1, 64), st.sampled_from([1, 4, 8])
 )
 def test_the_most_pollers_have_room_and_each_thread_its_own_sums(shape, multiprocessors, block_n, splits, warps):
-    from wisparse.kernels.triton_gemv import GemvTile
-    from wisparse.kernels.triton_tiles import most_pollers
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import most_pollers
 
     pollers = most_pollers(multiprocessors, shape[1], block_n, splits, warps)
     tile = GemvTile(block_n, splits=splits, warps=warps, pollers=pollers)  # does not refuse
@@ -52,7 +52,7 @@ def test_the_most_pollers_have_room_and_each_thread_its_own_sums(shape, multipro
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 8])
 def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocessors):
-    from wisparse.kernels.triton_tiles import TABLE, choose_tile
+    from wisparse.kernels.gpu.tiles import TABLE, choose_tile
 
     for key, tile in TABLE.items():
         _, kind, shape = key.split(":")
@@ -70,14 +70,14 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
     ],
 )  # fmt: skip
 def test_rows_share_a_list_where_that_was_measured_to_be_faster(batch, dense, kind):
-    from wisparse.kernels.triton_gemv import launch_kind
+    from wisparse.kernels.gpu.gemv import launch_kind
 
     assert launch_kind(batch, dense=dense) == kind
 
 
 def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(caplog):
-    from wisparse.kernels.triton_gemv import GemvTile
-    from wisparse.kernels.triton_tiles import TABLE, cache_file, choose_tile, remember_tiles
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import TABLE, cache_file, choose_tile, remember_tiles
 
     key, tile = "sm90:sparse:4096x4096:1:bfloat16", GemvTile(128, 4, 10, 2)
     remember_tiles({key: tile})
@@ -97,8 +97,8 @@ def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(cap
 @pytest.mark.parametrize("field", ["block_n", "block_k", "splits", "warps", "stages", "chunk", "unroll", "trigger"])
 @pytest.mark.parametrize("value", [0, -4, "8", 2.0, None])
 def test_a_damaged_local_tile_is_told_and_ignored(field, value, caplog):
-    from wisparse.kernels.triton_gemv import GemvTile
-    from wisparse.kernels.triton_tiles import TABLE, cache_file, choose_tile, remember_tiles
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import TABLE, cache_file, choose_tile, remember_tiles
 
     key = "sm90:sparse:4096x4096:1:bfloat16"
     remember_tiles({key: GemvTile(128, 4, 10, 2)})
@@ -112,8 +112,8 @@ def test_a_damaged_local_tile_is_told_and_ignored(field, value, caplog):
 
 @given(shapes, kinds, st.integers(1, 200))
 def test_tiles_tried_around_one_have_room_too(shape, kind, multiprocessors):
-    from wisparse.kernels.triton_tiles import default_tile
-    from wisparse.runtime.gpu_kernels import _neighbours
+    from wisparse.kernels.gpu.tiles import default_tile
+    from wisparse.runtime.cuda.kernel_times import _neighbours
 
     tile = default_tile(multiprocessors, *shape, kind)
     tried = list(_neighbours(tile, kind, shape[1], multiprocessors))
@@ -126,7 +126,7 @@ def test_tiles_tried_around_one_have_room_too(shape, kind, multiprocessors):
 )
 def test_tiles_are_tuned_for_the_launches_that_a_step_makes(dtype, kinds):
     """float32's rows are launched one by one."""
-    from wisparse.runtime.gpu_kernels import _kinds
+    from wisparse.runtime.cuda.kernel_times import _kinds
 
     block = SimpleNamespace(**{role: SimpleNamespace(dense=role == "o") for role in ("qkv", "o", "gate_up", "down")})
     decoder = SimpleNamespace(weights=SimpleNamespace(blocks=[block]), dtype=dtype)
@@ -135,7 +135,7 @@ def test_tiles_are_tuned_for_the_launches_that_a_step_makes(dtype, kinds):
 
 @given(st.integers(1, 10**6), st.integers(1, 16))
 def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context, rows):
-    from wisparse.runtime.cuda_step import KV_SPLITS, kv_splits_for
+    from wisparse.runtime.cuda.step import KV_SPLITS, kv_splits_for
 
     splits, alone = kv_splits_for(context, rows), kv_splits_for(context)
     assert splits & (splits - 1) == 0

@@ -16,11 +16,11 @@ from bundle_maker import make_bundle
 from runtime_models import make_checkpoint
 
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 pytest.importorskip("onnx", reason="needs the onnx extra")
 
-from wisparse.formats.onnx_file import export_onnx
+from wisparse.formats.onnx.file import export_onnx
 from wisparse.onnx_check import rotary_tables
 
 pytestmark = pytest.mark.slow

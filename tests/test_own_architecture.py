@@ -15,7 +15,7 @@ from wisparse.formats import architectures
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"
 

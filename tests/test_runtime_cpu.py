@@ -20,13 +20,13 @@ from torch import Tensor
 import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
-from wisparse.kernels import cpu_team
-from wisparse.runtime import cpu_step
-from wisparse.runtime.cpu_decoder import CpuDecoder
-from wisparse.runtime.cpu_weights import read_matrix
+from wisparse.kernels.cpu import team as cpu_team
+from wisparse.runtime.cpu import step as cpu_step
+from wisparse.runtime.cpu.decoder import CpuDecoder
+from wisparse.runtime.cpu.weights import read_matrix
 from wisparse.runtime.decoder import make_decoder
 from wisparse.runtime.model import Model
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 # Every feature once: biases, odd head sizes, rotary scalings, windows, head norms, fused and untied weights.
 VARIANTS = (
@@ -302,11 +302,11 @@ def test_a_model_is_never_in_memory_twice(tmp_path: Path) -> None:
     script = """
 import json, resource, sys, torch
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.cpu_decoder import CpuDecoder
+from wisparse.runtime.cpu.decoder import CpuDecoder
 bundle = Bundle.open(sys.argv[1])
 settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8)
-from wisparse.kernels.cpu import quantize, transpose
-from wisparse.kernels.cpu_threads import prepare
+from wisparse.kernels.cpu.operations import quantize, transpose
+from wisparse.kernels.cpu.threads import prepare
 for region in ("step_float32", "step_int8_float32"):
     prepare(region)
 transpose(torch.zeros(8, 8)), quantize(torch.zeros(8, 8))

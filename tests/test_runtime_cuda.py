@@ -13,7 +13,7 @@ import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.decoder import make_decoder
 from wisparse.runtime.model import Generation, Model
-from wisparse.runtime.text import Text
+from wisparse.runtime.text.edge import Text
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,10 +15,10 @@ from torch import Tensor
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime import torch_decoder as torch_decoder_module
 from wisparse.runtime.decoder import SamplingSettings, make_decoder
 from wisparse.runtime.generation import PREFILL_POLICIES, Request, Scheduler, sparse_from
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch import decoder as torch_decoder_module
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from wisparse.runtime.decoder import make_decoder
 from wisparse.runtime.generation import Request, Scheduler, sparse_from
 from wisparse.runtime.memory import default_max_seq_len, weight_bytes
 from wisparse.runtime.model import Model
-from wisparse.runtime.text import stop_ids
+from wisparse.runtime.text.edge import stop_ids
 
 
 @pytest.fixture(scope="module")
@@ -521,7 +521,7 @@ def test_no_memory_while_loading_is_a_sentence(
     def full(*args: object, **more: object) -> None:
         raise error
 
-    monkeypatch.setattr("wisparse.runtime.torch_decoder.KVCache", full)
+    monkeypatch.setattr("wisparse.runtime.torch.decoder.KVCache", full)
     with pytest.raises(SystemExit) as ended:
         main(["generate", str(bundle), "--backend", "torch", "--prompt", "x"])
     assert ended.value.code == 5

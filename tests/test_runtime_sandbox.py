@@ -21,12 +21,12 @@ import tokenizers
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError, printable
-from wisparse.runtime import sandbox
 from wisparse.runtime.loader import load
-from wisparse.runtime.sandbox import Worker, WorkerError
-from wisparse.runtime.template import ChatTemplate
-from wisparse.runtime.text import Text
-from wisparse.runtime.tokenizer import is_plain, read_tokenizer
+from wisparse.runtime.text import sandbox
+from wisparse.runtime.text.edge import Text
+from wisparse.runtime.text.sandbox import Worker, WorkerError
+from wisparse.runtime.text.template import ChatTemplate
+from wisparse.runtime.text.tokenizer import is_plain, read_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = json.loads((ROOT / "examples" / "pycode-llama-6m" / "tokenizer.json").read_text())
@@ -148,7 +148,7 @@ def test_it_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import sys
-from wisparse.runtime.template import ChatTemplate
+from wisparse.runtime.text.template import ChatTemplate
 text = ChatTemplate({source!r}, {{}}).render([{{"role": "user", "content": "hi"}}])
 with open(sys.argv[1], "w") as file:
     file.write(text)

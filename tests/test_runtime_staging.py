@@ -11,7 +11,7 @@ from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tin
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
-from wisparse.runtime.cuda_staging import staged_reads
+from wisparse.runtime.cuda.staging import staged_reads
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -82,7 +82,7 @@ def test_a_file_cut_short_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from wisparse.runtime.cuda_weights import load_weights
+    from wisparse.runtime.cuda.weights import load_weights
 
     bundle = make(tmp_path, name)
     config, tensor = bundle.config, bundle.checkpoint.tensor

@@ -28,7 +28,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.generation import sparse_from
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 from wisparse.runtime.vllm.plugin import register
 from wisparse.runtime.vllm.product import masked_linear
 from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.source import SourceModel
+from wisparse.converter.model.source import SourceModel
+from wisparse.converter.text.calibration import CalibrationTokens
 from wisparse.formats.architectures import ModelConfig
 
 _SIZES = {

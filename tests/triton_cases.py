@@ -13,15 +13,15 @@ from dataclasses import replace
 import pytest
 import torch
 
+from wisparse.kernels.gpu.attention import launch_attention
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
+from wisparse.kernels.gpu.head import launch_embed, launch_logits, launch_next
+from wisparse.kernels.gpu.lists import room_source
+from wisparse.kernels.gpu.mask import mask_rows
+from wisparse.kernels.gpu.mask_gemm import mask_gemm
+from wisparse.kernels.gpu.partials import NOTHING
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 from wisparse.kernels.reference import keep_mask, sparse_linear
-from wisparse.kernels.triton_attention import launch_attention
-from wisparse.kernels.triton_gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
-from wisparse.kernels.triton_head import launch_embed, launch_logits, launch_next
-from wisparse.kernels.triton_lists import room_source
-from wisparse.kernels.triton_mask import mask_rows
-from wisparse.kernels.triton_mask_gemm import mask_gemm
-from wisparse.kernels.triton_partials import NOTHING
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

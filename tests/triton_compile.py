@@ -22,7 +22,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wisparse.kernels import triton_attention, triton_gemv, triton_head, triton_mask, triton_mask_gemm, triton_sample
+from wisparse.kernels.gpu import attention as triton_attention
+from wisparse.kernels.gpu import gemv as triton_gemv
+from wisparse.kernels.gpu import head as triton_head
+from wisparse.kernels.gpu import mask as triton_mask
+from wisparse.kernels.gpu import mask_gemm as triton_mask_gemm
+from wisparse.kernels.gpu import sample as triton_sample
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -51,7 +56,7 @@ def compile_kernel(kernel, arch: int, types: dict[str, str], constants: dict, wa
 
 
 def types_of(dtype: str) -> tuple[str, str]:
-    """Pointer types of activations and of sums: float64 for float32 weights, as triton_common has it."""
+    """Pointer types of activations and of sums: float64 for float32 weights, as kernels.gpu.common has it."""
     return ("*fp64", "*fp64") if dtype == "fp32" else (f"*{dtype}", "*fp32")
 
 
@@ -212,8 +217,8 @@ def sampling(arch: int, name: str, half: bool):
 
 
 def main(archs: list[int]) -> None:
-    from wisparse.kernels.triton_gemv import GemvTile
-    from wisparse.kernels.triton_tiles import TABLE, default_tile
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import TABLE, default_tile
 
     for arch in archs:
         sizes = {group: (k, sum(widths)) for group, (k, widths, _, _) in SHAPES.items()}

@@ -16,10 +16,10 @@ import torch
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.runtime.cache import KVCache
-from wisparse.runtime.cuda_step import DecodeStep
-from wisparse.runtime.cuda_weights import load_weights
+from wisparse.runtime.cuda.step import DecodeStep
+from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.rotary import Rotary
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -13,12 +13,14 @@ import torch
 from triton_decoder_cases import DEVICE, make_bundle
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.runtime import cuda_decoder, cuda_prefill, cuda_step
-from wisparse.runtime.cuda_decoder import CudaDecoder
-from wisparse.runtime.cuda_step import DecodeStep
+from wisparse.runtime.cuda import decoder as cuda_decoder
+from wisparse.runtime.cuda import prefill as cuda_prefill
+from wisparse.runtime.cuda import step as cuda_step
+from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoder import Decoder, SamplingSettings
 from wisparse.runtime.sampling import sample
-from wisparse.runtime.torch_decoder import TorchDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 GREEDY = SamplingSettings()
 PROMPT = torch.arange(5) * 7 % 70

@@ -12,7 +12,7 @@ import os
 import pytest
 import torch
 
-from wisparse.kernels.triton_sample import SampleState, launch_sample
+from wisparse.kernels.gpu.sample import SampleState, launch_sample
 from wisparse.runtime.decoder import SamplingSettings
 from wisparse.runtime.sampling import sample, uniform
 

@@ -56,9 +56,9 @@ if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir() and s
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from .converter.integration import WisparseConfig
+    from .converter.model.integration import WisparseConfig
+    from .converter.model.sparsify import desparsify, sparsify
     from .converter.pipeline import convert
-    from .converter.sparsify import desparsify, sparsify
     from .formats.errors import (
         AccessError,
         BundleError,
@@ -76,9 +76,9 @@ else:
     # The same, resolved on first use: `import wisparse` must stay light. A type checker does not see this: with it,
     # every name would exist. A test compares the two.
     _PUBLIC = {
-        "converter.integration": ("WisparseConfig",),
+        "converter.model.integration": ("WisparseConfig",),
         "converter.pipeline": ("convert",),
-        "converter.sparsify": ("desparsify", "sparsify"),
+        "converter.model.sparsify": ("desparsify", "sparsify"),
         "formats.errors": tuple(name for name in __all__ if name.endswith("Error")),
         "runtime.loader": ("load",),
         "runtime.model": ("Generation", "Model", "Piece"),

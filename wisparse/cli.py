@@ -21,9 +21,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from . import __version__
-from .formats.cores import usable_cores
 from .formats.errors import WisparseError
-from .formats.torchrun import torchrun_place
+from .formats.machine.cores import usable_cores
+from .formats.machine.torchrun import torchrun_place
 
 __all__ = ["cli", "convert_main", "main"]
 

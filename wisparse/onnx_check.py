@@ -12,11 +12,11 @@ import torch
 from .formats.architectures import ModelConfig
 from .formats.bundle import Bundle
 from .formats.errors import WisparseError
-from .formats.onnx_file import MODEL
-from .formats.onnx_graph import DOMAIN, RotaryTables
+from .formats.onnx.file import MODEL
+from .formats.onnx.graph import DOMAIN, RotaryTables
 from .kernels.reference import keep_mask, scores
 from .runtime.rotary import attention_scaling, inverse_frequencies, switch_length
-from .runtime.torch_decoder import TorchDecoder
+from .runtime.torch.decoder import TorchDecoder
 
 __all__ = ["PROBE", "OnnxDecoder", "check_export", "rotary_tables"]
 

@@ -82,7 +82,7 @@ def masked_linear(
     on_gpu = x.is_cuda and x.dtype in _HALF
     tile = _mask_tile(x.device, x.shape[-1], weight.shape[0], len(rows)) if on_gpu else None
     if tile is not None:
-        from wisparse.kernels.triton_mask_gemm import mask_gemm
+        from wisparse.kernels.gpu.mask_gemm import mask_gemm
 
         y = mask_gemm(rows, _group(weight, bias, scales, thresholds, widths), masked, tile)
     elif on_gpu and len(rows) <= SPARSE_ROWS:
@@ -120,7 +120,7 @@ def reserve(weight: Tensor, scales: Tensor, thresholds: Tensor, widths: Sequence
     # A kernel is not to be compiled while a graph is captured, and vLLM's own first batches may not need this one.
     kind = (weight.device, weight.dtype, group.in_features, len(widths))
     if kind not in _compiled:
-        from wisparse.kernels.triton_mask import mask_rows
+        from wisparse.kernels.gpu.mask import mask_rows
 
         mask_rows(weight.new_zeros(1, group.in_features), scales, thresholds, thresholds[:1])
         _compiled.add(kind)
@@ -157,7 +157,7 @@ def _masked_inputs(
     widths: Sequence[int],
 ) -> Tensor:
     """The same with all masks in one launch, and products that write where their outputs belong."""
-    from wisparse.kernels.triton_mask import mask_rows
+    from wisparse.kernels.gpu.mask import mask_rows
 
     inputs = mask_rows(x, scales, thresholds, masked)
     out = x.new_empty(len(x), weight.shape[0])
@@ -182,7 +182,7 @@ def _sparse(
     widths: Sequence[int],
 ) -> Tensor:
     """One launch that reads the kept channels of one or two rows, or all of them once for up to SPARSE_ROWS."""
-    from wisparse.kernels.triton_gemv import launch_gemv
+    from wisparse.kernels.gpu.gemv import launch_gemv
 
     group = _group(weight, bias, scales, thresholds, widths)
     rows = len(x)
@@ -195,7 +195,7 @@ def _sparse(
 
 
 def _group(weight: Tensor, bias: Tensor | None, scales: Tensor, thresholds: Tensor, widths: Sequence[int]) -> Any:
-    from wisparse.kernels.triton_gemv import Group
+    from wisparse.kernels.gpu.gemv import Group
 
     # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any bundle.
     return Group(weight.t(), tuple(widths), bias, scales, thresholds, dense=False)
@@ -210,8 +210,8 @@ def _arch(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _tile(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int, rows: int) -> Any:
-    from wisparse.kernels.triton_gemv import launch_kind
-    from wisparse.kernels.triton_tiles import choose_tile
+    from wisparse.kernels.gpu.gemv import launch_kind
+    from wisparse.kernels.gpu.tiles import choose_tile
 
     kind = launch_kind(rows, dense=False)
     return choose_tile(*_arch(device), in_features, out_features, kind, rows, dtype)
@@ -222,8 +222,8 @@ def _mask_tile(device: torch.device, in_features: int, out_features: int, rows: 
     """The tile of the product that masks in its own loop, None where another way is taken."""
     if not 2 < rows <= MASKED_ROWS:
         return None
-    from wisparse.kernels.triton_mask_gemm import mask_gemm_kind
-    from wisparse.kernels.triton_tiles import measured_tile
+    from wisparse.kernels.gpu.mask_gemm import mask_gemm_kind
+    from wisparse.kernels.gpu.tiles import measured_tile
 
     return measured_tile(_arch(device)[0], in_features, out_features, mask_gemm_kind(rows))
 
@@ -231,6 +231,6 @@ def _mask_tile(device: torch.device, in_features: int, out_features: int, rows: 
 @functools.cache
 def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
     """One for all layers: their launches follow one another on one stream."""
-    from wisparse.kernels.triton_gemv import Scratch
+    from wisparse.kernels.gpu.gemv import Scratch
 
     return Scratch(device, dtype)

@@ -56,7 +56,7 @@ def command(
         loading["max_seq_len"] = prompt_length + max_new_tokens
     model = load(bundle, max_batch=batch, **loading)
     if tune:
-        from wisparse.runtime.gpu_kernels import tune as tune_tiles
+        from wisparse.runtime.cuda.kernel_times import tune as tune_tiles
 
         tune_tiles(model.decoder, batch=batch)
         model.close()

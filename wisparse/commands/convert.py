@@ -20,7 +20,7 @@ from wisparse.converter.settings import (
     default_output,
     for_sparsities,
 )
-from wisparse.formats.torchrun import torchrun_place
+from wisparse.formats.machine.torchrun import torchrun_place
 
 from .places import FILE_OR_ID, FOLDER_OR_ID
 
@@ -151,7 +151,7 @@ def command(
     if not helper:
         for settings in all_settings:
             settings.check()  # before torch and transformers are imported: a typing error is answered at once
-    from wisparse.converter.progress import Progress
+    from wisparse.converter.work.progress import Progress
 
     progress = Progress(False if quiet or helper else None)
     if dry_run and helper:
@@ -252,7 +252,7 @@ def _document(conversion: Conversion) -> dict[str, Any]:
 
 
 def _print_conversion(conversion: Conversion) -> None:
-    from wisparse.converter.report import expectation, verdict
+    from wisparse.converter.quality.report import expectation, verdict
 
     recipe, realised = conversion.recipe, _realised(conversion)
     quality = conversion.measurement.quality if conversion.measurement else None

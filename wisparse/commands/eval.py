@@ -18,9 +18,9 @@ from .options import device_options, set_up_logging
 from .places import FILE_OR_ID, FOLDER_OR_ID
 
 if TYPE_CHECKING:
-    from wisparse.converter.calibration import CalibrationTokens
-    from wisparse.converter.evaluation import Quality
-    from wisparse.converter.progress import Progress
+    from wisparse.converter.quality.evaluation import Quality
+    from wisparse.converter.text.calibration import CalibrationTokens
+    from wisparse.converter.work.progress import Progress
     from wisparse.runtime.model import Model
 
 __all__ = ["command"]
@@ -103,7 +103,7 @@ def command(
     }
     folders = [fetch_bundle(bundle, revision) for bundle in bundles]
     opened = [Bundle.open(folder) for folder in folders]
-    from wisparse.converter.progress import Progress
+    from wisparse.converter.work.progress import Progress
 
     progress = Progress()
     tokens = None
@@ -142,8 +142,8 @@ def _read_text(
     bundle: Bundle, texts: Sequence[str], num_samples: int, seq_len: int, seed: int, device: str, progress: Progress
 ) -> CalibrationTokens:
     """The evaluation tokens, made as calibration tokens are, with another seed."""
-    from wisparse.converter.calibration import load_calibration
-    from wisparse.converter.source import load_source, load_tokenizer
+    from wisparse.converter.model.source import load_source, load_tokenizer
+    from wisparse.converter.text.calibration import load_calibration
 
     limit = bundle.config.max_position_embeddings
     if seq_len > limit:
@@ -164,7 +164,7 @@ def _on_text(
     options: Mapping[str, Any],
     progress: Progress,
 ) -> dict[str, Any]:
-    from wisparse.converter.evaluation import evaluate_text, same_text
+    from wisparse.converter.quality.evaluation import evaluate_text, same_text
     from wisparse.runtime.loader import load
 
     warning = same_text(tokens.digest, tokens.source, tokens.seed, bundle.recipe.calibration)
@@ -324,7 +324,7 @@ def _cells(quality: Quality) -> list[str]:
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
-    from wisparse.converter.report import verdict
+    from wisparse.converter.quality.report import verdict
 
     measured = [quality for quality in row["quality"].values() if quality.sparse.num_tokens]
     return f"{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None)}"

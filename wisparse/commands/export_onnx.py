@@ -12,7 +12,7 @@ import click
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.formats.folder import check_target
+from wisparse.formats.guard.folder import check_target
 from wisparse.formats.hub import fetch_bundle
 
 from .places import FOLDER_OR_ID
@@ -60,8 +60,8 @@ def command(
     for package in ("onnx", "onnxruntime") if check else ("onnx",):
         if importlib.util.find_spec(package) is None:
             raise UsageError(f"export-onnx needs the package {package}: pip install 'wisparse[onnx]'")
-    from wisparse.formats.onnx_file import EXPORT, export_onnx
-    from wisparse.formats.onnx_graph import DTYPES
+    from wisparse.formats.onnx.file import EXPORT, export_onnx
+    from wisparse.formats.onnx.graph import DTYPES
     from wisparse.onnx_check import PROBE, check_export, rotary_tables
 
     check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched

@@ -11,7 +11,7 @@ import click
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.verify import verify_bundle
-from wisparse.runtime.text import check_text
+from wisparse.runtime.text.edge import check_text
 
 from .places import FOLDER_OR_ID
 

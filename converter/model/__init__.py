@@ -1,0 +1,1 @@
+"""The model to convert as transformers runs it: its source, its blocks in a chain, its masks."""

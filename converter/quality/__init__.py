@@ -1,0 +1,1 @@
+"""What a finished search is worth: measured, put in words, drawn."""

@@ -1,0 +1,321 @@
+"""Quality of a sparse model against its dense self, on the same tokens, for anything that turns token ids into logits.
+
+    logits(token_ids (T,) int64, sparse_from) -> (T, V) float32   positions from sparse_from on run sparse, others dense
+
+The dense reference is the same callable with ``sparse_from = T``, or another one, where more than the masks differs
+from the dense model (rounded weights). Prefill policies, per sequence from its true length:
+
+    dense   no token of a text is sparse: the result is 0 by construction, and a check of the callable
+    half    the last T // 2 tokens are sparse (the accuracy protocol of the paper and of TEAL)
+    all     every token is sparse
+
+Every figure is given over the sparse positions, where the damage is, and over all positions of the text, as the
+accuracy protocol dilutes it. Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.errors import UsageError
+
+from ..bench.divergence import kl_rows
+
+__all__ = [
+    "POLICIES",
+    "Answers",
+    "Counter",
+    "Logits",
+    "Measured",
+    "Quality",
+    "evaluate_text",
+    "exact_answers",
+    "first_sparse",
+    "same_text",
+]
+
+Logits = Callable[[Tensor, int], Tensor]
+
+POLICIES = ("dense", "half", "all")
+
+# Rows of logits handled at a time: bounds the float32 (rows, vocabulary) temporaries.
+_ROWS = 256
+
+
+def first_sparse(policy: str, length: int) -> int:
+    """The first sparse position of a sequence of ``length`` tokens; ``length`` if none is.
+
+    Raises:
+        UsageError: no such policy.
+    """
+    if policy not in POLICIES:
+        raise UsageError(f"prefill: expected one of {', '.join(POLICIES)}, found {policy!r}")
+    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Dense against sparse over one set of positions.
+
+    Attributes:
+        num_tokens: positions compared.
+        kl: mean KL(dense || sparse), nats per token.
+        dense_perplexity, perplexity: exp of the mean negative log-likelihood of the next token, where there is one; nan
+            without any.
+        top1_agreement: fraction of positions where both would choose the same token.
+    """
+
+    num_tokens: int
+    kl: float
+    dense_perplexity: float
+    perplexity: float
+    top1_agreement: float
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What one prefill policy costs on one text.
+
+    Attributes:
+        prefill: the policy.
+        sparse: over the positions that ran sparse.
+        overall: over all positions.
+        realised_sparsity: fraction of the projections' weights not needed at the sparse positions; None if not counted.
+        realised_range: the same of the sequence that needed most and of the one that needed least.
+    """
+
+    prefill: str
+    sparse: Measured
+    overall: Measured
+    realised_sparsity: float | None = None
+    realised_range: tuple[float, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a figure over no tokens is null."""
+        return _without_nan(asdict(self))
+
+
+class _Sums:
+    """Running sums over positions, in double precision."""
+
+    def __init__(self) -> None:
+        self.tokens = self.labels = self.agreeing = 0
+        self.kl = self.loss = self.dense_loss = 0.0
+
+    def add(self, dense: Tensor, sparse: Tensor, labels: Tensor) -> None:
+        """Rows of logits (T, V) and the tokens that follow them (T,); -1 where none does."""
+        for some_dense, some_sparse, wanted in zip(
+            dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True
+        ):
+            log_p = some_dense.float().log_softmax(dim=-1)
+            some_sparse = some_sparse.float()
+            self.tokens += len(log_p)
+            self.kl += float(kl_rows(log_p, some_sparse).double().sum())
+            self.agreeing += int((log_p.argmax(-1) == some_sparse.argmax(-1)).sum())
+            known = wanted >= 0
+            chosen = wanted.clamp(min=0)[:, None]
+            self.labels += int(known.sum())
+            self.dense_loss -= float(log_p.gather(-1, chosen)[known].double().sum())
+            self.loss -= float(some_sparse.log_softmax(-1).gather(-1, chosen)[known].double().sum())
+
+    def merge(self, other: _Sums) -> _Sums:
+        """Both together."""
+        both = _Sums()
+        for name, value in vars(self).items():
+            setattr(both, name, value + getattr(other, name))
+        return both
+
+    def measured(self) -> Measured:
+        def mean(total: float, count: int) -> float:
+            return total / count if count else math.nan
+
+        return Measured(
+            num_tokens=self.tokens,
+            kl=mean(self.kl, self.tokens),
+            dense_perplexity=_exp(mean(self.dense_loss, self.labels)),
+            perplexity=_exp(mean(self.loss, self.labels)),
+            top1_agreement=mean(self.agreeing, self.tokens),
+        )
+
+
+class Counter(Protocol):
+    """Counts dropped channels, as the runtime's decoders do."""
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        """Start counting from zero, or stop."""
+
+    def realised_sparsity(self) -> float | None:
+        """Dropped share of the weights at the sparse positions since counting began; None if nothing was counted."""
+
+
+@torch.inference_mode()
+def evaluate_text(
+    logits: Logits,
+    sequences: Iterable[Tensor],
+    policies: Sequence[str] = ("half", "all"),
+    *,
+    reference: Logits | None = None,
+    counter: Counter | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Quality]:
+    """Measure a sparse model on token sequences, under each policy.
+
+    Args:
+        logits: see the module's text.
+        sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
+        policies: of ``POLICIES``.
+        reference: gives the dense logits; ``logits`` itself by default.
+        counter: what counts dropped channels inside ``logits``, for the realised sparsity.
+        advance: called after every sequence.
+
+    Returns:
+        Per policy its `Quality`.
+
+    Raises:
+        UsageError: an unknown policy, or no sequence.
+    """
+    for policy in policies:
+        first_sparse(policy, 1)
+    inside = {policy: _Sums() for policy in policies}
+    outside = {policy: _Sums() for policy in policies}
+    dropped: dict[str, list[tuple[float, int]]] = {policy: [] for policy in policies}
+    found = 0
+    for ids in sequences:
+        found += 1
+        length = len(ids)
+        # Valid until the decoder's next call only.
+        dense = (reference or logits)(ids, length).clone()
+        labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(dense.device)
+        for policy in policies:
+            start = first_sparse(policy, length)
+            if counter is not None:
+                counter.measure_sparsity(True)
+            sparse = logits(ids, start)
+            if counter is not None:
+                realised = counter.realised_sparsity()
+                counter.measure_sparsity(False)
+                if realised is not None:
+                    dropped[policy].append((realised, length - start))
+            inside[policy].add(dense[start:], sparse[start:], labels[start:])
+            outside[policy].add(dense[:start], sparse[:start], labels[:start])
+        advance()
+    if not found:
+        raise UsageError("evaluation: expected at least one sequence, found none")
+    return {
+        policy: Quality(
+            policy,
+            sparse=inside[policy].measured(),
+            overall=inside[policy].merge(outside[policy]).measured(),
+            realised_sparsity=_weighted(dropped[policy]),
+            realised_range=_range(dropped[policy]),
+        )
+        for policy in policies
+    }
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Exact answers to the same problems, one bool each, dense and sparse."""
+
+    dense: tuple[bool, ...]
+    sparse: tuple[bool, ...]
+
+    @property
+    def dense_right(self) -> float:
+        """Fraction of problems that the dense model gets right."""
+        return sum(self.dense) / len(self.dense)
+
+    @property
+    def sparse_right(self) -> float:
+        """Fraction of problems that the sparse model gets right."""
+        return sum(self.sparse) / len(self.sparse)
+
+    @property
+    def relative(self) -> float:
+        """Sparse over dense; nan if the dense model gets none right."""
+        return sum(self.sparse) / sum(self.dense) if any(self.dense) else math.nan
+
+    @property
+    def lost(self) -> int:
+        """Problems that only the dense model gets right."""
+        return sum(d and not s for d, s in zip(self.dense, self.sparse, strict=True))
+
+    @property
+    def gained(self) -> int:
+        """Problems that only the sparse model gets right."""
+        return sum(s and not d for d, s in zip(self.dense, self.sparse, strict=True))
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of `relative`: the problems are a sample, and only those that changed sides move it."""
+        changed = self.lost + self.gained
+        spread = changed - (self.lost - self.gained) ** 2 / len(self.dense)
+        return math.sqrt(spread) / sum(self.dense) if any(self.dense) else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, JSON-ready."""
+        names = ("dense_right", "sparse_right", "relative", "relative_error", "lost", "gained")
+        return {"num_problems": len(self.dense), **_without_nan({name: getattr(self, name) for name in names})}
+
+
+def exact_answers(
+    complete: Callable[[str], str],
+    problems: Iterable[tuple[str, str]],
+    *,
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[bool, ...]:
+    """Whether a model gives exactly the right answers.
+
+    Args:
+        complete: a prompt to the text that greedy decoding gives up to the end of the answer.
+        problems: (prompt, answer) pairs.
+        advance: called after every problem.
+    """
+    result = []
+    for prompt, answer in problems:
+        result.append(complete(prompt) == answer)
+        advance()
+    return tuple(result)
+
+
+def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | None:
+    """Why an evaluation text is the calibration text, as a clause; None if nothing says so.
+
+    Args:
+        digest, source, seed: of the evaluation tokens.
+        calibration: the recipe's `CalibrationRecord`.
+    """
+    if digest == calibration.digest:
+        return "these are the very tokens the bundle was calibrated on"
+    if source == calibration.source and source != "self":
+        same_seed = " and seed" if seed == calibration.seed else ""
+        return f"the text has the name{same_seed} of the calibration text ({source})"
+    if source == calibration.source == "self" and seed == calibration.seed:
+        return f"the model wrote the calibration text with this seed ({seed}) too"
+    return None
+
+
+def _weighted(parts: Sequence[tuple[float, int]]) -> float | None:
+    weight = sum(tokens for _, tokens in parts)
+    return sum(value * tokens for value, tokens in parts) / weight if weight else None
+
+
+def _range(parts: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
+    values = [value for value, tokens in parts if tokens]
+    return (min(values), max(values)) if values else None
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,174 @@
+"""What a finished search is worth, measured while the model is still in memory: for the report and the model card.
+
+    quality        KL, perplexity and agreement on text the search has not seen, every token sparse
+    sensitivity    KL with one block sparse at a time
+    curve          quality at other sparsities: same scales, the target's spread over the projections in proportion
+
+The text is made as the calibration text was, with another seed. What the model writes itself is new then; a small
+corpus may give passages that were calibrated on, and the report says where the text came from.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.errors import AccessError, CalibrationError
+
+from ..bench.workbench import Workbench
+from ..model.masking import MaskedModel
+from ..model.source import SourceModel
+from ..searches.settings import SearchResult
+from ..text.calibration import CalibrationTokens, load_calibration
+from ..work.progress import Progress
+from .block_sensitivity import BlockSensitivity, block_sensitivity
+from .evaluation import Quality, evaluate_text
+
+__all__ = ["MaskedLogits", "Measurement", "measure"]
+
+_log = logging.getLogger("wisparse")
+
+# Far from any seed that a person chooses beside the calibration's.
+_SEED_OFFSET = 1_000_003
+_SAMPLES, _SEQ_LEN = 8, 256
+_SENSITIVITY_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """See the module's text; ``text`` says in words what the quality was measured on.
+
+    There is no ``sensitivity`` where none was asked for. Methods that do more than mask a projection's input have none,
+    and no ``curve`` either.
+    """
+
+    quality: Quality
+    text: str
+    sensitivity: BlockSensitivity | None
+    curve: tuple[tuple[float, Quality], ...] = ()
+
+
+class MaskedLogits:
+    """A search's outcome as the callable that `evaluate_text` takes, and as its counter.
+
+    Args:
+        source: the dense model.
+        result: of the search.
+
+    Attributes:
+        thresholds: by projection; those of the result, until others are put there.
+
+    Use as a context manager: the masks come off again at the end.
+    """
+
+    def __init__(self, source: SourceModel, result: SearchResult) -> None:
+        self._source = source
+        self._masked = MaskedModel(source.projections)
+        self._sizes = {name: module.weight.numel() for name, module in source.projections.items()}
+        self.thresholds: Mapping[str, float] = result.put_on(self._masked)
+        self._counting = ExitStack()
+        self._realised: Callable[[], Mapping[str, float]] | None = None
+
+    def __enter__(self) -> MaskedLogits:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._counting.close()
+        self._masked.close()
+
+    @torch.no_grad()
+    def __call__(self, token_ids: Tensor, sparse_from: int) -> Tensor:
+        """Logits (T, V) float32 of token_ids (T,); positions from ``sparse_from`` on are sparse."""
+        ids = token_ids.to(self._source.device)[None]
+        self._masked.clear()
+        if sparse_from < len(token_ids):
+            self._masked.dense_tokens = (torch.arange(len(token_ids), device=ids.device) < sparse_from)[None]
+            self._masked.set_thresholds(self.thresholds)
+        return self._source.model(input_ids=ids, use_cache=False).logits[0].float()
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        """Start counting from zero, or stop."""
+        self._counting.close()
+        self._realised = self._counting.enter_context(self._masked.counting()) if enabled else None
+
+    def realised_sparsity(self) -> float | None:
+        """Dropped share of the weights since counting began."""
+        if self._realised is None:
+            return None
+        dropped = self._realised()
+        return sum(dropped[name] * size for name, size in self._sizes.items()) / sum(self._sizes.values())
+
+
+def measure(
+    source: SourceModel,
+    tokens: CalibrationTokens,
+    result: SearchResult,
+    *,
+    calibration: str | Sequence[str] = "self",
+    sensitivity: bool = True,
+    progress: Progress | None = None,
+) -> Measurement:
+    """Measure a search's outcome.
+
+    Args:
+        source: the dense model, not masked.
+        tokens: what the search was made on.
+        result: what it found.
+        calibration: where the tokens came from, as for `load_calibration`.
+        sensitivity: whether to make one block sparse at a time as well, which on a CPU can take as long as the search.
+    """
+    progress = progress or Progress(enabled=False)
+    fresh, text = _fresh_text(source, tokens, calibration, progress)
+    with (
+        MaskedLogits(source, result) as logits,
+        progress.stage("Measuring", fresh.num_samples * (1 + len(result.elsewhere))) as stage,
+    ):
+        quality = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
+        curve = [(result.details.get("settings", {}).get("sparsity", 0.0), quality)] if result.elsewhere else []
+        for sparsity, thresholds in result.elsewhere.items():
+            logits.thresholds = thresholds
+            found = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)
+            curve.append((sparsity, found["all"]))
+    more_than_masks = result.low_rank or result.gate_thresholds
+    by_block = _sensitivity(source, tokens, result, progress) if sensitivity and not more_than_masks else None
+    return Measurement(quality, text, by_block, tuple(sorted(curve, key=lambda point: point[0])))
+
+
+def _sensitivity(
+    source: SourceModel, tokens: CalibrationTokens, result: SearchResult, progress: Progress
+) -> BlockSensitivity:
+    with Workbench(source, _few(tokens)) as bench:
+        for name in bench.names:
+            bench.set_scale(name, result.channel_scales[name])
+        with progress.stage("Block sensitivity", len(bench.groups)) as stage:
+            return block_sensitivity(bench, advance=stage.advance)
+
+
+def _few(tokens: CalibrationTokens) -> CalibrationTokens:
+    """The beginnings of some sequences: enough for a figure that nothing is decided by."""
+    num_samples = min(4, tokens.num_samples)
+    seq_len = min(tokens.seq_len, _SENSITIVITY_TOKENS // num_samples)
+    return replace(tokens, input_ids=tokens.input_ids[:num_samples, :seq_len], keep=tokens.keep[:num_samples, :seq_len])
+
+
+def _fresh_text(
+    source: SourceModel, tokens: CalibrationTokens, calibration: str | Sequence[str], progress: Progress
+) -> tuple[CalibrationTokens, str]:
+    """Tokens that were not calibrated on, and what they are in words."""
+    num_samples, seq_len = min(_SAMPLES, tokens.num_samples), min(_SEQ_LEN, tokens.seq_len)
+    seed = tokens.seed + _SEED_OFFSET
+    try:
+        fresh = load_calibration(calibration, source.tokenizer, source.model, num_samples, seq_len, seed, progress)
+    except (AccessError, CalibrationError) as error:
+        # A data set that has gone since must not cost the search's result.
+        _log.warning("quality is measured on the calibration text itself, which flatters it: %s", error)
+        ids, keep = tokens.input_ids[:num_samples, :seq_len], tokens.keep[:num_samples, :seq_len]
+        return CalibrationTokens(ids, keep, tokens.source, tokens.seed), "the calibration text itself"
+    if fresh.source == "self":
+        return fresh, "text that the model wrote, not what it was calibrated on"
+    return fresh, f"{fresh.source}, with another seed than the calibration's"

@@ -1,0 +1,1 @@
+"""From calibration tokens to one sparsity, scale and threshold per projection."""

@@ -1,0 +1,477 @@
+"""From calibration tokens to one sparsity, scale and threshold per projection.
+
+    uniform    alpha per projection, the target everywhere
+    greedy     the target in every block, greedy within blocks: TEAL's
+    paper      alpha -> block sparsities by evolution -> greedy within blocks -> alpha again
+    additive   alpha -> KL of each projection alone at a few sparsities -> allocation in closed form -> alpha again
+    fisher     loss-weighted norms and each projection's damage from two backward passes, allocation in closed form
+    refine     fisher, then every channel's scale and every threshold by a few gradient steps on the joint KL
+
+Every search ends alike: exact thresholds over all tokens, block after block, each from inputs that are as sparse as
+they will be at run time, so that what is realised is the target.
+
+A search is a chain of units (a block's alphas, a generation, a block's row of a table); each is kept in the store under
+its name, so a killed run goes on where it stood and ends with the same bytes. Several processes share the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.recipe import ProjectionRecipe
+
+from ..bench.sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
+from ..bench.statistics import channel_scale, weight_norm
+from ..bench.workbench import BlockView, Workbench
+from ..budget import mean_sparsity, repair
+from ..model.source import SourceModel
+from ..settings import METHODS, SEARCHES
+from ..text.calibration import CalibrationTokens
+from ..work.processes import ALONE, Processes
+from ..work.progress import Progress
+from ..work.state import NO_STATE, Store
+from . import additive, evolution
+from .alpha import search_alpha
+from .baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
+from .descent import Descent
+from .greedy import allocate_greedily
+from .refinement import Channels
+from .settings import SearchResult, SearchSettings
+from .thresholds import final_thresholds
+from .units import Units, pack, unpack
+
+__all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "search"]
+
+Allocation = dict[str, float]
+
+_LARGEST_LOGITS = 1 << 27
+
+# Where the report's curve has its points, beside the target.
+_OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
+
+
+def search(
+    source: SourceModel,
+    tokens: CalibrationTokens,
+    settings: SearchSettings | None = None,
+    progress: Progress | None = None,
+    store: Store = NO_STATE,
+    processes: Processes = ALONE,
+) -> SearchResult:
+    """Find sparsities, scales and thresholds; nothing about the model is changed.
+
+    Several processes call it alike, and all get the result.
+
+    Raises:
+        UsageError: settings out of range.
+        CalibrationError: from the tokens' source, before.
+    """
+    settings = settings or SearchSettings()
+    with torch.no_grad():
+        run = Run(source, tokens, settings, progress or Progress(enabled=False), store, processes)
+        try:
+            return run.result(_PLANS[settings.search](run))
+        finally:
+            run.bench.masked.close()
+
+
+class Run:
+    """One search under way: the workbench, and the stages as methods; `search` chains them."""
+
+    def __init__(
+        self,
+        source: SourceModel,
+        tokens: CalibrationTokens,
+        settings: SearchSettings,
+        progress: Progress,
+        store: Store,
+        processes: Processes = ALONE,
+    ) -> None:
+        self.source, self.tokens, self.settings = source, tokens, settings
+        self.progress, self.store, self.processes = progress, store, processes
+        by_gradients = settings.search in ("fisher", "refine")
+        kl_tokens = settings.kl_tokens or (16384 if by_gradients else 4096)
+        num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
+        batch_size = _batch_size(settings, source.config.vocab_size, tokens.seq_len)
+        self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
+        # Where all tokens are gone through once, each process goes through its own; else it has units of its own.
+        self.part = self.bench.part(source, tokens, processes)
+        self.units = Units(store, self.bench, "fisher" if by_gradients else settings.search, processes)
+        self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
+        self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
+        self.losses: dict[str, float] = {}
+        self.history: dict[str, Any] = {}
+        self.ranks: dict[str, int] = {}
+        self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
+        self.gated = [name for name in self.bench.names if settings.method == "cats" and name.endswith("down_proj")]
+        self.gate_sparsity = gate_sparsity(source.config, settings.sparsity) if self.gated else 0.0
+        for name in self.gated:
+            self.bench.masked.score_by_gate(name)
+        for name in self.bench.names:
+            self.bench.set_scale(name, self.scale(name, self.alphas[name]))
+
+    # ------------------------------------------------------------------ helpers
+
+    def scale(self, name: str, alpha: float) -> Tensor:
+        return channel_scale(self.norms[name], alpha)
+
+    def uniform(self) -> Allocation:
+        if self.gated:
+            return {name: self.gate_sparsity * (name in self.gated) for name in self.bench.names}
+        weights = {name: module.weight for name, module in self.source.projections.items()}  # their sizes
+        target = self.settings.sparsity
+        return {name: low_rank_sparsity(weights[name], target, self.ranks.get(name, 0)) for name in self.bench.names}
+
+    def unit(self, key: str, compute: Callable[[], Any]) -> Any:
+        """A unit of work that every process does alike; see `Units`."""
+        return self.units.one(key, compute)
+
+    def draw(self, index: int) -> torch.Generator:
+        """A generator of its own for every unit, so that a unit does not depend on those before it."""
+        return torch.Generator().manual_seed((self.settings.seed << 32) + index)
+
+    def note(self, stage: str, allocation: Allocation) -> None:
+        """The joint KL after a stage: reported, and in the recipe."""
+
+        def measure() -> float:
+            kl = self.part.kl(allocation)
+            if self.part is not self.bench:
+                self.bench.num_kl_evaluations += 1
+            return kl
+
+        self.losses[stage] = self.unit(f"kl-{stage}".replace(" ", "-"), measure)
+
+    # ------------------------------------------------------------------ stages
+
+    def tables(self, title: str = "Quantiles") -> None:
+        """Quantile tables for the scales of now."""
+        with self.progress.stage(title, len(self.bench.groups)) as stage:
+            for view in self.part.blocks():
+                view.build_tables()
+                stage.advance()
+
+    def choose_alphas(self, allocation: Allocation, key: str) -> None:
+        """Alphas per projection at given sparsities, and the tables that follow."""
+        with self.progress.stage("Alpha", len(self.bench.groups)) as stage:
+            for _, found in self.units.blocks(key, partial(self._block_alphas, allocation=allocation)):
+                for name, (alpha, table) in found.items():
+                    self.alphas[name] = alpha
+                    self.bench.set_scale(name, self.scale(name, alpha))
+                    self.bench.set_table(name, table)
+                stage.advance()
+
+    def _block_alphas(self, view: BlockView, allocation: Allocation) -> dict[str, tuple[float, list[float]]]:
+        thresholds: dict[tuple[str, float], float] = {}
+
+        def error(alphas: Mapping[str, float]) -> float:
+            for name, alpha in alphas.items():
+                scale = self.scale(name, alpha)
+                self.bench.masked.set_scale(name, scale)
+                if (name, alpha) not in thresholds:
+                    thresholds[name, alpha] = view.threshold(name, scale, allocation[name])
+            return view.error({name: thresholds[name, alpha] for name, alpha in alphas.items()})
+
+        alphas = search_alpha(error, view.names)[0]
+        for name, alpha in alphas.items():
+            self.bench.set_scale(name, self.scale(name, alpha))
+        view.build_tables()
+        return {name: (alpha, self.bench.table(name)) for name, alpha in alphas.items()}
+
+    def prepare(self) -> None:
+        """Scales and tables at the start, as the method has it."""
+        if self.settings.method == "rsparse":
+            self.choose_ranks()
+        if self.settings.method == "wisparse":
+            self.choose_alphas(self.uniform(), "alpha")
+        else:
+            self.tables()
+
+    def choose_ranks(self) -> None:
+        """Low-rank paths, as ``rsparse`` has them."""
+        with self.progress.stage("Ranks", len(self.bench.groups)) as stage:
+            for view in self.bench.blocks():
+                self.ranks |= self.unit(f"ranks/{view.index}", partial(self._block_ranks, view))
+                for name in view.names:
+                    if self.ranks[name]:
+                        weight = self.source.weight(name)
+                        self.low_rank[name] = low_rank_factors(weight, self.ranks[name])
+                        self.bench.masked.set_low_rank(name, self.low_rank[name])
+                stage.advance()
+
+    def _block_ranks(self, view: BlockView) -> dict[str, int]:
+        weights = {name: self.source.weight(name) for name in view.names}
+        return {name: choose_rank(view.inputs[name], weights[name], self.settings.sparsity) for name in view.names}
+
+    def evolve_blocks(self) -> list[float]:
+        """The paper's coarse search: one sparsity per block."""
+        settings, bench = self.settings, self.bench
+        generations, offspring = settings.num_generations or 60, settings.num_offspring or 24
+        generator = torch.Generator().manual_seed(settings.seed)
+        before = bench.num_kl_evaluations
+        start = None
+        saved = self.store.load("paper/evolution")
+        if saved is not None:
+            state = unpack(saved)
+            bench.num_kl_evaluations += state.pop("kl_evaluations")
+            generator.set_state(state.pop("generator"))
+            start = evolution.Evolution(**state)
+
+        def losses(candidates: Sequence[evolution.Candidate], num_batches: int | None) -> list[float]:
+            spreads = [
+                {n: p for group, p in zip(bench.groups, candidate, strict=True) for n in group}
+                for candidate in candidates
+            ]
+            size = bench.side_by_side
+            sharing = [spreads[first : first + size] for first in range(0, len(spreads), size)]
+            done = bench.num_kl_evaluations
+            found = self.processes.spread(sharing, partial(bench.kls, num_batches=num_batches))
+            share = 1.0 if num_batches is None else min(1.0, num_batches / bench.flow.num_batches)
+            bench.num_kl_evaluations = done + share * len(spreads)
+            return [kl for some in found for kl in some]
+
+        with self.progress.stage("Block search", generations) as stage:
+            if start is not None:
+                stage.advance(start.generation)
+
+            def keep(state: evolution.Evolution) -> None:
+                spent = {"kl_evaluations": bench.num_kl_evaluations - before}
+                self.store.save("paper/evolution", pack({**asdict(state), **spent, "generator": generator.get_state()}))
+                stage.advance()
+                stage.note(f"KL {state.loss:.4f}")
+
+            found = evolution.evolve(
+                losses,
+                bench.block_sizes,
+                settings.sparsity,
+                generator,
+                num_generations=generations,
+                num_offspring=offspring,
+                stages=settings.stages,
+                start=start,
+                on_generation=keep,
+            )
+        self.history["evolution"] = list(found.history)
+        return list(found.parent)
+
+    def spread_within(self, block_sparsities: list[float]) -> Allocation:
+        """The paper's fine search: each block's sparsity over its projections, by block error."""
+        result: Allocation = {}
+        with self.progress.stage("Greedy within blocks", len(self.bench.groups)) as stage:
+            spread = partial(self._block_spread, block_sparsities=block_sparsities)
+            for _, found in self.units.blocks("greedy", spread):
+                result |= found
+                stage.advance()
+        return result
+
+    def _block_spread(self, view: BlockView, block_sparsities: Sequence[float]) -> Allocation:
+        sizes = {name: self.bench.sizes[name] for name in view.names}
+        target, step = block_sparsities[view.index], self.settings.greedy_step
+        return allocate_greedily(lambda p: view.error(self.bench.thresholds(p)), sizes, target, step=step)
+
+    def probe(self) -> dict[str, additive.Curve]:
+        """KL of each projection alone, at every level: blocks before it are not run again, the others are dense."""
+        curves: dict[str, additive.Curve] = {}
+        with self.progress.stage("Probing projections", len(self.bench.names)) as stage:
+            for names, found in self.units.blocks("table", self._block_table):
+                for name, row in found.items():
+                    curves[name] = additive.interpolate(self.settings.levels, row)
+                stage.advance(len(names))
+        return curves
+
+    def _block_table(self, view: BlockView) -> dict[str, list[float]]:
+        def alone(name: str, level: float) -> float:
+            return self.bench.kl({name: level}, start=view.index, hidden=view.hidden)
+
+        return {name: [alone(name, level) for level in self.settings.levels] for name in view.names}
+
+    def weigh(self) -> None:
+        """Loss-weighted norms in the place of the weight norms, and the tables that follow."""
+        bench = self.bench
+        sums: dict[str, Tensor] = {}
+        with self.progress.stage("Sensitivities", bench.flow.num_batches) as stage:
+            keys = [f"fisher/{batch}" for batch in range(bench.flow.num_batches)]
+            for _, found in self.units.many(keys, self._batch_fisher):
+                for name, values in found.items():
+                    sums[name] = values + sums.get(name, 0.0)
+                stage.advance()
+        for name, norm in self.norms.items():
+            self.norms[name] = loss_weighted_norm(norm, sums[name] / bench.flow.num_counted)
+            self.alphas[name] = 1.0
+            bench.set_scale(name, self.scale(name, 1.0))
+        self.tables()
+
+    def _batch_fisher(self, batch: int) -> dict[str, Tensor]:
+        bench, num_draws = self.bench, self.settings.fisher_draws
+        return fisher_diagonal(bench.flow, bench.masked, batch, self.draw(2 * batch), num_draws=num_draws)
+
+    def predict(self) -> dict[str, additive.Curve]:
+        """What `probe` measures, from backward passes."""
+        bench, levels = self.bench, self.settings.levels
+        thresholds = {name: [bench.thresholds({name: level})[name] for level in levels] for name in bench.names}
+        rows = {name: [0.0] * len(levels) for name in bench.names}
+        with self.progress.stage("Predicted damage", bench.flow.num_batches) as stage:
+            keys = [f"damage/{batch}" for batch in range(bench.flow.num_batches)]
+            for _, found in self.units.many(keys, partial(self._batch_damage, thresholds=thresholds)):
+                for name, row in found.items():
+                    rows[name] = [a + b / bench.flow.num_counted for a, b in zip(rows[name], row, strict=True)]
+                stage.advance()
+        return {name: additive.interpolate(levels, row) for name, row in rows.items()}
+
+    def _batch_damage(self, batch: int, thresholds: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        bench, num_draws = self.bench, self.settings.fisher_draws
+        generator = self.draw(2 * batch + 1)
+        return quadratic_damage(
+            bench.flow, bench.masked, batch, generator, bench.scales, thresholds, num_draws=num_draws
+        )
+
+    def refine(self, allocation: Allocation) -> Allocation:
+        """Scales and sparsities by gradient steps on the joint KL, from those of ``allocation`` on."""
+        settings, bench = self.settings, self.bench
+        batch_size = _batch_size(settings, self.source.config.vocab_size, self.tokens.seq_len)
+        widths = {name: self.source.projections[name].in_features for name in bench.names}
+        with Workbench(self.source, self.tokens, batch_size=batch_size) as everything:
+            descent = Descent(everything, Channels(widths, bench.sizes), settings.sparsity, self.processes)
+            found = descent.run(
+                bench.scales,
+                bench.thresholds(allocation),
+                self.draw,
+                settings.refine_steps,
+                self.store,
+                self.progress,
+            )
+        bench.num_kl_evaluations += found.num_tokens / bench.flow.num_counted
+        self.history |= found.history
+        for name, scale in found.scales.items():
+            bench.set_scale(name, scale)
+        self.tables()
+        return repair(found.dropped, bench.sizes, settings.sparsity)
+
+    # ------------------------------------------------------------------ the end
+
+    def result(self, allocation: Allocation) -> SearchResult:
+        bench, settings = self.bench, self.settings
+        self.note("final", allocation)
+        everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size, processes=self.processes)
+        with everything, self.progress.stage("Thresholds", len(bench.groups)) as stage:
+            for name in self.gated:
+                everything.masked.score_by_gate(name)
+            for name, factors in self.low_rank.items():
+                everything.masked.set_low_rank(name, factors)
+            found = final_thresholds(everything, bench.scales, allocation, stage.advance)
+        projections = {
+            name: ProjectionRecipe(name, allocation[name], self.alphas[name], *found[name]) for name in bench.names
+        }
+        for down in self.gated:
+            self._spread_gate(down, projections)
+        return SearchResult(
+            projections=projections,
+            channel_scales={name: bench.scales[name].cpu() for name in bench.names},
+            details={
+                "settings": asdict(settings),
+                "kl_tokens": bench.flow.num_counted,
+                "kl_evaluations": round(bench.num_kl_evaluations, 2),
+                "kl": self.losses,
+                "mean_sparsity": round(self._mean_sparsity(projections), 9),
+                **({"ranks": self.ranks} if self.ranks else {}),
+                **({"history": self.history} if self.history else {}),
+            },
+            low_rank=self.low_rank,
+            gate_thresholds={name: found[name][0] for name in self.gated if found[name][0] > 0},
+            elsewhere={} if self.gated or self.low_rank else self._elsewhere(allocation),
+        )
+
+    def _elsewhere(self, allocation: Allocation) -> dict[float, dict[str, float]]:
+        """Thresholds at other sparsities, spread over the projections in the way of ``allocation``."""
+        target, sizes = self.settings.sparsity, self.bench.sizes
+        found = {}
+        for sparsity in _OTHER_SPARSITIES if target > 0.0 else ():
+            spread = repair({name: p * sparsity / target for name, p in allocation.items()}, sizes, sparsity)
+            if abs(sparsity - target) > 0.02:
+                found[sparsity] = self.bench.thresholds(spread)
+        return found
+
+    def _spread_gate(self, down: str, projections: dict[str, ProjectionRecipe]) -> None:
+        """What the gate drops is left out of down and of up alike; neither has a threshold of its own."""
+        fused, up = down.replace("down_proj", "gate_up_proj"), down.replace("down_proj", "up_proj")
+        entry = projections[down]
+        for name, part in ((down, 1.0), (fused, 0.5) if fused in projections else (up, 1.0)):
+            projections[name] = ProjectionRecipe(name, part * entry.sparsity, 0.0, 0.0, part * entry.realised_sparsity)
+
+    def _mean_sparsity(self, projections: Mapping[str, ProjectionRecipe]) -> float:
+        """Share of the weights left unread; factors are read always."""
+        sizes, names = self.bench.sizes, self.bench.names
+        factors = sum(left.numel() + right.numel() for left, right in self.low_rank.values())
+        dropped = mean_sparsity([projections[name].sparsity for name in names], [sizes[name] for name in names])
+        return dropped - factors / sum(sizes.values())
+
+
+def _batch_size(settings: SearchSettings, vocab_size: int, seq_len: int) -> int:
+    # A backward pass holds a few float32 tensors (tokens, vocabulary): 512 MiB each at most.
+    return max(1, min(settings.batch_size, _LARGEST_LOGITS // (vocab_size * seq_len)))
+
+
+def _first_alpha(method: str, name: str) -> float:
+    weighted = method == "wina" or (method == "wina-code" and name.endswith(("k_proj", "gate_proj")))
+    return 1.0 if weighted else 0.0
+
+
+# ---------------------------------------------------------------------- the searches
+
+
+def _uniform(run: Run) -> Allocation:
+    run.prepare()
+    return run.uniform()
+
+
+def _greedy(run: Run) -> Allocation:
+    run.prepare()
+    return run.spread_within([run.settings.sparsity] * len(run.bench.groups))
+
+
+def _paper(run: Run) -> Allocation:
+    run.prepare()
+    run.note("uniform", run.uniform())
+    blocks = run.evolve_blocks()
+    allocation = run.spread_within(blocks)
+    if run.settings.method == "wisparse":
+        run.note("greedy", allocation)
+        run.choose_alphas(allocation, "alpha-again")
+    return allocation
+
+
+def _additive(run: Run) -> Allocation:
+    run.prepare()
+    run.note("uniform", run.uniform())
+    curves = run.probe()
+    allocation = additive.allocate(curves, run.bench.sizes, run.settings.sparsity)
+    if run.settings.method == "wisparse":
+        run.note("additive", allocation)
+        run.choose_alphas(allocation, "alpha-again")
+    return allocation
+
+
+def _fisher(run: Run) -> Allocation:
+    run.weigh()
+    return additive.allocate(run.predict(), run.bench.sizes, run.settings.sparsity)
+
+
+def _refine(run: Run) -> Allocation:
+    allocation = _fisher(run)
+    run.note("before refinement", allocation)
+    return run.refine(allocation)
+
+
+_PLANS: Mapping[str, Callable[[Run], Allocation]] = {
+    "uniform": _uniform,
+    "greedy": _greedy,
+    "paper": _paper,
+    "additive": _additive,
+    "fisher": _fisher,
+    "refine": _refine,
+}

@@ -1,0 +1,1 @@
+"""How a conversion's work is kept, shared among processes, shown and finished."""

@@ -1,0 +1,1 @@
+"""A bundle as an ONNX folder: the graph, and the files around it."""

@@ -1,0 +1,225 @@
+"""What numba lacks for the CPU kernels: raw pointers, half-precision loads and stores, OpenMP's and the C library's
+calls, atomic words, a fast exp.
+
+A weight's type is told by the type of its bits, so that one kernel serves all of them:
+
+    float32 -> float32        uint16 -> bfloat16        int16 -> float16        int8 -> int8
+"""
+
+from __future__ import annotations
+
+import operator
+import platform
+import time
+
+import numpy as np
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+
+__all__ = [
+    "ONE", "SYMBOLS", "ZERO", "add_word", "dot", "exact", "exp32", "floats", "get_word", "narrow", "now_ns",
+    "num_threads", "pointer", "projection_row", "put_word", "relax", "size_of", "sleep_us", "span", "thread_num",
+    "widen",
+]  # fmt: skip
+
+# OpenMP's and the C library's functions under names of our own, registered by `threads` before any code is loaded.
+SYMBOLS = ("wisparse_thread_num", "wisparse_num_threads", "wisparse_usleep", "wisparse_clock_gettime")
+thread_num = types.ExternalFunction(SYMBOLS[0], types.int32())
+num_threads = types.ExternalFunction(SYMBOLS[1], types.int32())
+sleep_us = types.ExternalFunction(SYMBOLS[2], types.int32(types.uint32))
+
+ZERO, ONE = np.float32(0), np.float32(1)
+_CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
+_ALIGN = 32  # columns: 64 bytes of bfloat16, so that threads share no cache line of a row
+
+
+@overload(operator.getitem)
+def _field_of(parameters, field):
+    """Parameters are read by the names of ``layout``, which numba itself takes for an index from 0.68 on only."""
+    if isinstance(parameters, types.Array) and isinstance(field, types.IntEnumMember):
+        return lambda parameters, field: parameters[field.value]
+    return None
+
+
+@intrinsic
+def pointer(typingctx, address, tag):
+    """An int64 as a pointer to elements of ``tag``'s type; ``tag``'s value is ignored."""
+    result = types.CPointer(tag)
+
+    def codegen(context, builder, signature, args):
+        return builder.inttoptr(args[0], context.get_value_type(result))
+
+    return result(types.int64, tag), codegen
+
+
+@intrinsic
+def size_of(typingctx, tag):
+    """Bytes of one element of ``tag``'s type."""
+
+    def codegen(context, builder, signature, args):
+        return ir.Constant(ir.IntType(64), tag.bitwidth // 8)
+
+    return types.int64(tag), codegen
+
+
+@intrinsic
+def widen(typingctx, value):
+    """One stored weight as float32, exactly."""
+    i32, f32 = ir.IntType(32), ir.FloatType()
+
+    def codegen(context, builder, signature, args):
+        if value == types.uint16:  # bfloat16 is the upper half of a float32
+            return builder.bitcast(builder.shl(builder.zext(args[0], i32), ir.Constant(i32, 16)), f32)
+        if value == types.int16:
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), f32)
+        if value == types.int8:
+            return builder.sitofp(args[0], f32)
+        return args[0]
+
+    return types.float32(value), codegen
+
+
+@intrinsic
+def narrow(typingctx, value, tag):
+    """A float32 rounded to nearest even, as ``tag``'s type stores it (float32, bfloat16 or float16)."""
+    i16, i32 = ir.IntType(16), ir.IntType(32)
+
+    def codegen(context, builder, signature, args):
+        if tag == types.int16:
+            return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), i16)
+        if tag != types.uint16:
+            return args[0]
+        bits = builder.bitcast(args[0], i32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF)))
+        # Rounding up could carry a NaN's payload into the sign: keep it a quiet NaN.
+        quiet = builder.or_(bits, ir.Constant(i32, 0x400000))
+        is_nan = builder.fcmp_unordered("uno", args[0], args[0])
+        return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), ir.Constant(i32, 16)), i16)
+
+    return tag(types.float32, tag), codegen
+
+
+@intrinsic
+def add_word(typingctx, address, value):
+    """Add to an int64 that other threads use too, in one step; gives what it was."""
+
+    def codegen(context, builder, signature, args):
+        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "acq_rel")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def get_word(typingctx, address):
+    """Read an int64 that another thread writes by ``put_word``: what it wrote before is then seen too."""
+
+    def codegen(context, builder, signature, args):
+        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
+
+    return types.int64(types.int64), codegen
+
+
+@intrinsic
+def put_word(typingctx, address, value):
+    """Write an int64 that other threads read by ``get_word``."""
+
+    def codegen(context, builder, signature, args):
+        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+def _word(builder, address):
+    return builder.inttoptr(address, ir.IntType(64).as_pointer())
+
+
+@intrinsic
+def relax(typingctx):
+    """Tell the processor that this thread is spinning."""
+    machine = platform.machine().lower()
+    i32, nothing = ir.IntType(32), ir.VoidType()
+
+    def codegen(context, builder, signature, args):
+        if machine in ("x86_64", "amd64"):
+            kind = ir.FunctionType(nothing, [])
+            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
+        elif machine in ("aarch64", "arm64"):
+            kind = ir.FunctionType(nothing, [i32])
+            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(hint, [ir.Constant(i32, 1)])  # yield
+        return context.get_dummy_value()
+
+    return types.void(), codegen
+
+
+@intrinsic
+def now_ns(typingctx):
+    """Nanoseconds on a clock that only goes forward."""
+    i32, i64 = ir.IntType(32), ir.IntType(64)
+
+    def codegen(context, builder, signature, args):
+        spec = cgutils.alloca_once(builder, i64, 2)  # struct timespec
+        kind = ir.FunctionType(i32, [i32, i64.as_pointer()])
+        clock = cgutils.get_or_insert_function(builder.module, kind, SYMBOLS[3])
+        builder.call(clock, [ir.Constant(i32, _CLOCK), spec])
+        seconds, rest = (builder.load(builder.gep(spec, [ir.Constant(i32, i)])) for i in range(2))
+        return builder.add(builder.mul(seconds, ir.Constant(i64, 10**9)), rest)
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def bits_to_float(typingctx, value):
+    def codegen(context, builder, signature, args):
+        return builder.bitcast(args[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+# "contract" fuses a multiplication and an addition, and changes nothing between one machine's vector widths;
+# "reassoc" reorders sums, for dot products only, whose order is fixed once compiled.
+exact = njit(error_model="numpy", fastmath={"contract"})
+dot = njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
+
+
+@exact
+def floats(address):
+    return pointer(address, ZERO)
+
+
+@exact
+def projection_row(address):
+    """A row of the table of projections, to be indexed by ``ProjectionField``."""
+    return carray(pointer(address, np.int64(0)), (6,))
+
+
+@exact
+def span(length, part, parts):
+    """Where a thread's span of columns begins (``part``) and ends (``part + 1``), on a multiple of ``_ALIGN``."""
+    units = (length + _ALIGN - 1) // _ALIGN
+    return min(length, units * part // parts * _ALIGN)
+
+
+@exact
+def exp32(x):
+    """e**x in float32, within 2 units in the last place; vectorises, unlike the C library's (Cephes' expf)."""
+    y = min(max(x, np.float32(-87.3)), np.float32(88.7))
+    magic = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
+    z = (y * np.float32(1.44269504088896341) + magic) - magic
+    r = y - z * np.float32(0.693359375) + z * np.float32(2.12194440e-4)
+    s = np.float32(1.9875691500e-4)
+    s = s * r + np.float32(1.3981999507e-3)
+    s = s * r + np.float32(8.3334519073e-3)
+    s = s * r + np.float32(4.1665795894e-2)
+    s = s * r + np.float32(1.6666665459e-1)
+    s = s * r + np.float32(5.0000001201e-1)
+    s = s * r * r + r + ONE
+    # Two factors, because 2**128 is not a float32 although e**88.7 is.
+    half = np.int32(z) >> np.int32(1)
+    first = bits_to_float(np.int32((half + np.int32(127)) << np.int32(23)))
+    second = bits_to_float(np.int32((np.int32(z) - half + np.int32(127)) << np.int32(23)))
+    return s * first * second if x == x else x

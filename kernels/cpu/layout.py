@@ -1,0 +1,109 @@
+"""What a region of the CPU back end is given: int64 parameters, named here in order of position.
+
+Sizes are counts of elements, tensors are the address of their first element, 0 stands for "none".
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+__all__ = ["TILE", "LayoutField", "LinearField", "ProjectionField", "StepField", "TeamField"]
+
+TILE = 64  # rows and columns that are transposed at a time
+
+
+class ProjectionField(IntEnum):
+    """One row of the table of projections (int64)."""
+
+    WEIGHT = 0  # (K, N)
+    N = 1
+    K = 2
+    SCALE = 3  # channel_scale (K,) float32; 0: dense
+    BIAS = 4  # (N,) float32 or 0
+    COLUMN_SCALE = 5  # (N,) float32, int8 weights only, else 0
+
+
+class LinearField(IntEnum):
+    """Parameters of the region that computes one projection."""
+
+    PROJECTION = 0  # one row of the table above
+    THRESHOLD = 1  # () float32
+    ROWS = 2
+    X = 3  # (rows, K) float32
+    Y = 4  # (rows, N) float32
+    SEGMENT_INDEX = 5  # (K,) int32
+    SEGMENT_VALUE = 6  # (rows, K) float32
+    SEGMENT_COUNT = 7  # (threads, 2) int64
+    LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
+    COUNTS = 9  # (threads,) int64, kept channels are added
+    TEAM = 10  # see `TeamField`
+
+
+class LayoutField(IntEnum):
+    """Parameters of the regions that transpose or quantise one weight."""
+
+    SOURCE = 0  # (rows, K): some rows of a weight (N, K)
+    ROWS = 1
+    K = 2
+    TARGET = 3  # where the first of these rows goes: a column of (K, N), or a row of (N, K) if TRANSPOSED is 0
+    STRIDE = 4  # N
+    TRANSPOSED = 5
+    SCALE = 6  # (rows,) float32, written by the quantisation
+    TILES = 7  # per thread: TILE * (TILE + 1) elements of 4 bytes
+
+
+class TeamField(IntEnum):
+    """What the threads of a team tell each other: int64, each on a cache line of its own, zero before the first use."""
+
+    ARRIVED = 0  # threads that wait at the present meeting
+    MEETINGS = 8  # that are over
+    WAITED_NS = 16  # beyond what `meeting` calls brief
+    SIZE = 24
+
+
+class StepField(IntEnum):
+    """Parameters of the region that decodes one token for each of ``rows`` slots."""
+
+    ROWS = 0
+    SLOTS = 1  # (rows,) int64
+    TOKENS = 2  # (rows,) int64
+    POSITIONS = 3  # (rows,) int64
+    HIDDEN = 4
+    INTERMEDIATE = 5
+    HEADS = 6
+    KV_HEADS = 7
+    HEAD_DIM = 8
+    ROTARY_HALF = 9
+    MAX_LEN = 10
+    MAX_BATCH = 11
+    NUM_BLOCKS = 12
+    NUM_QKV = 13  # projections of the group: 3, or 1 if fused
+    NUM_GATE_UP = 14  # 2, or 1 if fused
+    VOCAB = 15
+    EMBEDDING = 16  # (V, hidden), the base type
+    HEAD = 17  # (V, hidden)
+    HEAD_SCALE = 18  # (V,) float32 or 0
+    NORMS = 19  # (2 * blocks + 1, hidden) float32: input and post-attention norm of every block, then the final one
+    HEAD_NORMS = 20  # (2 * blocks, head_dim) float32: of q and of k; 0: none
+    COS = 21  # (max_len, rotary_half) float32
+    SIN = 22
+    WINDOWS = 23  # (blocks,) int64, 0: attends to everything
+    KEYS = 24  # (blocks, max_batch, kv_heads, max_len, head_dim), the base type
+    VALUES = 25
+    PROJECTIONS = 26  # the table, block by block
+    THRESHOLDS = 27  # one float32 for each of its rows
+    FLOATS = 28  # float32: rms_norm_eps, attention scale
+    RESIDUAL = 29  # (rows, hidden) float32
+    QKV = 30  # (rows, q + 2 kv) float32
+    SEGMENT_INDEX = 31  # (max(q, intermediate),) int32
+    SEGMENT_VALUE = 32  # (rows, max(q, intermediate)) float32
+    SEGMENT_COUNT = 33  # (threads, 2) int64
+    SCORES = 34  # (heads, max_len) float32
+    SCRATCH = 35  # per thread, see `_step`
+    SCRATCH_BYTES = 36
+    LIST_LENGTH = 37  # longest K
+    ACC_LENGTH = 38  # widest N of an accumulator
+    COUNTS = 39  # (threads, projections) int64, kept channels are added
+    SPARE_COUNTS = 40  # (threads,) int64 that nobody reads
+    LOGITS = 41  # (slots, V) float32
+    TEAM = 42  # see `TeamField`

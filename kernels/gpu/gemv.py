@@ -1,0 +1,390 @@
+"""One projection, or several that read the same input, over the kept channels.
+
+    x     = input (plain | RMSNorm of the residual stream | the attention's splits, combined)
+    keep  = not (|x| * channel_scale < threshold)                    as in reference.py, bit for bit
+    y     = sum over kept k of x[k] * weight_t[k, :]                 wide, then + bias, rounded to x's dtype
+    out   = y | residual + y | silu(y_gate) * y_up
+
+This is what the host knows: weights, how a launch is cut, the memory its programs share. ``gemv_kernel`` is what
+they do, ``gemm_kernel`` if the rows are many. Sums are float32 for half-precision weights and float64 for
+float32 ones (``precision`` says why), whose rows are launched one by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+import torch
+import triton
+from torch import Tensor
+
+from ..precision import activation_dtype, rows_together, wide_dtype
+from .common import (
+    FROM_ATTENTION,
+    FROM_HIDDEN,
+    FROM_PLAIN,
+    TO_PLAIN,
+    TO_RESIDUAL,
+    TO_SILU,
+    exact_argument,
+)
+from .gemm_kernel import masked_gemm_kernel
+from .gemv_kernel import sparse_gemv_kernel
+from .lists import ROOM_LIMIT_BESIDE, room_source
+from .partials import NOTHING
+
+__all__ = [
+    "INPUTS",
+    "OUTPUTS",
+    "GemvTile",
+    "Group",
+    "ProgramLists",
+    "Scratch",
+    "launch_gemv",
+    "launch_kind",
+    "program_lists",
+    "sparse_gemv",
+    "sums_at_once",
+]
+
+INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
+OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
+# Bytes of weights on their way from which a program for the tensor cores has a multiprocessor to itself.
+ALONE = 64 * 1024
+
+
+def launch_kind(batch: int, *, dense: bool) -> str:
+    """How a launch goes about its rows of x, decided from measurements on an H200 (benchmarks/LOG.md).
+
+    Args:
+        batch: rows of x.
+        dense: no channel is ever dropped.
+
+    Returns:
+        ``sparse`` or ``dense``: one row. ``rows``: two, which read the channels that either keeps. ``batch``: all
+        channels, with zeros for the dropped ones, on the tensor cores.
+    """
+    if batch == 1:
+        return "dense" if dense else "sparse"
+    return "rows" if batch == 2 and not dense else "batch"
+
+
+@dataclass(frozen=True)
+class GemvTile:
+    """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns.
+
+    A program of ``warps`` warps reads ``unroll`` times ``block_k`` rows at a time. Channels are dealt to the splits
+    ``chunk`` at a time. With programmatic dependent launch, ``early`` lets the launch begin before the one before it
+    has ended, and ``trigger`` says when it lets the next one begin: 1 at its start, 2 after its product. ``lead`` times
+    ``unroll * block_k`` rows are read before the channels are selected, and multiplied by zero if they were to be
+    dropped. For the tensor cores ``block_k`` channels are read and dealt at a time, ``stages - 1`` times that many are
+    on their way before the channels are selected, and ``chunk``, ``unroll``, ``trigger`` and ``lead`` mean nothing.
+
+    Partial sums are added by the program of a tile that arrives last, or by ``pollers`` (a power of two) of its last
+    splits, which wait for all others. One waits for programs that began before it. Several wait for each other too, so
+    those of all tiles must be fewer than the programs that a GPU runs at once; ``choose_tile`` keeps them below its
+    multiprocessors.
+
+    Raises:
+        ValueError: ``pollers`` is no power of two, or larger than ``splits``; or two threads would look at one sum:
+            they may not see the same, and the program would take what only one of them has seen.
+    """
+
+    block_n: int = 512
+    block_k: int = 2
+    splits: int = 8
+    warps: int = 4
+    stages: int = 1
+    chunk: int = 8
+    unroll: int = 4
+    trigger: int = 1
+    early: bool = True
+    lead: int = 0
+    pollers: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 0 if name in ("lead", "pollers", "early") else 1
+            if not isinstance(value, bool if name == "early" else int) or value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
+        for name in ("block_n", "block_k", "warps"):
+            value = getattr(self, name)
+            if value & (value - 1):
+                raise ValueError(f"{name}: expected a power of two, found {value}")
+        if not 0 <= self.pollers <= self.splits or self.pollers & (self.pollers - 1):
+            raise ValueError(
+                f"expected pollers to be 0 or a power of two up to splits ({self.splits}), found {self.pollers}"
+            )
+        if self.pollers and triton.next_power_of_2(self.splits) * self.block_n // self.pollers < 32 * self.warps:
+            raise ValueError(f"expected a sum to look at for every thread of a poller, found {self}")
+
+    def parts(self, width: int) -> int:
+        """Columns of ``ssq_out``: partial sums of squares that a launch with ``width`` outputs leaves."""
+        return triton.cdiv(width, self.block_n) * max(1, self.pollers)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Projections that read one input, their columns side by side.
+
+    Attributes:
+        weight_t: (K, stride) fp32, fp16 or bf16; the first ``sum(widths)`` columns are used.
+        widths: columns of each projection, one to three.
+        bias: (sum(widths),) of the weights' dtype, or None.
+        scales: (projections, K) float32.
+        thresholds: (projections,) float32.
+        dense: all thresholds are 0: no channel is ever dropped.
+    """
+
+    weight_t: Tensor
+    widths: tuple[int, ...]
+    bias: Tensor | None
+    scales: Tensor
+    thresholds: Tensor
+    dense: bool
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.weight_t.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """Sum of the projections' widths."""
+        return sum(self.widths)
+
+
+class Scratch:
+    """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        bits = torch.int64 if wide_dtype(dtype) == torch.float64 else torch.int32
+        self.partial = torch.empty(1, dtype=bits, device=device)
+        self.awaited = torch.full((1,), NOTHING, dtype=bits, device=device)
+        self.counter = torch.zeros(1, dtype=torch.int32, device=device)
+        self.index = torch.empty(1, dtype=torch.int32, device=device)
+        self.value = torch.empty(1, dtype=activation_dtype(dtype), device=device)
+
+    def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
+        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw.
+
+        Raises:
+            ValueError: several pollers on a CPU: the interpreter runs programs one after the other, and the first would
+                wait for ever.
+        """
+        if tile.pollers > 1 and group.weight_t.device.type != "cuda":
+            raise ValueError(f"expected one poller where there is no GPU, found {tile}")
+        batch = rows_together(batch, group.weight_t.dtype)
+        tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
+        lists = program_lists(group, tile, batch)
+        in_scratch = 0 if lists.in_room else tiles * tile.splits * lists.length
+        for name, size in (
+            ("awaited" if tile.pollers else "partial", tile.splits * batch * group.out_features),
+            ("index", in_scratch),
+            ("value", batch * in_scratch),
+            ("counter", tiles),
+        ):
+            held = getattr(self, name)
+            if held.numel() < size:
+                # Each launch leaves counters and awaited sums as it found them; the rest may hold anything.
+                content = NOTHING if name == "awaited" else 0
+                setattr(self, name, torch.full((size,), content, dtype=held.dtype, device=held.device))
+
+
+@dataclass(frozen=True)
+class ProgramLists:
+    """What a program keeps of its channels: ``segment`` of them, a power of two, with ``length`` places in each list;
+    ``in_room`` is PTX for the shared memory they lie in ("": in scratch memory)."""
+
+    segment: int
+    length: int
+    in_room: str
+
+
+def program_lists(group: Group, tile: GemvTile, batch: int) -> ProgramLists:
+    """The lists of a launch's programs."""
+    # The interpreter has no shared memory, and float64 values do not fit there.
+    shared = group.weight_t.device.type != "cpu" and group.weight_t.dtype != torch.float32
+    if launch_kind(batch, dense=group.dense) == "batch":
+        return _values_of_many_rows(group, tile, batch, shared=shared)
+    chunks = triton.cdiv(group.in_features, tile.chunk)
+    segment = triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
+    # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
+    length = segment + 3 * tile.unroll * tile.block_k + 1
+    exchanged = tile.block_k * tile.block_n if tile.block_k > 1 else 0
+    in_room = room_source(4 * ((1 + batch) * length + exchanged)) if shared else ""
+    return ProgramLists(segment, length, in_room)
+
+
+def _values_of_many_rows(group: Group, tile: GemvTile, batch: int, *, shared: bool) -> ProgramLists:
+    """No list of channels, as all are read: each row's values, beside the weights that are on their way."""
+    block_k, size = _gemm_block_k(tile), group.weight_t.element_size()
+    channels = triton.cdiv(triton.cdiv(group.in_features, block_k), tile.splits) * block_k
+    # Rows 16 bytes off a multiple of 64: threads that read eight of them side by side meet in no bank.
+    length = channels + 8
+    ahead = (tile.stages - 1) * block_k * tile.block_n * size
+    limit = ROOM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
+    needed = batch * length * size
+    # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
+    # again. So a program with much on its way takes more room than it needs, and there is none for a second.
+    room = limit if needed <= limit and ahead >= ALONE else needed
+    return ProgramLists(triton.next_power_of_2(channels), length, room_source(room, limit) if shared else "")
+
+
+def sums_at_once(tile: GemvTile, batch: int, target: str, *, kind: str) -> int:
+    """Splits whose partial sums are read in one turn. Those that are waited for, and those of many rows, stay in
+    registers, 32 numbers a thread over all rows."""
+    splits = triton.next_power_of_2(tile.splits)
+    if tile.pollers == 0 and kind != "batch":
+        return min(splits, 32)
+    rows = triton.next_power_of_2(batch)
+    columns = tile.block_n // max(1, tile.pollers) * rows * (2 if target == "silu" else 1)
+    fitting = max(1, 32 * 32 * tile.warps // columns)
+    return min(splits, 1 << (fitting.bit_length() - 1))
+
+
+def _gemm_block_k(tile: GemvTile) -> int:
+    return max(16, tile.block_k)  # tl.dot's smallest K
+
+
+def launch_gemv(
+    group: Group,
+    x: Tensor,
+    out: Tensor,
+    scratch: Scratch,
+    tile: GemvTile,
+    *,
+    batch: int = 1,
+    source: str = "plain",
+    target: str = "plain",
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    ssq_in: Tensor | None = None,
+    ssq_out: Tensor | None = None,
+    softmax: tuple[Tensor, Tensor] | None = None,
+    head_dim: int = 1,
+    masked: Tensor | None = None,
+    kept: tuple[Tensor, Tensor, Tensor] | None = None,
+    pdl: bool = False,
+) -> None:
+    """Launch one group of projections on the current stream. Nothing is checked or allocated here.
+
+    Args:
+        group: weights, scales and thresholds.
+        x: (batch, K) of the weights' dtype; for source ``attention`` (batch, heads, kv_splits, head_dim) wide.
+        out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` (batch, N / 2); the weights' dtype. For
+            float32 weights x and out are float64, or float32 if one rounding of the result is wanted.
+        scratch: :meth:`Scratch.reserve` was called for this group, tile and batch.
+        batch: rows, 1 to 16; :func:`launch_kind` says what is read for them (float32: row by row).
+        source: ``plain``, ``hidden`` (RMS-normalise x with ``norm``, ``eps`` and ``ssq_in``) or ``attention``.
+        target: ``plain``, ``residual`` (fills ``ssq_out``) or ``silu``.
+        norm: (K,) RMSNorm weight.
+        ssq_in: (batch, parts) wide, partial sums of the squares of x's rows.
+        ssq_out: (batch, tile.parts(N)) wide.
+        softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) wide.
+        head_dim: for source ``attention``.
+        masked: (batch,) float32, 1 for a row that is masked, 0 for one that keeps all its channels; None: all are.
+        kept: count the kept channels of a group that is not dense: token ids (batch,) int64, negative for a row that
+            is not counted; what was kept before and what was kept after this launch, in turn the buffer of one step
+            and of the next, each (launches, projections, splits) int64, to be added up over launches and splits.
+            ``launches``: :func:`rows_together` says how many rows share one.
+        pdl: programmatic dependent launch (compute capability 9.0 or later).
+    """
+    if rows_together(batch, group.weight_t.dtype) < batch:
+        for i in range(batch):
+            launch_gemv(
+                group, x[i : i + 1], out[i : i + 1], scratch, tile, source=source, target=target, norm=norm, eps=eps,
+                ssq_in=None if ssq_in is None else ssq_in[i : i + 1],
+                ssq_out=None if ssq_out is None else ssq_out[i : i + 1],
+                softmax=None if softmax is None else (softmax[0][i : i + 1], softmax[1][i : i + 1]),
+                head_dim=head_dim,
+                masked=None if masked is None else masked[i : i + 1],
+                kept=None if kept is None else tuple(part[i : i + 1] for part in kept),  # type: ignore[arg-type]
+                pdl=pdl,
+            )  # fmt: skip
+        return
+    widths = (*group.widths, 0, 0)[:3]
+    tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
+    parts = 1 if ssq_in is None else ssq_in.shape[1]
+    unused = group.thresholds
+    kind = launch_kind(batch, dense=group.dense)
+    lists = program_lists(group, tile, batch)
+    arguments = (
+        x,
+        unused if softmax is None else softmax[0],
+        unused if softmax is None else softmax[1],
+        unused if ssq_in is None else ssq_in,
+        group.weight_t if norm is None else norm,
+        group.weight_t,
+        group.weight_t if group.bias is None else group.bias,
+        group.scales,
+        group.thresholds,
+        unused if masked is None else masked,
+        out,
+        unused if ssq_out is None else ssq_out,
+        scratch.awaited if tile.pollers else scratch.partial,
+        scratch.counter,
+        *((unused,) * 3 if kept is None else kept),
+    )
+    constants = {
+        "K": group.in_features,
+        "N0": widths[0],
+        "N1": widths[1],
+        "N2": widths[2],
+        "STRIDE": group.weight_t.stride(0),
+        "TILES": tiles,
+        "BATCH": batch,
+        # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
+        "SSQ_PAD": max(32, triton.next_power_of_2(parts)),
+        "KV_SPLITS": 1 if softmax is None else softmax[0].shape[2],
+        "HEAD_DIM": head_dim,
+        "HAS_BIAS": group.bias is not None,
+        "DENSE": group.dense,
+        "BY_ROW": masked is not None,
+        "INPUT": INPUTS[source],
+        "OUTPUT": OUTPUTS[target],
+        "BLOCK_N": tile.block_n,
+        "SPLITS": tile.splits,
+        "POLLERS": tile.pollers,
+        "AT_ONCE": sums_at_once(tile, batch, target, kind=kind),
+        "SEGMENT": lists.segment,
+        "LIST": lists.length,
+        "ROOM": lists.in_room,
+        "COUNT": kept is not None,
+        "PDL": pdl,
+        "num_warps": tile.warps,
+    }
+    if pdl and tile.early:
+        constants["launch_pdl"] = True
+    grid = (tiles * tile.splits,)
+    eps = exact_argument(eps, wide_dtype(group.weight_t.dtype))
+    if kind == "batch":
+        masked_gemm_kernel[grid](
+            *arguments, scratch.value, eps, parts, BLOCK_K=_gemm_block_k(tile), STAGES=tile.stages, **constants
+        )
+        return
+    sparse_gemv_kernel[grid](
+        *arguments,
+        scratch.index,
+        scratch.value,
+        eps,
+        parts,
+        BLOCK_K=tile.block_k,
+        CHUNK=tile.chunk,
+        UNROLL=tile.unroll,
+        TRIGGER=tile.trigger,
+        # They stand in the segment's own piece of the list.
+        LEAD=min(tile.lead, lists.segment // (tile.block_k * tile.unroll)),
+        **constants,
+    )
+
+
+def sparse_gemv(x: Tensor, group: Group, tile: GemvTile | None = None, **keywords) -> Tensor:
+    """y (B, N) = the group's projections of x (B, K) over the kept channels: the plain form, for tests and
+    benchmarks."""
+    tile = tile or GemvTile()
+    scratch = Scratch(x.device, x.dtype)
+    scratch.reserve(group, tile, x.shape[0])
+    out = torch.empty(x.shape[0], group.out_features, dtype=x.dtype, device=x.device)
+    launch_gemv(group, x, out, scratch, tile, batch=x.shape[0], **keywords)
+    return out

@@ -1,0 +1,327 @@
+"""The kernel of ``gemv``: selection, product, and what follows it.
+
+A program owns one tile of columns and one segment of channels. It selects its own channels, so nothing has to build a
+global list, keeps their list where its threads share it (``lists``) and reads one contiguous stretch of each
+kept row of the weights. A few rows of x share one list: the channels that any of them keeps, with each row's values, 0
+where it drops one. (Many rows together keep nearly all: ``gemm_kernel``.) Programs of one tile add up through
+partial sums in scratch memory (``partials``), in a fixed order. There are no float atomics and no buffer has to
+be cleared: the same input gives the same bits on every run.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import (
+    FROM_ATTENTION,
+    FROM_HIDDEN,
+    combined_attention,
+    let_next_kernel_start,
+    load_squares,
+    normalise,
+    reciprocal_rms,
+    segment_channel,
+    segment_length,
+    tile_columns,
+    wait_for_previous_kernel,
+)
+from .lists import add_rows, get, put, room, settled
+from .partials import add_up, leave_partial
+
+__all__ = ["sparse_gemv_kernel"]
+
+
+@triton.jit(
+    do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["token_ptr", "kept_before_ptr", "kept_after_ptr"]
+)
+def sparse_gemv_kernel(
+    x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) wide
+    m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) wide, log2 domain
+    l_ptr,  # the same shape
+    ssq_in_ptr,  # FROM_HIDDEN: (B, ssq_parts) wide
+    norm_ptr,  # FROM_HIDDEN: (K,) of the weights' type
+    weight_ptr,  # (K, stride), channel-major; the projections' columns side by side
+    bias_ptr,  # (N0 + N1 + N2,) of the weights' type
+    scale_ptr,  # (projections, K) float32
+    threshold_ptr,  # (projections,) float32
+    masked_ptr,  # BY_ROW: (B,) float32, 1 for a row that is masked, 0 for one that keeps all its channels
+    out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
+    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles * max(1, POLLERS)) wide
+    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums; POLLERS: NOTHING before and after
+    counter_ptr,  # (tiles,) int32, 0 before and after; no POLLERS
+    token_ptr,  # COUNT: (B,) int64, negative for a row that is not counted
+    kept_before_ptr,  # COUNT: (projections, SPLITS) int64
+    kept_after_ptr,  # COUNT: the same shape: before, and what this launch keeps
+    index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
+    value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM
+    eps,
+    ssq_parts,  # columns of ssq_in
+    K: tl.constexpr,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    STRIDE: tl.constexpr,
+    TILES: tl.constexpr,
+    BATCH: tl.constexpr,
+    SSQ_PAD: tl.constexpr,
+    KV_SPLITS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    DENSE: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    INPUT: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    TRIGGER: tl.constexpr,
+    LEAD: tl.constexpr,
+    LIST: tl.constexpr,
+    ROOM: tl.constexpr,
+    COUNT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    N: tl.constexpr = N0 + N1 + N2
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if partial_ptr.dtype.element_ty == tl.int64 else tl.float32
+    program = tl.program_id(0)
+    tile = program % TILES
+    split = program // TILES
+    projection, local, first, width = tile_columns(tile, N0, N1, N2, BLOCK_N)
+    n = local * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_width = n < width
+    columns = first + n
+    weight_column_ptr = weight_ptr + columns
+
+    # --- this program's channels: x, which of them are kept, and their list
+    position = tl.arange(0, SEGMENT)
+    k = segment_channel(position, split, SPLITS, CHUNK)
+    live = k < K
+    threshold = tl.load(threshold_ptr + projection)
+    count = segment_length(split, K, SPLITS, CHUNK)
+    scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
+    norm_weight = scale
+    if INPUT == FROM_HIDDEN:
+        norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+    # A projection's first tile counts for all of them, each program its own channels in a cell that is its own. What
+    # stands there is read early: nothing waits for it.
+    counts = local == 0
+    cell = projection * SPLITS + split
+    kept = program * 0
+    kept_before = kept.to(tl.int64)
+    if COUNT:
+        kept_before = tl.load(kept_before_ptr + cell, mask=counts, other=0)
+    STEP: tl.constexpr = BLOCK_K * UNROLL
+    LEAD_ROWS: tl.constexpr = LEAD * STEP
+    lane = tl.arange(0, BLOCK_K)
+    SHARED: tl.constexpr = ROOM != ""
+    spare = 0
+    if SHARED:
+        list_index = room(ROOM, program)
+        list_value = list_index + LIST * 4
+        spare = list_value + BATCH * LIST * 4
+    else:
+        list_index = index_ptr + program * LIST
+        list_value = value_ptr + program * BATCH * LIST
+    if SHARED:
+        _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
+    if LEAD_ROWS > 0:
+        # The first rows, whatever x will be: the memory would be idle until the channels are selected.
+        lead = ()
+        for step in tl.static_range(LEAD):
+            ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+            lead = lead + _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+    wait_for_previous_kernel(PDL)
+    if not SHARED:
+        # Not before: the kernel before this one may still read its lists in the same scratch memory.
+        _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
+    if TRIGGER == 1:
+        let_next_kernel_start(PDL)
+    # All rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
+    inputs = ()
+    squares = ()
+    for row in tl.static_range(BATCH):
+        if INPUT == FROM_ATTENTION:
+            x = combined_attention(x_ptr, m_ptr, l_ptr, row, k, live, K, KV_SPLITS, HEAD_DIM, dtype)
+        else:
+            x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
+        inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
+        if INPUT == FROM_HIDDEN:
+            squares = squares + (load_squares(ssq_in_ptr, row, ssq_parts, SSQ_PAD),)  # noqa: RUF005
+    keep = position < 0
+    kept_rows = position * 0
+    xs = ()
+    for row in tl.static_range(BATCH):
+        x = inputs[row]
+        if INPUT == FROM_HIDDEN:
+            rstd = reciprocal_rms(squares[row], eps, K)
+            x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
+        if not DENSE:
+            limit = threshold
+            if BY_ROW:
+                limit = threshold * tl.load(masked_ptr + row)
+            # A NaN is not below anything: it is kept.
+            keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < limit)
+            keep = keep | keep_row
+            if COUNT and (BATCH > 1 or LEAD_ROWS > 0):
+                kept_rows += (keep_row & (tl.load(token_ptr + row) >= 0)).to(tl.int32)
+            x = x.to(wide)
+            if LEAD_ROWS > 0 or BATCH > 1:
+                x = tl.where(keep_row, x, 0.0)
+        xs = xs + (x,)  # noqa: RUF005
+    if DENSE:
+        for row in tl.static_range(BATCH):
+            put(_values_of(list_value, row, LIST, SHARED), position, xs[row], position >= 0, SHARED)
+    else:
+        # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
+        listed = keep & (position >= LEAD_ROWS)
+        place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+        # The list's length is known where it ends; through the list everybody learns it without a reduction.
+        put(list_index, position * 0 + (LIST - 1), place + 1, position == SEGMENT - 1, SHARED)
+        put(list_index, place, k, listed, SHARED)
+        if LEAD_ROWS > 0:
+            place = tl.where(position < LEAD_ROWS, position, place)
+            listed = listed | (position < LEAD_ROWS)
+        for row in tl.static_range(BATCH):
+            put(_values_of(list_value, row, LIST, SHARED), place, xs[row], listed, SHARED)
+    list_index = settled(list_index, SHARED)
+    if SHARED:
+        list_value = list_index + LIST * 4
+    if not DENSE:
+        count = get(list_index, LIST - 1, False, SHARED)
+    if COUNT:
+        if BATCH > 1 or LEAD_ROWS > 0:
+            if counts:
+                kept = tl.sum(kept_rows, axis=0)
+        else:  # one row, and the list has all that it keeps
+            kept = tl.where(tl.load(token_ptr) >= 0, count, 0)
+
+    # --- the product
+    sums = ()
+    for _ in tl.static_range(BATCH):
+        sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), wide),)  # noqa: RUF005
+    # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
+    ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+    ws = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+    ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+    if LEAD_ROWS > 0:
+        tl.debug_barrier()
+        for i in tl.static_range(LEAD * UNROLL):
+            at = i * BLOCK_K + lane
+            # A dropped row is zero here whatever stands in it, if no other row of x may have kept it.
+            used = get(list_value, at, True, SHARED) != 0
+            w = tl.where(used[:, None] | (BATCH > 1), lead[i], 0.0)
+            sums = _add_products(sums, list_value, at, w.to(wide), BATCH, LIST, SHARED)
+    for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
+        ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+        ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
+        # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
+        # flight; it moves nothing across a barrier.
+        tl.debug_barrier()
+        for i in tl.static_range(UNROLL):
+            at = start + i * BLOCK_K + lane
+            sums = _add_products(sums, list_value, at, ws[i].to(wide), BATCH, LIST, SHARED)
+        ws = ahead
+    if TRIGGER == 2:
+        let_next_kernel_start(PDL)
+    for row in tl.static_range(BATCH):
+        if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:
+            if row > 0:
+                tl.debug_barrier()  # the row before has read its own from the same place
+            y = add_rows(sums[row], spare, BLOCK_K, BLOCK_N)
+        else:
+            y = tl.sum(sums[row], axis=0)
+        leave_partial(partial_ptr, (split * BATCH + row) * N + columns, y, in_width)
+    if COUNT:
+        tl.store(kept_after_ptr + cell, kept_before + kept, mask=counts)
+
+    add_up(
+        split, tile, projection, local, first, width, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, counter_ptr,
+        wide, N0, N, TILES, BATCH, OUTPUT, HAS_BIAS, BLOCK_N, SPLITS, POLLERS, AT_ONCE, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def _clear(
+    list_index,
+    list_value,
+    K: tl.constexpr,
+    wide: tl.constexpr,
+    BATCH: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    LIST: tl.constexpr,
+    DENSE: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """Fill the lists with "no channel": what they will not reach then needs no comparison with their length."""
+    if not DENSE:
+        for start in tl.static_range(0, LIST, SEGMENT):
+            place = start + tl.arange(0, SEGMENT)
+            put(list_index, place, tl.full((SEGMENT,), K, tl.int32), place < LIST, SHARED)
+    # The rows' values stand one after the other.
+    for start in tl.static_range(0, BATCH * LIST, SEGMENT):
+        place = start + tl.arange(0, SEGMENT)
+        put(list_value, place, tl.zeros((SEGMENT,), wide), place < BATCH * LIST, SHARED)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _values_of(list_value, row: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr):
+    """The list of a row's values."""
+    return list_value + row * LIST * (4 if SHARED else 1)
+
+
+@triton.jit
+def _add_products(sums, list_value, at, w, BATCH: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr):
+    """Each row's sums (BLOCK_K, BLOCK_N) and the products of its values at the places ``at`` with the weights there."""
+    added = ()
+    for row in tl.static_range(BATCH):
+        x = get(_values_of(list_value, row, LIST, SHARED), at, True, SHARED).to(w.dtype)
+        added = added + (sums[row] + x[:, None] * w,)  # noqa: RUF005
+    return added
+
+
+@triton.jit
+def _channels(
+    list_index,
+    lane,
+    start,
+    split,
+    DENSE: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    UNROLL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SHARED: tl.constexpr,
+):
+    """The channels at positions ``start``.. of the program's list, as UNROLL tensors of BLOCK_K; K or more: none."""
+    ks = ()
+    for i in tl.static_range(UNROLL):
+        at = start + i * BLOCK_K + lane
+        if DENSE:  # noqa: SIM108 (resolved at compile time)
+            k = segment_channel(at, split, SPLITS, CHUNK)
+        else:
+            k = get(list_index, at, False, SHARED)
+        ks = ks + (k,)  # noqa: RUF005 (the compiler knows no unpacking)
+    return ks
+
+
+@triton.jit
+def _rows(weight_column_ptr, ks, in_width, K: tl.constexpr, STRIDE: tl.constexpr, UNROLL: tl.constexpr):
+    """The program's stretch of the rows ``ks``, as UNROLL tensors (BLOCK_K, BLOCK_N); zeros where there is none."""
+    ws = ()
+    for i in tl.static_range(UNROLL):
+        w = tl.load(
+            weight_column_ptr[None, :] + ks[i].to(tl.int64)[:, None] * STRIDE,
+            mask=(ks[i] < K)[:, None] & in_width[None, :],
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        ws = ws + (w,)  # noqa: RUF005
+    return ws

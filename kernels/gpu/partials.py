@@ -1,0 +1,245 @@
+"""The end of a product: the programs of a tile add up, and one or a few of them write the result.
+
+Each program leaves its partial sum in scratch memory; they are added in the order of the splits. Who adds them?
+
+POLLERS = 0: the program that arrives last, by a counter of those that did. That takes a fence, the counter's way to the
+L2 cache and back, and then the sums' own.
+
+POLLERS > 0: that many of the tile's last programs, a part of its columns each. Scratch memory holds "nothing yet"
+before a launch and after it: they look until every split's sums are there and put "nothing yet" in their place. The
+numbers are their own signal, and two ways to the L2 cache fewer. But looking takes bandwidth from those that still read
+weights, and programs that look hold their places on the chip. All others end without waiting for anybody, so those that
+look end too, as long as they leave room for the ones that are still to begin: ``GemvTile`` says how many there may be.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .common import TO_RESIDUAL, TO_SILU
+
+__all__ = ["NOTHING", "add_up", "leave_partial"]
+
+# All bits set. As a number that is a NaN, though none that arithmetic results in, nor one that is ever left.
+NOTHING = -1
+_NOTHING = tl.constexpr(NOTHING)
+_NAN32 = tl.constexpr(0x7FC00000)
+_NAN64 = tl.constexpr(0x7FF8000000000000)
+
+
+@triton.jit
+def leave_partial(partial_ptr, place, y, mask):
+    """Leave partial sums where ``add_up`` looks for them: (SPLITS, B, N) integers as wide as y's numbers."""
+    bits = y.to(partial_ptr.dtype.element_ty, bitcast=True)
+    nan = _NAN64 if partial_ptr.dtype.element_ty == tl.int64 else _NAN32
+    tl.store(partial_ptr + place, tl.where(bits == _NOTHING, nan, bits), mask=mask)
+
+
+@triton.jit
+def add_up(
+    split,
+    tile,
+    projection,  # up to width from tile_columns
+    local,
+    first,
+    width,
+    partial_ptr,
+    bias_ptr,
+    out_ptr,
+    ssq_out_ptr,
+    counter_ptr,
+    wide: tl.constexpr,
+    N0: tl.constexpr,
+    N: tl.constexpr,
+    TILES: tl.constexpr,
+    BATCH: tl.constexpr,
+    OUTPUT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    POLLERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+):
+    """What each program ends with: one of its tile's, or a few, add up the partial sums of all and write the result,
+    row by row or, TOGETHER, all rows in one tensor."""
+    IN_PAIRS: tl.constexpr = OUTPUT == TO_SILU
+    PARTS: tl.constexpr = POLLERS if POLLERS > 0 else 1
+    PART: tl.constexpr = BLOCK_N // PARTS
+    turn = _writers_turn(
+        split + projection * SPLITS if IN_PAIRS else split,
+        counter_ptr + local if IN_PAIRS else counter_ptr + tile,
+        SPLITS * 2 if IN_PAIRS else SPLITS,
+        POLLERS,
+    )
+    if turn >= 0:
+        n = local * BLOCK_N + turn * PART + tl.arange(0, PART)
+        live = n < width
+        # Of partial sums and bias; with gate and up gate's, N0 before up's.
+        columns = n if IN_PAIRS else first + n
+        place = tile * PARTS + turn
+        if TOGETHER:
+            _write_rows_together(
+                columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide, N0, N, BATCH, OUTPUT, HAS_BIAS,
+                PART, SPLITS, POLLERS, TILES * PARTS, AT_ONCE,
+            )  # fmt: skip
+        else:
+            _write_row_by_row(
+                columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide, N0, N, BATCH, OUTPUT, HAS_BIAS,
+                PART, SPLITS, POLLERS, TILES * PARTS, AT_ONCE,
+            )  # fmt: skip
+
+
+@triton.jit
+def _writers_turn(arrival, counter_ptr, ARRIVALS: tl.constexpr, POLLERS: tl.constexpr):
+    """Which part of its tile's columns this program writes, from 0; negative: none.
+
+    ``arrival``: which of the ARRIVALS programs it is that leave sums for the tile (with gate and up, the two tiles);
+    the last POLLERS of them write. ``counter_ptr``: the tile's, 0 before and after.
+    """
+    if POLLERS > 0:
+        turn = arrival - (ARRIVALS - POLLERS)
+    else:
+        tl.debug_barrier()
+        if ARRIVALS > 1:
+            arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel") + 1
+            turn = tl.where(arrived == ARRIVALS, 0, -1)
+            tl.store(counter_ptr, 0, mask=arrived == ARRIVALS)
+        else:
+            turn = arrival
+    return turn
+
+
+@triton.jit
+def _write_row_by_row(
+    columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide: tl.constexpr, N0: tl.constexpr,
+    N: tl.constexpr, BATCH: tl.constexpr, OUTPUT: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
+    SPLITS: tl.constexpr, POLLERS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """``columns``: those of partial sums and bias; ``place``: where the sums of squares go, TO_RESIDUAL only."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
+    EACH: tl.constexpr = 2 if OUTPUT == TO_SILU else 1
+    hidden = ()
+    if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
+        for row in tl.static_range(BATCH):
+            hidden = hidden + (tl.load(out_ptr + row * N + columns, mask=live, other=0.0),)  # noqa: RUF005
+    # One sum for each row, or two: gate's, then up's.
+    sums = ()
+    for _ in tl.static_range(BATCH * EACH):
+        sums = sums + (tl.zeros((PART,), wide),)  # noqa: RUF005
+    for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+        # First all reads, so that one way to the L2 cache serves them, then the waiting.
+        places = ()
+        found = ()
+        for i in tl.static_range(BATCH * EACH):
+            at, there = _places(partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE)
+            places = places + ((at, there),)  # noqa: RUF005
+            found = found + (_look(at, there, POLLERS),)  # noqa: RUF005
+        added = ()
+        for i in tl.static_range(BATCH * EACH):
+            at, there = places[i]
+            added = added + (sums[i] + _take(found[i], at, there, wide, POLLERS),)  # noqa: RUF005
+        sums = added
+    for row in tl.static_range(BATCH):
+        y = _with_bias(sums[row * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)
+        if OUTPUT == TO_SILU:
+            up = _with_bias(sums[row * EACH + 1], bias_ptr + N0 + columns, live, HAS_BIAS)
+            y = _silu_product(y, up, wide, dtype)
+        if OUTPUT == TO_RESIDUAL:
+            y = (hidden[row].to(wide) + y.to(wide)).to(dtype)
+            squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
+            tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=0))
+        tl.store(out_ptr + row * OUT_N + columns, y, mask=live)
+
+
+@triton.jit
+def _write_rows_together(
+    columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide: tl.constexpr, N0: tl.constexpr,
+    N: tl.constexpr, BATCH: tl.constexpr, OUTPUT: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
+    SPLITS: tl.constexpr, POLLERS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The same for many rows, which are waited for together."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
+    ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
+    row = tl.arange(0, ROWS)
+    there = (row < BATCH)[:, None] & live[None, :]
+    out_at = out_ptr + row[:, None] * OUT_N + columns[None, :]
+    hidden = tl.zeros((ROWS, PART), dtype)
+    if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
+        hidden = tl.load(out_at, mask=there, other=0.0)
+    y = tl.zeros((ROWS, PART), wide)
+    up = tl.zeros((ROWS, PART), wide)
+    for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+        split = start + tl.arange(0, AT_ONCE)
+        at = partial_ptr + (split[:, None] * BATCH + row[None, :])[:, :, None] * N + columns[None, None, :]
+        wanted = (split < SPLITS)[:, None, None] & there[None, :, :]
+        found = _look(at, wanted, POLLERS)
+        if OUTPUT == TO_SILU:
+            found_up = _look(at + N0, wanted, POLLERS)
+            up += _take(found_up, at + N0, wanted, wide, POLLERS)
+        y += _take(found, at, wanted, wide, POLLERS)
+    y = _with_bias(y, bias_ptr + columns[None, :], live[None, :], HAS_BIAS).to(dtype)
+    if OUTPUT == TO_SILU:
+        up = _with_bias(up, bias_ptr + N0 + columns[None, :], live[None, :], HAS_BIAS)
+        y = _silu_product(y, up, wide, dtype)
+    if OUTPUT == TO_RESIDUAL:
+        y = (hidden.to(wide) + y.to(wide)).to(dtype)
+        squares = tl.where(there, y.to(wide) * y.to(wide), 0.0)
+        tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=1), mask=row < BATCH)
+    tl.store(out_at, y, mask=there)
+
+
+@triton.jit
+def _silu_product(gate, up, wide: tl.constexpr, dtype: tl.constexpr):
+    """silu(gate) * up, rounded as the projections' outputs are."""
+    gate = gate.to(wide)
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
+    return (silu * up.to(dtype).to(wide)).to(dtype)
+
+
+@triton.jit
+def _places(
+    partial_ptr,
+    columns,
+    live,
+    row,
+    start,
+    N: tl.constexpr,
+    BATCH: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
+):
+    """Where AT_ONCE splits' partial sums of a row lie, and which of them there are."""
+    split = start + tl.arange(0, AT_ONCE)
+    at = partial_ptr + (split * BATCH + row)[:, None] * N + columns[None, :]
+    return at, (split < SPLITS)[:, None] & live[None, :]
+
+
+@triton.jit
+def _look(at, there, POLLERS: tl.constexpr):
+    """Partial sums as they are now, read past L1: other multiprocessors write them."""
+    if POLLERS > 0:
+        found = tl.load(at, mask=there, other=0, volatile=True)
+    else:
+        found = tl.load(at, mask=there, other=0, cache_modifier=".cg")
+    return found
+
+
+@triton.jit
+def _take(found, at, there, wide: tl.constexpr, POLLERS: tl.constexpr):
+    """The sum over the splits; if it has to be waited for, "nothing yet" stands in its place again."""
+    if POLLERS > 0:
+        while tl.max((found == _NOTHING).to(tl.int32)) > 0:
+            found = tl.load(at, mask=found == _NOTHING, other=found, volatile=True)
+        tl.store(at, tl.full(found.shape, _NOTHING, found.dtype), mask=there)
+    return tl.sum(found.to(wide, bitcast=True), axis=0)
+
+
+@triton.jit
+def _with_bias(y, bias_ptr, live, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        y += tl.load(bias_ptr, mask=live, other=0.0).to(tl.float32)
+    return y

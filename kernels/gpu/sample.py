@@ -1,0 +1,392 @@
+"""The next token drawn at random from the logits, on the device: what runtime/sampling.py defines, in three launches.
+
+    count:      how many logits have each of the 2**16 values that a half-precision number can have, leaving out those
+                that cannot be kept: below top_k other logits, or too light for top_p
+    threshold:  from those counts, the least value that top-k and top-p keep
+    draw:       sums of the kept weights exp((logit - max) / temperature), in the order of the ids, and the first id at
+                which they exceed a random number
+
+Logits are rounded to the model's type, so with bf16 and fp16 the counts hold all there is to know, and nothing has to
+be sorted. To count every logit would be most of the cost: thousands have one of a few values. Counts are integers and
+sums are added in a fixed order: the same input gives the same token on every run. Weights are float64, as in the
+definition. Rows whose temperature is 0 take the most probable token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .common import let_next_kernel_start, wait_for_previous_kernel
+
+__all__ = ["SAMPLED_DTYPES", "SampleState", "launch_sample"]
+
+# What the logits may have been rounded to: float32 has too many values to count.
+SAMPLED_DTYPES = (torch.bfloat16, torch.float16)
+
+# Values of a 16-bit number, and how many of them, or of the vocabulary, a program takes.
+_VALUES = 1 << 16
+_TILE = 1024
+_BLOCKS = _VALUES // _TILE
+
+TEMPERATURE = tl.constexpr(0)
+TOP_K = tl.constexpr(1)
+TOP_P = tl.constexpr(2)
+MIN_P = tl.constexpr(3)
+NUMBERS = tl.constexpr(4)
+VALUES = tl.constexpr(_VALUES)
+TILE = tl.constexpr(_TILE)
+BLOCKS = tl.constexpr(_BLOCKS)
+
+
+@dataclass(frozen=True)
+class SampleState:
+    """What the launches read and pass on to each other, for B rows.
+
+    Attributes:
+        numbers: (B, 4) float64: temperature, top_k, top_p, min_p as in ``SamplingSettings``.
+        seeds: (B,) int64.
+        counts: (B, 2**16) int32 by rank of the value, largest first; zero between steps, as is ``arrived``.
+        block_counts, block_sums: (B, blocks) int32 and float64, of each block of ranks: logits, and their weights.
+        threshold: (B,) int32, the last rank kept; 2**16 where none is dropped.
+        sums: (B, tiles) float64, of each tile of the vocabulary: all weights (count), then the kept ones (draw).
+        largest: (B,) float32, the largest logit.
+        likeliest: (B,) int32, its lowest id; -1 if it is infinite or the row holds a NaN.
+        arrived: (B,) int32.
+    """
+
+    numbers: Tensor
+    seeds: Tensor
+    counts: Tensor
+    block_counts: Tensor
+    block_sums: Tensor
+    threshold: Tensor
+    sums: Tensor
+    largest: Tensor
+    likeliest: Tensor
+    arrived: Tensor
+
+    @classmethod
+    def empty(cls, batch: int, vocabulary: int, device: torch.device) -> SampleState:
+        """Memory for ``batch`` rows: 0.25 MB each."""
+
+        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(batch, *shape, dtype=dtype, device=device)
+
+        return cls(
+            numbers=zeros(4, dtype=torch.float64),
+            seeds=zeros(dtype=torch.int64),
+            counts=zeros(_VALUES, dtype=torch.int32),
+            block_counts=zeros(_BLOCKS, dtype=torch.int32),
+            block_sums=zeros(_BLOCKS, dtype=torch.float64),
+            threshold=zeros(dtype=torch.int32),
+            sums=zeros(triton.cdiv(vocabulary, _TILE), dtype=torch.float64),
+            largest=zeros(dtype=torch.float32),
+            likeliest=zeros(dtype=torch.int32),
+            arrived=zeros(dtype=torch.int32),
+        )
+
+
+@triton.jit
+def _rank(logit, HALF: tl.constexpr):
+    """Place of a logit's value among all values, 0 the largest; both zeros have the same."""
+    logit = tl.where(logit == 0.0, 0.0, logit)
+    if HALF:
+        bits = logit.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    else:
+        bits = (logit.to(tl.int32, bitcast=True) >> 16) & 0xFFFF
+    return tl.where(bits >= 0x8000, bits, 0x7FFF - bits)
+
+
+@triton.jit
+def _value(rank, HALF: tl.constexpr):
+    """The reverse, float32."""
+    bits = tl.where(rank >= 0x8000, rank, 0x7FFF - rank)
+    if HALF:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(logit, largest, temperature):
+    """exp((logit - largest) / temperature), float64: 1 for the largest, so a tiny temperature does not overflow."""
+    return tl.exp((logit.to(tl.float64) - largest.to(tl.float64)) / temperature)
+
+
+@triton.jit
+def _mix(state):
+    """The output function of SplitMix64, as in runtime/sampling.py."""
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB
+    return state ^ (state >> 31)
+
+
+@triton.jit
+def _uniform(seed, position):
+    """The random number of a position, float64 in [0, 1)."""
+    start = _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
+    mixed = _mix(start + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
+    return (mixed >> 40).to(tl.int64).to(tl.float64) * 5.9604644775390625e-08
+
+
+@triton.jit
+def _limits(numbers_ptr, token_ptr, row, V):
+    """top_k (V if off), top_p, and whether the row needs a threshold at all."""
+    top_k = tl.load(numbers_ptr + row * NUMBERS + TOP_K)
+    top_p = tl.load(numbers_ptr + row * NUMBERS + TOP_P)
+    cuts = (top_k > 0.0) & (top_k < V)
+    sampled = (tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE) > 0.0) & (tl.load(token_ptr + row) >= 0)
+    return tl.where(cuts, top_k, V).to(tl.int32), top_p, sampled & (cuts | (top_p < 1.0))
+
+
+@triton.jit
+def _count_kernel(
+    logits_ptr,  # (B, V) float32
+    best_ptr,  # (B, head_tiles) float32: the largest logit of every tile, or NaN
+    best_id_ptr,  # (B, head_tiles) int32
+    token_ptr,  # (B,) int64, idle rows negative
+    numbers_ptr,  # (B, 4) float64
+    counts_ptr,  # (B, VALUES) int32
+    largest_ptr,  # (B,) float32
+    likeliest_ptr,  # (B,) int32
+    sums_ptr,  # (B, tiles) float64
+    V,
+    head_tiles,
+    HEAD_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
+    top_k, top_p, filtered = _limits(numbers_ptr, token_ptr, row, V)
+    if filtered | (tile == 0):
+        i = tl.arange(0, HEAD_PAD)
+        value = tl.load(best_ptr + row * head_tiles + i, mask=i < head_tiles, other=float("-inf"))
+        largest = tl.max(value, axis=0)
+        if tile == 0:
+            token = tl.load(best_id_ptr + row * head_tiles + i, mask=i < head_tiles, other=2147483647)
+            likeliest = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
+            broken = tl.max((value != value).to(tl.int32), axis=0)  # a maximum may pass over NaN
+            broken = (broken > 0) | (tl.abs(largest) == float("inf"))
+            tl.store(largest_ptr + row, largest)
+            tl.store(likeliest_ptr + row, tl.where(broken, -1, likeliest))
+        if filtered:
+            v = tile * TILE + tl.arange(0, TILE)
+            logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=float("-inf"))
+            rank = _rank(logit, HALF)
+            if top_k < V:
+                # The head's tiles have top_k maxima of at least this rank: so many logits are not beaten by any other.
+                ranks = tl.where(i < head_tiles, _rank(value, HALF), VALUES)
+                counted = rank <= _kth(ranks, top_k)
+            else:
+                # All that weigh less than this weigh, together, less than top_p leaves out; half of it, for rounding.
+                temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
+                weight = _weight(logit, largest, temperature)
+                tl.store(sums_ptr + row * tl.num_programs(0) + tile, tl.sum(weight, axis=0))
+                counted = weight * V >= 0.5 * (1.0 - top_p)
+            tl.atomic_add(counts_ptr + row * VALUES + rank, 1, mask=(v < V) & counted, sem="relaxed")
+
+
+@triton.jit
+def _kth(ranks, k):
+    """The k-th smallest of ranks; the last rank of all if they are fewer."""
+    low = tl.full((), 0, tl.int32)
+    high = tl.full((), VALUES - 1, tl.int32)
+    for _ in range(16):
+        middle = (low + high) // 2
+        enough = tl.sum((ranks <= middle).to(tl.int32), axis=0) >= k
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, tl.minimum(middle + 1, VALUES - 1))
+    return high
+
+
+@triton.jit
+def _block_weights(counts_ptr, row, block, largest, temperature, HALF: tl.constexpr):
+    """Of one block of ranks: the ranks, how many logits have each, and what those weigh together."""
+    rank = block * TILE + tl.arange(0, TILE)
+    count = tl.load(counts_ptr + row * VALUES + rank)
+    weight = tl.where(count > 0, _weight(_value(rank, HALF), largest, temperature), 0.0)
+    return rank, count, count.to(tl.float64) * weight
+
+
+@triton.jit
+def _threshold_kernel(
+    token_ptr,
+    numbers_ptr,
+    counts_ptr,
+    largest_ptr,
+    block_counts_ptr,  # (B, BLOCKS) int32
+    block_sums_ptr,  # (B, BLOCKS) float64
+    threshold_ptr,  # (B,) int32
+    sums_ptr,  # (B, tiles) float64
+    arrived_ptr,  # (B,) int32
+    V,
+    tiles,
+    TILES_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row = tl.program_id(1)
+    wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
+    top_k, top_p, filtered = _limits(numbers_ptr, token_ptr, row, V)
+    if filtered:
+        temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
+        largest = tl.load(largest_ptr + row)
+        _, count, weight = _block_weights(counts_ptr, row, block, largest, temperature, HALF)
+        tl.store(block_counts_ptr + row * BLOCKS + block, tl.sum(count, axis=0))
+        tl.store(block_sums_ptr + row * BLOCKS + block, tl.sum(weight, axis=0))
+        tl.debug_barrier()
+        ticket = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+        if ticket == BLOCKS - 1:
+            tl.store(arrived_ptr + row, 0)
+            b = tl.arange(0, BLOCKS)
+            sums = tl.load(block_sums_ptr + row * BLOCKS + b)
+            threshold = tl.full((), VALUES - 1, tl.int32)
+            if top_k < V:
+                # top-k: the first rank by which top_k logits have been met.
+                counts = tl.load(block_counts_ptr + row * BLOCKS + b)
+                block_k = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
+                before = tl.sum(tl.where(b < block_k, counts, 0), axis=0)
+                rank, count, weight = _block_weights(counts_ptr, row, block_k, largest, temperature, HALF)
+                met = before + tl.cumsum(count, axis=0)
+                threshold = block_k * TILE + tl.sum((met < top_k).to(tl.int32), axis=0)
+                of_block_k = tl.sum(tl.where(rank <= threshold, weight, 0.0), axis=0)
+                sums = tl.where(b < block_k, sums, tl.where(b == block_k, of_block_k, 0.0))
+            if top_p < 1.0:
+                # top-p: the first rank by which that share of the weight left by top-k has been met.
+                total = tl.sum(sums, axis=0)
+                if top_k >= V:
+                    t = tl.arange(0, TILES_PAD)
+                    total = tl.sum(tl.load(sums_ptr + row * tiles + t, mask=t < tiles, other=0.0), axis=0)
+                wanted = top_p * total
+                block_p = tl.sum((tl.cumsum(sums, axis=0) < wanted).to(tl.int32), axis=0)
+                block_p = tl.minimum(block_p, BLOCKS - 1)
+                before_p = tl.sum(tl.where(b < block_p, sums, 0.0), axis=0)
+                rank, _, weight = _block_weights(counts_ptr, row, block_p, largest, temperature, HALF)
+                weight = tl.where(rank <= threshold, weight, 0.0)
+                met_p = before_p + tl.cumsum(weight, axis=0)
+                enough = block_p * TILE + tl.sum((met_p < wanted).to(tl.int32), axis=0)
+                threshold = tl.minimum(threshold, enough)
+            tl.store(threshold_ptr + row, threshold)
+    elif block == 0:
+        tl.store(threshold_ptr + row, VALUES)
+
+
+@triton.jit
+def _kept_weights(logits_ptr, row, tile, V, largest, temperature, threshold, min_p, HALF: tl.constexpr):
+    """Of one tile of the vocabulary: the ids, and the weights, 0 where a filter drops them."""
+    v = tile * TILE + tl.arange(0, TILE)
+    logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=float("-inf"))
+    weight = _weight(logit, largest, temperature)
+    return v, tl.where((v < V) & (_rank(logit, HALF) <= threshold) & (weight >= min_p), weight, 0.0)
+
+
+@triton.jit
+def _draw_kernel(
+    logits_ptr,
+    token_ptr,  # (B,) int64: the ids just read
+    next_ptr,  # (B,) int64; may be the same
+    position_ptr,  # (B,) int32
+    numbers_ptr,
+    seed_ptr,  # (B,) int64
+    counts_ptr,
+    largest_ptr,
+    likeliest_ptr,
+    threshold_ptr,
+    sums_ptr,  # (B, tiles) float64
+    arrived_ptr,
+    V,
+    tiles,
+    TILES_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    row = tl.program_id(1)
+    wait_for_previous_kernel(PDL)
+    let_next_kernel_start(PDL)
+    threshold = tl.load(threshold_ptr + row)
+    idle = tl.load(token_ptr + row) < 0
+    likeliest = tl.load(likeliest_ptr + row)
+    temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
+    place = tl.load(position_ptr + row)
+    if threshold < VALUES:  # the row was counted: leave the counts as they were found
+        share = (VALUES + tiles - 1) // tiles
+        for start in range(0, share, TILE):
+            i = start + tl.arange(0, TILE)
+            tl.store(counts_ptr + row * VALUES + tile * share + i, 0, mask=(i < share) & (tile * share + i < VALUES))
+    if (temperature > 0.0) & (likeliest >= 0) & (idle == 0):
+        largest = tl.load(largest_ptr + row)
+        min_p = tl.load(numbers_ptr + row * NUMBERS + MIN_P)
+        v, weight = _kept_weights(logits_ptr, row, tile, V, largest, temperature, threshold, min_p, HALF)
+        tl.store(sums_ptr + row * tiles + tile, tl.sum(weight, axis=0))
+        tl.debug_barrier()
+        ticket = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+        if ticket == tiles - 1:
+            tl.store(arrived_ptr + row, 0)
+            t = tl.arange(0, TILES_PAD)
+            sums = tl.load(sums_ptr + row * tiles + t, mask=t < tiles, other=0.0)
+            wanted = _uniform(tl.load(seed_ptr + row), place + 1) * tl.sum(sums, axis=0)
+            # The first whose sum exceeds it; if rounding leaves none, the last that has any weight.
+            found = tl.min(tl.where((tl.cumsum(sums, axis=0) > wanted) & (sums > 0.0), t, TILES_PAD), axis=0)
+            found = tl.where(found < TILES_PAD, found, tl.max(tl.where(sums > 0.0, t, 0), axis=0))
+            before = tl.sum(tl.where(t < found, sums, 0.0), axis=0)
+            v, weight = _kept_weights(logits_ptr, row, found, V, largest, temperature, threshold, min_p, HALF)
+            met = before + tl.cumsum(weight, axis=0)
+            chosen = tl.min(tl.where((met > wanted) & (weight > 0.0), v, 2147483647), axis=0)
+            chosen = tl.where(chosen < 2147483647, chosen, tl.max(tl.where(weight > 0.0, v, 0), axis=0))
+            tl.store(next_ptr + row, chosen.to(tl.int64))
+            tl.store(position_ptr + row, place + 1)
+    elif tile == 0:
+        tl.store(next_ptr + row, tl.where(idle, -1, likeliest).to(tl.int64))
+        tl.store(position_ptr + row, tl.where(idle, place, place + 1))
+
+
+def launch_sample(
+    logits: Tensor,
+    best: Tensor,
+    best_id: Tensor,
+    tokens: Tensor,
+    next_tokens: Tensor,
+    positions: Tensor,
+    state: SampleState,
+    dtype: torch.dtype,
+    *,
+    pdl: bool = False,
+) -> None:
+    """The next token of every row, and its position moved on; idle rows give -1 and stay where they are.
+
+    Args:
+        logits: (B, V) float32, values of ``dtype``, bfloat16 or float16.
+        best, best_id: (B, tiles) float32 and int32, as ``launch_logits`` leaves them.
+        tokens, next_tokens: (B,) int64; negative tokens are idle rows. They may be the same tensor.
+        positions: (B,) int32, of the tokens just read.
+        state: settings and scratch memory.
+    """
+    if dtype not in SAMPLED_DTYPES:
+        raise ValueError(f"expected logits rounded to bfloat16 or float16, found {dtype}")
+    batch, vocabulary = logits.shape
+    tiles, head_tiles = triton.cdiv(vocabulary, _TILE), best.shape[1]
+    half = dtype == torch.float16
+    options = {"launch_pdl": True} if pdl else {}
+    _count_kernel[(tiles, batch)](
+        logits, best, best_id, tokens, state.numbers, state.counts, state.largest, state.likeliest,
+        state.sums, vocabulary, head_tiles, triton.next_power_of_2(head_tiles), half, pdl, **options,
+    )  # fmt: skip
+    _threshold_kernel[(_BLOCKS, batch)](
+        tokens, state.numbers, state.counts, state.largest, state.block_counts, state.block_sums, state.threshold,
+        state.sums, state.arrived, vocabulary, tiles, triton.next_power_of_2(tiles), half, pdl, **options,
+    )  # fmt: skip
+    _draw_kernel[(tiles, batch)](
+        logits, tokens, next_tokens, positions, state.numbers, state.seeds, state.counts, state.largest,
+        state.likeliest, state.threshold, state.sums, state.arrived, vocabulary, tiles,
+        triton.next_power_of_2(tiles), half, pdl, **options,
+    )  # fmt: skip

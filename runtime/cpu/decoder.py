@@ -1,0 +1,126 @@
+"""The decoder for CPUs: a whole decode step is one compiled call that reads the kept channels only (``kernels.cpu``).
+
+Prompts are read as dense matrix products, by the reference's own code over the same weights. Decoding keeps
+activations in float32 whatever the weights' type, so it rounds less than the reference does in bfloat16; in float32 the
+two agree up to the order of sums. A sequence gives the same bits alone and in a batch, on one thread and on many.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import ContextLengthError
+from wisparse.kernels.cpu.operations import type_name
+from wisparse.kernels.cpu.threads import prepare_all
+
+from ..cache import KVCache
+from ..rotary import Rotary
+from ..torch.decoder import TorchDecoder, finish_logits, read_block, read_norm
+from .step import Step
+from .weights import CpuProjection, Matrix, read_matrices
+
+__all__ = ["CpuDecoder"]
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class CpuDecoder(TorchDecoder):
+    """See :class:`runtime.decoder.Decoder`; CPU only, float32, bfloat16 or float16 weights, or int8."""
+
+    name: ClassVar[str] = "numba"
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_seq_len: int,
+        max_batch: int = 1,
+        weights: str = "native",
+    ) -> None:
+        self.config = config = bundle.config
+        self.device, self.dtype = device, dtype
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        base = type_name(dtype)
+        region = f"step_int8_{base}" if weights == "int8" else f"step_{base}"
+        prepare_all([region, f"quantize_{base}" if weights == "int8" else f"transpose_{base}"])
+        names = [f"{projection.name}.weight" for projection in config.projections()]
+        matrices = read_matrices(bundle, names, dtype, weights, transposed=True)
+        self._embedding = read_matrices(bundle, ["model.embed_tokens.weight"], dtype, "native", transposed=False)[
+            "model.embed_tokens.weight"
+        ].data
+        tied = config.tie_word_embeddings
+        if tied and weights == "native":
+            self._output = Matrix(self._embedding, None, transposed=False)
+        else:
+            head = "model.embed_tokens.weight" if tied else "lm_head.weight"
+            self._output = read_matrices(bundle, [head], dtype, weights, transposed=False)[head]
+        self._blocks = [
+            read_block(
+                bundle, index, device, dtype, lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype)
+            )
+            for index in range(config.num_blocks)
+        ]
+        self._norm = read_norm(bundle, "model.norm", device, dtype)
+        self._rotaries = [Rotary(rope, device, dtype) for rope in config.rotaries]
+        self._cache = KVCache(config, max_batch, max_seq_len, device, dtype)
+        self._sparse_positions = 0
+        self._decoded_positions = 0
+        self._step = Step(
+            region, config, self._blocks, self._embedding, self._norm, self._output, self._rotaries[0], self._cache
+        )
+
+    @classmethod
+    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
+        if device.type != "cpu":
+            return f"it runs on the CPU, the device is {device.type}"
+        if config.features:
+            return f"it does not know {', '.join(sorted(config.features))}"
+        return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
+
+    def decode(self, token_ids: Tensor) -> Tensor:
+        lengths = self._cache.lengths
+        tokens = token_ids.tolist()
+        rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
+        for slot, _, length in rows:
+            if length >= self.max_seq_len:
+                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+        if rows:
+            self._step.run(rows)
+            for slot, _, length in rows:
+                lengths[slot] = length + 1
+            self._decoded_positions += len(rows)
+        return self._step.logits[: len(tokens)]
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        super().measure_sparsity(enabled)
+        self._decoded_positions = 0
+        self._step.forget()
+
+    def realised_sparsity(self) -> float | None:
+        # Decoding counts always; the prefill when asked to.
+        projections = [projection for block in self._blocks for projection in block.projections]
+        positions = self._sparse_positions + self._decoded_positions
+        dropped = total = 0
+        for projection, decoded in zip(projections, self._step.kept(), strict=True):
+            if projection.kept is None or not positions:
+                return None
+            total += projection.out_features * projection.in_features * positions
+            if projection.channel_scale is not None:
+                kept = int(projection.kept) + decoded
+                dropped += projection.out_features * (projection.in_features * positions - kept)
+        return dropped / total
+
+    def close(self) -> None:
+        super().close()
+        for name in ("_output", "_step"):
+            self.__dict__.pop(name, None)
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return finish_logits(self.config, self._output.linear(self._norm(hidden), None).float())

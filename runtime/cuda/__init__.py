@@ -1,0 +1,1 @@
+"""The decoder for NVIDIA GPUs."""

@@ -1,0 +1,276 @@
+"""The decoder for NVIDIA GPUs: Triton kernels that read only the kept channels, one CUDA graph a step.
+
+Prefill runs on the tensor cores (``prefill``); a decode step is ``step``. Two rows read the channels that
+either keeps, more read every channel once and multiply dropped ones by zero: four rows that keep half each leave 6% of
+the channels to skip (benchmarks/LOG.md).
+
+float32 weights are decoded in float64, activations and cache included: that is the mode to compare with, and keeps the
+channels that ``TorchDecoder`` in float64 keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.kernels.gpu.gemv import Group
+from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
+from wisparse.kernels.precision import activation_dtype
+from wisparse.kernels.reference import keep_mask
+
+from ..cache import KVCache
+from ..decoder import Decoder, SamplingSettings, check_prompt
+from ..rotary import Rotary, switch_length
+from .graph import Landing
+from .prefill import read_sequence, rms_norm
+from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for
+from .weights import load_weights
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["CudaDecoder"]
+
+
+class CudaDecoder(Decoder):
+    """See :class:`runtime.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
+
+    name: ClassVar[str] = "triton"
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_seq_len: int,
+        max_batch: int = 1,
+        weights: str = "native",
+    ) -> None:
+        self.config: ModelConfig = bundle.config
+        self.device, self.dtype = device, dtype
+        self.max_batch, self.max_seq_len = max_batch, max_seq_len
+        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            self.weights = load_weights(bundle, device, dtype)
+            self._activations = activation_dtype(dtype)
+            self._rotary = Rotary(self.config.rotaries[0], device, self._activations)
+            self._cos, self._sin = self._decode_tables()
+            # Graphs are padded to 1, 2, 4, 8 or 16 rows.
+            padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
+            self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations)
+            self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
+        self._steps: dict[tuple[int, int, int], DecodeStep] = {}
+        # A step's successor, started before anybody asked for it: its input ids, how it chooses, and the step.
+        self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep] | None = None
+        self._landing = Landing(MAX_ROWS, device)
+        # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows.
+        self._kept_in_prompts: Tensor | None = None
+        self._prompt_weights = self._decoded = 0
+
+    @classmethod
+    def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
+        if weights != "native":
+            return f"it has no {weights} weights"
+        if device.type != "cuda":
+            return f"it runs on cuda, the device is {device.type}"
+        if dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            return f"it knows float32, float16 and bfloat16, not {dtype}"
+        if config.head_dim > 256:
+            return f"its attention keeps one head in registers, up to 256 wide; head_dim is {config.head_dim}"
+        if config.features:
+            return f"it does not know {', '.join(sorted(config.features))}"
+        return None
+
+    @property
+    def lengths(self) -> list[int]:
+        return list(self._cache.lengths)
+
+    @torch.inference_mode()
+    def prefill(self, slot: int, token_ids: Tensor, sparse_from: int) -> Tensor:
+        check_prompt(len(token_ids), self.max_seq_len)
+        self._forget_ahead()
+        self._cache.lengths[slot] = 0
+        last = torch.empty(0, device=self.device)  # a prompt has at least one piece
+        for hidden in self._read(self._cache, slot, token_ids, sparse_from):
+            last = hidden[-1:]
+        self._cache.lengths[slot] = len(token_ids)
+        self._positions[slot : slot + 1].fill_(len(token_ids))
+        return self._logits(last)[0]
+
+    @torch.inference_mode()
+    def decode(self, token_ids: Tensor) -> Tensor:
+        steps = self._replay(token_ids)
+        if len(steps) == 1:
+            return steps[0].logits[: len(token_ids)]
+        return torch.cat([step.logits for step in steps])[: len(token_ids)]
+
+    @torch.inference_mode()
+    def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+        """As in the protocol. A step starts the one after it before it returns, as its input is known by then: the GPU
+        does not wait for the host to read the token. If something else is asked for next, that step is forgotten."""
+        batch, settings = len(token_ids), list(settings)
+        greedy = all(setting.greedy for setting in settings)
+        if batch > MAX_ROWS or not (greedy or self.dtype in SAMPLED_DTYPES):
+            return super().step(token_ids, settings)
+        tokens = token_ids.tolist()
+        if self._ahead is not None and self._ahead[:2] == (tokens, settings):
+            step = self._ahead[2]
+            self._ahead = None
+            self._count(tokens)
+        else:
+            (step,) = self._replay(token_ids, settings)
+        self._landing.send(step.tokens)
+        lengths = self._cache.lengths
+        room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
+        follows = room and self._step_of(batch) is step
+        if follows:
+            step.replay(settings, count=self._counting)
+        chosen = self._landing.read(batch)
+        if follows:
+            self._ahead = chosen.tolist(), settings, step
+        return chosen
+
+    @torch.inference_mode()
+    def prepare(self, rows: int, first: int, last: int, *, sampled: bool = False) -> None:
+        sampled = sampled and self.dtype in SAMPLED_DTYPES and rows <= MAX_ROWS
+        for start in range(0, rows, MAX_ROWS):
+            count = triton.next_power_of_2(min(rows - start, MAX_ROWS))
+            for context in contexts_between(first, last):
+                self.step_for(count, start, context).prepare(sampled=sampled, count=self._counting)
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
+        total = len(token_ids)
+        check_prompt(total, self.max_seq_len)
+        scratch = KVCache(self.config, 1, total, self.device, self._activations)
+        result = torch.empty(total, self.config.vocab_size, device=self.device)
+        start = 0
+        for hidden in self._read(scratch, 0, token_ids, sparse_from):
+            result[start : start + len(hidden)] = self._logits(hidden)
+            start += len(hidden)
+        return result
+
+    @torch.inference_mode()
+    def measure_sparsity(self, enabled: bool) -> None:
+        self._forget_ahead()
+        self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=self.device) if enabled else None
+        self._prompt_weights = self._decoded = 0
+        for step in self._steps.values():
+            step.count_from_zero()
+
+    def realised_sparsity(self) -> float | None:
+        per_position = sum(projection.num_parameters for projection in self.config.projections())
+        total = self._prompt_weights + self._decoded * per_position
+        if self._kept_in_prompts is None or not total:
+            return None
+        groups = [group for block in self.weights.blocks for group in block.groups]
+        kept = self._decoded * sum(group.in_features * group.out_features for group in groups if group.dense)
+        for step in self._steps.values():
+            kept += step.kept(but_last=self._ahead is not None and self._ahead[2] is step)
+        return 1.0 - (kept + float(self._kept_in_prompts)) / total
+
+    def close(self) -> None:
+        for name in ("weights", "_steps", "_cache", "_cos", "_sin", "_positions", "_ahead", "_landing"):
+            self.__dict__.pop(name, None)
+
+    def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
+        """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""
+        kv_splits = kv_splits_for(context, rows)
+        key = (first, rows, kv_splits)
+        if key not in self._steps:
+            self._steps[key] = DecodeStep(
+                self.weights, self.config, self._cache, self._positions, self._cos, self._sin,
+                first=first, rows=rows, kv_splits=kv_splits,
+            )  # fmt: skip
+        return self._steps[key]
+
+    def _decode_tables(self) -> tuple[Tensor, Tensor]:
+        """cos, sin (max_seq_len, rotary_dim / 2): each position's own factors, which differ for LongRoPE only."""
+        switch = min(switch_length(self.config) or self.max_seq_len, self.max_seq_len)
+        parts = [self._rotary.tables(0, switch, switch)]
+        if switch < self.max_seq_len:
+            parts.append(self._rotary.tables(switch, self.max_seq_len, self.max_seq_len))
+        half = self.config.rotaries[0].rotary_dim // 2
+        cos, sin = (torch.cat(tables)[:, :half].contiguous() for tables in zip(*parts, strict=True))
+        return cos, sin
+
+    def _replay(self, token_ids: Tensor, settings: Sequence[SamplingSettings] = ()) -> list[DecodeStep]:
+        """Append the tokens, with settings at most ``MAX_ROWS``; the steps that did so, ``MAX_ROWS`` slots each."""
+        batch = len(token_ids)
+        if not 1 <= batch <= self.max_batch:
+            raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
+        tokens = token_ids.tolist()
+        lengths = self._cache.lengths
+        for slot, token in enumerate(tokens):
+            if token >= 0 and lengths[slot] >= self.max_seq_len:
+                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+        self._forget_ahead()
+        steps = []
+        for first in range(0, batch, MAX_ROWS):
+            count = min(batch - first, MAX_ROWS)
+            step = self._step_of(count, first)
+            padded = tokens[first : first + count] + [-1] * (step.rows - count)
+            step.tokens.copy_(torch.tensor(padded), non_blocking=True)
+            step.replay(settings, count=self._counting)
+            steps.append(step)
+        self._count(tokens)
+        return steps
+
+    def _step_of(self, count: int, first: int = 0) -> DecodeStep:
+        """The step for the next token of slots ``first`` to ``first + count - 1``."""
+        context = max(self._cache.lengths[first : first + count]) + 1
+        return self.step_for(triton.next_power_of_2(count), first, context)
+
+    @property
+    def _counting(self) -> bool:
+        return self._kept_in_prompts is not None
+
+    def _count(self, tokens: Sequence[int]) -> None:
+        for slot, token in enumerate(tokens):
+            if token >= 0:
+                self._cache.lengths[slot] += 1
+                self._decoded += 1
+
+    def _forget_ahead(self) -> None:
+        """Undo a step that ran ahead: what it wrote lies beyond every slot's length; the positions moved, and what it
+        kept was counted."""
+        if self._ahead is not None:
+            self._ahead[2].forget_last()
+            self._ahead = None
+            self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
+
+    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int):
+        total = len(token_ids)
+        if not 0 <= sparse_from <= total:
+            raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
+        ids = token_ids.to(self.device)
+        return read_sequence(self.weights, self.config, self._rotary, cache, slot, ids, sparse_from, self._observer())
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(T, H) to (T, V) float32."""
+        normed = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
+        return functional.linear(normed, self.weights.head.to(normed.dtype)).float()
+
+    def _observer(self) -> Callable[[Group, Tensor, int], None] | None:
+        kept = self._kept_in_prompts
+        if kept is None:
+            return None
+
+        def count(group: Group, x: Tensor, first_sparse: int) -> None:
+            tail = x[first_sparse:]
+            if not len(tail):
+                return
+            for i, width in enumerate(group.widths):
+                keep = keep_mask(tail, group.scales[i], group.thresholds[i])
+                kept.add_(keep.sum(), alpha=width)
+                self._prompt_weights += keep.numel() * width
+
+        return count

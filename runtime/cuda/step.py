@@ -1,0 +1,338 @@
+"""One decode step for up to 16 slots as a CUDA graph: 5 launches a block, the logits, the choice of the next token.
+
+    embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next
+
+Everything the step reads and writes is allocated here, once; the token ids and positions live on the device, so a
+replay needs nothing from the host. Launches overlap the tail of the one before (programmatic dependent launch) on GPUs
+that can.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import triton
+from torch import Tensor
+
+from wisparse.formats.architectures import ModelConfig
+from wisparse.kernels.compiling import triton_compiling
+from wisparse.kernels.gpu.attention import launch_attention
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
+from wisparse.kernels.gpu.head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
+from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, SampleState, launch_sample
+from wisparse.kernels.gpu.tiles import choose_tile
+from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
+
+from ..cache import KVCache
+from ..decoder import SamplingSettings
+from .graph import capture
+from .weights import CudaWeights
+
+__all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "contexts_between", "kv_splits_for"]
+
+MAX_ROWS = 16
+# Stretches one row's context is split into, up to how many positions: with 8 KV heads 16 make about one program for
+# each of an H200's multiprocessors. A short context needs fewer, and o_proj then has less to combine.
+KV_SPLITS = {256: 4, 512: 8, 2**31: 16}
+
+
+def _describe(device: torch.device) -> tuple[int, int]:
+    """Compute capability (90 for 9.0) and multiprocessors; the interpreter's CPU counts as one small Ampere."""
+    if device.type != "cuda":
+        return 80, 1
+    properties = torch.cuda.get_device_properties(device)
+    return properties.major * 10 + properties.minor, properties.multi_processor_count
+
+
+def kv_splits_for(context: int, rows: int = 1) -> int:
+    """Stretches for contexts up to ``context`` positions, a power of two. Several rows make about as many programs as
+    one does, in a short context twice as many: each waits for less."""
+    splits = next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
+    if rows > 1:
+        splits = max(1, min(2 * splits, max(KV_SPLITS.values())) // rows)
+    return 1 << (splits.bit_length() - 1)
+
+
+def contexts_between(first: int, last: int) -> list[int]:
+    """Contexts from ``first`` to ``last`` positions, one for each number of stretches that they are split into."""
+    found = []
+    for longest in KV_SPLITS:
+        if first <= longest:
+            found.append(min(longest, last))
+            if last <= longest:
+                break
+    return found
+
+
+class DecodeStep:
+    """The step of slots ``first`` to ``first + rows - 1``.
+
+    Attributes:
+        logits: (rows, V) float32.
+    """
+
+    def __init__(
+        self,
+        weights: CudaWeights,
+        config: ModelConfig,
+        cache: KVCache,
+        positions: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        *,
+        first: int,
+        rows: int,
+        tiles: dict[str, GemvTile] | None = None,
+        pdl: bool | None = None,
+        kv_splits: int = max(KV_SPLITS.values()),
+    ) -> None:
+        """``tiles`` (by role: qkv, o, gate_up, down) and ``pdl`` override what would be chosen, for measurements."""
+        self.weights, self.config, self.rows = weights, config, rows
+        device, dtype = weights.embedding.device, weights.embedding.dtype
+        wide, activations = wide_dtype(dtype), activation_dtype(dtype)
+        together = rows_together(rows, dtype)
+        arch, multiprocessors = _describe(device)
+        self.pdl = arch >= 90 if pdl is None else pdl
+        self._cos, self._sin = cos, sin
+        self._keys, self._values = (t[:, first : first + rows] for t in (cache.keys, cache.values))
+        self.positions = positions[first : first + rows]
+
+        def tile(role: str, group: Group, kind: str) -> GemvTile:
+            if tiles is not None and role in tiles:
+                return tiles[role]
+            return choose_tile(arch, multiprocessors, group.in_features, group.out_features, kind, together, dtype)
+
+        roles = ("qkv", "o", "gate_up", "down")
+        # Block by block: one of a role may be dense and another sparse, and their tiles differ.
+        chosen: dict[tuple[str, str], GemvTile] = {}
+        self.tiles: list[dict[str, GemvTile]] = []
+        self._scratch = Scratch(device, dtype)
+        for block in weights.blocks:
+            of_block = {}
+            for role, group in zip(roles, block.groups, strict=True):
+                key = (role, launch_kind(together, dense=group.dense))
+                if key not in chosen:
+                    chosen[key] = tile(role, group, key[1])
+                    self._scratch.reserve(group, chosen[key], rows)
+                of_block[role] = chosen[key]
+            self.tiles.append(of_block)
+
+        # Beside the choice of the token: embedding, logits, and one for each way to attend and to multiply.
+        self._kernels = 2 + len({block.window for block in weights.blocks}) + len(chosen)
+
+        def empty(*shape: int, kind: torch.dtype = activations) -> torch.Tensor:
+            return torch.empty(shape, dtype=kind, device=device)
+
+        hidden = config.hidden_size
+        # Apart by a multiple of 16 bytes, so that one compiled kernel serves both.
+        self._ids = torch.full((2, MAX_ROWS), -1, dtype=torch.int64, device=device)[:, :rows]
+        self._turn = 0
+        self.hidden = empty(rows, hidden)
+        # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
+        parts = max(t.parts(hidden) for t in chosen.values())
+        self._ssq = empty(2, rows * parts, kind=wide)
+        self._qkv = empty(rows, config.q_size + 2 * config.kv_size)
+        self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=wide)
+        stretches = (rows, config.num_heads, kv_splits)
+        self._softmax = (empty(*stretches, kind=wide), empty(*stretches, kind=wide))
+        # Measured on an H200: more of a long context on its way at a time, where there is room for it.
+        roomy = arch == 90 and config.head_dim <= 128 and dtype != torch.float32
+        self._attention_stages = 5 if roomy and kv_splits * rows > min(KV_SPLITS.values()) else 3
+        self._activation = empty(rows, config.intermediate_size)
+        self.logits = empty(rows, config.vocab_size, kind=torch.float32)
+        head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if together == 1 else HEAD_ROWS_BATCHED)
+        self._best = empty(rows, head_tiles, kind=torch.float32)
+        self._best_id = empty(rows, head_tiles, kind=torch.int32)
+        sampled = dtype in SAMPLED_DTYPES
+        self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
+        self._settings: list[SamplingSettings] = []
+        self._kept: _Kept | None = None  # while channels are counted
+        self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """(rows,) int64: what the next step reads, then what it has chosen; negative rows are idle.
+
+        Two buffers take turns, so that a choice can be copied while the step after it runs."""
+        return self._ids[self._turn]
+
+    def replay(self, settings: Sequence[SamplingSettings] = (), *, count: bool = False) -> None:
+        """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
+
+        Args:
+            settings: how the first rows' tokens are chosen; the other rows are greedy. Seeds resolved, and all greedy
+                unless the weights' dtype is one of ``SAMPLED_DTYPES``.
+            count: add the channels that the rows keep to :meth:`kept`.
+        """
+        sampled = any(not setting.greedy for setting in settings)
+        if sampled:
+            self._set(list(settings))
+        turn = self._turn
+        self.prepare(sampled=sampled, count=count)
+        self._replays[sampled, count][turn]()
+        self._turn = 1 - turn
+
+    def prepare(self, *, sampled: bool = False, count: bool = False) -> None:
+        """Compile and capture what :meth:`replay` runs, if it has not been done."""
+        if (sampled, count) in self._replays:
+            return
+        if count and self._kept is None:
+            self._kept = _Kept(self)
+        wanted, turn = self._ids.clone(), self._turn
+        counted = None if self._kept is None else self._kept.cells.clone()
+        self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
+        with triton_compiling(self._kernels + (3 if sampled else 1)):
+            self._replays[sampled, count] = [
+                capture(partial(self._launch_turn, other, sampled, count), self._ids.device) for other in (0, 1)
+            ]
+        self._ids.copy_(wanted)
+        self._turn = turn
+        if self._kept is not None and counted is not None:
+            self._kept.cells.copy_(counted)
+
+    def kept(self, *, but_last: bool = False) -> int:
+        """Weights whose channels were kept since :meth:`count_from_zero`, of the groups that are not dense, over all
+        counted rows and steps; ``but_last``: without those of the last step, as it was only started ahead."""
+        return 0 if self._kept is None else self._kept.weights(self._turn if but_last else 1 - self._turn)
+
+    def forget_last(self) -> None:
+        """Take back what the last step counted."""
+        if self._kept is not None:
+            self._kept.cells[1 - self._turn].copy_(self._kept.cells[self._turn])
+
+    def count_from_zero(self) -> None:
+        """Forget what was counted."""
+        if self._kept is not None:
+            self._kept.cells.zero_()
+
+    def _set(self, settings: list[SamplingSettings]) -> None:
+        """Put settings where the kernels read them; nothing to do while they stay the same."""
+        if self._sampling is None:
+            raise ValueError(f"expected greedy settings for {self.weights.embedding.dtype} logits, found {settings}")
+        if settings == self._settings:
+            return
+        padded = settings + [SamplingSettings()] * (self.rows - len(settings))
+        numbers = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in padded]
+        self._sampling.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
+        self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))
+        self._settings = settings
+
+    def _launch_turn(self, turn: int, sampled: bool, count: bool) -> None:
+        self._turn = turn
+        self.launch(sampled=sampled, count=count)
+
+    def launch(self, *, sampled: bool = False, count: bool = False) -> None:
+        """The step's launches, one after the other, on the current stream."""
+        launch_embed(self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"))
+        for index in range(len(self.weights.blocks)):
+            for role in ("qkv", "attention", "o", "gate_up", "down"):
+                self.launch_part(index, role, count=count)
+        self.launch_part(len(self.weights.blocks), "logits")
+        self.launch_part(len(self.weights.blocks), "sample" if sampled else "next")
+        self._turn = 1 - self._turn
+
+    def _sums(self, index: int, role: str) -> torch.Tensor:
+        """(rows, parts): sums of squares that ``role`` of block ``index`` leaves; block -1 is the embedding."""
+        parts = self.tiles[max(index, 0)][role].parts(self.config.hidden_size)
+        return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
+
+    def launch_part(self, index: int, role: str, *, count: bool = False) -> None:
+        """One launch of block ``index`` (or the logits), as the step does it; also for per-kernel timings."""
+        config, weights = self.config, self.weights
+        eps, batch, pdl = config.rms_norm_eps, self.rows, self.pdl
+        if role == "logits":
+            launch_logits(
+                self.hidden, self._sums(index - 1, "down"), weights.norm, weights.head, self.logits,
+                self._best, self._best_id, eps=eps, pdl=pdl,
+            )  # fmt: skip
+            return
+        if role == "next":
+            chosen = self._ids[1 - self._turn]
+            launch_next(self._best, self._best_id, self.tokens, chosen, self.positions, pdl=pdl)
+            return
+        if role == "sample" and self._sampling is not None:
+            chosen = self._ids[1 - self._turn]
+            launch_sample(
+                self.logits, self._best, self._best_id, self.tokens, chosen, self.positions, self._sampling,
+                self.weights.embedding.dtype, pdl=pdl,
+            )  # fmt: skip
+            return
+        block, tiles = weights.blocks[index], self.tiles[index]
+        kept = self._kept.of(index, role, self._turn) if count and self._kept is not None else None
+        if role == "qkv":
+            launch_gemv(
+                block.qkv, self.hidden, self._qkv, self._scratch, tiles["qkv"], batch=batch, pdl=pdl,
+                source="hidden", norm=block.attention_norm, eps=eps, ssq_in=self._sums(index - 1, "down"), kept=kept,
+            )  # fmt: skip
+        elif role == "attention":
+            launch_attention(
+                self._qkv, self._keys[index], self._values[index], self.tokens, self.positions,
+                self._cos, self._sin,
+                self._attended, self._softmax, heads=config.num_heads, scale=config.head_dim**-0.5,
+                window=block.window, qk_norm=block.qk_norm, eps=eps, stages=self._attention_stages, pdl=pdl,
+            )  # fmt: skip
+        elif role == "o":
+            launch_gemv(
+                block.o, self._attended, self.hidden, self._scratch, tiles["o"], batch=batch, pdl=pdl,
+                source="attention", softmax=self._softmax, head_dim=config.head_dim,
+                target="residual", ssq_out=self._sums(index, "o"), kept=kept,
+            )  # fmt: skip
+        elif role == "gate_up":
+            launch_gemv(
+                block.gate_up, self.hidden, self._activation, self._scratch, tiles["gate_up"], batch=batch, pdl=pdl,
+                source="hidden", norm=block.mlp_norm, eps=eps, ssq_in=self._sums(index, "o"), target="silu",
+                kept=kept,
+            )  # fmt: skip
+        elif role == "down":
+            launch_gemv(
+                block.down, self._activation, self.hidden, self._scratch, tiles["down"], batch=batch, pdl=pdl,
+                target="residual", ssq_out=self._sums(index, "down"), kept=kept,
+            )  # fmt: skip
+        else:
+            raise ValueError(f"unknown part {role!r}")
+
+
+class _Kept:
+    """Kept channels of a step's rows, counted by its launches (``launch_gemv``).
+
+    Each launch has cells of its own, one for each program that counts, so nothing is added up while the step runs. Two
+    sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own. So a step that
+    was started ahead and is not wanted is simply not looked at.
+
+    Attributes:
+        cells: (2, cells) int64.
+    """
+
+    def __init__(self, step: DecodeStep) -> None:
+        self._ids = step._ids
+        launches = step.rows // rows_together(step.rows, step.weights.embedding.dtype)
+        self._shapes: dict[tuple[int, str], tuple[int, tuple[int, int, int]]] = {}
+        widths: list[Tensor] = []
+        size = 0
+        for index, (block, tiles) in enumerate(zip(step.weights.blocks, step.tiles, strict=True)):
+            for role in ("qkv", "o", "gate_up", "down"):
+                group: Group = getattr(block, role)
+                if group.dense:
+                    continue
+                shape = (launches, len(group.widths), tiles[role].splits)
+                self._shapes[index, role] = size, shape
+                widths.append(torch.tensor(group.widths)[None, :, None].expand(shape).flatten())
+                size += widths[-1].numel()
+        device = step.weights.embedding.device
+        self._widths = torch.cat(widths) if widths else torch.zeros(0, dtype=torch.int64)
+        self.cells = torch.zeros(2, size, dtype=torch.int64, device=device)
+
+    def of(self, index: int, role: str, turn: int) -> tuple[Tensor, Tensor, Tensor] | None:
+        """What ``launch_gemv`` takes to count; None for a dense group."""
+        if (index, role) not in self._shapes:
+            return None
+        first, shape = self._shapes[index, role]
+        before, after = (self.cells[which, first : first + math.prod(shape)].view(shape) for which in (1 - turn, turn))
+        return self._ids[turn], before, after
+
+    def weights(self, turn: int) -> int:
+        """Sum of what the set of a turn counted, each channel times the outputs it goes to."""
+        return int((self.cells[turn].cpu() * self._widths).sum())

@@ -1,0 +1,213 @@
+"""The edge where text becomes token ids and back: tokenizer, chat template, the ids that end a text.
+
+Uses the ``tokenizers`` library only. Whether a beginning-of-text token is put before a prompt is for ``tokenizer.json``
+to say (its post-processor), as in transformers' own TokenizersBackend.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
+from wisparse.formats.guard.places import shown
+from wisparse.formats.guard.safe_json import parse_json
+
+from .detokenize import Detokenizer
+from .template import ChatTemplate
+from .tokenizer import read_tokenizer
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["Text", "check_text", "stop_ids"]
+
+# How many tokens at the end of a text can become others, and fewer, when the text goes on.
+_UNSETTLED = 1024
+# What closes a turn is a token or two.
+_CLOSING = 1000
+
+
+class Text:
+    """A bundle's tokenizer and chat template."""
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        tokenizer_config: Mapping[str, Any],
+        template: str | None,
+        vocab_size: int,
+    ) -> None:
+        self._tokenizer = read_tokenizer(tokenizer_json)
+        self._vocab_size = vocab_size
+        self.special_tokens = _special_tokens(tokenizer_config)
+        source = template if template is not None else _template_of(tokenizer_config)
+        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Text:
+        """Read ``tokenizer.json``, ``tokenizer_config.json`` and ``chat_template.jinja``.
+
+        Raises:
+            BundleError: missing or damaged.
+        """
+        tokenizer_json = bundle.read_bytes("tokenizer.json")
+        if tokenizer_json is None:
+            raise BundleError(
+                f"{shown(bundle.folder)}: no tokenizer.json; save the source's fast tokenizer into it and convert "
+                "again, or give token ids instead of text"
+            )
+        template = bundle.read_bytes("chat_template.jinja")
+        legacy = _read_json(bundle, "chat_template.json").get("chat_template")
+        try:
+            source = template.decode() if template is not None else legacy
+        except UnicodeDecodeError as error:
+            raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
+        if source is not None and not isinstance(source, str):
+            raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
+        return cls(tokenizer_json, _read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a text; special tokens written out in it are recognised.
+
+        Args:
+            text: any text.
+            add_special_tokens: let the post-processor add its own (beginning of text, say); not for a rendered chat
+                template, which has them.
+            most: what the context holds. A text that is far too long for it is not tokenised to its end.
+
+        Raises:
+            ContextLengthError: far more than ``most`` tokens; a few more may still be returned.
+            BundleError: the tokenizer gives an id that the model has no embedding for, or cannot run.
+        """
+        try:
+            size = len(text) if most is None else 8 * (most + _UNSETTLED)
+            while size < len(text):
+                found = len(self._tokenizer.encode(text[:size], add_special_tokens))
+                if most is not None and found > most + _UNSETTLED:
+                    raise ContextLengthError(
+                        f"the prompt has {len(text):,} characters, the first {size:,} of them are {found:,} tokens "
+                        f"already, and the context holds {most:,}: shorten it, or load with a larger max_seq_len if "
+                        "the model allows one"
+                    )
+                size *= 4
+            ids = self._tokenizer.encode(text, add_special_tokens)
+        except (TypeError, UnicodeEncodeError) as error:
+            raise UsageError(
+                "the prompt is not valid text: expected a str without halves of surrogate pairs"
+            ) from error
+        if ids and max(ids) >= self._vocab_size:
+            raise BundleError(f"tokenizer.json gives id {max(ids)}, but the model's vocabulary has {self._vocab_size}")
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that the tokenizer does not know give nothing."""
+        return self._tokenizer.decode(token_ids, skip_special_tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh decoder for one growing sequence."""
+        return Detokenizer(self.decode)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token that is a whole vocabulary entry; None if there is no such."""
+        return self._tokenizer.token_to_id(token)
+
+    def is_special(self, token: str) -> bool:
+        """Whether ``decode`` leaves this token out."""
+        found = self.token_id(token)
+        return found is not None and self.decode([found]) == "" != self.decode([found], skip_special_tokens=False)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """The conversation through the chat template; see :meth:`ChatTemplate.render`.
+
+        Raises:
+            UsageError: there is no template, or it refuses the messages.
+        """
+        if self.template is None:
+            raise UsageError("this model has no chat template: give it plain text to continue")
+        return self.template.render(messages, **more)
+
+    def template_ends_turns(self, stops: frozenset[int]) -> bool:
+        """Whether the template closes an assistant's turn with a token that ends generation.
+
+        An instruction-tuned model has to, or its answers would not end. A base model that ships a template none the
+        less (Qwen's do) does not: it ends texts with another token, and a prompt is best continued as it stands.
+        """
+        if self.template is None:
+            return False
+        marker = "wisparse"
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
+        try:
+            _, _, closing = self.template.render(turns, add_generation_prompt=False).rpartition(marker)
+        except (BundleError, UsageError):
+            return True  # it wants something else; the prompt's own rendering will say so
+        return not stops.isdisjoint(self.encode(closing[:_CLOSING], add_special_tokens=False))
+
+
+def check_text(bundle: Bundle) -> None:
+    """Try a bundle's tokenizer and chat template, if it has them.
+
+    Raises:
+        BundleError: one of them cannot be read, fails, or needs more time or memory than it may.
+    """
+    if bundle.read_bytes("tokenizer.json") is None:
+        return
+    text = Text.from_bundle(bundle)
+    prompt = "hi"
+    if text.template is not None:
+        with contextlib.suppress(UsageError):  # it may want other messages
+            prompt = text.render([{"role": "user", "content": prompt}])
+    text.decode(text.encode(prompt))
+
+
+def stop_ids(bundle: Bundle, text: Text | None) -> frozenset[int]:
+    """The ids that end a text: the union of what config, generation config and tokenizer call end-of-text.
+
+    Raises:
+        BundleError: something that is no token id.
+    """
+    found: set[int] = set()
+    for name, config in (
+        ("config.json", bundle.config_dict),
+        ("generation_config.json", _read_json(bundle, "generation_config.json")),
+    ):
+        value = config.get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
+            found.add(item)
+    if text is not None and "eos_token" in text.special_tokens:
+        token = text.token_id(text.special_tokens["eos_token"])
+        if token is not None:
+            found.add(token)
+    return frozenset(found)
+
+
+def _read_json(bundle: Bundle, name: str) -> dict[str, Any]:
+    data = bundle.read_bytes(name)
+    return {} if data is None else parse_json(data, name, BundleError)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """``bos_token`` and its like; older files hold an object with the text under ``content``."""
+    tokens = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            value = value.get("content")
+        if key.endswith("_token") and isinstance(value, str):
+            tokens[key] = value
+    return tokens
+
+
+def _template_of(config: Mapping[str, Any]) -> str | None:
+    """The template inside ``tokenizer_config.json``: a text, or the one called ``default`` of a list."""
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = named[-1].get("template") if named else None
+    if template is not None and not isinstance(template, str):
+        raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
+    return template
