@@ -24,7 +24,7 @@ from quality import Clock, Evaluator, describe_machine, markdown_table, print_he
 from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.searches import additive
 from wisparse.converter.searches.search import Run, SearchResult, SearchSettings, search
-from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.converter.work.progress import Progress
 from wisparse.converter.work.state import NO_STATE
 

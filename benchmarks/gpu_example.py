@@ -31,8 +31,8 @@ from wisparse.kernels.reference import keep_mask, scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.prefill import rms_norm
 from wisparse.runtime.cuda.step import DecodeStep
-from wisparse.runtime.decoder import Decoder, SamplingSettings
-from wisparse.runtime.sampling import sample
+from wisparse.runtime.decoder import Decoder
+from wisparse.runtime.sampling import SamplingSettings, sample
 from wisparse.runtime.torch import decoder as torch_decoder
 from wisparse.runtime.torch.decoder import TorchDecoder
 

@@ -15,8 +15,8 @@ import torch
 
 from wisparse.kernels.gpu.head import HEAD_ROWS, launch_next
 from wisparse.kernels.gpu.sample import SampleState, launch_sample
-from wisparse.runtime.benchmark import time_launches
-from wisparse.runtime.decoder import SamplingSettings
+from wisparse.runtime.cuda.graph import time_launches
+from wisparse.runtime.sampling import SamplingSettings
 
 SETTINGS = {
     "temperature": SamplingSettings(0.8),

@@ -24,7 +24,7 @@ from wisparse.converter.bench.divergence import Divergence, evaluate
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import SourceModel
 from wisparse.converter.searches.settings import SearchResult
-from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.text.tokens import CalibrationTokens
 
 __all__ = ["Evaluator", "describe_machine", "markdown_table", "stdlib_tokens"]
 

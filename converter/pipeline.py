@@ -42,7 +42,8 @@ from .quality.measurement import Measurement, measure
 from .quality.report import expectation, render_report, verdict
 from .searches.search import SearchResult, SearchSettings, search
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
-from .text.calibration import CalibrationTokens, load_calibration
+from .text.calibration import load_calibration
+from .text.tokens import CalibrationTokens
 from .work.finish import is_finished, remove_mark, write_mark
 from .work.processes import ALONE, LeadersStore, Processes, joined
 from .work.progress import Progress

@@ -31,7 +31,8 @@ from .bench.sensitivity import LARGEST_LOGITS
 from .model.source import choose_dtype, load_tokenizer
 from .searches.baselines import gate_sparsity
 from .settings import ConvertSettings, auto_seq_len
-from .text.calibration import CalibrationTokens, describe_spec, load_calibration
+from .text.calibration import describe_spec, load_calibration
+from .text.tokens import CalibrationTokens
 from .work.finish import check_mark, names_the_bundle
 from .work.progress import Progress
 from .work.state import StateStore

@@ -14,7 +14,6 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -22,13 +21,14 @@ from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
 
-from .cuda.graph import capture
-from .decoder import Decoder, SamplingSettings
+from .decoder import Decoder
 from .dense import without_masks
 from .memory import available_bytes, peak_bytes, weight_bytes
 from .model import Model
+from .sampling import SamplingSettings
+from .timing import read_bandwidth_gbps, wait
 
-__all__ = ["Comparison", "Speed", "Workload", "compare", "machine", "read_bandwidth_gbps", "time_launches"]
+__all__ = ["Comparison", "Speed", "Workload", "compare", "machine"]
 
 _GREEDY = SamplingSettings()
 
@@ -178,48 +178,19 @@ def machine(device: torch.device) -> dict[str, str]:
     return found
 
 
-def read_bandwidth_gbps(device: torch.device) -> float:
-    """GB/s at which ``device`` reads memory: the best of several sums over a buffer far larger than any cache."""
-    count = (1 << 30) if device.type == "cuda" else (1 << 27)
-    buffer = torch.ones(count, dtype=torch.float32, device=device)
-    buffer.sum()
-    best = float("inf")
-    for _ in range(6):
-        _wait(device)
-        began = time.perf_counter()
-        buffer.sum()
-        _wait(device)
-        best = min(best, time.perf_counter() - began)
-    return buffer.nbytes / best * 1e-9
-
-
-def time_launches(launch: Callable[[], None], count: int, *, repetitions: int = 20) -> float:
-    """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
-    replay = capture(launch, torch.device("cuda"))
-    times = []
-    for _ in range(repetitions):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times)
-
-
 def _run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
     """Seconds of the prefill and of the steps."""
     last = None
     began = time.perf_counter()
     for slot, prompt in enumerate(_prompts(decoder.config, workload)):
         last = decoder.prefill(slot, prompt, len(prompt)).argmax()
-    _wait(decoder.device)
+    wait(decoder.device)
     middle = time.perf_counter()
     ids = torch.full((workload.batch,), int(last if last is not None else 0))
     for _ in range(workload.new_tokens):
         ids = decoder.step(ids, [_GREEDY] * workload.batch)
         ids.tolist()
-    _wait(decoder.device)
+    wait(decoder.device)
     return middle - began, time.perf_counter() - middle
 
 
@@ -246,11 +217,6 @@ def _bytes_per_step(config: ModelConfig, dtype: torch.dtype, weights: str, spars
     context = workload.prompt_length + workload.new_tokens // 2
     cache = 2 * config.num_blocks * config.kv_size * context * workload.batch * dtype.itemsize
     return round((projections * (1 - sparsity) + head) * width) + cache
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _cpu_name() -> str:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -24,54 +23,17 @@ from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.guard import arguments
 
 from .memory import memory_errors
+from .sampling import SamplingSettings, sample
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["WEIGHTS", "Decoder", "SamplingSettings", "check_prompt", "make_decoder"]
+__all__ = ["WEIGHTS", "Decoder", "check_prompt", "make_decoder"]
 
 # How weights are held: as the dtype says, or rounded at load.
 WEIGHTS = ("native", "int8")
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How the next token is chosen from the logits; the order is that of the fields.
-
-    Attributes:
-        temperature: the logits are divided by it; 0 takes the most probable token and ignores everything below.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: of those, keep the smallest set whose probabilities sum to at least this; 1 keeps all.
-        min_p: of those, keep what is at least this share of the most probable token's probability; 0 keeps all.
-        seed: the random number of every position is a function of the seed and the position alone, so a sequence does
-            not depend on its neighbours in a batch. It must be resolved (not None) by the time a decoder sees it.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-
-    def __post_init__(self) -> None:
-        checked = {
-            "temperature": arguments.number(
-                "temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000"
-            ),
-            "top_k": arguments.integer("top_k", self.top_k, 0, 2**63 - 1),
-            "top_p": arguments.number("top_p", self.top_p, 0.0, 1.0, "a number above 0, at most 1", above=True),
-            "min_p": arguments.number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1"),
-            "seed": None if self.seed is None else arguments.integer("seed", self.seed, 0, 2**63 - 1),
-        }
-        for name, value in checked.items():  # as Python's own numbers, whoever's they were
-            object.__setattr__(self, name, value)
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most probable token is taken."""
-        return self.temperature == 0.0
 
 
 class Decoder(Protocol):
@@ -171,8 +133,6 @@ class Decoder(Protocol):
         Returns:
             (B,) int64, on ``device`` or on the CPU; idle rows hold anything.
         """
-        from .sampling import sample
-
         logits = self.decode(token_ids)
         return sample(logits, settings, self.lengths[: len(settings)])
 

@@ -17,9 +17,9 @@ import torch
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.guard import arguments
 
-from .decoder import Decoder, SamplingSettings, check_prompt
+from .decoder import Decoder, check_prompt
 from .rotary import switch_length
-from .sampling import resolve_seed, sample
+from .sampling import SamplingSettings, resolve_seed, sample
 
 __all__ = ["PREFILL_POLICIES", "Job", "Request", "Scheduler", "Tally", "sparse_from"]
 

@@ -13,9 +13,10 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
 
-from .decoder import Decoder, SamplingSettings
+from .decoder import Decoder
 from .generation import PREFILL_POLICIES, Job, Request, Scheduler, Tally, sparse_from
 from .memory import memory_errors, peak_bytes
+from .sampling import SamplingSettings
 from .text.detokenize import Detokenizer, StopStrings
 from .text.edge import Text, stop_ids
 from .text.prompts import Message, Prompt, as_prompts, stop_texts

@@ -19,7 +19,7 @@ from wisparse.converter.pipeline import convert
 from wisparse.converter.searches import baselines
 from wisparse.converter.searches.baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
 from wisparse.converter.searches.search import SearchResult, SearchSettings, search
-from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError

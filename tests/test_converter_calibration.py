@@ -13,9 +13,10 @@ from tiny_bundle import write_tiny_model
 from tokenizers import processors
 
 from wisparse.converter.model.source import load_source, load_tokenizer
-from wisparse.converter.text.calibration import CalibrationTokens, describe_spec, load_calibration
+from wisparse.converter.text.calibration import describe_spec, load_calibration
 from wisparse.converter.text.documents import document_of, is_dataset_id, path_documents
 from wisparse.converter.text.self_calibration import _draw, _Writer
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.errors import AccessError, CalibrationError
 
 BOS, EOS = 256, 257

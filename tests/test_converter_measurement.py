@@ -17,7 +17,7 @@ from wisparse.converter.quality.block_sensitivity import block_sensitivity
 from wisparse.converter.quality.measurement import MaskedLogits, measure
 from wisparse.converter.searches.settings import SearchResult
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError
 from wisparse.runtime.loader import load

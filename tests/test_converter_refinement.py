@@ -17,7 +17,7 @@ from wisparse.converter.searches.descent import micro_batches
 from wisparse.converter.searches.joint_kl import Measured, batch_gradient, dense_states, measure_batch
 from wisparse.converter.searches.refinement import BatchGradient, Channels, Refinement, plan_steps
 from wisparse.converter.searches.search import SearchSettings, search
-from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.kernels.reference import keep_mask
 
 WIDTH = 0.3

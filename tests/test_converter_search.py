@@ -16,7 +16,7 @@ from wisparse.converter.budget import mean_sparsity
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import load_source
 from wisparse.converter.searches.search import SearchResult, SearchSettings, search
-from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.errors import UsageError
 
 SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "levels": (0.3, 0.6, 0.95), "greedy_step": 0.2}

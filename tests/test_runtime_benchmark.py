@@ -12,8 +12,9 @@ from click.testing import CliRunner
 
 from wisparse.commands.bench import command
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.benchmark import Workload, compare, read_bandwidth_gbps
+from wisparse.runtime.benchmark import Workload, compare
 from wisparse.runtime.loader import load
+from wisparse.runtime.timing import read_bandwidth_gbps
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from wisparse.converter.model.source import SourceModel
-from wisparse.converter.text.calibration import CalibrationTokens
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.architectures import ModelConfig
 
 _SIZES = {

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from wisparse.kernels.gpu.sample import SampleState, launch_sample
-from wisparse.runtime.decoder import SamplingSettings
-from wisparse.runtime.sampling import sample, uniform
+from wisparse.runtime.sampling import SamplingSettings, sample, uniform
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

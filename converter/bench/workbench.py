@@ -22,7 +22,7 @@ from ..budget import MAX_SPARSITY, STEP
 from ..model.flow import BlockFlow, Hidden, block_projections
 from ..model.masking import MaskedModel
 from ..model.source import SourceModel
-from ..text.calibration import CalibrationTokens
+from ..text.tokens import CalibrationTokens
 from ..work.processes import ALONE, Processes
 from .divergence import DenseReference
 from .statistics import Scores, block_inputs, score_quantiles

@@ -24,7 +24,8 @@ from ..bench.workbench import Workbench
 from ..model.masking import MaskedModel
 from ..model.source import SourceModel
 from ..searches.settings import SearchResult
-from ..text.calibration import CalibrationTokens, load_calibration
+from ..text.calibration import load_calibration
+from ..text.tokens import CalibrationTokens
 from ..work.progress import Progress
 from .block_sensitivity import BlockSensitivity, block_sensitivity
 from .evaluation import Quality, evaluate_text

@@ -32,7 +32,7 @@ from ..bench.workbench import BlockView, Workbench
 from ..budget import mean_sparsity, repair
 from ..model.source import SourceModel
 from ..settings import METHODS, SEARCHES
-from ..text.calibration import CalibrationTokens
+from ..text.tokens import CalibrationTokens
 from ..work.processes import ALONE, Processes
 from ..work.progress import Progress
 from ..work.state import NO_STATE, Store

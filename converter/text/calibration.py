@@ -1,34 +1,28 @@
-"""Calibration tokens: which text the statistics and the thresholds rest on.
+"""The calibration text: what the statistics and the thresholds rest on.
 
     self           the model writes its own text (self_calibration.py)
     paper          pile-val, CodeAlpaca-20k and MetaMathQA in equal parts, from the Hub
     PATH [PATH…]   text, JSONL or source files, folders of them, or data sets saved on disk
     owner/name     a data set of the Hub
 
-Whatever the source, the outcome is `CalibrationTokens`: full sequences of one length, made from documents in a seeded
-order. Every sequence begins as the tokenizer begins a text (its beginning-of-text token, if it has one), because that
-is what a decoder sees; that first token is an attention sink with activations unlike any other's and is excluded.
+Whatever the source, the outcome is `CalibrationTokens`, made from documents in a seeded order.
 """
 
 from __future__ import annotations
 
-import hashlib
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from wisparse.formats.errors import CalibrationError
 
 from ..work.progress import Progress
 from .documents import Document, dataset_documents, is_dataset_id, path_documents
+from .self_calibration import write_calibration
+from .tokens import CalibrationTokens
 
-__all__ = ["PAPER_DATASETS", "CalibrationTokens", "describe_spec", "load_calibration", "pack"]
+__all__ = ["PAPER_DATASETS", "describe_spec", "load_calibration", "pack"]
 
 # The paper's mixture (its section 5.1); the names are those of the data sets' present homes on the Hub.
 PAPER_DATASETS = (
@@ -40,52 +34,6 @@ PAPER_DATASETS = (
 # A document is cut into passages of about this many characters per token of a sequence, so that one long file does not
 # fill every sequence with its first pages.
 _CHARACTERS_PER_TOKEN = 6
-
-
-@dataclass(frozen=True)
-class CalibrationTokens:
-    """Token sequences and which of their tokens count.
-
-    Attributes:
-        input_ids: (S, L) int64.
-        keep: (S, L) bool; False for padding and for the first token of every sequence.
-        source: what the tokens were made from, without any path of this machine.
-        seed: of the order of the documents, or of the sampling.
-    """
-
-    input_ids: Tensor
-    keep: Tensor
-    source: str
-    seed: int
-
-    @property
-    def num_samples(self) -> int:
-        return self.input_ids.shape[0]
-
-    @property
-    def seq_len(self) -> int:
-        return self.input_ids.shape[1]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens count."""
-        return int(self.keep.sum())
-
-    @cached_property
-    def digest(self) -> str:
-        """sha256 of the shape and the token ids, as ``sha256:<hex>``."""
-        ids = self.input_ids.to("cpu", torch.int64).contiguous()
-        hashed = hashlib.sha256(f"{tuple(ids.shape)}".encode())
-        hashed.update(ids.numpy().astype("<i8").tobytes())
-        return f"sha256:{hashed.hexdigest()}"
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], source: str, seed: int) -> CalibrationTokens:
-        """From full rows of one length; the first token of each is excluded."""
-        input_ids = torch.tensor(rows, dtype=torch.int64)
-        keep = torch.ones_like(input_ids, dtype=torch.bool)
-        keep[:, 0] = False
-        return cls(input_ids, keep, source, seed)
 
 
 def load_calibration(
@@ -115,8 +63,6 @@ def load_calibration(
         raise CalibrationError("no calibration source; expected self, paper, a Hub data set or paths")
     progress = progress or Progress(enabled=False)
     if specs == ["self"]:
-        from .self_calibration import write_calibration
-
         if model is None:
             raise CalibrationError("calibration 'self' needs the model; expected one, found None")
         return write_calibration(model, tokenizer, num_samples, seq_len, seed, progress)

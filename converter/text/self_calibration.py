@@ -26,7 +26,7 @@ from wisparse.formats.errors import CalibrationError
 
 from ..model.flow import input_device
 from ..work.progress import Progress
-from .calibration import CalibrationTokens
+from .tokens import CalibrationTokens
 
 __all__ = ["write_calibration"]
 

@@ -27,8 +27,9 @@ from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
 from ..cache import KVCache
-from ..decoder import Decoder, SamplingSettings, check_prompt
+from ..decoder import Decoder, check_prompt
 from ..rotary import Rotary, switch_length
+from ..sampling import SamplingSettings
 from .graph import Landing
 from .prefill import read_sequence, rms_norm
 from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for

@@ -1,4 +1,4 @@
-"""A fixed series of launches as one CUDA graph, and tokens on their way to the host.
+"""A fixed series of launches as one CUDA graph, its time, and tokens on their way to the host.
 
 On the CPU, where Triton's interpreter runs the kernels, there are neither graphs nor pinned memory: launches then run
 one by one, and everything around them is the same.
@@ -6,12 +6,13 @@ one by one, and everything around them is the same.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["Landing", "capture"]
+__all__ = ["Landing", "capture", "time_launches"]
 
 
 def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
@@ -30,6 +31,20 @@ def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], No
     with torch.cuda.graph(graph):
         launch()
     return graph.replay
+
+
+def time_launches(launch: Callable[[], None], count: int, *, repetitions: int = 20) -> float:
+    """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
+    replay = capture(launch, torch.device("cuda"))
+    times = []
+    for _ in range(repetitions):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / count)
+    return statistics.median(times)
 
 
 class Landing:

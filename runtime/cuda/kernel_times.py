@@ -15,9 +15,10 @@ from wisparse.kernels.gpu.gemv import GemvTile, launch_kind
 from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.precision import rows_together
 
-from ..benchmark import read_bandwidth_gbps, time_launches
 from ..decoder import Decoder
+from ..timing import read_bandwidth_gbps
 from .decoder import CudaDecoder
+from .graph import time_launches
 from .step import DecodeStep, kv_splits_for
 
 __all__ = ["time_kernels", "tune"]

@@ -27,7 +27,7 @@ from wisparse.kernels.gpu.tiles import choose_tile
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 
 from ..cache import KVCache
-from ..decoder import SamplingSettings
+from ..sampling import SamplingSettings
 from .graph import capture
 from .weights import CudaWeights
 

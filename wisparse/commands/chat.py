@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.runtime.decoder import SamplingSettings
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
+from wisparse.runtime.sampling import SamplingSettings
 from wisparse.runtime.text.prompts import stop_texts
 
 from .options import footer, loading_options, sampling_options, set_up_logging, show

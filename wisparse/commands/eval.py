@@ -19,7 +19,7 @@ from .places import FILE_OR_ID, FOLDER_OR_ID
 
 if TYPE_CHECKING:
     from wisparse.converter.quality.evaluation import Quality
-    from wisparse.converter.text.calibration import CalibrationTokens
+    from wisparse.converter.text.tokens import CalibrationTokens
     from wisparse.converter.work.progress import Progress
     from wisparse.runtime.model import Model
 
