@@ -14,8 +14,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +30,7 @@ from wisparse.kernels.gpu import head as triton_head
 from wisparse.kernels.gpu import mask as triton_mask
 from wisparse.kernels.gpu import mask_gemm as triton_mask_gemm
 from wisparse.kernels.gpu import sample as triton_sample
+from wisparse.kernels.gpu.common import Stretches
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -40,16 +43,29 @@ SHAPES = {  # Llama-3.1-8B's: K, widths, source, target
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-def compile_kernel(kernel, arch: int, types: dict[str, str], constants: dict, warps: int, stages: int = 3):
-    """Compile one kernel; every pointer and every int in ``types`` is taken as divisible by 16."""
-    names = kernel.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    attrs = {
-        (i,): [["tt.divisibility", 16]]
-        for i, name in enumerate(names)
-        if signature[name].startswith("*") or signature[name] == "i32"
-    }
-    source = ASTSource(kernel, signature, {(names.index(k),): v for k, v in constants.items()}, attrs)
+def compile_kernel(kernel, arch: int, types: dict[str, Any], constants: dict, warps: int, stages: int = 3):
+    """Compile one kernel; every pointer and every int in ``types`` is taken as divisible by 16. In a group of arguments
+    what is no type's name is a constant."""
+    attrs: dict[tuple[int, ...], list] = {}
+    values: dict[tuple[int, ...], Any] = {}
+
+    def signature_of(path: tuple[int, ...], given: Any) -> Any:
+        if isinstance(given, tuple):
+            return type(given)(*(signature_of((*path, i), inner) for i, inner in enumerate(given)))
+        if not isinstance(given, str):
+            values[path] = given
+            return "constexpr"
+        if given.startswith("*") or given == "i32":
+            attrs[path] = [["tt.divisibility", 16]]
+        return given
+
+    signature = dict.fromkeys(kernel.arg_names, "constexpr")
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            values[(i,)] = constants[name]
+        else:
+            signature[name] = signature_of((i,), types[name])
+    source = ASTSource(kernel, signature, values, attrs)
     return triton.compile(
         source, target=GPUTarget("cuda", arch, 32), options={"num_warps": warps, "num_stages": stages}
     )
@@ -168,18 +184,20 @@ def mask_gemm(arch: int, block_m: int, tile):
 
 def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3):
     activation, wide = types_of(dtype)
-    floats, exact = numbers(dtype, scale_log2=0.1275, eps=1e-5)
-    names = ("qkv_ptr", "cos_ptr", "sin_ptr", "k_cache_ptr", "v_cache_ptr")
-    types = dict.fromkeys(names, activation) | dict.fromkeys(("out_ptr", "m_ptr", "l_ptr"), wide) | {
-        "q_norm_ptr": f"*{dtype}", "k_norm_ptr": f"*{dtype}", "token_ptr": "*i64", "position_ptr": "*i32",
-        "max_seq_len": "i32", **floats,
+    exact = dtype == "fp32"
+    module = triton_attention
+    types = {
+        "qkv_ptr": activation, "norms": module._Norms(None, None, 1e-5 if exact else "fp32"),
+        "rotary": module._Rotary(activation, activation), "cache": module._Cache(activation, activation, "i32"),
+        "rows": module._Rows("*i64", "*i32"), "out": Stretches(wide, wide, wide), "scale_log2": "fp32",
     }  # fmt: skip
     constants = dict(
-        HEADS=32, KV_HEADS=8, D=128, D_PAD=128, ROTARY=128, GROUP_PAD=4 if exact else 16, QK_NORM=False, WINDOW=0,
-        SPLITS=splits, BLOCK_T=1 if exact else 64, STAGES=stages, PDL=arch >= 90, **exact,
+        shape=module._Shape(32, 8, 128, rotary=128, window=0),
+        cut=module._Cut(splits, 1 if exact else 64, stages, d_pad=128, group_pad=4 if exact else 16), PDL=arch >= 90,
+        **(dict(scale_log2=0.1275) if exact else {}),
     )  # fmt: skip
     warps = 1 if exact else 8 if splits <= 8 else 4
-    return compile_kernel(triton_attention._attention_kernel, arch, types, constants, warps)
+    return compile_kernel(module._attention_kernel, arch, types, constants, warps)
 
 
 def logits(
@@ -216,57 +234,62 @@ def sampling(arch: int, name: str, half: bool):
     return compile_kernel(kernel, arch, {k: v for k, v in types.items() if k in kernel.arg_names}, constants, 4)
 
 
-def main(archs: list[int]) -> None:
+def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
+    """Name and compiled kernel of every variant that is watched, if the name begins with ``only``."""
     from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.kernels.gpu.tiles import TABLE, default_tile
 
-    for arch in archs:
-        sizes = {group: (k, sum(widths)) for group, (k, widths, _, _) in SHAPES.items()}
-        cases = {
-            f"gemv {group} {kind} {batch}": (
-                gemv, default_tile(132, *size, kind, arch), group, batch, kind == "dense"
-            )
-            for group, size in sizes.items()
-            for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("batch", 8))
-        }  # fmt: skip
-        cases = {f"{name} waiting" if case[1].pollers else name: case for name, case in cases.items()}
-        cases |= {
-            f"gemv {group} fp32": (gemv, default_tile(132, *size), group, 1, False, "fp32")
-            for group, size in sizes.items()
-        }
-        # Programs without a block of channels.
-        cases["gemv down batch 8 idle"] = (gemv, GemvTile(128, 64, 2048, stages=3, unroll=1), "down", 8)
-        cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
-        cases |= {"attention": (attention,), "attention short": (attention, "bf16", 4), "logits batch 1": (logits,)}
-        cases |= {"logits batch 4": (logits, 4, 64, 128, "bf16", 3, 1)}
-        if arch == 90:
-            cases |= {f"attention {splits} stretches": (attention, "bf16", splits, 5) for splits in (8, 16)}
-        # The measured tiles that wait for their sums, and the least that a poller may have.
-        waiting = GemvTile(64, 4, 5, 4, unroll=2, pollers=4)
-        cases |= {f"gemv {group} sparse 1 waiting": (gemv, waiting, group) for group in ("qkv", "down")}
-        if arch == 90:
-            for group, (k, n) in sizes.items():
-                for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("batch", 8), ("batch", 11)):
-                    tile = TABLE[f"sm90:{kind}:{k}x{n}"]
-                    name = f"gemv {group} {kind} {batch}{' waiting' if tile.pollers else ''}, as measured"
-                    cases[name] = (gemv, tile, group, batch, kind == "dense")
-        cases |= {
-            f"{name} counting": (partial(gemv, count=True), *case[1:])
-            for name, case in cases.items()
-            if case[0] is gemv and not {"dense", "fp32"} & set(name.split()) and (arch == 90) == ("measured" in name)
-        }
-        if arch == 90:
-            for group, kind, batch in (("qkv", "sparse", 1), ("o", "rows", 2), ("down", "batch", 8)):
-                k, n = sizes[group]
+    sizes = {group: (k, sum(widths)) for group, (k, widths, _, _) in SHAPES.items()}
+    cases = {
+        f"gemv {group} {kind} {batch}": (
+            gemv, default_tile(132, *size, kind, arch), group, batch, kind == "dense"
+        )
+        for group, size in sizes.items()
+        for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("batch", 8))
+    }  # fmt: skip
+    cases = {f"{name} waiting" if case[1].pollers else name: case for name, case in cases.items()}
+    cases |= {
+        f"gemv {group} fp32": (gemv, default_tile(132, *size), group, 1, False, "fp32") for group, size in sizes.items()
+    }
+    # Programs without a block of channels.
+    cases["gemv down batch 8 idle"] = (gemv, GemvTile(128, 64, 2048, stages=3, unroll=1), "down", 8)
+    cases |= {"attention fp32": (attention, "fp32"), "logits fp32": (logits, 1, 16, 256, "fp32", 1, 1)}
+    cases |= {"attention": (attention,), "attention short": (attention, "bf16", 4), "logits batch 1": (logits,)}
+    cases |= {"logits batch 4": (logits, 4, 64, 128, "bf16", 3, 1)}
+    if arch == 90:
+        cases |= {f"attention {splits} stretches": (attention, "bf16", splits, 5) for splits in (8, 16)}
+    # The measured tiles that wait for their sums, and the least that a poller may have.
+    waiting = GemvTile(64, 4, 5, 4, unroll=2, pollers=4)
+    cases |= {f"gemv {group} sparse 1 waiting": (gemv, waiting, group) for group in ("qkv", "down")}
+    if arch == 90:
+        for group, (k, n) in sizes.items():
+            for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("batch", 8), ("batch", 11)):
                 tile = TABLE[f"sm90:{kind}:{k}x{n}"]
-                cases[f"gemv {group} {kind} {batch} by row waiting"] = (
-                    gemv, tile, group, batch, False, "bf16", None, False, True
-                )  # fmt: skip
-        cases |= {"mask": (mask, 3), "mask gemm": (mask_gemm, 64, GemvTile(64, 64, 1, 4, stages=4, unroll=1))}
-        for name in ("count", "threshold", "draw"):
-            cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
-        for name, (build, *arguments) in cases.items():
-            compiled = build(arch, *arguments)
+                name = f"gemv {group} {kind} {batch}{' waiting' if tile.pollers else ''}, as measured"
+                cases[name] = (gemv, tile, group, batch, kind == "dense")
+    cases |= {
+        f"{name} counting": (partial(gemv, count=True), *case[1:])
+        for name, case in cases.items()
+        if case[0] is gemv and not {"dense", "fp32"} & set(name.split()) and (arch == 90) == ("measured" in name)
+    }
+    if arch == 90:
+        for group, kind, batch in (("qkv", "sparse", 1), ("o", "rows", 2), ("down", "batch", 8)):
+            k, n = sizes[group]
+            tile = TABLE[f"sm90:{kind}:{k}x{n}"]
+            cases[f"gemv {group} {kind} {batch} by row waiting"] = (
+                gemv, tile, group, batch, False, "bf16", None, False, True
+            )  # fmt: skip
+    cases |= {"mask": (mask, 3), "mask gemm": (mask_gemm, 64, GemvTile(64, 64, 1, 4, stages=4, unroll=1))}
+    for name in ("count", "threshold", "draw"):
+        cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
+    for name, (build, *arguments) in cases.items():
+        if name.startswith(only):
+            yield name, build(arch, *arguments)
+
+
+def main(archs: list[int]) -> None:
+    for arch in archs:
+        for name, compiled in compiled_cases(arch):
             print(json.dumps({"arch": arch, "kernel": name, **resources(compiled)}), flush=True)
 
 

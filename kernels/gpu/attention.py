@@ -13,14 +13,69 @@ float64 (``precision`` says why), without the tensor cores.
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import exact_argument, inverse_root, let_next_kernel_start, wait_for_previous_kernel
+from .common import Stretches, exact_argument, inverse_root, let_next_kernel_start, wait_for_previous_kernel
 
 __all__ = ["launch_attention"]
+
+
+class _Norms(NamedTuple):
+    """RMSNorm of queries and keys: (D,) of the weights' type, or None."""
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float | tl.constexpr
+
+
+class _Rotary(NamedTuple):
+    """(max_seq_len, rotary / 2) dtype."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+class _Cache(NamedTuple):
+    """(slots, kv_heads, max_seq_len, D) dtype, slot = row."""
+
+    k: Tensor
+    v: Tensor
+    max_seq_len: int
+
+
+class _Rows(NamedTuple):
+    """What each row reads and where its new token goes: (B,) int64, negative for an idle row, and int32."""
+
+    token: Tensor
+    position: Tensor
+
+
+class _Shape(NamedTuple):
+    """Known at compile time. ``rotary``: rotated dimensions of a head; ``window``: positions looked back on, 0 for
+    all."""
+
+    heads: int
+    kv_heads: int
+    d: int
+    rotary: int
+    window: int
+
+
+class _Cut(NamedTuple):
+    """Known at compile time. A program takes one of ``splits`` stretches of a KV head's context, ``block_t`` positions
+    at a time, ``stages`` of them on their way; a head's width and a group's heads are padded to powers of two."""
+
+    splits: int
+    block_t: int
+    stages: int
+    d_pad: int
+    group_pad: int
 
 
 @triton.jit
@@ -32,24 +87,23 @@ def _head_vectors(
     cos,
     sin,
     eps,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    QK_NORM: tl.constexpr,
+    shape: tl.constexpr,
+    cut: tl.constexpr,
     dtype: tl.constexpr,
     wide: tl.constexpr,
 ):
-    """(heads, D_PAD) rotated query or key vectors, rounded to dtype; zeros in the padding."""
-    d = tl.arange(0, D_PAD)
-    half: tl.constexpr = ROTARY // 2
+    """(heads, d_pad) rotated query or key vectors, rounded to dtype; zeros in the padding."""
+    D: tl.constexpr = shape.d
+    d = tl.arange(0, cut.d_pad)
+    half: tl.constexpr = shape.rotary // 2
     # The partner of d in the rotation, and its sign: (-x2, x1).
-    partner = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
+    partner = tl.where(d < half, d + half, tl.where(d < shape.rotary, d - half, d))
     sign = tl.where(d < half, -1.0, 1.0)
     live = live_head[:, None] & (d < D)[None, :]
     x = tl.load(base_ptr + head[:, None] * D + d[None, :], mask=live, other=0.0).to(wide)
     live_partner = live_head[:, None] & (partner < D)[None, :]
     y = tl.load(base_ptr + head[:, None] * D + partner[None, :], mask=live_partner, other=0.0).to(wide)
-    if QK_NORM:
+    if norm_ptr is not None:
         rstd = inverse_root(tl.sum(x * x, axis=1) / D + eps)[:, None]
         norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(wide)
         norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(wide)
@@ -57,17 +111,17 @@ def _head_vectors(
         y = ((y * rstd).to(dtype).to(wide) * norm_y[None, :]).to(dtype).to(wide)
     straight = (x * cos[None, :]).to(dtype).to(wide)
     crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(wide)
-    rotated = tl.where((d < ROTARY)[None, :], (straight + crossed).to(dtype).to(wide), x)
+    rotated = tl.where((d < shape.rotary)[None, :], (straight + crossed).to(dtype).to(wide), x)
     return rotated.to(dtype)
 
 
 @triton.jit
-def _cached(k_cache_ptr, v_cache_ptr, slot_base, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
-    """Keys and values (BLOCK_T, D_PAD) at the positions ``t``; zeros where not live."""
+def _cached(cache, slot_base, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
+    """Keys and values (block_t, d_pad) at the positions ``t``; zeros where not live."""
     d = tl.arange(0, D_PAD)
     both = live_t[:, None] & (d < D)[None, :]
     at = slot_base + t[:, None] * D + d[None, :]
-    return tl.load(k_cache_ptr + at, mask=both, other=0.0), tl.load(v_cache_ptr + at, mask=both, other=0.0)
+    return tl.load(cache.k + at, mask=both, other=0.0), tl.load(cache.v + at, mask=both, other=0.0)
 
 
 @triton.jit
@@ -95,36 +149,25 @@ def _attend(q, k, v, live_t, m, total, acc, scale_log2, dtype: tl.constexpr, wid
 @triton.jit
 def _attention_kernel(
     qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype
-    q_norm_ptr,  # (D,) of the weights' type, QK_NORM only
-    k_norm_ptr,
-    cos_ptr,  # (max_seq_len, ROTARY / 2) dtype
-    sin_ptr,
-    k_cache_ptr,  # (slots, kv_heads, max_seq_len, D) dtype
-    v_cache_ptr,
-    token_ptr,  # (B,) int64: negative: idle row
-    position_ptr,  # (B,) int32: where the new token goes
-    out_ptr,  # (B, heads, SPLITS, D) wide
-    m_ptr,  # (B, heads, SPLITS) wide, log2 domain
-    l_ptr,
-    max_seq_len,
+    norms,  # _Norms, and so on
+    rotary,
+    cache,
+    rows,
+    out,  # Stretches
     scale_log2,  # log2(e) / sqrt(D)
-    eps,
-    HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    D: tl.constexpr,
-    D_PAD: tl.constexpr,
-    ROTARY: tl.constexpr,
-    GROUP_PAD: tl.constexpr,
-    QK_NORM: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    STAGES: tl.constexpr,
+    shape: tl.constexpr,
+    cut: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
-    wide: tl.constexpr = out_ptr.dtype.element_ty
+    wide: tl.constexpr = out.x.dtype.element_ty
+    D: tl.constexpr = shape.d
+    D_PAD: tl.constexpr = cut.d_pad
+    HEADS: tl.constexpr = shape.heads
+    KV_HEADS: tl.constexpr = shape.kv_heads
     GROUP: tl.constexpr = HEADS // KV_HEADS
+    GROUP_PAD: tl.constexpr = cut.group_pad
+    BLOCK_T: tl.constexpr = cut.block_t
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     row = tl.program_id(2)
@@ -133,22 +176,22 @@ def _attention_kernel(
     # launch still run.
     d = tl.arange(0, D_PAD)
     # An idle row may be full: it reads and writes no cache.
-    place = tl.where(tl.load(token_ptr + row) < 0, -1, tl.load(position_ptr + row))
+    place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
     # cos and sin repeat for the second half of the rotated dimensions.
-    half: tl.constexpr = ROTARY // 2
+    half: tl.constexpr = shape.rotary // 2
     rotary_at = p * half + tl.where(d < half, d, d - half)
-    cos = tl.load(cos_ptr + rotary_at, mask=d < ROTARY, other=1.0).to(wide)
-    sin = tl.load(sin_ptr + rotary_at, mask=d < ROTARY, other=0.0).to(wide)
-    slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * max_seq_len * D
+    cos = tl.load(rotary.cos + rotary_at, mask=d < shape.rotary, other=1.0).to(wide)
+    sin = tl.load(rotary.sin + rotary_at, mask=d < shape.rotary, other=0.0).to(wide)
+    slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * cache.max_seq_len * D
     low = 0
-    if WINDOW > 0:
-        low = tl.maximum(p + 1 - WINDOW, 0)
-    stretch = tl.cdiv(tl.cdiv(p - low, SPLITS), BLOCK_T) * BLOCK_T
+    if shape.window > 0:
+        low = tl.maximum(p + 1 - shape.window, 0)
+    stretch = tl.cdiv(tl.cdiv(p - low, cut.splits), BLOCK_T) * BLOCK_T
     begin = low + split * stretch
     end = tl.minimum(begin + stretch, p)
     t = begin + tl.arange(0, BLOCK_T)
-    k, v = _cached(k_cache_ptr, v_cache_ptr, slot_base, t, t < end, D, D_PAD)
+    k, v = _cached(cache, slot_base, t, t < end, D, D_PAD)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
 
@@ -156,35 +199,34 @@ def _attention_kernel(
     head = kv_head * GROUP + g
     live_head = g < GROUP
     base_ptr = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
-    q = _head_vectors(base_ptr, head, live_head, q_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype, wide)
+    q = _head_vectors(base_ptr, head, live_head, norms.q, cos, sin, norms.eps, shape, cut, dtype, wide)
     m = tl.full((GROUP_PAD,), float("-inf"), wide)
     total = tl.zeros((GROUP_PAD,), wide)
     acc = tl.zeros((GROUP_PAD, D_PAD), wide)
     if split == 0:
         one = tl.arange(0, 1)
-        k_new = _head_vectors(
-            base_ptr, HEADS + kv_head + one, one == 0, k_norm_ptr, cos, sin, eps, D, D_PAD, ROTARY, QK_NORM, dtype, wide
-        )
+        new = HEADS + kv_head + one
+        k_new = _head_vectors(base_ptr, new, one == 0, norms.k, cos, sin, norms.eps, shape, cut, dtype, wide)
         k_new = tl.reshape(k_new, (D_PAD,))
         v_new = tl.load(base_ptr + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
         written = tl.where(place >= 0, d, D) < D
-        tl.store(k_cache_ptr + slot_base + p * D + d, k_new, mask=written)
-        tl.store(v_cache_ptr + slot_base + p * D + d, v_new, mask=written)
+        tl.store(cache.k + slot_base + p * D + d, k_new, mask=written)
+        tl.store(cache.v + slot_base + p * D + d, v_new, mask=written)
         m = tl.sum(q.to(wide) * k_new.to(wide)[None, :], axis=1) * scale_log2
         total = tl.full((GROUP_PAD,), 1.0, wide)
         acc += v_new.to(wide)[None, :]
 
     if begin < end:
         m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype, wide)
-    for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=STAGES):
+    for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=cut.stages):
         t = start + tl.arange(0, BLOCK_T)
-        k, v = _cached(k_cache_ptr, v_cache_ptr, slot_base, t, t < end, D, D_PAD)
+        k, v = _cached(cache, slot_base, t, t < end, D, D_PAD)
         m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype, wide)
 
-    at = (row * HEADS + head) * SPLITS + split
-    tl.store(m_ptr + at, m, mask=live_head)
-    tl.store(l_ptr + at, total, mask=live_head)
-    tl.store(out_ptr + at[:, None] * D + d[None, :], acc, mask=live_head[:, None] & (d < D)[None, :])
+    at = (row * HEADS + head) * cut.splits + split
+    tl.store(out.maximum + at, m, mask=live_head)
+    tl.store(out.total + at, total, mask=live_head)
+    tl.store(out.x + at[:, None] * D + d[None, :], acc, mask=live_head[:, None] & (d < D)[None, :])
 
 
 def launch_attention(
@@ -225,40 +267,43 @@ def launch_attention(
             memory: 64 of keys and values take 32 KiB with heads of 128 in half precision.
     """
     batch, _, splits, head_dim = out.shape
-    kv_heads = k_cache.shape[1]
-    exact = out.dtype == torch.float64
-    group = triton.next_power_of_2(heads // kv_heads)
+    shape, cut, fitting_warps = _constants(
+        heads, k_cache.shape[1], head_dim, cos.shape[1] * 2, window or 0, splits, batch, out.dtype, block_t, stages
+    )
+    q_norm, k_norm = qk_norm or (None, None)
     options = {"launch_pdl": True} if pdl else {}
-    _attention_kernel[(splits, kv_heads, batch)](
+    _attention_kernel[(splits, shape.kv_heads, batch)](
         qkv,
-        qkv if qk_norm is None else qk_norm[0],
-        qkv if qk_norm is None else qk_norm[1],
-        cos,
-        sin,
-        k_cache,
-        v_cache,
-        tokens,
-        positions,
-        out,
-        softmax[0],
-        softmax[1],
-        k_cache.shape[2],
+        _Norms(q_norm, k_norm, exact_argument(eps, out.dtype)),
+        _Rotary(cos, sin),
+        _Cache(k_cache, v_cache, k_cache.shape[2]),
+        _Rows(tokens, positions),
+        Stretches(out, *softmax),
         exact_argument(scale * 1.4426950408889634, out.dtype),
-        exact_argument(eps, out.dtype),
-        HEADS=heads,
-        KV_HEADS=kv_heads,
-        D=head_dim,
-        D_PAD=max(16, triton.next_power_of_2(head_dim)),
-        ROTARY=cos.shape[1] * 2,
-        GROUP_PAD=group if exact else max(16, group),  # tl.dot's smallest side
-        QK_NORM=qk_norm is not None,
-        WINDOW=window or 0,
-        SPLITS=splits,
-        BLOCK_T=1 if exact else block_t or 64,
-        STAGES=stages,
-        PDL=pdl,
-        # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
-        # float64 position is work for one warp, and nothing has to be exchanged through shared memory.
-        num_warps=warps or (1 if exact else 8 if splits * batch <= 8 and head_dim >= 128 else 4),
+        shape,
+        cut,
+        pdl,
+        num_warps=warps or fitting_warps,
         **options,
     )
+
+
+@lru_cache
+def _constants(
+    heads: int, kv_heads: int, d: int, rotary: int, window: int, splits: int, batch: int, wide: torch.dtype,
+    block_t: int | None, stages: int,
+) -> tuple[_Shape, _Cut, int]:  # fmt: skip
+    """What is compiled for, and warps: worked out once, not for every launch."""
+    exact = wide == torch.float64
+    group = triton.next_power_of_2(heads // kv_heads)
+    cut = _Cut(
+        splits,
+        1 if exact else block_t or 64,
+        stages,
+        d_pad=max(16, triton.next_power_of_2(d)),
+        group_pad=group if exact else max(16, group),  # tl.dot's smallest side
+    )
+    # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
+    # float64 position is work for one warp, and nothing has to be exchanged through shared memory.
+    warps = 1 if exact else 8 if splits * batch <= 8 and d >= 128 else 4
+    return _Shape(heads, kv_heads, d, rotary, window), cut, warps

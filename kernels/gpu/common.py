@@ -9,9 +9,12 @@ Kernels write "wide" for the type they add up in (``precision``).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 __all__ = [
     "FROM_ATTENTION",
@@ -20,6 +23,7 @@ __all__ = [
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
+    "Stretches",
     "combined_attention",
     "exact_argument",
     "inverse_root",
@@ -43,6 +47,14 @@ FROM_ATTENTION = tl.constexpr(2)  # the attention's partial results, one for eac
 TO_PLAIN = tl.constexpr(0)  # y (B, N)
 TO_RESIDUAL = tl.constexpr(1)  # added to the residual stream, with the sum of squares the next norm needs
 TO_SILU = tl.constexpr(2)  # gate and up: silu(gate) * up
+
+
+class Stretches(NamedTuple):
+    """The attention's partial results, one for each stretch of the context."""
+
+    x: Tensor  # (B, heads, splits, D) wide, softmax-weighted sums
+    maximum: Tensor  # (B, heads, splits) wide, log2 domain
+    total: Tensor  # the same shape, denominators
 
 
 def exact_argument(value: float, wide: torch.dtype) -> float | tl.constexpr:
