@@ -21,13 +21,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
+from baselines import BASELINES, Baseline
 from quality import Clock, Evaluator, describe_machine, markdown_table, print_head, row, stdlib_tokens
 
-from wisparse.converter.model.source import load_source
+from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.searches.search import SearchSettings, search
+from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.errors import UsageError
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
@@ -36,12 +39,32 @@ METHODS = {
     "teal": ("teal", "greedy"),
     "wina": ("wina", "uniform"),
     "wina-code": ("wina-code", "uniform"),
-    "cats": ("cats", "uniform"),
-    "rsparse": ("rsparse", "uniform"),
+    **{name: (name, "uniform") for name in BASELINES},
     "fisher": ("wisparse", "fisher"),
     "wisparse": ("wisparse", "refine"),
     "additive": ("wisparse", "additive"),
 }
+
+
+def made(
+    label: str, source: SourceModel, tokens: CalibrationTokens, sparsity: float, kl_tokens: int, seed: int
+) -> AbstractContextManager[Baseline]:
+    """A method's masks, by the search or by hand.
+
+    Raises:
+        UsageError: more than it can give.
+    """
+    method, kind = METHODS[label]
+    if method in BASELINES:
+        return BASELINES[method](source, tokens, sparsity, kl_tokens)
+    settings = SearchSettings(
+        sparsity=sparsity,
+        method=method,
+        search=kind,
+        kl_tokens=None if kind in ("fisher", "refine") else kl_tokens,
+        seed=seed,
+    )
+    return nullcontext(Baseline(source.projections, search(source, tokens, settings)))
 
 
 def main() -> None:
@@ -73,21 +96,15 @@ def main() -> None:
     for sparsity in options.sparsities:
         first = len(rows)
         for label in options.methods:
-            method, kind = METHODS[label]
-            settings = SearchSettings(
-                sparsity=sparsity,
-                method=method,
-                search=kind,
-                kl_tokens=None if kind in ("fisher", "refine") else options.kl_tokens,
-                seed=options.seed,
-            )
             try:
-                with Clock() as clock:
-                    result = search(source, tokens, settings)
+                with ExitStack() as stack:
+                    with Clock() as clock:
+                        making = made(label, source, tokens, sparsity, options.kl_tokens, options.seed)
+                        found = stack.enter_context(making)
+                    entry = row(f"{label} {100 * sparsity:g}%", found.measure(evaluator), clock.spent, found.result)
             except UsageError as refused:  # cats: up and down alone are not enough
                 print(f"{label} {sparsity}: {refused}", flush=True)
                 continue
-            entry = row(f"{label} {100 * sparsity:g}%", evaluator(result), clock.spent, result)
             rows.append({"method": label, "sparsity": sparsity, **entry})
             rows[-1]["of_uniform"] = rows[-1]["kl"] / rows[first]["kl"]
             print(f"{label} {sparsity}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}", flush=True)

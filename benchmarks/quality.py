@@ -57,14 +57,14 @@ class Evaluator:
         self.source, self.input_ids, self.batch_size = source, input_ids, batch_size
         self._dense: list[Tensor] = []
 
-    def __call__(self, result: SearchResult) -> Divergence:
-        with MaskedModel(self.source.projections) as masked:
-            thresholds = result.put_on(masked)
+    def __call__(self, result: SearchResult, places: Mapping[str, Any] | None = None) -> Divergence:
+        """``places`` are what the result's masks are put on, where these are others than the projections."""
+        with MaskedModel(places or self.source.projections) as masked:
             return evaluate(
                 self.source.model,
                 masked,
                 self.input_ids,
-                thresholds,
+                result.put_on(masked),
                 batch_size=self.batch_size,
                 dense_log_probs=self._dense,
             )

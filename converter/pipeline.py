@@ -462,8 +462,6 @@ def _mask(entry: ProjectionRecipe, result: SearchResult) -> ProjectionMask:
         result.channel_scales[entry.name].detach().cpu().float().contiguous(),
         entry.threshold,
         entry.sparsity,
-        low_rank=result.low_rank.get(entry.name),
-        gate_threshold=result.gate_thresholds.get(entry.name),
     )
 
 

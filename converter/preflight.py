@@ -29,7 +29,6 @@ from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .bench.sensitivity import LARGEST_LOGITS
 from .model.source import choose_dtype, load_tokenizer
-from .searches.baselines import gate_sparsity
 from .settings import ConvertSettings, auto_seq_len
 from .text.calibration import describe_spec, load_calibration
 from .text.tokens import CalibrationTokens
@@ -154,8 +153,6 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         config = _read_config(source.folder)
-        if settings.method == "cats":
-            gate_sparsity(config, settings.sparsity)  # whether up and down alone are enough
         if settings.seq_len is None:
             settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
         finished = settings.resume and names_the_bundle(settings.output_dir)

@@ -19,12 +19,15 @@ __all__ = [
     "SEARCHES",
     "ConvertSettings",
     "auto_seq_len",
+    "check_method",
     "default_output",
     "for_sparsities",
 ]
 
 MAX_SPARSITY = 0.95
-METHODS = ("wisparse", "teal", "wina", "wina-code", "cats", "rsparse")
+METHODS = ("wisparse", "teal", "wina", "wina-code")
+# What these need beside masks no bundle holds.
+_MEASURED = ("cats", "rsparse")
 SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
 REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -130,15 +133,13 @@ class ConvertSettings:
             UsageError: an argument out of range, unknown, or at odds with another.
         """
         arguments.number("--sparsity", self.sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
-        arguments.choice("--method", self.method, METHODS)
+        check_method(self.method)
         arguments.choice("--search", self.search, ("auto", *SEARCHES))
         if self.search in ("fisher", "refine") and self.method != "wisparse":
             raise UsageError(
                 f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
                 "choose additive, greedy or uniform"
             )
-        if self.method in ("cats", "rsparse") and self.chosen_search != "uniform":
-            raise UsageError(f"--method {self.method} goes with --search uniform, found --search {self.search}")
         arguments.choice("--dtype", self.dtype, DTYPES)
         arguments.integer("--num-samples", self.num_samples, 1, _LARGEST)
         arguments.integer("--seed", self.seed, 0, _LARGEST)
@@ -171,6 +172,20 @@ class ConvertSettings:
             work, out = self.work_dir.resolve(), self.output_dir.resolve()
             if work == out or out in work.parents or work in out.parents:
                 raise UsageError(f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other")
+
+
+def check_method(method: str) -> str:
+    """A method, if it is one that a bundle is written with.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if method in _MEASURED:
+        raise UsageError(
+            f"--method {method} is measured by benchmarks/methods.py and no longer written; choose "
+            f"{', '.join(METHODS[:-1])} or {METHODS[-1]}"
+        )
+    return arguments.choice("--method", method, METHODS)
 
 
 def auto_seq_len(device_type: str, context: int) -> int:

@@ -29,7 +29,7 @@ from .guard.safetensors_header import DTYPES, Header, read_header
 from .manifest import MANIFEST, MAX_MANIFEST_BYTES, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
 from .recipe import Recipe
 
-__all__ = ["GATE", "LOW_RANK", "MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
+__all__ = ["MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 # For scale: Llama 3's tokenizer.json has 17 MB.
@@ -48,9 +48,8 @@ SMALL_FILES: Mapping[str, int] = {
 }
 # Of any file but the weights.
 MAX_FILE_BYTES = 256 << 20
-# What some methods have beside the three tensors of every projection.
-LOW_RANK = ("low_rank_out", "low_rank_in")
-GATE = "gate_threshold"
+# What CATS and R-Sparse had beside the three tensors of every projection, while a bundle could hold them.
+_FORMER = (".low_rank_out", ".low_rank_in", ".gate_threshold")
 _LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: MAX_FILE_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _MAX_FILES = 10_000
@@ -69,17 +68,11 @@ class ProjectionMask:
         channel_scale: (K,) float32, finite and positive.
         threshold: keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value.
         sparsity: fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well.
-        low_rank: factors (N, r) and (r, K), float32: what the mask drops goes through their product instead of
-            nowhere. None without such a path (only ``rsparse`` has one).
-        gate_threshold: on ``down_proj`` alone: keep a channel if |SiLU(gate)| is at least this, and compute up's
-            outputs for the kept ones only. None where masks look at a projection's own input (all but ``cats``).
     """
 
     channel_scale: Tensor
     threshold: float
     sparsity: float
-    low_rank: tuple[Tensor, Tensor] | None = None
-    gate_threshold: float | None = None
 
 
 @dataclass(frozen=True)
@@ -122,18 +115,6 @@ class Bundle:
             BundleError: missing, changed or too large.
         """
         return _read_checked(self.folder, name, self.manifest) if name in self.manifest.sha256 else None
-
-    @property
-    def beyond_masks(self) -> str | None:
-        """What a reader has to do besides masking a projection's input, as a clause; None for most bundles.
-
-        A reader that does not do it MUST refuse the bundle: without it the answers would be wrong.
-        """
-        if any(mask.gate_threshold is not None for mask in self.masks.values()):
-            return f"its masks look at the gate's activation (method {self.recipe.method})"
-        if any(mask.low_rank is not None for mask in self.masks.values()):
-            return f"it has low-rank paths beside its masks (method {self.recipe.method})"
-        return None
 
 
 def is_document(name: str) -> bool:
@@ -238,13 +219,10 @@ def _read_masks(folder: Path, projections: Mapping[str, Projection], manifest: M
 
     masks = {}
     for name in projections:
-        low_rank, gate = [f"{name}.{what}" for what in LOW_RANK], f"{name}.{GATE}"
         mask = ProjectionMask(
             channel_scale=values(f"{name}.channel_scale"),
             threshold=float(values(f"{name}.threshold")),
             sparsity=float(values(f"{name}.sparsity")),
-            low_rank=(values(low_rank[0]), values(low_rank[1])) if low_rank[0] in header.entries else None,
-            gate_threshold=float(values(gate)) if gate in header.entries else None,
         )
         check_mask(name, mask, BundleError)
         entry = recipes[name]
@@ -272,7 +250,7 @@ def _check_sidecar_header(header: Header, projections: Mapping[str, Projection],
             f"{name}.channel_scale": (projection.in_features,),
             f"{name}.threshold": (),
             f"{name}.sparsity": (),
-        } | _optional_shapes(header, projection)
+        }
     for tensor, shape in expected.items():
         name, _, what = tensor.rpartition(".")
         entry = header.entries.get(tensor)
@@ -283,28 +261,13 @@ def _check_sidecar_header(header: Header, projections: Mapping[str, Projection],
         if DTYPES.get(entry.code) is not torch.float32:
             raise BundleError(f"{name}: expected {what} in F32, found {entry.code}; convert again")
     for tensor in header.entries:
+        if tensor.endswith(_FORMER):
+            raise BundleError(
+                f"{SIDECAR}: {tensor!r:.200}: gate masks and low-rank paths (methods cats and rsparse) are no longer "
+                "part of a bundle; convert the model again with another --method"
+            )
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
-
-
-def _optional_shapes(header: Header, projection: Projection) -> dict[str, tuple[int, ...]]:
-    """The shapes that the optional tensors of a projection must have, for those that are there."""
-    name = projection.name
-    expected: dict[str, tuple[int, ...]] = {}
-    if f"{name}.{GATE}" in header.entries and projection.role == "down_proj":
-        expected[f"{name}.{GATE}"] = ()
-    left, right = (f"{name}.{what}" for what in LOW_RANK)
-    if left in header.entries or right in header.entries:
-        # One factor's shape gives the rank, the other one's has to agree with it.
-        shape = header.entries[left].shape if left in header.entries else ()
-        rank = shape[1] if len(shape) == 2 else 0
-        if not 1 <= rank <= min(projection.out_features, projection.in_features):
-            raise BundleError(
-                f"{name}: expected low_rank_out ({projection.out_features}, rank) with a rank from 1 to "
-                f"{min(projection.out_features, projection.in_features)}, found {shape or 'nothing'}; convert again"
-            )
-        expected |= {left: (projection.out_features, rank), right: (rank, projection.in_features)}
-    return expected
 
 
 def check_mask(name: str, mask: ProjectionMask, error: type[Exception]) -> None:
@@ -327,13 +290,3 @@ def check_mask(name: str, mask: ProjectionMask, error: type[Exception]) -> None:
         )
     if mask.sparsity == 0 and threshold != 0:
         raise error(f"{name}: sparsity 0 means dense: expected threshold 0, found {threshold:g}; convert again")
-    for what, factor in zip(LOW_RANK, mask.low_rank or (), strict=False):
-        if factor.dtype is not torch.float32 or not bool(torch.isfinite(factor).all()):
-            raise error(f"{name}: {what}: expected finite float32 values, found {factor.dtype} with others")
-    gate = mask.gate_threshold
-    if gate is None:
-        return
-    if not _SMALLEST_NORMAL <= gate < float("inf"):
-        raise error(f"{name}: {GATE}: expected a finite positive number, found {gate:g}; convert again")
-    if mask.sparsity == 0 or threshold != 0 or mask.low_rank is not None:
-        raise error(f"{name}: {GATE} stands in the place of any other mask: expected sparsity above 0 and threshold 0")

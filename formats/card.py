@@ -28,9 +28,6 @@ _RULE = (
 )
 _RULES = {
     "teal": "a channel is kept if |x| reaches the projection's threshold",
-    "cats": "a channel of the MLP is kept if |SiLU(gate)| reaches the block's threshold; all else is dense",
-    "rsparse": "a channel is kept if |x| · g^alpha reaches the projection's threshold, where g is the norm of the "
-    "channel's weights; what is dropped goes through two small factors instead",
 }
 
 _CITATION = """```bibtex

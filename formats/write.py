@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .architectures import Projection
-from .bundle import GATE, LOW_RANK, MAX_FILE_BYTES, SMALL_FILES, ProjectionMask, check_mask
+from .bundle import SMALL_FILES, ProjectionMask, check_mask
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .expected import LM_HEAD
@@ -261,10 +260,6 @@ def _sidecar(source: Checkpoint, recipe: Recipe, masks: Mapping[str, ProjectionM
         arrays[f"{projection.name}.channel_scale"] = mask.channel_scale.detach().cpu().contiguous().numpy()
         arrays[f"{projection.name}.threshold"] = np.array(mask.threshold)
         arrays[f"{projection.name}.sparsity"] = np.array(mask.sparsity)
-        for what, factor in zip(LOW_RANK, mask.low_rank or (), strict=False):
-            arrays[f"{projection.name}.{what}"] = factor.detach().cpu().contiguous().numpy()
-        if mask.gate_threshold is not None:
-            arrays[f"{projection.name}.{GATE}"] = np.array(mask.gate_threshold)
     header, _ = build_header(
         {name: (torch.float32, array.shape) for name, array in arrays.items()},
         {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": recipe_digest(recipe)},
@@ -326,13 +321,11 @@ def _check_arguments(
                 f"found {tuple(mask.channel_scale.shape)}"
             )
         check_mask(projection.name, mask, UsageError)
-        _check_extras(projection, mask)
         for key in ("threshold", "sparsity"):
             if np.float32(getattr(entry, key)) != np.float32(getattr(mask, key)):
                 raise UsageError(
                     f"{projection.name}: {key}: the recipe says {getattr(entry, key)}, the mask {getattr(mask, key)}"
                 )
-    _require_room(masks)
     try:
         json.dumps(recipe.to_dict(), allow_nan=False)
     except (TypeError, ValueError) as reason:
@@ -340,28 +333,6 @@ def _check_arguments(
     for name in extra_files:
         if not is_file_name(name) or name in SMALL_FILES or name in (MANIFEST, INDEX, SIDECAR):
             raise UsageError(f"extra_files: {name!r:.100} cannot be added to a bundle")
-
-
-def _check_extras(projection: Projection, mask: ProjectionMask) -> None:
-    """The shapes of what only some methods have; their values are `check_mask`'s."""
-    name, (rows, columns) = projection.name, (projection.out_features, projection.in_features)
-    if mask.gate_threshold is not None and projection.role != "down_proj":
-        raise UsageError(f"{name}: a {GATE} belongs to down_proj")
-    if mask.low_rank is not None:
-        left, right = (tuple(factor.shape) for factor in mask.low_rank)
-        rank = left[-1] if left else 0
-        if not 1 <= rank <= min(rows, columns) or (left, right) != ((rows, rank), (rank, columns)):
-            raise UsageError(f"{name}: low_rank: expected ({rows}, r) and (r, {columns}), found {left} and {right}")
-
-
-def _require_room(masks: Mapping[str, ProjectionMask]) -> None:
-    """Readers take the sidecar into memory whole, up to a limit that low-rank paths of a large model exceed."""
-    size = sum(4 * sum(factor.numel() for factor in mask.low_rank or ()) for mask in masks.values())
-    if size > MAX_FILE_BYTES * 3 // 4:
-        raise UsageError(
-            f"{SIDECAR}: expected at most {MAX_FILE_BYTES * 3 // 4:,} bytes of low-rank paths, found {size:,}: the "
-            "model is too large for this method; choose another"
-        )
 
 
 def _require_space(out: Path, needed: int) -> None:

@@ -241,11 +241,11 @@ def make_decoder(
         raise UsageError(str(error)) from error
     reason = choice.reason
     implementation = _implementation(choice.name)
-    refused = _refusal(implementation, bundle, device, dtype, weights)
+    refused: str | None = implementation.refusal(bundle.config, device, dtype, weights)
     if refused is not None and backend == "auto" and choice.name != "torch":
         reason = f"{choice.name} cannot: {refused}"
         implementation = _implementation("torch")
-        refused = _refusal(implementation, bundle, device, dtype, weights)
+        refused = implementation.refusal(bundle.config, device, dtype, weights)
     if refused is not None:
         raise UsageError(f"back end {implementation.name} cannot run this model: {refused}")
     log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
@@ -253,17 +253,6 @@ def make_decoder(
         return implementation(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
         )
-
-
-def _refusal(
-    implementation: type[Any], bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str
-) -> str | None:
-    """Why it cannot run this bundle: what the masks ask for beyond a projection's own input, or the model."""
-    beyond = bundle.beyond_masks if implementation.name != "torch" else None
-    if beyond is not None:
-        return f"{beyond}, which only the plain PyTorch decoder runs"
-    found: str | None = implementation.refusal(bundle.config, device, dtype, weights)
-    return found
 
 
 def _implementation(name: str) -> type[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from .decoder import make_decoder
 from .model import Model
@@ -18,8 +17,7 @@ def without_masks(model: Model, *, weights: str = "native") -> Model:
         model: a loaded bundle; device, dtype, context and slots are taken from it.
         weights: as for `load`.
     """
-    off: dict[str, Any] = {"threshold": 0.0, "sparsity": 0.0, "low_rank": None, "gate_threshold": None}
-    masks = {name: dataclasses.replace(mask, **off) for name, mask in model.bundle.masks.items()}
+    masks = {name: dataclasses.replace(mask, threshold=0.0, sparsity=0.0) for name, mask in model.bundle.masks.items()}
     bundle = dataclasses.replace(model.bundle, masks=masks)
     twin = model.decoder
     decoder = make_decoder(

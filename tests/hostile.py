@@ -42,18 +42,16 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 from hostile_mutations import MUTATIONS, TEXT_MUTATIONS
-from tiny_bundle import resign, tiny_config, tiny_masks, write_tiny_bundle, write_tiny_model
+from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError, WisparseError
 from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.loader import load
@@ -79,8 +77,8 @@ class _TooSlow(BaseException):
     """Not an Exception: nothing under test may catch it."""
 
 
-def build(folder: Path, backend: str) -> list[Path]:
-    """The intact bundles; one with everything the sidecar may hold, where the back end knows what to do with it."""
+def build(folder: Path) -> list[Path]:
+    """The intact bundles."""
     kinds: dict[str, tuple[dict[str, Any], torch.dtype]] = {
         "llama": (tiny_config("llama"), torch.float32),
         "qwen3": (tiny_config("qwen3", tie_word_embeddings=False, dtype="bfloat16"), torch.bfloat16),
@@ -92,18 +90,6 @@ def build(folder: Path, backend: str) -> list[Path]:
         bundles.append(
             write_tiny_bundle(folder / name, model, max_shard_size="24KB", extra_files={"README.md": b"# Card\n"})
         )
-    if backend == "torch":
-        model = folder / "llama-model"
-        masks = tiny_masks(Checkpoint.open(model).config)
-        for name, mask in masks.items():
-            if name.endswith("down_proj"):
-                masks[name] = replace(mask, threshold=0.0, gate_threshold=0.05)
-            elif name.endswith("o_proj"):
-                rows, columns = 16, len(mask.channel_scale)
-                generator = torch.Generator().manual_seed(rows)
-                factors = [torch.randn(size, generator=generator) for size in ((rows, 3), (3, columns))]
-                masks[name] = replace(mask, low_rank=(factors[0], factors[1]))
-        bundles.append(write_tiny_bundle(folder / "extras", model, masks=masks))
     return bundles
 
 
@@ -112,9 +98,8 @@ def meaning(bundle: Bundle) -> str:
     digest = hashlib.sha256()
     digest.update(json.dumps([bundle.config_dict, bundle.recipe.to_dict()], sort_keys=True).encode())
     for name, mask in bundle.masks.items():
-        digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r} {mask.gate_threshold!r}".encode())
-        for values in (mask.channel_scale, *(mask.low_rank or ())):
-            digest.update(values.numpy().tobytes())
+        digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r}".encode())
+        digest.update(mask.channel_scale.numpy().tobytes())
     for name, tensor in bundle.checkpoint.read_ahead():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
@@ -373,7 +358,7 @@ def run(
     failures: list[dict[str, Any]] = []
     base = Path(tempfile.mkdtemp(prefix="hostile-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None))
     try:
-        bundles = build(base / "intact", backend)
+        bundles = build(base / "intact")
         wanted = [(meaning(Bundle.open(bundle)), answers(bundle, backend)) for bundle in bundles]
         _limit_memory()
         started, seen, load = time.monotonic(), list[dict[str, Any]](), list[float]()

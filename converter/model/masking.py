@@ -3,9 +3,6 @@
 A mask is put on by a forward pre-hook, so the weights are never touched and the dense model is one `clear()` away.
 What is swapped between two candidates is a handful of scalars: thresholds and scales are replaced, nothing is rebuilt.
 The mask itself is `kernels.reference.keep_mask`: a search sees the very rule the runtime applies.
-
-For two baselines a projection does more than mask its input: `score_by_gate` scores down's channels by the gate's
-activation, `set_low_rank` sends what is dropped through low-rank factors.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.reference import keep_mask
@@ -27,7 +23,7 @@ __all__ = ["MaskedModel"]
 class _Slot:
     """What one projection's hook reads: no mask while ``threshold`` is None."""
 
-    __slots__ = ("activation", "counted", "dropped", "kept", "low_rank", "scale", "threshold", "width")
+    __slots__ = ("counted", "kept", "scale", "threshold", "width")
 
     def __init__(self, width: int) -> None:
         self.width = width
@@ -35,9 +31,6 @@ class _Slot:
         self.threshold: Tensor | None = None
         self.kept: Tensor | None = None
         self.counted = 0
-        self.activation: Tensor | None = None
-        self.low_rank: tuple[Tensor, Tensor] | None = None
-        self.dropped: Tensor | None = None
 
     def follow(self, x: Tensor) -> None:
         """Move to where the projection is computed, which its weight may not tell while it is kept elsewhere."""
@@ -64,8 +57,6 @@ class MaskedModel:
         self._observer: Callable[[str, Tensor], None] | None = None
         self._replacer: Callable[[str, Tensor], Tensor] | None = None
         self._counting = False
-        # A projection whose outputs another one's mask makes needless: which one's, and what part of them.
-        self._spared: dict[str, tuple[str, float]] = {}
         self._handles: list[Any] = [
             module.register_forward_pre_hook(self._hook(name, self._slots[name]))
             for name, module in self.projections.items()
@@ -118,36 +109,11 @@ class MaskedModel:
         for slot in self._slots.values():
             slot.threshold = None
 
-    def score_by_gate(self, down: str) -> None:
-        """From now on the channels of a ``down_proj`` are scored by |SiLU(gate)|, and those dropped spare up's rows."""
-        fused, slot = down.replace("down_proj", "gate_up_proj"), self._slots[down]
-        if fused in self.projections:
-            gate, self._spared[fused] = fused, (down, 0.5)
-        else:
-            gate, up = down.replace("down_proj", "gate_proj"), down.replace("down_proj", "up_proj")
-            self._spared[up] = (down, 1.0)
-
-        def keep_activation(module: nn.Module, args: tuple, output: Tensor) -> None:
-            slot.activation = functional.silu(output[..., : slot.width])
-
-        self._handles.append(self.projections[gate].register_forward_hook(keep_activation))
-
-    def set_low_rank(self, name: str, factors: tuple[Tensor, Tensor]) -> None:
-        """While a projection is masked, what is dropped goes through ``factors`` (N, r) and (r, K), float32."""
-        weight, slot = self.projections[name].weight, self._slots[name]
-        left, right = (factor.to(device=weight.device, dtype=weight.dtype) for factor in factors)
-        if slot.low_rank is None:
-            self._handles.append(self.projections[name].register_forward_hook(self._add_path(slot)))
-        slot.low_rank = left, right
-
     # ------------------------------------------------------------------ what is observed
 
     @contextmanager
     def observing(self, observer: Callable[[str, Tensor], None]) -> Iterator[None]:
-        """Within the context, ``observer(name, x)`` sees what every projection's mask scores, (B, L, K).
-
-        That is its input before the mask; after `score_by_gate` the gate's activation.
-        """
+        """Within the context, ``observer(name, x)`` sees every projection's input before the mask, (B, L, K)."""
         self._observer = observer
         try:
             yield
@@ -179,36 +145,26 @@ class MaskedModel:
             self._counting = False
 
     def _realised(self) -> dict[str, float]:
-        found = {name: self._unread(name, slot) for name, slot in self._slots.items()}
-        for name, (other, part) in self._spared.items():
-            found[name] += part * found[other]
-        return found
-
-    def _unread(self, name: str, slot: _Slot) -> float:
-        if slot.kept is None or not slot.counted:
-            return 0.0
-        factors = sum(factor.numel() for factor in slot.low_rank or ())
-        return 1.0 - int(slot.kept) / slot.counted - factors / self.projections[name].weight.numel()
+        return {
+            name: 0.0 if slot.kept is None or not slot.counted else 1.0 - int(slot.kept) / slot.counted
+            for name, slot in self._slots.items()
+        }
 
     # ------------------------------------------------------------------ the hook
 
     def _hook(self, name: str, slot: _Slot) -> Callable[[nn.Module, tuple], tuple | None]:
         def mask_input(module: nn.Module, args: tuple) -> tuple | None:
             x = args[0]
-            scored = x if slot.activation is None else slot.activation
-            slot.activation = None
             if self._observer is not None:
-                self._observer(name, scored)
+                self._observer(name, x)
             # set_threshold refuses one without a scale
             if slot.threshold is not None and slot.scale is not None:
-                slot.follow(scored)
-                keep = keep_mask(scored, slot.scale, slot.threshold)
+                slot.follow(x)
+                keep = keep_mask(x, slot.scale, slot.threshold)
                 if self._counting:
                     self._count(slot, keep)
                 if self.dense_tokens is not None:
                     keep = keep | self.dense_tokens[..., None].to(keep.device)
-                if slot.low_rank is not None:
-                    slot.dropped = torch.where(keep, x.new_zeros(()), x)
                 # where, not a product: a dropped Inf must become 0
                 x = torch.where(keep, x, x.new_zeros(()))
             if self._replacer is not None:
@@ -216,17 +172,6 @@ class MaskedModel:
             return None if x is args[0] else (x, *args[1:])
 
         return mask_input
-
-    @staticmethod
-    def _add_path(slot: _Slot) -> Callable[[nn.Module, tuple, Tensor], Tensor]:
-        def add(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
-            if slot.dropped is None or slot.low_rank is None:
-                return output
-            (left, right), dropped = slot.low_rank, slot.dropped
-            slot.dropped = None
-            return output + functional.linear(functional.linear(dropped, right), left)
-
-        return add
 
     def _count(self, slot: _Slot, keep: Tensor) -> None:
         sparse = keep if self.dense_tokens is None else keep[~self.dense_tokens.to(keep.device)]

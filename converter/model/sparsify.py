@@ -60,8 +60,6 @@ def sparsify(
     if not isinstance(bundle, Bundle):
         arguments.place("bundle", bundle)
         bundle = Bundle.open(fetch_bundle(bundle, revision))
-    if bundle.beyond_masks is not None:
-        raise UsageError(f"sparsify: {bundle.beyond_masks}, which only the runtime's plain PyTorch decoder runs")
     projections = _find_projections(model, bundle)
     desparsify(model)
     watch = _Watch(prefill)

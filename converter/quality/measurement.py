@@ -44,8 +44,7 @@ _SENSITIVITY_TOKENS = 1024
 class Measurement:
     """See the module's text; ``text`` says in words what the quality was measured on.
 
-    There is no ``sensitivity`` where none was asked for. Methods that do more than mask a projection's input have none,
-    and no ``curve`` either.
+    There is no ``sensitivity`` where none was asked for.
     """
 
     quality: Quality
@@ -135,8 +134,7 @@ def measure(
             logits.thresholds = thresholds
             found = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)
             curve.append((sparsity, found["all"]))
-    more_than_masks = result.low_rank or result.gate_thresholds
-    by_block = _sensitivity(source, tokens, result, progress) if sensitivity and not more_than_masks else None
+    by_block = _sensitivity(source, tokens, result, progress) if sensitivity else None
     return Measurement(quality, text, by_block, tuple(sorted(curve, key=lambda point: point[0])))
 
 

@@ -38,7 +38,6 @@ from ..work.progress import Progress
 from ..work.state import NO_STATE, Store
 from . import additive, evolution
 from .alpha import search_alpha
-from .baselines import choose_rank, gate_sparsity, low_rank_factors, low_rank_sparsity
 from .descent import Descent
 from .greedy import allocate_greedily
 from .refinement import Channels
@@ -107,12 +106,6 @@ class Run:
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
         self.history: dict[str, Any] = {}
-        self.ranks: dict[str, int] = {}
-        self.low_rank: dict[str, tuple[Tensor, Tensor]] = {}
-        self.gated = [name for name in self.bench.names if settings.method == "cats" and name.endswith("down_proj")]
-        self.gate_sparsity = gate_sparsity(source.config, settings.sparsity) if self.gated else 0.0
-        for name in self.gated:
-            self.bench.masked.score_by_gate(name)
         for name in self.bench.names:
             self.bench.set_scale(name, self.scale(name, self.alphas[name]))
 
@@ -122,11 +115,7 @@ class Run:
         return channel_scale(self.norms[name], alpha)
 
     def uniform(self) -> Allocation:
-        if self.gated:
-            return {name: self.gate_sparsity * (name in self.gated) for name in self.bench.names}
-        weights = {name: module.weight for name, module in self.source.projections.items()}  # their sizes
-        target = self.settings.sparsity
-        return {name: low_rank_sparsity(weights[name], target, self.ranks.get(name, 0)) for name in self.bench.names}
+        return dict.fromkeys(self.bench.names, self.settings.sparsity)
 
     def unit(self, key: str, compute: Callable[[], Any]) -> Any:
         """A unit of work that every process does alike; see `Units`."""
@@ -185,28 +174,10 @@ class Run:
 
     def prepare(self) -> None:
         """Scales and tables at the start, as the method has it."""
-        if self.settings.method == "rsparse":
-            self.choose_ranks()
         if self.settings.method == "wisparse":
             self.choose_alphas(self.uniform(), "alpha")
         else:
             self.tables()
-
-    def choose_ranks(self) -> None:
-        """Low-rank paths, as ``rsparse`` has them."""
-        with self.progress.stage("Ranks", len(self.bench.groups)) as stage:
-            for view in self.bench.blocks():
-                self.ranks |= self.unit(f"ranks/{view.index}", partial(self._block_ranks, view))
-                for name in view.names:
-                    if self.ranks[name]:
-                        weight = self.source.weight(name)
-                        self.low_rank[name] = low_rank_factors(weight, self.ranks[name])
-                        self.bench.masked.set_low_rank(name, self.low_rank[name])
-                stage.advance()
-
-    def _block_ranks(self, view: BlockView) -> dict[str, int]:
-        weights = {name: self.source.weight(name) for name in view.names}
-        return {name: choose_rank(view.inputs[name], weights[name], self.settings.sparsity) for name in view.names}
 
     def evolve_blocks(self) -> list[float]:
         """The paper's coarse search: one sparsity per block."""
@@ -359,16 +330,10 @@ class Run:
         self.note("final", allocation)
         everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size, processes=self.processes)
         with everything, self.progress.stage("Thresholds", len(bench.groups)) as stage:
-            for name in self.gated:
-                everything.masked.score_by_gate(name)
-            for name, factors in self.low_rank.items():
-                everything.masked.set_low_rank(name, factors)
             found = final_thresholds(everything, bench.scales, allocation, stage.advance)
         projections = {
             name: ProjectionRecipe(name, allocation[name], self.alphas[name], *found[name]) for name in bench.names
         }
-        for down in self.gated:
-            self._spread_gate(down, projections)
         return SearchResult(
             projections=projections,
             channel_scales={name: bench.scales[name].cpu() for name in bench.names},
@@ -377,13 +342,12 @@ class Run:
                 "kl_tokens": bench.flow.num_counted,
                 "kl_evaluations": round(bench.num_kl_evaluations, 2),
                 "kl": self.losses,
-                "mean_sparsity": round(self._mean_sparsity(projections), 9),
-                **({"ranks": self.ranks} if self.ranks else {}),
+                "mean_sparsity": round(
+                    mean_sparsity([allocation[name] for name in bench.names], list(bench.sizes.values())), 9
+                ),
                 **({"history": self.history} if self.history else {}),
             },
-            low_rank=self.low_rank,
-            gate_thresholds={name: found[name][0] for name in self.gated if found[name][0] > 0},
-            elsewhere={} if self.gated or self.low_rank else self._elsewhere(allocation),
+            elsewhere=self._elsewhere(allocation),
         )
 
     def _elsewhere(self, allocation: Allocation) -> dict[float, dict[str, float]]:
@@ -395,20 +359,6 @@ class Run:
             if abs(sparsity - target) > 0.02:
                 found[sparsity] = self.bench.thresholds(spread)
         return found
-
-    def _spread_gate(self, down: str, projections: dict[str, ProjectionRecipe]) -> None:
-        """What the gate drops is left out of down and of up alike; neither has a threshold of its own."""
-        fused, up = down.replace("down_proj", "gate_up_proj"), down.replace("down_proj", "up_proj")
-        entry = projections[down]
-        for name, part in ((down, 1.0), (fused, 0.5) if fused in projections else (up, 1.0)):
-            projections[name] = ProjectionRecipe(name, part * entry.sparsity, 0.0, 0.0, part * entry.realised_sparsity)
-
-    def _mean_sparsity(self, projections: Mapping[str, ProjectionRecipe]) -> float:
-        """Share of the weights left unread; factors are read always."""
-        sizes, names = self.bench.sizes, self.bench.names
-        factors = sum(left.numel() + right.numel() for left, right in self.low_rank.values())
-        dropped = mean_sparsity([projections[name].sparsity for name in names], [sizes[name] for name in names])
-        return dropped - factors / sum(sizes.values())
 
 
 def _batch_size(settings: SearchSettings, vocab_size: int, seq_len: int) -> int:

@@ -26,7 +26,7 @@ class SearchSettings:
     Attributes:
         sparsity: the target, a fraction of the parameters of all projections.
         method: the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g; ``wina-code`` as WINA's published
-            code has it, |x| g for k and gate and |x| elsewhere; ``cats`` and ``rsparse``: see `baselines`.
+            code has it, |x| g for k and gate and |x| elsewhere.
         search: how sparsity is spread; see `search`.
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
         seed: of everything that is drawn.
@@ -65,8 +65,6 @@ class SearchSettings:
                 f"--search {self.search} decides the score too, so it belongs to --method wisparse; "
                 f"with --method {self.method} choose additive, greedy, paper or uniform"
             )
-        if self.search != "uniform" and self.method in ("cats", "rsparse"):
-            raise UsageError(f"--method {self.method} goes with --search uniform, found {self.search!r}")
 
 
 @dataclass(frozen=True)
@@ -77,25 +75,17 @@ class SearchResult:
         projections: by name, in order of execution.
         channel_scales: by name, (K,) float32 on the CPU.
         details: JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details.
-        low_rank: of ``rsparse``, by name: factors (N, r) and (r, K), float32 on the CPU.
-        gate_thresholds: of ``cats``, by the name of ``down_proj``.
         elsewhere: thresholds by name at other sparsities with the same scales, for a curve of quality: from the dense
-            model's inputs, so about right. Empty for ``cats`` and ``rsparse``, which have other budgets.
+            model's inputs, so about right.
     """
 
     projections: Mapping[str, ProjectionRecipe]
     channel_scales: Mapping[str, Tensor]
     details: dict[str, Any] = field(default_factory=dict)
-    low_rank: Mapping[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
-    gate_thresholds: Mapping[str, float] = field(default_factory=dict)
     elsewhere: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
     def put_on(self, masked: MaskedModel) -> dict[str, float]:
-        """Put everything on a model but the thresholds, which are returned for `MaskedModel.set_thresholds`."""
+        """Put the scales on a model; the thresholds are returned, for `MaskedModel.set_thresholds`."""
         for name, scale in self.channel_scales.items():
             masked.set_scale(name, scale)
-        for name, factors in self.low_rank.items():
-            masked.set_low_rank(name, factors)
-        for name in self.gate_thresholds:
-            masked.score_by_gate(name)
-        return {name: entry.threshold for name, entry in self.projections.items()} | dict(self.gate_thresholds)
+        return {name: entry.threshold for name, entry in self.projections.items()}

@@ -91,15 +91,13 @@ def export_onnx(
 
     Raises:
         UsageError: ``out`` exists (with ``overwrite``: and is no export, or holds other files too), an unknown opset or
-            dtype, or a bundle that asks for more than masks.
+            dtype.
         UnsupportedModelError: a weight does not fit into float16.
         ResourceError: the disk is full.
     """
     if bundle.config.features:
         unknown = ", ".join(sorted(bundle.config.features))
         raise UnsupportedModelError(f"export-onnx: the ONNX graph does not know {unknown}")
-    if bundle.beyond_masks is not None:
-        raise UsageError(f"export-onnx: {bundle.beyond_masks}, which the ONNX operator has no words for")
     if opset not in OPSETS:
         raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
     if dtype == "auto":

@@ -87,7 +87,7 @@ class WisparseConfig(QuantizationConfig):
 
         Raises:
             UsageError: a version of vLLM that is not known.
-            UnsupportedModelError: quantised weights, or masks that need more than a linear layer's input.
+            UnsupportedModelError: quantised weights.
             BundleError, AccessError: as ``Bundle.open``.
         """
         require_known_version(vllm.__version__)
@@ -97,8 +97,6 @@ class WisparseConfig(QuantizationConfig):
                 "convert the unquantised model"
             )
         bundle = Bundle.open(fetch_bundle(model_name, revision))
-        if bundle.beyond_masks:
-            raise UnsupportedModelError(f"this bundle does not run in vLLM: {bundle.beyond_masks}")
         self._sparsity, self._masks = bundle.recipe.sparsity, bundle.masks
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

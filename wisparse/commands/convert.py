@@ -17,6 +17,7 @@ from wisparse.converter.settings import (
     REPORTS,
     SEARCHES,
     ConvertSettings,
+    check_method,
     default_output,
     for_sparsities,
 )
@@ -38,6 +39,11 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
         raise click.BadParameter(f"expected a number, or several with commas between, found {value!r}") from None
 
 
+class _Method(click.Choice):
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return check_method(value)
+
+
 @click.command("convert", context_settings={"show_default": True})
 @click.argument("model", type=FOLDER_OR_ID)
 @click.option(
@@ -56,7 +62,7 @@ def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> 
     help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several give several "
     "bundles from one calibration, each with its percentage behind the folder's name.",
 )
-@click.option("--method", type=click.Choice(METHODS), default=ConvertSettings.method, help="How channels are scored.")
+@click.option("--method", type=_Method(METHODS), default=ConvertSettings.method, help="How channels are scored.")
 @click.option(
     "--search",
     type=click.Choice(("auto", *SEARCHES)),
