@@ -37,6 +37,7 @@ from huggingface_hub.hf_api import RepoFile
 from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
 
 from .errors import AccessError, BundleError, UploadError, UsageError
+from .guard.arguments import found
 from .guard.files import file_digest, list_files, open_regular
 from .guard.places import find_folder
 from .manifest import MANIFEST, SIDECAR, listed_files
@@ -372,11 +373,11 @@ def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> st
     text = str(model)
     if must_have_owner:
         if not _OWNER_AND_NAME.fullmatch(text):
-            raise UsageError(f"expected a Hub repository as USER/NAME, found {text!r}")
+            raise UsageError(f"expected a Hub repository as USER/NAME, found {found(text)}")
         return text
     if not isinstance(model, str) or not (_OWNER_AND_NAME.fullmatch(text) or _NAME.fullmatch(text)):
         raise AccessError(
-            f"cannot open model {text!r:.200}: there is no such folder, and it is not a Hub id of the form USER/NAME"
+            f"cannot open model {found(text)}: there is no such folder, and it is not a Hub id of the form USER/NAME"
         )
     return text
 

@@ -27,6 +27,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from wisparse.formats.errors import AccessError, UsageError
+from wisparse.formats.guard.arguments import found
 from wisparse.formats.guard.places import shown
 
 from .generation import Tally, sparse_from
@@ -326,9 +327,11 @@ def evaluate_tasks(
             confirm_run_unsafe_code=confirm_run_unsafe_code,
         )
     except ValueError as error:
-        if "unsafe" not in str(error):
-            raise
-        raise _unsafe(", ".join(tasks)) from error
+        if "unsafe" in str(error):
+            raise _unsafe(", ".join(tasks)) from error
+        if num_fewshot and "larger than population" in str(error):
+            raise UsageError(f"--num-fewshot {num_fewshot}: one of {', '.join(tasks)} has fewer examples") from error
+        raise
     except (OSError, HTTPError) as error:
         # A data set that does not exist, or cannot be fetched; each library has its own kind.
         why = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -355,8 +358,8 @@ def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike
     import lm_eval.tasks
 
     for path in include_path:
-        if not Path(path).is_dir():
-            raise UsageError(f"--include-path {os.fspath(path)}: no such folder; expected one with YAML tasks")
+        if not os.path.isdir(path):  # False as well for what no file system can hold
+            raise UsageError(f"--include-path {found(os.fspath(path))}: no such folder; expected one with YAML tasks")
     folders = [str(LOCAL_TASKS), *(os.fspath(path) for path in include_path)]
     shortcut = [Path(lm_eval.tasks.__file__).parent / PAPER_TASKS[task] for task in tasks if task in PAPER_TASKS]
     folders += [str(folder) for folder in shortcut if folder.is_dir()]
@@ -367,7 +370,7 @@ def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise UsageError(
-            f"unknown task {unknown[0]!r}: expected a task of lm-evaluation-harness (lm_eval ls tasks), "
+            f"unknown task {found(unknown[0])}: expected a task of lm-evaluation-harness (lm_eval ls tasks), "
             "interpreter_lines, or a YAML task under --include-path"
         )
     return manager

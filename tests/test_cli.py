@@ -185,7 +185,7 @@ def _complete(program: str, typed: str) -> list[str]:
 
 @pytest.mark.parametrize("verb", cli._VERBS)
 def test_the_shell_completes_a_verbs_first_argument_with_names_of_folders(verb: str) -> None:
-    assert _complete("wisparse", f"{verb} ex") == ["file,ex" if verb == "push" else "dir,ex"]
+    assert _complete("wisparse", f"{verb} ex") == ["dir,ex"]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ A traceback means a bug of ours; ``WISPARSE_DEBUG=1`` asks for one on expected f
 
 from __future__ import annotations
 
+import codecs
 import copy
 import difflib
 import errno
 import importlib
+import io
 import os
 import sys
 import time
@@ -125,8 +127,24 @@ def _open_closed_streams() -> None:
         setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process)
 
 
+def _encodable(error: UnicodeError) -> tuple[str | bytes, int]:
+    """The bytes of a file's name that is no text come out as they came in, other letters that do not fit as escapes."""
+    assert isinstance(error, UnicodeEncodeError)
+    error.end = error.start + 1  # the rest may be of the other kind
+    escape = "surrogateescape" if "\udc80" <= error.object[error.start] <= "\udcff" else "backslashreplace"
+    return codecs.lookup_error(escape)(error)
+
+
+def _encode_everything() -> None:
+    """No letter of an answer, and no name of a folder, is one that standard output cannot take."""
+    codecs.register_error("wisparse", _encodable)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="wisparse")
+
+
 def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     _open_closed_streams()
+    _encode_everything()
     _give_way()
     try:
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.

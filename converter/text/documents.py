@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +36,7 @@ _PAIRS = (("prompt", "completion"), ("query", "response"), ("question", "answer"
 
 def is_dataset_id(spec: str) -> bool:
     """Whether ``spec`` names a data set of the Hub, ``owner/name`` or ``owner/name:split``, and no path here."""
-    return bool(_DATASET_ID.fullmatch(spec)) and not Path(spec).exists() and not Path(spec).suffix[1:].isalpha()
+    return bool(_DATASET_ID.fullmatch(spec)) and not os.path.exists(spec) and not Path(spec).suffix[1:].isalpha()
 
 
 def check_paths(paths: Sequence[str]) -> int:
@@ -170,10 +171,15 @@ def _read(file: Path) -> str:
 def _files(path: str) -> list[Path]:
     """The readable files of one path, sorted; a saved data set counts as one file."""
     root = Path(path)
-    if not root.exists():
+    if not os.path.exists(path):  # False as well for what no file system can hold
         raise CalibrationError(
             f"calibration source {path}: no such file or folder; "
             "expected self, paper, a Hub data set (owner/name) or a path"
+        )
+    if not root.is_file() and not root.is_dir():
+        raise CalibrationError(
+            f"calibration source {path}: expected a file or a folder, found a pipe or a device, which cannot be read "
+            "twice; save the text to a file"
         )
     if _is_dataset(root):
         return [root]

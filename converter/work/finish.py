@@ -14,7 +14,7 @@ from typing import Any
 
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.guard.files import PARTIAL, file_digest
-from wisparse.formats.guard.folder import write_file
+from wisparse.formats.guard.folder import require_writable, write_file
 from wisparse.formats.manifest import MANIFEST
 from wisparse.formats.verify import verify_bundle
 
@@ -25,7 +25,10 @@ _MAGIC = b'{"wisparse finish mark": 1, '
 
 def check_mark(out: Path) -> None:
     """Raise UsageError if somebody else's file stands where the mark would."""
-    for path in (_path(out), _path(out).with_name(_path(out).name + PARTIAL)):
+    mark = _path(out)
+    partial = mark.with_name(mark.name + PARTIAL)
+    require_writable(out.parent, f"{out}", "choose another output folder", partial.name)
+    for path in (mark, partial):
         if path.is_symlink() or path.is_dir() or (path.exists() and not _is_ours(path)):
             raise UsageError(f"{path}: in the way; move it or choose another output folder")
 

@@ -222,11 +222,9 @@ def _disk_errors(folder: Path) -> Iterator[None]:
                 f"the disk of {folder} is full; free some space and run the same command again: "
                 "everything computed before is kept"
             ) from error
-        if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
-            raise UsageError(
-                f"--work-dir {folder}: cannot be written ({error.strerror}); choose another --work-dir"
-            ) from error
-        raise
+        raise UsageError(
+            f"--work-dir {folder}: cannot be written ({error.strerror}); choose another --work-dir"
+        ) from error
 
 
 def _units(folder: Path) -> list[str]:

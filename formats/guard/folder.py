@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import ResourceError, UsageError
+from .arguments import found
 from .files import PARTIAL
 
 __all__ = [
@@ -68,7 +69,7 @@ def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
     partial, previous = _beside(out)
     if out.name.endswith((PARTIAL, PREVIOUS)):
         raise UsageError(f"{out}: names ending in {PARTIAL} or {PREVIOUS} are kept for unfinished work; choose another")
-    require_writable(out.parent, f"{out}", "choose another output folder")
+    require_writable(out.parent, f"{out}", "choose another output folder", previous.name)
     # Killed between its two renames, a swap has left the former OUT under the other name only.
     _check_out(out if os.path.lexists(out) else previous, kind, overwrite)
     for folder in (partial, previous):
@@ -78,12 +79,18 @@ def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
         _lock_marker(partial, kind, "r+").close()
 
 
-def require_writable(folder: Path, what: str, advice: str) -> None:
-    """Raise UsageError unless something can be made in ``folder``, which may be missing, its parents as well."""
+def require_writable(folder: Path, what: str, advice: str, name: str = "") -> None:
+    """Raise UsageError unless ``name`` can be made in ``folder``, which may be missing, its parents as well."""
+    missing = [name]
     while not os.path.lexists(folder):
+        missing.append(folder.name)
         folder = folder.parent
     if not folder.is_dir():
         raise UsageError(f"{what}: {folder} is not a folder; {advice}")
+    longest = os.pathconf(folder, "PC_NAME_MAX")
+    for name in missing:
+        if len(os.fsencode(name)) > longest:
+            raise UsageError(f"{what}: expected names of at most {longest} bytes, found {found(name)}; {advice}")
     if not os.access(folder, os.W_OK | os.X_OK):
         readonly = os.statvfs(folder).f_flag & os.ST_RDONLY
         reason = "is on a read-only file system" if readonly else "may not be written to: no permission"

@@ -23,7 +23,7 @@ from wisparse.converter.settings import (
 )
 from wisparse.formats.machine.torchrun import torchrun_place
 
-from .places import FILE_OR_ID, FOLDER_OR_ID
+from .places import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER
 
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
@@ -49,7 +49,7 @@ class _Method(click.Choice):
 @click.option(
     "-o",
     "--output-dir",
-    type=click.Path(path_type=Path),
+    type=NEW_FOLDER,
     show_default="MODEL's name, -wisparse- and the percentage",
     help="Folder to write the bundle to.",
 )
@@ -98,7 +98,7 @@ class _Method(click.Choice):
 @click.option("--max-shard-size", default=ConvertSettings.max_shard_size, help="Largest weight file.")
 @click.option(
     "--work-dir",
-    type=click.Path(path_type=Path),
+    type=NEW_FOLDER,
     show_default="OUTPUT_DIR.work",
     help="Folder for the state of an unfinished conversion.",
 )

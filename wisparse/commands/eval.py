@@ -12,6 +12,7 @@ import click
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
+from wisparse.formats.guard.arguments import place
 from wisparse.formats.hub import fetch_bundle
 
 from .options import device_options, set_up_logging
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["command"]
 
+_OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
 _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs the harness
 
 
@@ -42,7 +44,7 @@ _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs th
 )
 @click.option("--num-samples", type=click.IntRange(min=1), default=16, show_default=True, help="Sequences of the text.")
 @click.option("--seq-len", type=click.IntRange(min=2), default=512, show_default=True, help="Tokens of a sequence.")
-@click.option("--seed", type=click.IntRange(min=0), default=1, show_default=True, help="Which part of the text.")
+@click.option("--seed", type=click.IntRange(0, 2**32 - 1), default=1, show_default=True, help="Which part of the text.")
 @click.option(
     "--prefill",
     "policies",
@@ -54,7 +56,7 @@ _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs th
 @click.option("--tasks", metavar="NAME,...", help="Run tasks of lm-evaluation-harness, or interpreter_lines.")
 @click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with further YAML tasks.")
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
-@click.option("--limit", type=click.IntRange(min=1), help="At most so many questions per task.")
+@click.option("--limit", type=click.IntRange(1, 2**63 - 1), help="At most so many questions per task.")
 @click.option("--apply-chat-template", is_flag=True, help="Put the tasks' prompts through the chat template.")
 @click.option(
     "--confirm-run-unsafe-code", is_flag=True, help="Allow tasks that run code the model writes (humaneval) here."
@@ -89,18 +91,21 @@ def command(
     wisparse eval out --tasks gsm8k,mmlu
     """
     set_up_logging(verbose)
+    for text in texts:
+        place("--text", text)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     # The harness warns about what it does anyway, the Hub's client at every retry; the failure itself is said.
     for library in ("lm_eval", "huggingface_hub") if names else ():
         logging.getLogger(library).setLevel(logging.INFO if verbose else logging.ERROR)
     if tasks is not None:
         _check_tasks(names)
+    else:
+        for option in _OF_TASKS:
+            if options[option] not in (None, ()) and options[option] is not False:
+                raise UsageError(f"--{option.replace('_', '-')} belongs to --tasks, and there are none")
     if len(bundles) > 1 and not compare:
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
-    task_options = {
-        key: options.pop(key)
-        for key in ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
-    }
+    task_options = {key: options.pop(key) for key in _OF_TASKS}
     folders = [fetch_bundle(bundle, revision) for bundle in bundles]
     opened = [Bundle.open(folder) for folder in folders]
     from wisparse.converter.work.progress import Progress

@@ -12,17 +12,18 @@ import click
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
+from wisparse.formats.guard.arguments import text
 from wisparse.formats.guard.folder import check_target
 from wisparse.formats.hub import fetch_bundle
 
-from .places import FOLDER_OR_ID
+from .places import FOLDER_OR_ID, NEW_FOLDER
 
 __all__ = ["command"]
 
 
 @click.command("export-onnx")
 @click.argument("bundle", type=FOLDER_OR_ID)
-@click.argument("out", type=click.Path(path_type=Path))
+@click.argument("out", type=NEW_FOLDER)
 @click.option("--opset", type=click.IntRange(18, 24), default=21, show_default=True, help="ONNX operator set.")
 @click.option(
     "--dtype",
@@ -64,6 +65,7 @@ def command(
     from wisparse.formats.onnx.graph import DTYPES
     from wisparse.onnx_check import PROBE, check_export, rotary_tables
 
+    text("OUT", str(out))  # as the onnx package can write it
     check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
     started = time.monotonic()
     opened = Bundle.open(fetch_bundle(bundle, revision))

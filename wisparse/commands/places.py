@@ -1,11 +1,16 @@
-"""Parameters that name something here or on the Hub: plain strings, completed in a shell by what is here."""
+"""Parameters that name something here or on the Hub, completed in a shell by what is here."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
 
-__all__ = ["FILE_OR_ID", "FOLDER_OR_ID"]
+from wisparse.formats.guard.arguments import place
+from wisparse.formats.guard.places import expand
+
+__all__ = ["FILE_OR_ID", "FOLDER", "FOLDER_OR_ID", "NEW_FOLDER"]
 
 
 class _Place(click.types.StringParamType):
@@ -16,5 +21,15 @@ class _Place(click.types.StringParamType):
         return [CompletionItem(incomplete, type=self._kind)]
 
 
+class _NewFolder(_Place):
+    """A folder to be made: a path, and never the current folder because a variable was empty."""
+
+    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        name = max(param.opts, key=len) if param is not None else "folder"
+        return expand(place(name.upper() if isinstance(param, click.Argument) else name, value))
+
+
+FOLDER = _Place("dir")
 FOLDER_OR_ID = _Place("dir")
 FILE_OR_ID = _Place("file")
+NEW_FOLDER = _NewFolder("file")

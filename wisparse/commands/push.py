@@ -8,6 +8,8 @@ from pathlib import Path
 import click
 
 from wisparse.formats.errors import AccessError, printable
+from wisparse.formats.guard.arguments import found
+from wisparse.formats.guard.places import find_folder
 from wisparse.formats.hub import (
     check_write_access,
     is_public,
@@ -18,15 +20,17 @@ from wisparse.formats.hub import (
 )
 from wisparse.formats.verify import verify_bundle
 
+from .places import FOLDER
+
 __all__ = ["command"]
 
 
 @click.command("push")
-@click.argument("bundle", type=click.Path(path_type=Path))
+@click.argument("bundle", type=FOLDER)
 @click.argument("repo")
 @click.option("--private", is_flag=True, help="Make the repository private; refuse one that is public.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def command(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
+def command(bundle: str, repo: str, private: bool, as_json: bool) -> None:
     """Upload the folder BUNDLE to the Hub as REPO (USER/NAME).
 
     The bundle is verified first. Only its own files go, nothing else that lies in the folder. What is on the Hub
@@ -37,12 +41,13 @@ def command(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
     Example:
       wisparse push out my-name/Llama-3.1-8B-wisparse-50 --private
     """
-    if not bundle.is_dir():
-        raise AccessError(f"{str(bundle)!r}: there is no such folder")
+    folder = find_folder(bundle)
+    if folder is None:
+        raise AccessError(f"{found(bundle)}: there is no such folder")
     try:
-        _push(bundle, repo, private, as_json)
+        _push(folder, repo, private, as_json)
     except KeyboardInterrupt as interruption:
-        again = push_command(bundle, repo, private)
+        again = push_command(folder, repo, private)
         raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {again}") from None
 
 
