@@ -34,7 +34,13 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, tqdm
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+    tqdm,
+)
 
 from .errors import AccessError, BundleError, UploadError, UsageError
 from .guard.arguments import found
@@ -51,6 +57,7 @@ __all__ = [
     "fetch_bundle",
     "fetch_source",
     "is_public",
+    "is_reachable",
     "plan_push",
     "public_repository",
     "push_bundle",
@@ -83,6 +90,8 @@ _MAX_FILES = 100_000
 _TRANSIENT = (408, 429, 500, 502, 503, 504)
 _ATTEMPTS = 4
 _FIRST_WAIT_S = 2.0
+# How long the Hub may take to answer at all, where there is another way without it.
+_ANSWER_S = 5.0
 
 _T = TypeVar("_T")
 
@@ -202,6 +211,15 @@ def check_write_access(repo: str) -> None:
                 f"cannot push to {repo_id!r}: you are logged in as {account.get('name')!r}, who may not create "
                 f"repositories under {owner!r}"
             ) from None
+
+
+def is_reachable() -> bool:
+    """Whether the Hub answers at all: asked once, for a few seconds at most."""
+    try:
+        get_session().head(constants.ENDPOINT, timeout=_ANSWER_S)
+    except (HTTPError, OSError):  # no network, no answer, or told to do without
+        return False
+    return True
 
 
 def is_public(repo: str) -> bool:

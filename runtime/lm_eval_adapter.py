@@ -14,11 +14,14 @@ Needs the extra ``eval``; nothing else of the runtime imports this module.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import constants
 from huggingface_hub.errors import HTTPError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -29,6 +32,7 @@ from tqdm import tqdm
 from wisparse.formats.errors import AccessError, UsageError
 from wisparse.formats.guard.arguments import found
 from wisparse.formats.guard.places import shown
+from wisparse.formats.hub import is_reachable
 
 from .generation import Tally, sparse_from
 from .loader import load
@@ -298,6 +302,7 @@ def evaluate_tasks(
 
     Raises:
         UsageError: unknown task, or one that runs the model's code without consent.
+        AccessError: its data cannot be fetched; without a network they come from the cache, or it is said at once.
     """
     from lm_eval import simple_evaluate
 
@@ -310,36 +315,78 @@ def evaluate_tasks(
     adapter = WisparseLM(model, prefill=prefill)
     if tally is not None:
         adapter.tally = tally
+    offline = not _brings_its_data(tasks, manager) and not is_reachable()
     try:
-        outcome = simple_evaluate(
-            model=adapter,
-            tasks=list(tasks),
-            task_manager=manager,
-            num_fewshot=num_fewshot,
-            limit=limit,
-            log_samples=False,
-            bootstrap_iters=0,
-            apply_chat_template=apply_chat_template,
-            random_seed=seed,
-            numpy_random_seed=seed,
-            torch_random_seed=seed,
-            fewshot_random_seed=seed,
-            confirm_run_unsafe_code=confirm_run_unsafe_code,
-        )
+        with _cache_alone() if offline else nullcontext():
+            outcome = simple_evaluate(
+                model=adapter,
+                tasks=list(tasks),
+                task_manager=manager,
+                num_fewshot=num_fewshot,
+                limit=limit,
+                log_samples=False,
+                bootstrap_iters=0,
+                apply_chat_template=apply_chat_template,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+                confirm_run_unsafe_code=confirm_run_unsafe_code,
+            )
     except ValueError as error:
         if "unsafe" in str(error):
             raise _unsafe(", ".join(tasks)) from error
         if num_fewshot and "larger than population" in str(error):
             raise UsageError(f"--num-fewshot {num_fewshot}: one of {', '.join(tasks)} has fewer examples") from error
+        if offline and "Couldn't find cache" in str(error):
+            raise _unreadable(tasks, error, offline) from error
         raise
     except (OSError, HTTPError) as error:
-        # A data set that does not exist, or cannot be fetched; each library has its own kind.
-        why = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise AccessError(
-            f"the data of {', '.join(tasks)} cannot be read: {why:.200}; check the network and the harness's version"
-        ) from error
+        raise _unreadable(tasks, error, offline) from error
     counts = _questions(outcome)
     return {name: {QUESTIONS: counts[name], **_metrics(values)} for name, values in outcome["results"].items()}
+
+
+def _brings_its_data(tasks: Sequence[str], manager: Any) -> bool:
+    """Whether every task makes its questions itself, as interpreter_lines does, and none is fetched."""
+    entries = [manager.task_index.get(task) for task in tasks]
+    return all(entry is not None and "custom_dataset" in (entry.cfg or {}) for entry in entries)
+
+
+def _unreadable(tasks: Sequence[str], error: Exception, offline: bool) -> AccessError:
+    """A data set that does not exist, or cannot be fetched; each library has its own kind of error."""
+    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    names = ", ".join(tasks)
+    if not offline:
+        return AccessError(
+            f"the data of {names} cannot be read: {why:.200}; check the network and the harness's version"
+        )
+    dataset = re.search(r"[\w.-]+/[\w.-]+", why)
+    return AccessError(
+        f"the data of {names} ({dataset[0] if dataset else f'{why:.200}'}) are not in the cache, and the Hub cannot be "
+        "reached: check the network, or run this once where there is one"
+    )
+
+
+@contextmanager
+def _cache_alone() -> Iterator[None]:
+    """Data sets and metrics come from the cache, at once or not at all: their libraries try for a minute, silently."""
+    import datasets
+    import evaluate
+
+    switches = [
+        (constants, "HF_HUB_OFFLINE"),
+        (datasets.config, "HF_HUB_OFFLINE"),
+        (evaluate.config, "HF_EVALUATE_OFFLINE"),
+    ]
+    before = [getattr(module, name) for module, name in switches]
+    for module, name in switches:
+        setattr(module, name, True)
+    try:
+        yield
+    finally:
+        for (module, name), value in zip(switches, before, strict=True):
+            setattr(module, name, value)
 
 
 def _questions(outcome: Mapping[str, Any]) -> dict[str, int]:

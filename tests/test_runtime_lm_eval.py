@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from huggingface_hub.errors import HTTPError
 from torch import Tensor
 
 from wisparse.cli import main
-from wisparse.formats.errors import UsageError
+from wisparse.formats import hub
+from wisparse.formats.errors import AccessError, UsageError
 from wisparse.runtime.generation import sparse_from
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
@@ -25,11 +28,14 @@ from wisparse.runtime.tasks.interpreter_lines import load_problems
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
 
+import datasets
+import evaluate
 import lm_eval
 import lm_eval.tasks
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
+from wisparse.runtime import lm_eval_adapter
 from wisparse.runtime.lm_eval_adapter import (
     PAPER_TASKS,
     QUESTIONS,
@@ -313,6 +319,7 @@ def test_without_a_network_it_ends_in_one_sentence(
         logging.getLogger("huggingface_hub.utils").warning("thrown while requesting HEAD; retrying in 1s [Retry 1/5].")
         raise failure
 
+    monkeypatch.setattr(lm_eval_adapter, "is_reachable", lambda: True)  # it goes away later
     monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
     with pytest.raises(SystemExit) as exit_info:
         main(["eval", str(bundle), "--tasks", "gsm8k,mmlu", "--backend", "torch", "--device", "cpu"])
@@ -321,6 +328,57 @@ def test_without_a_network_it_ends_in_one_sentence(
     assert [line for line in err.splitlines() if "compiling" not in line] == [
         f"wisparse: the data of gsm8k, mmlu cannot be read: {failure}; check the network and the harness's version"
     ]
+
+
+def _closed_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_data_that_are_neither_here_nor_to_be_had_are_named_at_once(
+    silent: bool, bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The real harness and the real client: a Hub that refuses, and one that takes the call and says nothing."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr(hub, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}" if silent else _closed_port()
+        monkeypatch.setattr(hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+        started = time.monotonic()
+        with pytest.raises(SystemExit) as exit_info:
+            main(["eval", str(bundle), "--tasks", "gsm8k", "--backend", "torch", "--device", "cpu"])
+    assert time.monotonic() - started < 20
+    assert exit_info.value.code == 4
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "wisparse: the data of gsm8k (openai/gsm8k) are not in the cache, and the Hub cannot be reached: check the "
+        "network, or run this once where there is one"
+    )
+
+
+def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def switches() -> list[bool]:
+        return [hub.constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE, evaluate.config.HF_EVALUATE_OFFLINE]
+
+    def cached(**_: Any) -> None:
+        assert switches() == [True, True, True]
+        raise ValueError("Couldn't find cache for openai/gsm8k for config 'main'\nAvailable configs in the cache: []")
+
+    before = switches()
+    monkeypatch.setattr(lm_eval_adapter, "is_reachable", lambda: False)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", cached)
+    with pytest.raises(AccessError, match=r"gsm8k \(openai/gsm8k\) are not in the cache"):
+        evaluate_tasks(model, ["gsm8k"])
+    assert switches() == before
+
+
+def test_a_task_that_brings_its_data_asks_nobody(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm_eval_adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
+    assert evaluate_tasks(model, ["interpreter_lines"], limit=1)["interpreter_lines"]["num_questions"] == 1
 
 
 def test_the_papers_tasks_have_these_names() -> None:
