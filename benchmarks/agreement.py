@@ -37,8 +37,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.manifest import MANIFEST
 from wisparse.formats.onnx.file import MODEL, export_onnx
+from wisparse.formats.record.manifest import MANIFEST
 from wisparse.kernels.reference import kept, scores
 from wisparse.onnx_check import rotary_tables
 from wisparse.runtime.tasks.interpreter_lines import make_problems

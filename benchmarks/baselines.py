@@ -32,7 +32,7 @@ from wisparse.converter.searches.settings import SearchResult
 from wisparse.converter.searches.thresholds import final_thresholds
 from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.errors import UsageError
-from wisparse.formats.recipe import ProjectionRecipe
+from wisparse.formats.record.recipe import ProjectionRecipe
 from wisparse.kernels.reference import keep_mask, scores
 
 __all__ = ["BASELINES", "Baseline"]

@@ -40,7 +40,7 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
     from wisparse.formats.checkpoint import TensorInfo
     from wisparse.formats.errors import BundleError
     from wisparse.formats.expected import expected_tensors
-    from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
     from wisparse.formats.write import write_bundle
 
     config_dict = {**SHAPES[shape], "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "dtype": "bfloat16"}

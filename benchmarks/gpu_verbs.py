@@ -91,7 +91,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> N
     from wisparse.formats.checkpoint import TensorInfo
     from wisparse.formats.errors import BundleError
     from wisparse.formats.expected import expected_tensors
-    from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
     from wisparse.formats.write import write_bundle
     from wisparse.runtime.cuda.decoder import CudaDecoder
 

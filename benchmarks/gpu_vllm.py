@@ -291,8 +291,8 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     from wisparse.formats.bundle import Bundle
     from wisparse.formats.expected import expected_tensors
     from wisparse.formats.guard.safetensors_header import build_header
-    from wisparse.formats.manifest import Manifest, recipe_digest
-    from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+    from wisparse.formats.record.manifest import Manifest, recipe_digest
+    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 
     model = ModelConfig.from_dict(config)
     packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",

@@ -23,7 +23,6 @@ import torch
 
 import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask, is_document
-from wisparse.formats.card import Evaluation, read_inherited, render_card
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError
 from wisparse.formats.guard import arguments
@@ -31,7 +30,8 @@ from wisparse.formats.guard.folder import clear_leftovers
 from wisparse.formats.guard.places import expand
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.machine.device import choose_device
-from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.card import Evaluation, read_inherited, render_card
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import BUNDLE, write_bundle
 
 from .model.fingerprint import Hashes, small_digests, weight_digests

@@ -24,7 +24,7 @@ from wisparse.formats.guard.safe_json import read_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.machine.memory import free_memory_bytes
-from wisparse.formats.manifest import has_masks
+from wisparse.formats.record.manifest import has_masks
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .bench.sensitivity import LARGEST_LOGITS

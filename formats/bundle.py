@@ -26,8 +26,16 @@ from .guard.files import PARTIAL, list_files, read_bounded, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import parse_json, read_json
 from .guard.safetensors_header import DTYPES, Header, read_header
-from .manifest import MANIFEST, MAX_MANIFEST_BYTES, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
-from .recipe import Recipe
+from .record.manifest import (
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    MAX_SPARSITY,
+    SIDECAR,
+    Manifest,
+    recipe_digest,
+    require_version,
+)
+from .record.recipe import Recipe
 
 __all__ = ["MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
 

@@ -29,7 +29,7 @@ from .guard.files import FileIdentity, open_regular, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import read_json
 from .guard.safetensors_header import DTYPES, Header, read_header
-from .manifest import has_masks
+from .record.manifest import has_masks
 
 __all__ = ["INDEX", "Checkpoint", "TensorInfo", "is_finite"]
 

@@ -46,7 +46,7 @@ from .errors import AccessError, BundleError, UploadError, UsageError
 from .guard.arguments import found
 from .guard.files import file_digest, list_files, open_regular
 from .guard.places import find_folder
-from .manifest import MANIFEST, SIDECAR, listed_files
+from .record.manifest import MANIFEST, SIDECAR, listed_files
 
 __all__ = [
     "PushPlan",

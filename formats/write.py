@@ -28,8 +28,8 @@ from .guard.files import file_digest, list_files, read_bounded
 from .guard.folder import Kind, check_target, replaced_folder
 from .guard.safe_json import dump_json
 from .guard.safetensors_header import build_header
-from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, listed_files, recipe_digest
-from .recipe import FORMAT_VERSION, Recipe
+from .record.manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, listed_files, recipe_digest
+from .record.recipe import FORMAT_VERSION, Recipe
 from .verify import verify_files
 
 __all__ = ["BUNDLE", "check_output", "copied_files", "estimate_bytes", "parse_size", "write_bundle"]

@@ -9,7 +9,7 @@ import torch
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import write_bundle
 
 

@@ -15,7 +15,7 @@ from wisparse.converter.quality.block_sensitivity import BlockSensitivity
 from wisparse.converter.quality.evaluation import Measured, Quality
 from wisparse.converter.quality.report import REPORT, expectation, make_report, render_report, verdict
 from wisparse.formats.architectures import ModelConfig
-from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 
 
 def config(model_type: str = "llama", num_blocks: int = 3) -> ModelConfig:

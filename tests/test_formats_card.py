@@ -11,8 +11,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from wisparse.formats.card import Evaluation, Inherited, read_inherited, render_card
-from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.card import Evaluation, Inherited, read_inherited, render_card
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 
 EVALUATION = Evaluation("held-out library source", 24576, "every token sparse", 7.957, 8.37, 0.0513, 0.826, 0.5)
 LLAMA = "---\nlicense: llama3.1\nlanguage:\n- en\n- de\nbase_model: x/y\nextra_gated_prompt: secret\n---\n# Llama\n"

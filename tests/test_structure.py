@@ -20,6 +20,27 @@ ROOMS = {
     "runtime": {"formats", "kernels"},
     "wisparse": {"formats", "kernels", "converter", "runtime", "commands", "cli"},
 }
+# What a sub-room may import of its own room: other sub-rooms and files that stand beside it.
+SUB_ROOMS = {
+    "formats/guard": {"errors"},
+    "formats/machine": {"errors", "guard"},
+    "formats/onnx": {"architectures", "bundle", "checkpoint", "errors", "guard"},
+    "formats/record": {"errors", "guard"},
+    "kernels/cpu": {"compiling"},
+    "kernels/gpu": {"precision"},
+    "converter/bench": {"budget", "model", "text", "work"},
+    "converter/model": set(),
+    "converter/quality": {"bench", "budget", "model", "searches", "text", "work"},
+    "converter/searches": {"bench", "budget", "model", "settings", "text", "work"},
+    "converter/text": {"model", "work"},
+    "converter/work": set(),
+    "runtime/cpu": {"cache", "rotary", "torch"},
+    "runtime/cuda": {"cache", "decoder", "rotary", "sampling", "timing"},
+    "runtime/tasks": set(),
+    "runtime/text": set(),
+    "runtime/torch": {"cache", "decoder", "rotary"},
+    "runtime/vllm": set(),
+}
 HEAVY = ("transformers", "datasets", "matplotlib")
 
 
@@ -52,6 +73,77 @@ def test_room_imports_only_what_it_may(room: str) -> None:
             if room != "wisparse" and target not in ROOMS:
                 wrong.append(f"{file.relative_to(ROOT)} imports {'.'.join(name)} from the public face")
     assert not wrong, "\n".join(wrong)
+
+
+def _arrows(root: Path, room: str) -> dict[str, set[str]]:
+    """Of each file of a room the files of that room that it imports, as paths below the room without their suffix."""
+    files = {file.relative_to(root / room).with_suffix("").as_posix() for file in (root / room).rglob("*.py")}
+    arrows: dict[str, set[str]] = {name: set() for name in files}
+    for name in files:
+        package = ("wisparse", room, *name.split("/")[:-1])
+        for target in _imports(root / room / f"{name}.py", package):
+            inner = target[2:] if target[:2] == ("wisparse", room) else ()
+            # The last name may be a thing in a module, or itself the module.
+            found = {"/".join(inner), "/".join(inner[:-1])} & files
+            arrows[name] |= found - {name}
+    return arrows
+
+
+def _circles(arrows: dict[str, set[str]]) -> list[set[str]]:
+    """Sets of nodes that reach each other."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        ahead = [start]
+        while ahead:
+            new = arrows[ahead.pop()] - seen
+            seen |= new
+            ahead += new
+        return seen
+
+    reach = {node: reached(node) for node in arrows}
+    return [{node for node in reach[start] if start in reach[node]} for start in arrows if start in reach[start]]
+
+
+def _beside(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The same between what stands side by side in a room: sub-rooms, and files of none."""
+    merged: dict[str, set[str]] = {}
+    for name, targets in arrows.items():
+        own = name.split("/")[0]
+        merged.setdefault(own, set()).update({target.split("/")[0] for target in targets} - {own})
+    return merged
+
+
+@pytest.mark.parametrize("room", ["formats", "kernels", "converter", "runtime"])
+def test_no_files_and_no_sub_rooms_import_each_other_in_a_circle(room: str) -> None:
+    arrows = _arrows(ROOT, room)
+    assert sum(map(len, arrows.values())) > 10  # the check sees the imports
+    assert _circles(arrows) == []
+    assert _circles(_beside(arrows)) == []
+
+
+@pytest.mark.parametrize("room", ["formats", "kernels", "converter", "runtime"])
+def test_a_sub_room_imports_only_what_stands_below_it(room: str) -> None:
+    folders = {f"{room}/{file.parent.name}" for file in (ROOT / room).glob("*/*.py")}
+    assert folders == {name for name in SUB_ROOMS if name.startswith(f"{room}/")}
+    beside = _beside(_arrows(ROOT, room))
+    wrong = {name: beside[name.split("/")[1]] - SUB_ROOMS[name] for name in folders}
+    assert not any(wrong.values()), wrong
+
+
+def test_circle_check_can_fail(tmp_path: Path) -> None:
+    for name, text in {
+        "a.py": "from .sub import b",
+        "sub/b.py": "def f():\n    from ..c import thing",
+        "c.py": "from wisparse.room.sub.d import other",
+        "sub/d.py": "",
+    }.items():
+        (tmp_path / "room" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "room" / name).write_text(text)
+    arrows = _arrows(tmp_path, "room")
+    assert arrows == {"a": {"sub/b"}, "sub/b": {"c"}, "c": {"sub/d"}, "sub/d": set()}
+    assert _circles(arrows) == []
+    assert {"sub", "c"} in _circles(_beside(arrows))
 
 
 def test_import_check_can_fail(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.expected import expected_tensors
-from wisparse.formats.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import write_bundle
 
 __all__ = [

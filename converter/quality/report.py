@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wisparse.formats.architectures import ModelConfig, Projection
-from wisparse.formats.recipe import Recipe
+from wisparse.formats.record.recipe import Recipe
 
 from ..budget import mean_sparsity
 from .block_sensitivity import BlockSensitivity

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.formats.recipe import ProjectionRecipe
+from wisparse.formats.record.recipe import ProjectionRecipe
 
 from ..bench.sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
 from ..bench.statistics import channel_scale, weight_norm

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.recipe import ProjectionRecipe
+from wisparse.formats.record.recipe import ProjectionRecipe
 
 from ..budget import check_target
 from ..model.masking import MaskedModel

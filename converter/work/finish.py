@@ -15,7 +15,7 @@ from typing import Any
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.guard.files import PARTIAL, file_digest
 from wisparse.formats.guard.folder import require_writable, write_file
-from wisparse.formats.manifest import MANIFEST
+from wisparse.formats.record.manifest import MANIFEST
 from wisparse.formats.verify import verify_bundle
 
 __all__ = ["check_mark", "is_finished", "names_the_bundle", "remove_mark", "write_mark"]

@@ -76,7 +76,7 @@ def _mark(found: dict[str, Any], config: Any, model: str | Path, revision: str |
         return
     from vllm.transformers_utils.repo_utils import file_or_path_exists
 
-    from wisparse.formats.manifest import MANIFEST, SIDECAR
+    from wisparse.formats.record.manifest import MANIFEST, SIDECAR
 
     from .config import NAME
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import printable
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.recipe import ProjectionRecipe
+from wisparse.formats.record.recipe import ProjectionRecipe
 
 from .places import FOLDER_OR_ID
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import BundleError
-from .guard.safe_json import dump_json, read_json
+from ..errors import BundleError
+from ..guard.safe_json import dump_json, read_json
 from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe
 
 __all__ = [
