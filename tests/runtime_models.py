@@ -129,7 +129,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB") -> Path:
+def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", vocab_size: int = 101) -> Path:
     """A model of 3 blocks with random weights, saved as transformers saves it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -137,7 +137,7 @@ def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB") -> 
     settings = {"num_key_value_heads": 2, **settings}
     config = AutoConfig.for_model(
         model_type,
-        vocab_size=101,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=112,
         num_hidden_layers=3,

@@ -33,7 +33,7 @@ def setting():
 @pytest.mark.parametrize(("limit", "tolerance"), [(1 << 30, 2e-4), (0, 1e-6)], ids=["float16", "hidden state"])
 def test_both_compact_forms_give_the_kl_of_the_whole_model(setting, limit: int, tolerance: float) -> None:
     source, tokens, masked = setting
-    flow = BlockFlow(source.model, source.blocks, tokens.input_ids, tokens.keep, batch_size=4)
+    flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep, batch_size=4)
     reference = DenseReference(flow, limit_bytes=limit)
     assert reference.exact == (limit == 0)
     masked.clear()

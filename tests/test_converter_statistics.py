@@ -86,7 +86,7 @@ def test_the_flow_of_blocks_is_the_model(kind: str) -> None:
     # A sliding window in some blocks: what a block is called with differs from block to block.
     changes = {} if kind == "llama" else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     source, tokens = tiny_source(kind, **changes), tiny_tokens(5)
-    flow = BlockFlow(source.model, source.blocks, tokens.input_ids, tokens.keep, batch_size=2)
+    flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep, batch_size=2)
     expected = source.model(input_ids=tokens.input_ids, use_cache=False).logits
     got = torch.cat([flow.logits(flow.finish(0, batch, h)) for batch, h in enumerate(flow.start())])
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
@@ -134,7 +134,7 @@ def test_an_error_counts_only_the_tokens_that_count() -> None:
 
 def test_projections_without_a_mask_are_observed_only_within_the_context() -> None:
     source, tokens = tiny_source(), tiny_tokens(2)
-    flow = BlockFlow(source.model, source.blocks, tokens.input_ids, tokens.keep)
+    flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
     with MaskedModel(source.projections) as masked:
         names = list(source.projections)[:7]
         inputs, out = block_inputs(flow, masked, 0, flow.start(), names)

@@ -23,6 +23,7 @@ from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, 
 from wisparse.formats.write import write_bundle
 
 __all__ = [
+    "byte_tokenizer",
     "change_tensor",
     "join_safetensors",
     "resign",
@@ -108,11 +109,12 @@ def write_tiny_model(
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
     (folder / "LICENSE").write_text("Do as you like.\n")
-    _tokenizer().save(str(folder / "tokenizer.json"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 
-def _tokenizer() -> Tokenizer:
+def byte_tokenizer() -> Tokenizer:
+    """A token a byte, ``<s>`` and ``</s>``: `VOCAB` in all."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

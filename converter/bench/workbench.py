@@ -75,7 +75,7 @@ class Workbench:
         rows = processes.rows(len(ids), batch_size)
         self.idle = -(-len(ids) // batch_size) < processes.size
         self.masked = masked or MaskedModel(source.projections)
-        self.flow = BlockFlow(source.model, source.blocks, ids[rows], keep[rows], batch_size)
+        self.flow = BlockFlow(source.model, source.config, ids[rows], keep[rows], batch_size)
         self.names = list(source.projections)
         self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
         self.groups = block_projections(self.names, len(source.blocks))
@@ -238,7 +238,7 @@ class Workbench:
         while len(self._wide) <= batch:
             index, times = len(self._wide), self.side_by_side
             ids, keep = self.flow.input_ids[index].repeat(times, 1), self.flow.counted[index].repeat(times, 1)
-            self._wide.append(BlockFlow(self.flow.model, self.flow.blocks, ids, keep, len(ids)))
+            self._wide.append(BlockFlow(self.flow.model, self.flow.config, ids, keep, len(ids)))
         return self._wide[batch]
 
 

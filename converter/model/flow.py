@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UnsupportedModelError
 
 __all__ = ["BlockFlow", "input_device"]
@@ -60,8 +61,8 @@ class BlockFlow:
     """The blocks of a causal LM, run one at a time over micro-batches of the same tokens.
 
     Args:
-        model: a Hugging Face causal LM whose decoder has ``norm`` and whose blocks stand in ``blocks``.
-        blocks: the decoder's ModuleList.
+        model: a Hugging Face causal LM whose decoder has ``layers`` and ``norm``.
+        config: what becomes of the output layer's products on the way to logits.
         input_ids: (S, L) int64.
         keep: (S, L) bool, the tokens that count: neither padding nor the first token of a sequence, whose activations
             (the attention sink) are not like the others'. Quantiles, errors and divergences are over these; the other
@@ -69,15 +70,17 @@ class BlockFlow:
         batch_size: sequences per micro-batch.
 
     Attributes:
+        blocks: the decoder's ModuleList.
         counted: ``keep`` by micro-batch.
 
     The blocks of one model may lie on several devices; each takes its input to its own.
     """
 
-    def __init__(self, model: Any, blocks: nn.ModuleList, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
-        self.model, self.blocks = model, blocks
+    def __init__(self, model: Any, config: ModelConfig, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
+        self.model, self.config = model, config
         self.device = input_device(model)
         decoder = model.get_decoder()
+        self.blocks: nn.ModuleList = decoder.layers
         self.norm: Any = getattr(decoder, "norm", None)
         if self.norm is None:
             raise UnsupportedModelError(f"{type(decoder).__name__}: expected a final norm called 'norm', found none")
@@ -124,7 +127,8 @@ class BlockFlow:
 
     def logits(self, final: Tensor) -> Tensor:
         """Rows of normalised hidden states (T, hidden_size) to float32 logits (T, V)."""
-        return self.head(final).float()
+        logits, cap = self.head(final).float() * self.config.logits_multiplier, self.config.logits_softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 @contextmanager

@@ -117,7 +117,8 @@ def load_source(
                 folder,
                 config=hf_config,
                 dtype=dtype,
-                attn_implementation="sdpa",
+                # torch's fused attention cannot cap scores.
+                attn_implementation="sdpa" if config.attention_softcap is None else "eager",
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,

@@ -146,5 +146,5 @@ def _vocabulary_inputs(bench: Workbench, names: Sequence[str]) -> Iterator[Tenso
     rows, length = bench.batch_shape
     ids = torch.arange(-(-num_tokens // length) * length).remainder(num_tokens).view(-1, length)
     for some in list(ids.split(rows))[bench.processes.index :: bench.processes.size]:
-        part = BlockFlow(flow.model, flow.blocks, some, torch.ones_like(some, dtype=torch.bool), rows)
+        part = BlockFlow(flow.model, flow.config, some, torch.ones_like(some, dtype=torch.bool), rows)
         yield first_inputs(part, bench.masked, 0, part.start(), names)[1]

@@ -1,0 +1,70 @@
+"""From a checkpoint to answers, for every family: converted, verified, decoded dense and sparse like transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runtime_models import FAMILIES, make_checkpoint
+from tiny_bundle import VOCAB, byte_tokenizer
+
+import wisparse
+from wisparse.converter.pipeline import convert
+from wisparse.formats.verify import verify_bundle
+
+# The default search goes backward and forward through the masked model, the other one from block to block.
+SEARCHES = ("refine", "additive")
+QUICK = (("gemma3", "refine"), ("granite", "refine"))
+CASES = [(variant, search) for variant in FAMILIES for search in SEARCHES]
+CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in CASES]
+
+
+def make_source(variant: str, folder: Path) -> Path:
+    make_checkpoint(variant, folder, vocab_size=VOCAB)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def converted(source: Path, out: Path, search: str) -> Path:
+    convert(source, out, search=search, num_samples=4, seq_len=24, device="cpu")
+    verify_bundle(out)
+    return out
+
+
+def hugging_face(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def check_bundle(bundle: Path, dense: torch.nn.Module) -> None:
+    """Dense logits are the source's, as ``dense`` computes them; sparse greedy tokens those of transformers, masked."""
+    tokens = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
+    model = wisparse.load(bundle, device="cpu", dtype="float32", backend="torch")
+    expected = dense(tokens[None], use_cache=False).logits[0]
+    assert expected.abs().max() > 1, "logits this small would hide any difference"
+    assert (model.decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
+    theirs = greedy_by_transformers(wisparse.sparsify(hugging_face(bundle), bundle), tokens)
+    assert greedy_by_runtime(model, tokens) == theirs
+    assert (model.decoder.logits(tokens, 0) - expected).abs().max() > 0.1, "masks that change nothing show nothing"
+
+
+def greedy_by_transformers(model: torch.nn.Module, tokens: torch.Tensor, count: int = 16) -> list[int]:
+    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    return model.generate(tokens[None], **settings)[0, len(tokens) :].tolist()
+
+
+def greedy_by_runtime(model: wisparse.Model, tokens: torch.Tensor, count: int = 16) -> list[int]:
+    """Whatever the end of a text is: a prompt read dense, then sparse tokens."""
+    found = [int(model.decoder.prefill(0, tokens, len(tokens)).argmax())]
+    while len(found) < count:
+        found.append(int(model.decoder.decode(torch.tensor(found[-1:]))[0].argmax()))
+    return found
+
+
+@pytest.mark.parametrize(("variant", "search"), CASES)
+def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, search: str, tmp_path: Path) -> None:
+    source = make_source(variant, tmp_path / "source")
+    check_bundle(converted(source, tmp_path / "bundle", search), hugging_face(source))
