@@ -19,11 +19,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from quality import Evaluator
+from quality import Divergence, Evaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wisparse.converter.bench.divergence import Divergence
 from wisparse.converter.bench.statistics import score_quantiles
 from wisparse.converter.bench.workbench import Workbench
 from wisparse.converter.budget import MAX_SPARSITY

@@ -18,11 +18,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,6 @@ import torch
 
 import wisparse
 from wisparse.converter.pipeline import convert
-from wisparse.converter.quality.evaluation import Answers, exact_answers
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.dense import without_masks
 from wisparse.runtime.loader import load
@@ -39,6 +40,72 @@ from wisparse.runtime.tasks.interpreter_lines import make_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICIES = ("dense", "half", "all")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Exact answers to the same problems, one bool each, dense and sparse."""
+
+    dense: tuple[bool, ...]
+    sparse: tuple[bool, ...]
+
+    @property
+    def dense_right(self) -> float:
+        """Fraction of problems that the dense model gets right."""
+        return sum(self.dense) / len(self.dense)
+
+    @property
+    def sparse_right(self) -> float:
+        """Fraction of problems that the sparse model gets right."""
+        return sum(self.sparse) / len(self.sparse)
+
+    @property
+    def relative(self) -> float:
+        """Sparse over dense; nan if the dense model gets none right."""
+        return sum(self.sparse) / sum(self.dense) if any(self.dense) else math.nan
+
+    @property
+    def lost(self) -> int:
+        """Problems that only the dense model gets right."""
+        return sum(d and not s for d, s in zip(self.dense, self.sparse, strict=True))
+
+    @property
+    def gained(self) -> int:
+        """Problems that only the sparse model gets right."""
+        return sum(s and not d for d, s in zip(self.dense, self.sparse, strict=True))
+
+    @property
+    def relative_error(self) -> float:
+        """Standard error of `relative`: the problems are a sample, and only those that changed sides move it."""
+        changed = self.lost + self.gained
+        spread = changed - (self.lost - self.gained) ** 2 / len(self.dense)
+        return math.sqrt(spread) / sum(self.dense) if any(self.dense) else math.nan
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures, JSON-ready."""
+        names = ("dense_right", "sparse_right", "relative", "relative_error", "lost", "gained")
+        found = {name: value if math.isfinite(value := getattr(self, name)) else None for name in names}
+        return {"num_problems": len(self.dense), **found}
+
+
+def exact_answers(
+    complete: Callable[[str], str],
+    problems: Iterable[tuple[str, str]],
+    *,
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[bool, ...]:
+    """Whether a model gives exactly the right answers.
+
+    Args:
+        complete: a prompt to the text that greedy decoding gives up to the end of the answer.
+        problems: (prompt, answer) pairs.
+        advance: called after every problem.
+    """
+    result = []
+    for prompt, answer in problems:
+        result.append(complete(prompt) == answer)
+        advance()
+    return tuple(result)
 
 
 def say(text: str) -> None:

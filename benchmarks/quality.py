@@ -5,13 +5,14 @@ Calibration and evaluation text are different files of the Python standard libra
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import random
 import sysconfig
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,12 @@ import torch
 from torch import Tensor
 
 import wisparse
-from wisparse.converter.bench.divergence import Divergence, evaluate
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import SourceModel
 from wisparse.converter.searches.settings import SearchResult
 from wisparse.converter.text.tokens import CalibrationTokens
 
-__all__ = ["Evaluator", "describe_machine", "markdown_table", "stdlib_tokens"]
+__all__ = ["Divergence", "Evaluator", "describe_machine", "evaluate", "markdown_table", "stdlib_tokens"]
 
 # A file shorter than this gives no full sequence.
 _SMALLEST_FILE = 8192
@@ -48,6 +48,81 @@ def stdlib_tokens(source: SourceModel, kind: str, num_samples: int, seq_len: int
             begin = order.randrange(len(ids) - seq_len + 1)
             rows.append(ids[begin : begin + seq_len])
     return CalibrationTokens.from_rows(rows[:num_samples], f"standard library, {kind} files", seed)
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Dense against sparse on the same tokens; perplexities are per token, ``realised_sparsity`` by parameters."""
+
+    kl: float
+    perplexity: float
+    dense_perplexity: float
+    top1_agreement: float
+    realised_sparsity: float
+    num_tokens: int
+
+
+@torch.no_grad()
+def evaluate(
+    model: Any,
+    masked: MaskedModel,
+    input_ids: Tensor,
+    thresholds: dict[str, float],
+    *,
+    prefill: str = "all",
+    batch_size: int = 4,
+    dense_log_probs: list[Tensor] | None = None,
+) -> Divergence:
+    """Run the model dense and masked over whole sequences without padding.
+
+    Args:
+        input_ids: (S, L) int64.
+        thresholds: per projection; their scales are on ``masked`` already.
+        prefill: ``all``: every token is sparse (the first one too); ``half``: the last L // 2 tokens are, and only
+            their predictions are measured.
+        dense_log_probs: a list that keeps the dense model's (B, L, V) per batch: filled if empty, used if filled. Same
+            tokens, prefill and batch size every time.
+    """
+    length = input_ids.shape[1]
+    first = 0 if prefill == "all" else length - length // 2
+    sizes = {name: module.weight.numel() for name, module in masked.projections.items()}
+    device = next(model.parameters()).device
+    kl = agree = loss = dense_loss = 0.0
+    tokens = predicted = 0
+    previous = masked.dense_tokens
+    masked.clear()
+    with masked.counting() as realised:
+        known = list(dense_log_probs or ())
+        for index, ids in enumerate(input_ids.split(batch_size)):
+            ids = ids.to(device)
+            masked.clear()
+            if known:
+                dense = known[index]
+            else:
+                dense = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+                if dense_log_probs is not None:
+                    dense_log_probs.append(dense)
+            masked.dense_tokens = (torch.arange(length, device=device) < first).expand_as(ids) if first else None
+            masked.set_thresholds(thresholds)
+            sparse = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+            kl += float((dense.exp() * (dense - sparse)).sum(dtype=torch.float64))
+            agree += int((dense.argmax(-1) == sparse.argmax(-1)).sum())
+            labels = ids[:, first + 1 :, None]
+            dense_loss -= float(dense[:, :-1].gather(-1, labels).sum(dtype=torch.float64))
+            loss -= float(sparse[:, :-1].gather(-1, labels).sum(dtype=torch.float64))
+            tokens += sparse.shape[0] * sparse.shape[1]
+            predicted += labels.numel()
+        dropped = realised()
+    masked.clear()
+    masked.dense_tokens = previous
+    return Divergence(
+        kl=kl / tokens,
+        perplexity=math.exp(loss / predicted),
+        dense_perplexity=math.exp(dense_loss / predicted),
+        top1_agreement=agree / tokens,
+        realised_sparsity=sum(dropped[name] * sizes[name] for name in sizes) / sum(sizes.values()),
+        num_tokens=tokens,
+    )
 
 
 class Evaluator:

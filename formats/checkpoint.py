@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,28 +176,6 @@ class Checkpoint:
             raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
         self._require(name, self._fill(buffer, info, 0, 0))
         return torch.from_numpy(buffer).view(info.dtype).reshape(info.shape).to(device)
-
-    def read_ahead(self, names: Iterable[str] | None = None, threads: int = 2) -> Iterator[tuple[str, Tensor]]:
-        """``(name, tensor)`` in the order asked for, while ``threads`` further ones are being read.
-
-        Args:
-            names: which tensors; all by default.
-            threads: readers; at most ``threads + 1`` tensors are in memory on behalf of this iterator.
-        """
-        pending: deque[tuple[str, Future[Tensor]]] = deque()
-        with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="read-ahead") as pool:
-            try:
-                for name in self.tensors if names is None else names:
-                    pending.append((name, pool.submit(self.tensor, name)))
-                    if len(pending) > threads:
-                        first, future = pending.popleft()
-                        yield first, future.result()
-                while pending:
-                    first, future = pending.popleft()
-                    yield first, future.result()
-            finally:
-                for _, future in pending:
-                    future.cancel()
 
     def read_part(self, name: str, offset: int, memory: Tensor) -> int:
         """Fill ``memory``, (n,) uint8 on the CPU, with the tensor's bytes from ``offset`` on; for several readers at

@@ -100,7 +100,8 @@ def meaning(bundle: Bundle) -> str:
     for name, mask in bundle.masks.items():
         digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r}".encode())
         digest.update(mask.channel_scale.numpy().tobytes())
-    for name, tensor in bundle.checkpoint.read_ahead():
+    for name in bundle.checkpoint.tensors:
+        tensor = bundle.checkpoint.tensor(name)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import baselines
 import pytest
 import torch
+from baselines import choose_rank, low_rank_factors, low_rank_sparsity
+from quality import Evaluator
 from tiny_source import tiny_source, tiny_tokens
 from torch.nn import functional
 
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.errors import UsageError
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmarks"))
-
-import baselines
-from baselines import choose_rank, low_rank_factors, low_rank_sparsity
-from quality import Evaluator
 
 
 # KL and realised sparsity, as these methods gave them when the search itself made them and bundles held them.

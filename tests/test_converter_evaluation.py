@@ -11,13 +11,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bundle_maker import make_bundle
+from interpreter_lines import Answers, exact_answers
+from quality import evaluate
 from torch import Tensor
 
 from wisparse.cli import main
-from wisparse.converter.bench.divergence import evaluate
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import load_source
-from wisparse.converter.quality.evaluation import Answers, evaluate_text, exact_answers, first_sparse, same_text
+from wisparse.converter.quality.evaluation import evaluate_text, first_sparse, same_text
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.dense import without_masks

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench.divergence import evaluate
 from wisparse.converter.bench.workbench import Workbench
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import SourceModel

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench.divergence import evaluate
 from wisparse.converter.bench.workbench import Workbench
 from wisparse.converter.budget import mean_sparsity
 from wisparse.converter.model.masking import MaskedModel

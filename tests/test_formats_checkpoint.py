@@ -48,16 +48,11 @@ def test_layouts(dtype: torch.dtype, shards: int, tied: bool, tmp_path: Path) ->
     stored = _read(tmp_path)
     assert set(stored) == set(checkpoint.tensors)
     assert checkpoint.nbytes == sum(tensor.nbytes for tensor in stored.values())
-    for name, tensor in checkpoint.read_ahead():
+    for name in checkpoint.tensors:
+        tensor = checkpoint.tensor(name)
         assert tensor.dtype is dtype
         assert torch.equal(tensor, stored[name])
         assert torch.equal(torch.cat([chunk.clone() for chunk in checkpoint.chunks(name, 64)]), stored[name].flatten())
-
-
-def test_read_ahead_keeps_the_order(tmp_path: Path) -> None:
-    checkpoint = Checkpoint.open(write_tiny_model(tmp_path))
-    names = list(checkpoint.tensors)[::-1]
-    assert [name for name, _ in checkpoint.read_ahead(names, threads=3)] == names
 
 
 def test_tied_model_may_store_its_head_and_old_llama_its_frequencies(tmp_path: Path) -> None:

@@ -80,7 +80,8 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
         assert torch.equal(mask.channel_scale, masks[name].channel_scale)
         assert (mask.threshold, mask.sparsity) == (masks[name].threshold, masks[name].sparsity)
     expected = stored if dtype == "auto" else DTYPES[dtype]
-    for name, tensor in bundle.checkpoint.read_ahead():
+    for name in bundle.checkpoint.tensors:
+        tensor = bundle.checkpoint.tensor(name)
         assert tensor.dtype is expected
         assert torch.equal(tensor, source.tensor(name).to(expected))
     for file in bundle.checkpoint.files():

@@ -29,13 +29,11 @@ from ..bench.divergence import kl_rows
 
 __all__ = [
     "POLICIES",
-    "Answers",
     "Counter",
     "Logits",
     "Measured",
     "Quality",
     "evaluate_text",
-    "exact_answers",
     "first_sparse",
     "same_text",
 ]
@@ -217,71 +215,6 @@ def evaluate_text(
         )
         for policy in policies
     }
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Exact answers to the same problems, one bool each, dense and sparse."""
-
-    dense: tuple[bool, ...]
-    sparse: tuple[bool, ...]
-
-    @property
-    def dense_right(self) -> float:
-        """Fraction of problems that the dense model gets right."""
-        return sum(self.dense) / len(self.dense)
-
-    @property
-    def sparse_right(self) -> float:
-        """Fraction of problems that the sparse model gets right."""
-        return sum(self.sparse) / len(self.sparse)
-
-    @property
-    def relative(self) -> float:
-        """Sparse over dense; nan if the dense model gets none right."""
-        return sum(self.sparse) / sum(self.dense) if any(self.dense) else math.nan
-
-    @property
-    def lost(self) -> int:
-        """Problems that only the dense model gets right."""
-        return sum(d and not s for d, s in zip(self.dense, self.sparse, strict=True))
-
-    @property
-    def gained(self) -> int:
-        """Problems that only the sparse model gets right."""
-        return sum(s and not d for d, s in zip(self.dense, self.sparse, strict=True))
-
-    @property
-    def relative_error(self) -> float:
-        """Standard error of `relative`: the problems are a sample, and only those that changed sides move it."""
-        changed = self.lost + self.gained
-        spread = changed - (self.lost - self.gained) ** 2 / len(self.dense)
-        return math.sqrt(spread) / sum(self.dense) if any(self.dense) else math.nan
-
-    def to_dict(self) -> dict[str, Any]:
-        """The figures, JSON-ready."""
-        names = ("dense_right", "sparse_right", "relative", "relative_error", "lost", "gained")
-        return {"num_problems": len(self.dense), **_without_nan({name: getattr(self, name) for name in names})}
-
-
-def exact_answers(
-    complete: Callable[[str], str],
-    problems: Iterable[tuple[str, str]],
-    *,
-    advance: Callable[[], None] = lambda: None,
-) -> tuple[bool, ...]:
-    """Whether a model gives exactly the right answers.
-
-    Args:
-        complete: a prompt to the text that greedy decoding gives up to the end of the answer.
-        problems: (prompt, answer) pairs.
-        advance: called after every problem.
-    """
-    result = []
-    for prompt, answer in problems:
-        result.append(complete(prompt) == answer)
-        advance()
-    return tuple(result)
 
 
 def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | None:

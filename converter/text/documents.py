@@ -19,7 +19,7 @@ from typing import Any
 from wisparse.formats.errors import AccessError, CalibrationError
 from wisparse.formats.hub import check_read_access
 
-__all__ = ["Document", "check_paths", "dataset_documents", "is_dataset_id", "path_documents"]
+__all__ = ["Document", "dataset_documents", "is_dataset_id", "path_documents"]
 
 _log = logging.getLogger("wisparse")
 
@@ -39,20 +39,12 @@ def is_dataset_id(spec: str) -> bool:
     return bool(_DATASET_ID.fullmatch(spec)) and not os.path.exists(spec) and not Path(spec).suffix[1:].isalpha()
 
 
-def check_paths(paths: Sequence[str]) -> int:
-    """How many files the paths hold; reads a few bytes at most.
-
-    Raises:
-        CalibrationError: a path is missing or cannot be read, a file is empty or binary, a folder holds no text.
-    """
-    return sum(len(_files(path)) for path in paths)
-
-
 def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
     """The documents under ``paths``, file by file in a seeded order.
 
     Raises:
-        CalibrationError: as `check_paths`, and a JSON line that is none or has no known field.
+        CalibrationError: a path is missing or cannot be read, a file is empty or binary, a folder holds no text, a JSON
+            line is none or has no known field.
     """
     files = [(path, file) for path in paths for file in _files(path)]
     random.Random(seed).shuffle(files)

@@ -41,11 +41,6 @@ class Stage:
         if self._bars is not None:
             self._bars.advance(self._task, steps)
 
-    def set_total(self, total: int) -> None:
-        """The number of units, where it became known only after the start."""
-        if self._bars is not None:
-            self._bars.update(self._task, total=total)
-
     def note(self, text: str) -> None:
         """A short figure behind the bar, e.g. the best loss so far; replaces the last one."""
         if self._bars is not None:
