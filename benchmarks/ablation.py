@@ -13,23 +13,18 @@ search's tokens, a pass over a part of them that part.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from quality import Clock, Evaluator, describe_machine, markdown_table, print_head, row, stdlib_tokens
+from quality import Clock, describe_machine, opened, options_of, print_head, publish, row
 
-from wisparse.converter.model.source import SourceModel, load_source
+from wisparse.converter.model.source import SourceModel
 from wisparse.converter.searches import additive
 from wisparse.converter.searches.search import Run, SearchResult, SearchSettings, search
 from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.converter.work.progress import Progress
 from wisparse.converter.work.state import NO_STATE
-
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
-
 
 # Every row of the table, in its order.
 ROWS = {
@@ -115,31 +110,20 @@ def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=EXAMPLE)
     parser.add_argument("--sparsity", type=float, default=0.5)
-    parser.add_argument("--num-samples", type=int, default=256)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--kl-tokens", type=int, default=2048, help="for the searches that compare candidates")
-    parser.add_argument("--eval-tokens", type=int, default=24576)
     parser.add_argument("--num-generations", type=int, default=400)
     parser.add_argument("--num-offspring", type=int, default=64)
     parser.add_argument("--staged", action="store_true", help="offspring on a quarter of the tokens, the best 4 on all")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = options_of(parser)
 
-    source = load_source(options.model, device=options.device)
-    tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len, options.seed)
-    held_out = stdlib_tokens(source, "evaluation", options.eval_tokens // options.seq_len, options.seq_len, 1)
-    evaluator = Evaluator(source, held_out.input_ids)
+    source, tokens, evaluator = opened(options)
     facts = {
         "model": options.model.name,
         "sparsity": options.sparsity,
         "calibration tokens": tokens.input_ids.numel(),
         "search tokens": options.kl_tokens,
-        "evaluation tokens": held_out.input_ids.numel(),
+        "evaluation tokens": evaluator.input_ids.numel(),
         "evolution": f"{options.num_generations} generations x {options.num_offspring}, "
         + ("in two stages" if options.staged else "all on all search tokens"),
         **describe_machine(source.device),
@@ -175,16 +159,8 @@ def main() -> None:
                 make(source, tokens, settings, add)
 
     rows = in_order(rows)
-    table = markdown_table(rows)
-    print(f"\n{table}\n\ndense perplexity {rows[0]['dense_perplexity']:.3f}\n")
-    document = {"benchmark": "ablation", **facts, "rows": rows}
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = options.out / f"ablation-{options.model.name}"
-        head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-        name.with_suffix(".md").write_text(f"# Ablation: {options.model.name}\n\n{head}\n\n{table}\n")
-        name.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    print(f"\ndense perplexity {rows[0]['dense_perplexity']:.3f}")
+    publish("ablation", "Ablation", options, facts, rows)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quality import describe_machine
+from quality import EXAMPLE, describe_machine
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,7 +43,6 @@ from wisparse.kernels.reference import kept, scores
 from wisparse.onnx_check import rotary_tables
 from wisparse.runtime.tasks.interpreter_lines import make_problems
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 _SMALLEST_FILE = 8192
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 16, 64
 # Tried where an engine parts, at most; and how many times the rounding seen a score may be off.

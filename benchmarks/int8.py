@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import describe_machine
+from quality import EXAMPLE, describe_machine
 
 import wisparse
 from wisparse.cli import main as command_line
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 _SMALLEST_FILE = 8192
 
 

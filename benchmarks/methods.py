@@ -20,20 +20,17 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from pathlib import Path
 from typing import Any
 
 from baselines import BASELINES, Baseline
-from quality import Clock, Evaluator, describe_machine, markdown_table, print_head, row, stdlib_tokens
+from quality import Clock, describe_machine, opened, options_of, print_head, publish, row
 
-from wisparse.converter.model.source import SourceModel, load_source
+from wisparse.converter.model.source import SourceModel
 from wisparse.converter.searches.search import SearchSettings, search
 from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.errors import UsageError
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 METHODS = {
     "teal-uniform": ("teal", "uniform"),
     "teal": ("teal", "greedy"),
@@ -69,26 +66,15 @@ def made(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=EXAMPLE)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != "additive"])
-    parser.add_argument("--num-samples", type=int, default=256)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--kl-tokens", type=int, default=2048)
-    parser.add_argument("--eval-tokens", type=int, default=24576)
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = options_of(parser)
 
-    source = load_source(options.model, device=options.device)
-    tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len, options.seed)
-    held_out = stdlib_tokens(source, "evaluation", options.eval_tokens // options.seq_len, options.seq_len, 1)
-    evaluator = Evaluator(source, held_out.input_ids)
+    source, tokens, evaluator = opened(options)
     facts = {
         "model": options.model.name,
         "calibration tokens": tokens.input_ids.numel(),
-        "evaluation tokens": held_out.input_ids.numel(),
+        "evaluation tokens": evaluator.input_ids.numel(),
         **describe_machine(source.device),
     }
     print_head("Methods and sparsities", facts)
@@ -108,16 +94,7 @@ def main() -> None:
             rows.append({"method": label, "sparsity": sparsity, **entry})
             rows[-1]["of_uniform"] = rows[-1]["kl"] / rows[first]["kl"]
             print(f"{label} {sparsity}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}", flush=True)
-    table = markdown_table(rows)
-    print(f"\n{table}\n")
-    document = {"benchmark": "methods", **facts, "rows": rows}
-    if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        name = options.out / f"methods-{options.model.name}"
-        head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
-        name.with_suffix(".md").write_text(f"# Methods: {options.model.name}\n\n{head}\n\n{table}\n")
-        name.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
+    publish("methods", "Methods", options, facts, rows)
 
 
 if __name__ == "__main__":

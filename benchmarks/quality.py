@@ -1,10 +1,12 @@
-"""What the quality benchmarks share: text no model here was trained on, an evaluation, tables, and the machine.
+"""What the quality benchmarks share: options, text no model here was trained on, an evaluation, tables, the machine.
 
 Calibration and evaluation text are different files of the Python standard library: every other one, by name.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import platform
@@ -22,12 +24,27 @@ from torch import Tensor
 
 import wisparse
 from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import SourceModel
+from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.searches.settings import SearchResult
 from wisparse.converter.text.tokens import CalibrationTokens
 
-__all__ = ["Divergence", "Evaluator", "describe_machine", "evaluate", "markdown_table", "stdlib_tokens"]
+__all__ = [
+    "EXAMPLE",
+    "Clock",
+    "Divergence",
+    "Evaluator",
+    "describe_machine",
+    "evaluate",
+    "markdown_table",
+    "opened",
+    "options_of",
+    "print_head",
+    "publish",
+    "row",
+    "stdlib_tokens",
+]
 
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 # A file shorter than this gives no full sequence.
 _SMALLEST_FILE = 8192
 
@@ -186,6 +203,43 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
         "wisparse": wisparse.__version__,
         **{name: metadata.version(name) for name in ("torch", "transformers")},
     }
+
+
+def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The parser's own options, and those that every table of quality has."""
+    parser.add_argument("--model", type=Path, default=EXAMPLE)
+    parser.add_argument("--num-samples", type=int, default=256)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--kl-tokens", type=int, default=2048, help="for the searches that compare candidates")
+    parser.add_argument("--eval-tokens", type=int, default=24576)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args()
+
+
+def opened(options: argparse.Namespace) -> tuple[SourceModel, CalibrationTokens, Evaluator]:
+    """The model, the text to calibrate on, and an evaluation on other text."""
+    source = load_source(options.model, device=options.device)
+    tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len, options.seed)
+    held_out = stdlib_tokens(source, "evaluation", options.eval_tokens // options.seq_len, options.seq_len, 1)
+    return source, tokens, Evaluator(source, held_out.input_ids)
+
+
+def publish(
+    kind: str, title: str, options: argparse.Namespace, facts: Mapping[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    """Print table and JSON; write them to ``--out``, as KIND-MODEL.md and .json."""
+    table = markdown_table(rows)
+    print(f"\n{table}\n")
+    document = {"benchmark": kind, **facts, "rows": rows}
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        name = options.out / f"{kind}-{options.model.name}"
+        head = "\n".join(f"- {key}: {value}" for key, value in facts.items())
+        name.with_suffix(".md").write_text(f"# {title}: {options.model.name}\n\n{head}\n\n{table}\n")
+        name.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
 
 
 class Clock:

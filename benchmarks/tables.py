@@ -24,10 +24,9 @@ from typing import Any
 
 import torch
 from ablation import PARTS, ROWS, in_order
-from quality import markdown_table
+from quality import EXAMPLE, markdown_table
 
 HERE = Path(__file__).resolve().parent
-EXAMPLE = HERE.parent / "examples" / "pycode-llama-6m"
 _PER_ROW = ("rows", "benchmark")
 
 

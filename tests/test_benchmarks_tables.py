@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -111,3 +112,12 @@ def test_every_gpu_gets_its_turn(tables: ModuleType, tmp_path: Path, monkeypatch
     assert not tables.make_all(pieces, 2, ["0", "3"])
     assert set(used) == {"0", "3"}
     assert len(used) == 6
+
+
+def test_every_script_says_what_it_is_for() -> None:
+    """benchmarks/README.md names each script, and each file that it names is there."""
+    told = (BENCHMARKS / "README.md").read_text()
+    named = set(re.findall(r"`([a-z0-9_/]+\.(?:py|sh|md|json))`", told))
+    scripts = {path.name for pattern in ("*.py", "*.sh") for path in BENCHMARKS.glob(pattern)}
+    assert not scripts - named
+    assert all((BENCHMARKS / name).exists() or (BENCHMARKS.parent / name).exists() for name in named)
