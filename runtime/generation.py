@@ -68,7 +68,7 @@ class Job:
         sampling: the request's, with a seed.
         token_ids: generated so far, a stop token included.
         finish_reason: None while under way; ``stop`` (a stop token), ``length`` (``max_new_tokens`` reached or the
-            context filled to its last position) or ``cancelled``.
+            context filled to its last position), ``cancelled`` or ``error``.
         prompt_seconds: the prefill's time, with the choice of the first token.
         generation_seconds: from the first token to the newest, on the clock: whatever happens between two steps counts.
     """
@@ -113,6 +113,7 @@ class Scheduler:
         self._decoder = decoder
         self._waiting: deque[Job] = deque()
         self._slots: list[Job | None] = [None] * decoder.max_batch
+        self._reading: Job | None = None  # whose prompt is being read
         self._switch = switch_length(decoder.config)
 
     @property
@@ -156,6 +157,24 @@ class Scheduler:
         if job.finish_reason is None:
             self._finish(job, "cancelled")
 
+    def give_up(self) -> list[Job]:
+        """Go on after :meth:`step` has raised: drop whom it failed for.
+
+        If that was while a prompt was read, its job; else every job of the batch. What the other slots hold is
+        undefined by then: their jobs are queued again, first, and read anew with what they have generated.
+
+        Returns:
+            The jobs that ended so, with the reason ``error``.
+        """
+        failed = [self._reading] if self._reading is not None else [job for job in self._slots if job is not None]
+        others = [job for job in self._slots if job is not None and job not in failed]
+        self._slots = [None] * len(self._slots)
+        self._waiting.extendleft(reversed(others))
+        self._reading = None
+        for job in failed:
+            job.finish_reason = "error"
+        return failed
+
     def step(self) -> list[Job]:
         """Do one prefill if a prompt waits and a slot is free, else decode.
 
@@ -166,8 +185,10 @@ class Scheduler:
             job = self._waiting.popleft()
             self._slots[self._slots.index(None)] = job
             start = time.perf_counter()
+            first = not job.token_ids
             self._prefill(job)
-            job.prompt_seconds = job._began - start
+            if first:
+                job.prompt_seconds = job._began - start
             self._ended = time.perf_counter()
             return [job]
         advanced = self._decode()
@@ -180,8 +201,10 @@ class Scheduler:
         """Read a job's prompt, and what it has generated so far, into its slot; append one token."""
         tokens = torch.tensor([*job.request.token_ids, *job.token_ids], dtype=torch.int64)
         dense = sparse_from(job.request.prefill, len(job.request.token_ids))
+        self._reading = job
         logits = self._decoder.prefill(self._slots.index(job), tokens, dense)
         self._append(job, int(sample(logits[None], [job.sampling], [len(tokens)])[0]))
+        self._reading = None
 
     def _decode(self) -> list[Job]:
         # LongRoPE's cached keys do not fit once a sequence outgrows the short factors: read it anew, which gives its

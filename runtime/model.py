@@ -24,7 +24,7 @@ from .text.prompts import Message, Prompt, as_prompts, stop_texts
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Generation", "GenerationSettings", "Message", "Model", "Piece", "Prompt"]
+__all__ = ["Generation", "GenerationSettings", "Message", "Model", "Piece", "Prompt", "Writer"]
 
 
 class GenerationSettings(TypedDict, total=False):
@@ -103,7 +103,7 @@ class Piece:
     generation: Generation | None = None
 
 
-class _Writer:
+class Writer:
     """Turns one job's tokens into text, and ends the job at a stop string."""
 
     def __init__(self, job: Job, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
@@ -252,7 +252,7 @@ class Model:
         )
         for _ in self._run(plan):
             pass
-        answers = [self._answer(writer, plan) for writer in plan.writers.values()]
+        answers = [self.answer(writer, plan.realised_sparsity) for writer in plan.writers.values()]
         return answers[0] if single else answers
 
     def generate_each(
@@ -273,7 +273,7 @@ class Model:
         index = {writer: number for number, writer in enumerate(plan.writers.values())}
         for writer, _ in self._run(plan):
             if writer.finish_reason is not None:
-                yield index[writer], self._answer(writer, plan)
+                yield index[writer], self.answer(writer, plan.realised_sparsity)
         if tally is not None:
             tally.tokens += plan.scheduler.tally.tokens
             tally.seconds += plan.scheduler.tally.seconds
@@ -326,25 +326,43 @@ class Model:
         chat_template = None if chat_template is None else arguments.switch("chat_template", chat_template)
         prefill = self.prefill if prefill is None else arguments.choice("prefill", prefill, PREFILL_POLICIES)
         measure_sparsity = arguments.switch("measure_sparsity", measure_sparsity)
-        special = [one for one in stops if self.text is not None and self.text.is_special(one)]
-        stop_tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
         scheduler = Scheduler(self.decoder)
         writers = {}
         for prompt in prompts:
-            job = scheduler.submit(
-                Request(
-                    self._encode(prompt, system_prompt, chat_template),
-                    max_new_tokens,
-                    sampling,
-                    self.stop_ids | {token for token in stop_tokens if token is not None},
-                    prefill,
-                )
-            )
-            detokenizer = None if self.text is None else self.text.detokenizer()
-            writers[job] = _Writer(job, detokenizer, [one for one in stops if one not in special])
+            token_ids = self._encode(prompt, system_prompt, chat_template)
+            request, texts = self.request(token_ids, max_new_tokens, sampling, stops, prefill)
+            job = scheduler.submit(request)
+            writers[job] = self.writer(job, texts)
         return _Plan(scheduler, writers, measure_sparsity)
 
-    def _run(self, plan: _Plan) -> Iterator[tuple[_Writer, str]]:
+    def request(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int | None,
+        sampling: SamplingSettings,
+        stops: Sequence[str],
+        prefill: str,
+    ) -> tuple[Request, list[str]]:
+        """What a scheduler takes for a prompt, and those of the stop strings that only the text can show.
+
+        A stop string that is a special token's name is a token to stop at.
+        """
+        special = [one for one in stops if self.text is not None and self.text.is_special(one)]
+        tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
+        ends = self.stop_ids | {token for token in tokens if token is not None}
+        return Request(token_ids, max_new_tokens, sampling, ends, prefill), [one for one in stops if one not in special]
+
+    def writer(self, job: Job, stops: Sequence[str]) -> Writer:
+        """What turns the job's tokens into text."""
+        return Writer(job, None if self.text is None else self.text.detokenizer(), stops)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The model for this thread alone: calls from others wait until the block ends."""
+        with self._held(threading.get_ident()):
+            yield
+
+    def _run(self, plan: _Plan) -> Iterator[tuple[Writer, str]]:
         """Run a plan to its end; yields every token's writer and text."""
         with self._held(plan.thread), memory_errors(self.decoder.device, "for this prompt"):
             self.decoder.measure_sparsity(plan.measure_sparsity)
@@ -363,10 +381,11 @@ class Model:
     def _pieces(self, plan: _Plan) -> Generator[Piece, None, None]:
         for writer, text in self._run(plan):
             done = writer.finish_reason is not None
-            answer = self._answer(writer, plan) if done else None
+            answer = self.answer(writer, plan.realised_sparsity) if done else None
             yield Piece(text, writer.job.token_ids[-1], writer.finish_reason, answer)
 
-    def _answer(self, writer: _Writer, plan: _Plan) -> Generation:
+    def answer(self, writer: Writer, realised_sparsity: float | None = None) -> Generation:
+        """The whole answer of a job that has ended."""
         job = writer.job
         return Generation(
             text=writer.text,
@@ -377,7 +396,7 @@ class Model:
             prompt_seconds=job.prompt_seconds,
             generation_seconds=job.generation_seconds,
             peak_memory_bytes=peak_bytes(self.decoder.device),
-            realised_sparsity=plan.realised_sparsity,
+            realised_sparsity=realised_sparsity,
         )
 
     @contextmanager
@@ -432,7 +451,7 @@ class _Plan:
     """Requests under way, checked and tokenised."""
 
     scheduler: Scheduler
-    writers: dict[Job, _Writer]
+    writers: dict[Job, Writer]
     measure_sparsity: bool
     thread: int = field(default_factory=threading.get_ident)
     realised_sparsity: float | None = None

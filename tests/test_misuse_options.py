@@ -84,6 +84,7 @@ GIVEN = {
     "chat": (["BUNDLE"], ["--max-new-tokens", "1", *RUN]),
     "bench": (["BUNDLE"], ["--max-new-tokens", "2", "--runs", "1", *RUN]),
     "eval": (["BUNDLE"], ["--text", "TEXT", *EVAL]),
+    "serve": (["BUNDLE"], ["--port", "0", *RUN]),
     "export-onnx": (["BUNDLE", "out"], ["--no-check"]),
     "push": (["BUNDLE", "me/it"], []),
 }
@@ -192,6 +193,8 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No network, and of the harness's thousands of tasks none: its index takes ten seconds."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    # A server that has come so far would answer for ever.
+    monkeypatch.setattr("wisparse.runtime.serve.app.serve", lambda model, settings, listener: model.close())
     monkeypatch.chdir(tmp_path)
     tasks = pytest.importorskip("lm_eval.tasks")
     whole = tasks.TaskManager

@@ -36,6 +36,7 @@ _VERBS = {
     "verify": "Check a bundle's every tensor, number and digest.",
     "generate": "Generate text from a prompt.",
     "chat": "Talk with a model.",
+    "serve": "Answer OpenAI's protocol over HTTP.",
     "bench": "Measure decoding speed, dense and sparse side by side.",
     "eval": "Measure quality, dense and sparse side by side.",
     "export-onnx": "Write the bundle as an ONNX decoder.",

@@ -1,0 +1,1 @@
+"""Serving over HTTP: OpenAI's protocol on one engine."""

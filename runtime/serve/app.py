@@ -1,0 +1,475 @@
+"""The server: OpenAI's routes over one engine.
+
+    body -> protocol.read_* -> token ids -> engine.submit ... pieces -> answers.Shape -> wire
+
+Text becomes token ids in a thread apart (a chat template is a stranger's program, and may take its time); pieces come
+from the engine's thread into the event loop's queue. A client that goes away, or does not read for half a minute, takes
+its request with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
+from wisparse.formats.guard.safe_json import parse_json
+
+from ..engine import Engine, QueueFullError, Ticket
+from ..model import Generation, Model, Piece
+from .answers import DONE, Shape, event, to_json
+from .metrics import Metrics
+from .protocol import ApiError, Call, Defaults, read_chat, read_completion
+
+__all__ = ["ServeSettings", "make_app", "open_socket", "serve"]
+
+log = logging.getLogger(__name__)
+
+_MOST_BYTES = 8 * 2**20
+# A client has so long to send its body, and to take what is sent to it.
+_PATIENCE_SECONDS = 30.0
+_ELSEWHERE = ("/v1/embeddings", "/v1/images/generations", "/v1/audio/transcriptions", "/v1/audio/speech",
+              "/v1/responses", "/v1/moderations")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ServeSettings:
+    """How a server listens.
+
+    Attributes:
+        host, port: where; port 0 takes a free one.
+        name: what the model is called in answers and in ``/v1/models``.
+        max_queue: requests that may wait beside those in the batch.
+        api_key: what clients have to show, as ``Authorization: Bearer KEY``; None lets everybody in. Never logged.
+        cors: origins whose pages may ask, ``*`` for all.
+    """
+
+    name: str
+    host: str = "127.0.0.1"
+    port: int = 8000
+    max_queue: int = 64
+    api_key: str | None = field(default=None, repr=False)
+    cors: Sequence[str] = ()
+
+
+def open_socket(settings: ServeSettings) -> socket.socket:
+    """A listening socket at the settings' host and port.
+
+    Raises:
+        UsageError: there is no such host, or something listens there already.
+    """
+    if not settings.host.strip():
+        raise UsageError("--host: expected an address, found an empty text; 0.0.0.0 is everywhere")
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise UsageError(
+            f"cannot listen at {settings.host:.80} port {settings.port}: {error}; choose another --host or --port"
+        ) from error
+
+
+def serve(model: Model, settings: ServeSettings, listener: socket.socket) -> None:
+    """Answer requests until SIGTERM or Ctrl-C, then finish those under way; the model is held meanwhile."""
+    config = uvicorn.Config(
+        make_app(model, settings), log_level="warning", access_log=False, timeout_graceful_shutdown=60,
+        h11_max_incomplete_event_size=32 * 1024, server_header=False,
+    )  # fmt: skip
+    uvicorn.Server(config).run(sockets=[listener])
+
+
+def make_app(model: Model, settings: ServeSettings) -> Starlette:
+    """The ASGI application; the engine runs between its start and its end."""
+    server = _Server(model, settings)
+    routes = [
+        Route("/health", server.health),
+        Route("/metrics", server.guarded(server.metrics_page)),
+        Route("/v1/models", server.guarded(server.models)),
+        Route("/v1/models/{name:path}", server.guarded(server.one_model)),
+        Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+        Route("/v1/completions", server.guarded(server.complete), methods=["POST"]),
+        *(Route(path, server.guarded(server.not_here), methods=["POST"]) for path in _ELSEWHERE),
+    ]
+    middleware = [
+        Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])
+    ]
+    return Starlette(
+        routes=routes,
+        middleware=middleware if settings.cors else [],
+        lifespan=server.lifespan,
+        exception_handlers={404: _not_found, 405: _wrong_method},
+    )
+
+
+class _Answering:
+    """The pieces of one request's answers, as they come from the engine's thread."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self._queue: asyncio.Queue[tuple[int, Piece | WisparseError]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+
+    def submit(self, model: Model, call: Call, prompts: Sequence[Sequence[int]]) -> None:
+        """Queue every answer of a call."""
+        for token_ids in prompts:
+            for copy in range(call.n):
+                seed = call.sampling.seed
+                sampling = call.sampling if seed is None else replace(call.sampling, seed=(seed + copy) % 2**63)
+                request, stops = model.request(token_ids, call.max_tokens, sampling, call.stop, model.prefill)
+                index = len(self._tickets)
+                self._tickets.append(self._engine.submit(request, stops, self._receiver(index)))
+
+    def _receiver(self, index: int) -> Callable[[Piece | WisparseError], None]:
+        def deliver(item: Piece | WisparseError) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
+
+        return deliver
+
+    async def next(self) -> list[tuple[int, Piece]]:
+        """What has come since the last call, one piece at least.
+
+        Raises:
+            WisparseError: what ended an answer.
+        """
+        items = [await self._queue.get()]
+        while not self._queue.empty():
+            items.append(self._queue.get_nowait())
+        for _, item in items:
+            if isinstance(item, WisparseError):
+                raise item
+        return items  # type: ignore[return-value]
+
+    def cancel(self) -> None:
+        """Take back what has not ended."""
+        for ticket in self._tickets:
+            self._engine.cancel(ticket)
+
+    def __len__(self) -> int:
+        return len(self._tickets)
+
+
+class _Server:
+    def __init__(self, model: Model, settings: ServeSettings) -> None:
+        self._model = model
+        self._settings = settings
+        self._defaults = _defaults(model)
+        self._created = int(time.time())
+        self._texts = ThreadPoolExecutor(1, "wisparse-text")
+        self._engine: Engine | None = None
+        self.metrics = Metrics(lambda: self._running.state)
+
+    @property
+    def _running(self) -> Engine:
+        assert self._engine is not None, "requests come between the lifespan's start and end"
+        return self._engine
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        self._engine = Engine(self._model, self._settings.max_queue)
+        try:
+            yield
+        finally:
+            self._engine.close(drain=False)
+            self._texts.shutdown()
+
+    def guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """The endpoint behind the key, with every expected failure as OpenAI words it."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                self._let_in(request)
+                response = await endpoint(request)
+            except ApiError as error:
+                response = _refusal(error)
+            except ClientDisconnect:
+                self.metrics.cancelled.inc()
+                response = Response(status_code=499)
+            except WisparseError as error:
+                response = _refusal(_as_api_error(error))
+            self.metrics.requests.labels(str(response.status_code)).inc()
+            return response
+
+        return answer
+
+    async def health(self, request: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def metrics_page(self, request: Request) -> Response:
+        unread = await asyncio.wrap_future(self._running.realised_sparsity())
+        return Response(self.metrics.text(unread), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def models(self, request: Request) -> Response:
+        return _json({"object": "list", "data": [self._about()]})
+
+    async def one_model(self, request: Request) -> Response:
+        self._check_name(request.path_params["name"])
+        return _json(self._about())
+
+    async def not_here(self, request: Request) -> Response:
+        raise ApiError(
+            501, f"{request.url.path}: this server completes text; it has no such thing", code="not_implemented"
+        )
+
+    async def chat(self, request: Request) -> Response:
+        body = await self._body(request)
+        call = read_chat(body, self._defaults, self._model.decoder.max_batch)
+        return await self._answer(request, call, Shape(True, self._settings.name))
+
+    async def complete(self, request: Request) -> Response:
+        body = await self._body(request)
+        call = read_completion(body, self._defaults, self._model.decoder.max_batch)
+        return await self._answer(request, call, Shape(False, self._settings.name))
+
+    async def _answer(self, request: Request, call: Call, shape: Shape) -> Response:
+        began = time.perf_counter()
+        loop = asyncio.get_running_loop()
+        prompts = await loop.run_in_executor(self._texts, self._encode, call)
+        answering = _Answering(self._running)
+        try:
+            answering.submit(self._model, call, prompts)
+            # Whatever can be wrong with a request is known by its first token, before a status is sent.
+            first = await _unless_gone(request, answering.next())
+        except BaseException:
+            answering.cancel()
+            raise
+        self.metrics.first_token.observe(time.perf_counter() - began)
+        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
+        prompt_tokens = sum(map(len, prompts))
+        chunks = self._chunks(answering, first, shape, call, prompt_tokens)
+        if call.stream:
+            return _EventStream(chunks, answering.cancel, self.metrics)
+        try:
+            whole = await _unless_gone(request, self._collect(answering, first))
+        finally:
+            answering.cancel()
+        return _json(shape.whole(whole, prompt_tokens))
+
+    async def _collect(self, answering: _Answering, first: list[tuple[int, Piece]]) -> list[Generation]:
+        """The answers, when all have ended."""
+        done: dict[int, Generation] = {}
+        items = first
+        while True:
+            self._count(items, done)
+            if len(done) == len(answering):
+                return [done[index] for index in sorted(done)]
+            items = await answering.next()
+
+    async def _chunks(
+        self, answering: _Answering, first: list[tuple[int, Piece]], shape: Shape, call: Call, prompt_tokens: int
+    ) -> AsyncIterator[bytes]:
+        """The stream's events, each batch of pieces as one."""
+        done: dict[int, Generation] = {}
+        yield b"".join(filter(None, (shape.opening(index) for index in range(len(answering)))))
+        items = first
+        while True:
+            self._count(items, done)
+            yield b"".join(shape.piece(index, piece.text, piece.finish_reason) for index, piece in items)
+            if len(done) == len(answering):
+                break
+            try:
+                items = await answering.next()
+            except WisparseError as error:  # the status is out already
+                yield event(_as_api_error(error).body) + DONE
+                return
+        if call.include_usage:
+            yield shape.usage([done[index] for index in sorted(done)], prompt_tokens)
+        yield DONE
+
+    def _count(self, items: Sequence[tuple[int, Piece]], done: dict[int, Generation]) -> None:
+        self.metrics.tokens.inc(len(items))
+        for index, piece in items:
+            if piece.generation is not None:
+                done[index] = piece.generation
+                if len(piece.generation.token_ids) > 1:
+                    seconds = piece.generation.generation_seconds / (len(piece.generation.token_ids) - 1)
+                    self.metrics.token_time.observe(seconds)
+
+    def _encode(self, call: Call) -> list[list[int]]:
+        """Token ids of a call's prompts."""
+        text, most = self._model.tokenizer, self._model.max_seq_len
+        encoded = []
+        for prompt in call.prompts:
+            if isinstance(prompt, str):
+                encoded.append(text.encode(prompt, most=most))
+            elif isinstance(prompt[0], int):
+                encoded.append(prompt)
+            else:
+                rendered = text.render(prompt, **call.template)
+                encoded.append(text.encode(rendered, add_special_tokens=False, most=most))
+        for ids in encoded:
+            if len(ids) > most:
+                raise ContextLengthError(f"the prompt has {len(ids)} tokens and the context holds {most}: shorten it")
+        return encoded
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The request's JSON object, for this server's model."""
+        # A page of another origin can send a form's types unasked; JSON it has to ask for (CORS).
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise ApiError(415, "expected a body of type application/json", code="unsupported_media_type")
+        data = bytearray()
+        try:
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > _MOST_BYTES:
+                        raise ApiError(
+                            413, f"the body is larger than {_MOST_BYTES:,} bytes: shorten it", code="request_too_large"
+                        )
+        except TimeoutError as error:
+            raise ApiError(
+                408, f"the body did not come within {_PATIENCE_SECONDS:g} seconds", code="request_timeout"
+            ) from error
+        body = parse_json(bytes(data), "body", UsageError)
+        if body.get("model") is not None:
+            self._check_name(body["model"])
+        return body
+
+    def _check_name(self, name: Any) -> None:
+        if name != self._settings.name:
+            raise ApiError(
+                404,
+                f"model: expected {self._settings.name!r}, found {name!r:.80}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _about(self) -> dict[str, Any]:
+        return {
+            "id": self._settings.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "wisparse",
+            "max_model_len": self._model.max_seq_len,
+        }
+
+    def _let_in(self, request: Request) -> None:
+        if self._settings.api_key is None:
+            return
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        if kind.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._settings.api_key.encode()):
+            raise ApiError(
+                401, "expected the server's key as Authorization: Bearer KEY", kind="authentication_error",
+                code="invalid_api_key",
+            )  # fmt: skip
+
+
+class _EventStream(Response):
+    """Server-sent events; when the client goes, or does not read, ``cancel`` is called."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, chunks: AsyncIterator[bytes], cancel: Callable[[], None], metrics: Metrics) -> None:
+        self.status_code = 200
+        self.background = None
+        self.body = b""
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks, self._cancel, self._metrics = chunks, cancel, metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def run() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for chunk in self._chunks:
+                if chunk:
+                    async with asyncio.timeout(_PATIENCE_SECONDS):
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        try:
+            await _until_gone(receive, run())
+        except (ClientDisconnect, TimeoutError):
+            self._metrics.cancelled.inc()
+        finally:
+            self._cancel()
+
+
+async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """The work's result, unless the client goes before it is there.
+
+    Raises:
+        ClientDisconnect: it has gone; the work is cancelled.
+    """
+    return await _until_gone(request.receive, work)
+
+
+async def _until_gone(receive: Receive, work: Awaitable[Any]) -> Any:
+    async def gone() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+def _defaults(model: Model) -> Defaults:
+    """The model's own sampling settings, where its generation config has them."""
+    data = model.bundle.read_bytes("generation_config.json")
+    config = {} if data is None else parse_json(data, "generation_config.json", UsageError)
+
+    def number(key: str, fallback: float, least: float, most: float) -> float:
+        value = config.get(key)
+        return value if type(value) in (int, float) and least <= value <= most else fallback
+
+    plain = Defaults()
+    return Defaults(
+        temperature=number("temperature", plain.temperature, 0.0, 100.0),
+        top_k=int(number("top_k", plain.top_k, 0, 2**31)),
+        top_p=number("top_p", plain.top_p, 1e-9, 1.0),
+    )
+
+
+def _as_api_error(error: WisparseError) -> ApiError:
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full")
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+    if isinstance(error, UsageError):
+        return ApiError(400, str(error))
+    log.warning("a request failed: %s", error)
+    return ApiError(500, str(error), kind="server_error")
+
+
+def _refusal(error: ApiError) -> Response:
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    if error.status == 401:
+        headers = {"www-authenticate": "Bearer"}
+    return Response(to_json(error.body), error.status, headers, "application/json")
+
+
+async def _not_found(request: Request, error: Exception) -> Response:
+    return _refusal(ApiError(404, f"{request.url.path}: no such address here", code="not_found"))
+
+
+async def _wrong_method(request: Request, error: Exception) -> Response:
+    return _refusal(ApiError(405, f"{request.url.path}: {request.method} is not for it", code="method_not_allowed"))
+
+
+def _json(value: dict[str, Any]) -> Response:
+    return Response(to_json(value), media_type="application/json")

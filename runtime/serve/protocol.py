@@ -1,0 +1,263 @@
+"""OpenAI's requests, checked field by field: a parsed body in, what the engine needs out.
+
+Knows nothing of HTTP. A field that would change the answer and that this server does not have is refused under its
+name unless its value changes nothing; fields that change nothing about the answer (``user``, ``metadata``, …) pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..sampling import SamplingSettings
+
+__all__ = ["ApiError", "Call", "Defaults", "read_chat", "read_completion"]
+
+_STOPS = 16
+_LONGEST_STOP = 1000
+_TEMPERATURE = 100.0
+_SEED = 2**63 - 1
+
+# What would change the answer, and the values that would not.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "grammar": ("",),
+    "guided_json": (),
+    "json_schema": (),
+    "logit_bias": ({},),
+    "logprobs": (False, 0),
+    "modalities": (["text"],),
+    "presence_penalty": (0,),
+    "reasoning_effort": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "sparsity": (),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "web_search_options": (),
+}
+_ROLES = ("system", "developer", "user", "assistant")
+
+
+class ApiError(Exception):
+    """What is answered instead: an HTTP status, and OpenAI's four words about it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Defaults:
+    """What a request that is silent about it gets: the model's own generation settings, else OpenAI's."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked request.
+
+    Attributes:
+        prompts: one answer's worth each: a text, token ids, or the messages of one conversation.
+        template: further variables for the chat template.
+        n: answers to each prompt.
+        max_tokens: None until the context is full.
+    """
+
+    prompts: tuple[Any, ...]
+    sampling: SamplingSettings
+    stop: tuple[str, ...]
+    max_tokens: int | None
+    n: int
+    stream: bool
+    include_usage: bool
+    template: Mapping[str, Any]
+
+
+def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
+    """A body of ``/v1/chat/completions``; ``most`` answers at a time.
+
+    Raises:
+        ApiError: with the field named.
+    """
+    _refuse(body)
+    messages = body.get("messages")
+    if not isinstance(messages, list) or not messages:
+        raise _bad("messages", "a list of messages, one at least", messages)
+    template = body.get("chat_template_kwargs") or {}
+    if not isinstance(template, dict) or {"messages", "add_generation_prompt"} & set(template):
+        raise _bad("chat_template_kwargs", "an object of further template variables", template)
+    given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
+    conversation = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    return _call(body, (conversation,), defaults, most, _integer(body, given, None, 1, _SEED), template)
+
+
+def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
+    """A body of ``/v1/completions``; ``most`` answers at a time.
+
+    Raises:
+        ApiError: with the field named.
+    """
+    _refuse(body)
+    prompt = body.get("prompt")
+    if isinstance(prompt, str) or _is_ids(prompt):
+        prompts: tuple[Any, ...] = (prompt,)
+    elif isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_ids(one) for one in prompt):
+        prompts = tuple(prompt)
+    else:
+        raise _bad("prompt", "a text, a list of token ids, or a list of either", prompt)
+    return _call(body, prompts, defaults, most, _integer(body, "max_tokens", 16, 1, _SEED), {})
+
+
+def _call(
+    body: Mapping[str, Any],
+    prompts: tuple[Any, ...],
+    defaults: Defaults,
+    most: int,
+    max_tokens: int | None,
+    template: Mapping[str, Any],
+) -> Call:
+    stream = _switch(body, "stream", False)
+    options = body.get("stream_options")
+    if options is not None and not isinstance(options, dict):
+        raise _bad("stream_options", "an object", options)
+    n = _integer(body, "n", 1, 1, most)
+    assert n is not None  # it has a default
+    if n * len(prompts) > most:
+        raise _bad("prompt", f"at most {most} answers in one request", f"{len(prompts)} prompts with n = {n}")
+    seed = _integer(body, "seed", None, -_SEED, _SEED)
+    sampling = SamplingSettings(
+        temperature=_number(body, "temperature", defaults.temperature, 0.0, _TEMPERATURE),
+        top_k=max(_integer(body, "top_k", defaults.top_k, -1, _SEED) or 0, 0),  # -1: all, as vLLM has it
+        top_p=_number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-9,  # 0: the likeliest alone
+        min_p=_number(body, "min_p", 0.0, 0.0, 1.0),
+        seed=None if seed is None else seed % (_SEED + 1),
+    )
+    return Call(
+        prompts=prompts,
+        sampling=sampling,
+        stop=_stops(body),
+        max_tokens=max_tokens,
+        n=n,
+        stream=stream,
+        include_usage=stream and _switch(options or {}, "include_usage", False, "stream_options."),
+        template=template,
+    )
+
+
+def _refuse(body: Mapping[str, Any]) -> None:
+    for field, neutral in _NEUTRAL.items():
+        value = body.get(field)
+        # True equals 1 in Python, and nothing else here means the same.
+        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
+            continue
+        raise ApiError(
+            400,
+            f"{field}: this server does not have it yet; leave it out",
+            param=field,
+            code="unsupported_parameter",
+        )
+
+
+def _message(message: Any, where: str) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise _bad(where, "an object with role and content", message)
+    role = message.get("role")
+    if role not in _ROLES:
+        raise _bad(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
+    for field in ("tool_calls", "function_call", "audio"):
+        if message.get(field):
+            raise ApiError(
+                400, f"{where}.{field}: this server does not have it yet", param=f"{where}.{field}",
+                code="unsupported_parameter",
+            )  # fmt: skip
+    content = message.get("content")
+    if isinstance(content, list):
+        content = "".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
+    elif content is None and role == "assistant":
+        content = ""
+    elif not isinstance(content, str):
+        raise _bad(f"{where}.content", "a text, or a list of parts", content)
+    name = {"name": message["name"]} if isinstance(message.get("name"), str) else {}
+    return {"role": "system" if role == "developer" else role, "content": content, **name}
+
+
+def _part(part: Any, where: str) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind in ("image_url", "input_image", "input_audio", "file", "video_url"):
+        raise ApiError(
+            501, f"{where}: this server reads text alone, not {kind}", param=where, code="unsupported_content"
+        )
+    text = part.get("text") if kind == "text" else None
+    if not isinstance(text, str):
+        raise _bad(where, "a part of type text", part)
+    return text
+
+
+def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
+    given = body.get("stop")
+    stops: Sequence[Any] = [] if given is None else given if isinstance(given, list) else [given]
+    if len(stops) > _STOPS or not all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops):
+        raise _bad("stop", f"a text, or up to {_STOPS} of them, none empty or over {_LONGEST_STOP} characters", given)
+    return tuple(stops)
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _bad(field: str, expected: str, found: Any) -> ApiError:
+    return ApiError(400, f"{field}: expected {expected}, found {found!r:.80}", param=field, code="invalid_value")
+
+
+def _checked(
+    body: Mapping[str, Any], field: str, default: Any, fits: Callable[[Any], bool], expected: str, prefix: str = ""
+) -> Any:
+    value = body.get(field)
+    if value is None:
+        return default
+    if not fits(value):
+        raise _bad(prefix + field, expected, value)
+    return value
+
+
+def _switch(body: Mapping[str, Any], field: str, default: bool, prefix: str = "") -> bool:
+    found: bool = _checked(body, field, default, lambda value: isinstance(value, bool), "true or false", prefix)
+    return found
+
+
+def _integer(body: Mapping[str, Any], field: str, default: int | None, least: int, most: int) -> int | None:
+    found: int | None = _checked(
+        body, field, default, lambda value: type(value) is int and least <= value <= most,
+        f"a whole number from {least} to {most}",
+    )  # fmt: skip
+    return found
+
+
+def _number(body: Mapping[str, Any], field: str, default: float, least: float, most: float) -> float:
+    # NaN fails both comparisons.
+    found = _checked(
+        body, field, default, lambda value: type(value) in (int, float) and least <= value <= most,
+        f"a number from {least:g} to {most:g}",
+    )  # fmt: skip
+    return float(found)

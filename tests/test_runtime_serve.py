@@ -1,0 +1,523 @@
+"""The server, driven over a loopback port: by OpenAI's own client, and by raw sockets where a client would not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from bundle_maker import make_bundle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import wisparse
+from wisparse.formats.errors import UsageError
+from wisparse.runtime.model import Model
+from wisparse.runtime.serve import app as module
+from wisparse.runtime.serve.app import ServeSettings, make_app, open_socket
+from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat, read_completion
+
+NAME = "example"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if shout is defined %}{{ shout }}{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("serve") / NAME, 0.4)
+
+
+@pytest.fixture(scope="module")
+def model(bundle: Path) -> Iterator[Model]:
+    """One for what is expected; the server holds another."""
+    with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
+        yield model
+
+
+class Running:
+    """A server in a thread of this process."""
+
+    def __init__(self, bundle: Path, **more: Any) -> None:
+        self.settings = ServeSettings(NAME, port=0, **more)
+        self._listener = open_socket(self.settings)
+        self.port = self._listener.getsockname()[1]
+        model = wisparse.load(bundle, dtype="float32", backend="torch", max_batch=3, max_seq_len=256)
+        self.text = model.tokenizer
+        app = make_app(model, self.settings)
+        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", h11_max_incomplete_event_size=32768))
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
+
+    def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", path, data, {"content-type": "application/json", **headers})
+        answer = connection.getresponse()
+        found = json.loads(answer.read())
+        connection.close()
+        return answer.status, found
+
+    def metric(self, name: str) -> float:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET", "/metrics")
+        page = connection.getresponse().read().decode()
+        connection.close()
+        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
+
+    def idle(self) -> None:
+        """Wait until nothing runs and nothing waits."""
+        deadline = time.monotonic() + 30
+        while self.metric("wisparse_running ") + self.metric("wisparse_waiting "):
+            assert time.monotonic() < deadline, "a request is still there"
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def server(bundle: Path) -> Iterator[Running]:
+    running = Running(bundle)
+    yield running
+    running.stop()
+
+
+def test_a_completion_is_the_models(server: Running, model: Model) -> None:
+    expected = model.generate("def f(x):", max_new_tokens=12)
+    found = server.client().completions.create(model=NAME, prompt="def f(x):", max_tokens=12, temperature=0)
+    assert found.choices[0].text == expected.text
+    assert found.choices[0].finish_reason == expected.finish_reason
+    assert found.usage is not None
+    assert (found.usage.prompt_tokens, found.usage.completion_tokens) == (expected.prompt_tokens, 12)
+    sampled = model.generate("def f(x):", max_new_tokens=12, temperature=0.9, seed=7, top_p=0.9)
+    again = server.client().completions.create(
+        model=NAME, prompt="def f(x):", max_tokens=12, temperature=0.9, seed=7, top_p=0.9
+    )
+    assert again.choices[0].text == sampled.text
+
+
+def test_a_stream_joins_to_the_whole(server: Running, model: Model) -> None:
+    expected = model.generate("import", max_new_tokens=30, stop="\n\n")
+    chunks = list(
+        server.client().completions.create(
+            model=NAME, prompt="import", max_tokens=30, temperature=0, stop="\n\n", stream=True,
+            stream_options={"include_usage": True},
+        )
+    )  # fmt: skip
+    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected.text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == expected.finish_reason
+    assert len(chunks) > 3
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
+
+
+def test_token_ids_and_several_prompts(server: Running, model: Model) -> None:
+    prompts = ["def f(x):", "import os"]
+    ids = [model.tokenizer.encode(prompt) for prompt in prompts]
+    expected = [model.generate(prompt, max_new_tokens=6).text for prompt in prompts]
+    for prompt in (prompts, ids):
+        found = server.client().completions.create(model=NAME, prompt=prompt, max_tokens=6, temperature=0)
+        assert [choice.text for choice in found.choices] == expected
+    several = server.client().completions.create(model=NAME, prompt=prompts[0], max_tokens=6, n=3, seed=1)
+    again = [
+        server.client().completions.create(model=NAME, prompt=prompts[0], max_tokens=6, seed=1 + more).choices[0].text
+        for more in range(3)
+    ]
+    assert [choice.text for choice in several.choices] == again
+
+
+@pytest.fixture(scope="module")
+def chat_server(bundle: Path, tmp_path_factory: pytest.TempPathFactory, example_model: Path) -> Iterator[Running]:
+    source = tmp_path_factory.mktemp("chat") / "source"
+    source.mkdir()
+    for file in example_model.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    (source / "chat_template.jinja").write_text(TEMPLATE)
+    running = Running(make_bundle(source, source.parent / NAME, 0.4))
+    yield running
+    running.stop()
+
+
+def test_a_conversation(chat_server: Running, model: Model) -> None:
+    expected = model.generate("system: be brief\nuser: what?\nassistant:", max_new_tokens=10)
+    messages: Any = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "what"}, {"type": "text", "text": "?"}]},
+    ]
+    client = chat_server.client()
+    found = client.chat.completions.create(model=NAME, messages=messages, max_completion_tokens=10, temperature=0)
+    assert found.choices[0].message.content == expected.text
+    chunks = list(
+        client.chat.completions.create(model=NAME, messages=messages, max_tokens=10, temperature=0, stream=True)
+    )
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == expected.text
+    assert chunks[-1].choices[0].finish_reason == expected.finish_reason
+    loud = model.generate("user: a\nLOUDassistant:", max_new_tokens=10).text
+    extra = {"chat_template_kwargs": {"shout": "LOUD"}}
+    found = client.chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "a"}], max_tokens=10, temperature=0, extra_body=extra
+    )
+    assert found.choices[0].message.content == loud
+
+
+def test_a_model_without_a_template_says_so(chat_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_server.text, "template", None)
+    status, body = chat_server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+    assert status == 400
+    assert "no chat template" in body["error"]["message"]
+
+
+def test_models_health_and_what_is_not_here(server: Running) -> None:
+    client = server.client()
+    assert [one.id for one in client.models.list()] == [NAME]
+    assert client.models.retrieve(NAME).id == NAME
+    with pytest.raises(openai.NotFoundError, match="model: expected 'example', found 'gpt-4'"):
+        client.completions.create(model="gpt-4", prompt="a")
+    with pytest.raises(openai.InternalServerError) as refused:
+        client.embeddings.create(model=NAME, input="a")
+    assert refused.value.status_code == 501
+    for path, status in (("/health", 200), ("/nothing", 404), ("/v1/completions", 405)):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        assert answer.status == status
+        assert json.loads(answer.read())
+        connection.close()
+
+
+BAD = [
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": [True]}, "prompt"),
+    ({}, "prompt"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "temperature": -1}, "temperature"),
+    ({"prompt": "a", "temperature": "hot"}, "temperature"),
+    ({"prompt": "a", "top_p": 1.5}, "top_p"),
+    ({"prompt": "a", "seed": "x"}, "seed"),
+    ({"prompt": "a", "stop": [1]}, "stop"),
+    ({"prompt": "a", "stop": ""}, "stop"),
+    ({"prompt": "a", "stop": ["a"] * 99}, "stop"),
+    ({"prompt": "a", "n": 4}, "n"),
+    ({"prompt": ["a", "b"], "n": 2}, "prompt"),
+    ({"prompt": "a", "stream": 1}, "stream"),
+    ({"prompt": "a", "stream_options": 3}, "stream_options"),
+    ({"prompt": "a", "stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
+    ({"prompt": "a", "logprobs": 2}, "logprobs"),
+    ({"prompt": "a", "echo": True}, "echo"),
+    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+]
+
+
+@pytest.mark.parametrize(("body", "field"), BAD, ids=lambda value: json.dumps(value)[:60])
+def test_a_bad_field_is_named(server: Running, body: dict[str, Any], field: str) -> None:
+    status, found = server.post("/v1/completions", body)
+    assert status == 400
+    assert found["error"]["param"] == field
+    assert found["error"]["type"] == "invalid_request_error"
+    assert field in found["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("messages", "status"),
+    [
+        ("hi", 400),
+        ([], 400),
+        (["hi"], 400),
+        ([{"role": "robot", "content": "a"}], 400),
+        ([{"role": "user"}], 400),
+        ([{"role": "user", "content": 5}], 400),
+        ([{"role": "user", "content": [{"type": "text"}]}], 400),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://a"}}]}], 501),
+        ([{"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}], 400),
+    ],
+)
+def test_bad_messages(chat_server: Running, messages: Any, status: int) -> None:
+    found, body = chat_server.post("/v1/chat/completions", {"messages": messages})
+    assert found == status
+    assert body["error"]["param"].startswith("messages")
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b'{"prompt": NaN}', 400),
+        (b'{"prompt": "a", "prompt": "b"}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b"\xff", 400),
+        (b"[" * 100_000, 400),
+        (b" " * (9 * 2**20), 413),
+        (b'{"prompt": "' + b"a " * 100_000 + b'"}', 400),
+    ],
+    ids=["empty", "cut", "list", "nan", "twice", "surrogate", "not-utf8", "deep", "large", "long"],
+)
+def test_a_bad_body(server: Running, body: bytes, status: int) -> None:
+    try:
+        found, answer = server.post("/v1/completions", body)
+    except (ConnectionResetError, BrokenPipeError):
+        assert status == 413  # told before it had sent everything
+        return
+    assert found == status
+    assert answer["error"]["message"]
+
+
+def test_a_prompt_longer_than_the_context(server: Running) -> None:
+    status, body = server.post("/v1/completions", {"prompt": [5] * 300})
+    assert status == 400
+    assert body["error"]["code"] == "context_length_exceeded"
+    assert "300 tokens" in body["error"]["message"]
+    assert "256" in body["error"]["message"]
+    assert server.post("/v1/completions", {"prompt": [10**9]})[0] == 400
+
+
+def test_only_json_is_taken(server: Running) -> None:
+    # A form, which any page may send anywhere without being asked.
+    status, _ = server.post("/v1/completions", {"prompt": "a"}, **{"content-type": "text/plain"})
+    assert status == 415
+
+
+def test_a_key(bundle: Path) -> None:
+    server = Running(bundle, api_key="sesame", cors=("http://page.example",))
+    try:
+        assert server.client("sesame").completions.create(model=NAME, prompt="a", max_tokens=1).choices
+        for key in ("wrong", "sesam", "sesame2", "é"):
+            with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
+                server.client(key).completions.create(model=NAME, prompt="a", max_tokens=1)
+        assert server.post("/v1/completions", {"prompt": "a"})[0] == 401
+        assert "sesame" not in repr(server.settings)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        headers = {"origin": "http://page.example", "access-control-request-method": "POST"}
+        connection.request("OPTIONS", "/v1/completions", headers=headers)
+        assert connection.getresponse().headers["access-control-allow-origin"] == "http://page.example"
+        connection.close()
+    finally:
+        server.stop()
+
+
+def test_more_than_may_wait_are_told_to_come_again(bundle: Path) -> None:
+    server = Running(bundle, max_queue=1)
+    try:
+        streams = [
+            server.client().completions.create(model=NAME, prompt="def", max_tokens=200, stream=True, temperature=0)
+            for _ in range(3)
+        ]
+        waiting = threading.Thread(
+            target=lambda: server.client().completions.create(model=NAME, prompt="import", max_tokens=1)
+        )
+        waiting.start()
+        while not server.metric("wisparse_waiting "):
+            time.sleep(0.01)
+        with pytest.raises(openai.RateLimitError) as refused:
+            server.client().completions.create(model=NAME, prompt="a", max_tokens=1)
+        assert refused.value.response.headers["retry-after"] == "1"
+        for stream in streams:
+            stream.close()
+        waiting.join(60)
+        server.idle()
+    finally:
+        server.stop()
+
+
+def _raw(server: Running, body: dict[str, Any]) -> socket.socket:
+    data = json.dumps(body).encode()
+    one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {len(data)}"
+    one.sendall(head.encode() + b"\r\n\r\n" + data)
+    return one
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_takes_its_request_with_it(server: Running, stream: bool) -> None:
+    gone = server.metric("wisparse_cancelled_total")
+    one = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "stream": stream})
+    if stream:
+        assert one.recv(100)
+    else:
+        while not server.metric("wisparse_running "):
+            time.sleep(0.01)
+    one.close()
+    server.idle()
+    assert server.metric("wisparse_cancelled_total") == gone + 1
+
+
+def test_a_client_that_does_not_read_is_dropped(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.5)
+    # Events so large that the sockets' buffers fill: every token's comes with a name of 60 kB.
+    monkeypatch.setattr(module.Shape, "piece", lambda self, index, text, reason: b"data: " + b"x" * 300_000 + b"\n\n")
+    gone = server.metric("wisparse_cancelled_total")
+    one = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "stream": True})
+    deadline = time.monotonic() + 60
+    while server.metric("wisparse_cancelled_total") == gone:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    one.close()
+    server.idle()
+    monkeypatch.undo()
+    found = server.client().completions.create(model=NAME, prompt="import", max_tokens=3, temperature=0)
+    assert found.choices[0].text == model.generate("import", max_new_tokens=3).text
+
+
+def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
+    one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    one.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
+    )
+    assert b" 408 " in one.recv(100)
+    one.close()
+
+
+def test_headers_without_end(server: Running) -> None:
+    one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    one.sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n")
+    answered = b""
+    try:
+        for _ in range(200):
+            one.sendall(b"x: " + b"y" * 1000 + b"\r\n")
+        answered = one.recv(100)
+    except (ConnectionResetError, BrokenPipeError):
+        answered = b" 400 "
+    assert b" 400 " in answered
+    one.close()
+    assert server.client().models.list()
+
+
+def test_a_failure_in_the_middle_is_said_in_the_stream(
+    server: Running, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from wisparse.runtime.torch.decoder import TorchDecoder
+
+    calls = []
+    decode = TorchDecoder.decode
+
+    def broken(self: Any, token_ids: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise RuntimeError("the device is lost")
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(TorchDecoder, "decode", broken)
+    with pytest.raises(openai.APIError, match="the device is lost"):
+        list(server.client().completions.create(model=NAME, prompt="def", max_tokens=50, stream=True, temperature=0))
+    assert server.client().completions.create(model=NAME, prompt="import", max_tokens=3, temperature=0).choices
+
+
+_FIELDS = [
+    "prompt",
+    "messages",
+    "n",
+    "stop",
+    "stream",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "logprobs",
+    "tools",
+    "stream_options",
+    "user",
+    "chat_template_kwargs",
+]
+_KEYS = st.sampled_from(["role", "content", "type", "text"])
+_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(_KEYS, inner),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300)
+@given(st.dictionaries(st.sampled_from(_FIELDS), _VALUES))
+def test_whatever_a_body_holds_is_read_or_refused(body: dict[str, Any]) -> None:
+    for read in (read_chat, read_completion):
+        refused = None
+        try:
+            call = read(body, Defaults(), 3)
+        except ApiError as error:
+            refused = error
+        if refused is None:
+            assert 1 <= call.n * len(call.prompts) <= 3
+        else:
+            assert refused.status in (400, 501)
+            assert refused.body["error"]["param"]
+
+
+def test_a_port_in_use() -> None:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="choose another --host or --port"),
+    ):
+        open_socket(ServeSettings(NAME, port=taken.getsockname()[1]))
+    with pytest.raises(UsageError, match="cannot listen at"):
+        open_socket(ServeSettings(NAME, host="no.such.host.invalid"))
+
+
+def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text("sesame\n")
+    command = [sys.executable, "-m", "wisparse", "serve", str(bundle), "--port", "0", "--backend", "torch", "--device"]
+    command += ["cpu", "--max-seq-len", "256", "--api-key-file", str(key)]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        assert server.stderr is not None
+        line = server.stderr.readline()
+        assert line.startswith(f"serving {NAME} at http://127.0.0.1:")
+        assert "sesame" not in line
+        client = openai.OpenAI(base_url=line.split()[3], api_key="sesame", max_retries=0)
+        stream = client.completions.create(model=NAME, prompt="def", max_tokens=100, stream=True, temperature=0)
+        first = next(iter(stream))
+        server.send_signal(signal.SIGTERM)  # what is under way is finished
+        rest = list(stream)
+        assert first.choices[0].finish_reason is None
+        assert rest[-1].choices[0].finish_reason == "length"
+        assert server.wait(60) == 0
+        assert server.stderr.read() == ""
+    finally:
+        server.kill()
+        server.wait()
+        server.stderr.close()
+
+
+@pytest.mark.parametrize("key", ["", "  \n", "zwölf", "a\x00b"])
+def test_a_key_that_no_client_could_show(key: str, bundle: Path, tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from wisparse.cli import cli
+
+    file = tmp_path / "key"
+    file.write_text(key)
+    done = CliRunner().invoke(cli, ["serve", str(bundle), "--api-key-file", str(file)])
+    assert isinstance(done.exception, UsageError)
+    assert "expected a key" in str(done.exception)

@@ -1,0 +1,114 @@
+"""``wisparse serve``: answer OpenAI's protocol over HTTP."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import click
+
+from wisparse.formats.errors import AccessError, UsageError
+from wisparse.formats.guard.places import shown
+from wisparse.runtime.loader import load
+
+from .options import loading_options, set_up_logging
+from .places import FOLDER_OR_ID
+
+__all__ = ["command"]
+
+_KEY = "WISPARSE_API_KEY"
+_LONGEST_KEY = 4096
+_NEEDED = ("starlette", "uvicorn", "prometheus_client")
+
+
+@click.command("serve")
+@click.argument("bundle", type=FOLDER_OR_ID)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at; 0.0.0.0 is everywhere.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--alias", help="Name of the model in requests and answers.  [default: the folder's, or the Hub id]")
+@click.option(
+    "--max-batch", type=click.IntRange(1, 64), default=4, show_default=True, help="Requests answered side by side."
+)
+@click.option(
+    "--max-queue",
+    type=click.IntRange(0, 100_000),
+    default=64,
+    show_default=True,
+    help="Requests that may wait beside them; more are refused (429).",
+)
+@click.option(
+    "--api-key-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help=f"File with the key that clients have to show.  [default: the variable {_KEY}, else none]",
+)
+@click.option("--cors", multiple=True, help="Origin whose pages may ask, * for all; may be given several times.")
+@loading_options
+def command(
+    bundle: str,
+    host: str,
+    port: int,
+    alias: str | None,
+    max_batch: int,
+    max_queue: int,
+    api_key_file: str | None,
+    cors: tuple[str, ...],
+    verbose: bool,
+    **loading: Any,
+) -> None:
+    """Serve BUNDLE, a folder or a Hub id, to OpenAI's clients.
+
+    Answers /v1/chat/completions and /v1/completions, streamed or not, and /v1/models, /health, /metrics.
+    Ctrl-C or SIGTERM ends it when the answers under way are done.
+
+    \b
+    wisparse serve out
+    wisparse serve USER/NAME --port 8080 --max-batch 8 --alias my-model
+    """
+    set_up_logging(verbose)
+    if any(importlib.util.find_spec(name) is None for name in _NEEDED):
+        raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
+    from wisparse.runtime.serve.app import ServeSettings, open_socket, serve
+
+    key = _api_key(api_key_file)
+    name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
+    if not name.strip() or not name.isprintable():
+        raise UsageError(f"--alias: expected a name, found {name!r:.80}")
+    settings = ServeSettings(name, host, port, max_queue, key, cors)
+    with open_socket(settings) as listener:
+        model = load(bundle, max_batch=max_batch, **loading)
+        address = f"[{host}]" if ":" in host else host
+        click.echo(
+            f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
+            f"({model.decoder.name} on {model.decoder.device}, {max_batch} at a time, context {model.max_seq_len}; "
+            f"{'with' if key else 'without'} a key); Ctrl-C ends it",
+            err=True,
+        )
+        # The server's library raises the signal that ended it once more; by then everything is done.
+        before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            serve(model, settings, listener)
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _api_key(file: str | None) -> str | None:
+    key = os.environ.get(_KEY)
+    where = _KEY
+    if file is not None:
+        where, path = shown(file), Path(file)
+        try:
+            if not path.is_file() or path.stat().st_size > _LONGEST_KEY:
+                raise UsageError(f"{where}: expected a file with a key, of at most {_LONGEST_KEY:,} bytes")
+            key = path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise AccessError(f"{where}: cannot read the key: {error}") from error
+    if key is None:
+        return None
+    key = key.strip()
+    if not key or not key.isprintable() or not key.isascii():
+        raise UsageError(f"{where}: expected a key of printable ASCII letters, found none or others")
+    return key
