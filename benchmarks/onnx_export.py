@@ -52,9 +52,9 @@ def export_alone(folder: str, out: str, dtype: str) -> dict[str, Any]:
 def measure_export(folder: str, out: str, dtype: str) -> None:
     """Export, and print seconds and memory as JSON."""
     bundle = Bundle.open(folder)
-    rotary = rotary_tables(bundle.config)
+    rotaries = rotary_tables(bundle.config)
     before, started = peak_mb(), time.perf_counter()
-    export = export_onnx(bundle, out, rotary, dtype=dtype, overwrite=True)
+    export = export_onnx(bundle, out, rotaries, dtype=dtype, overwrite=True)
     report = {"seconds": time.perf_counter() - started, "peak_mb": peak_mb(), "before_mb": before}
     print(json.dumps({**report, "megabytes": export.num_bytes / 1e6, "dtype": export.dtype}))
 

@@ -13,7 +13,8 @@ from .formats.architectures import ModelConfig
 from .formats.bundle import Bundle
 from .formats.errors import WisparseError
 from .formats.onnx.file import MODEL
-from .formats.onnx.graph import DOMAIN, RotaryTables
+from .formats.onnx.graph import DOMAIN
+from .formats.onnx.step import RotaryTables
 from .kernels.reference import keep_mask, scores
 from .runtime.rotary import attention_scaling, inverse_frequencies, switch_length
 from .runtime.torch.decoder import TorchDecoder
@@ -33,14 +34,16 @@ _PROJECTION = {"float32": 1e-5, "float16": 5e-3}
 _ROUNDING = {"float32": 1e-6, "float16": 1e-3}
 
 
-def rotary_tables(config: ModelConfig) -> RotaryTables:
+def rotary_tables(config: ModelConfig) -> tuple[RotaryTables, ...]:
     """The runtime's rotary frequencies, for the graph."""
-    switch = switch_length(config)
-    return RotaryTables(
-        frequencies=inverse_frequencies(config.rotaries[0]).numpy(),
-        scaling=attention_scaling(config.rotaries[0]),
-        long_frequencies=None if switch is None else inverse_frequencies(config.rotaries[0], long=True).numpy(),
-        switch_length=switch or 0,
+    return tuple(
+        RotaryTables(
+            frequencies=inverse_frequencies(rope).numpy(),
+            scaling=attention_scaling(rope),
+            long_frequencies=inverse_frequencies(rope, long=True).numpy() if rope.rope_type == "longrope" else None,
+            switch_length=switch_length(config) or 0,
+        )
+        for rope in config.rotaries
     )
 
 

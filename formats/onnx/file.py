@@ -23,7 +23,8 @@ from ..checkpoint import is_finite
 from ..errors import AccessError, BundleError, UnsupportedModelError, UsageError
 from ..guard.folder import Kind, check_target, replaced_folder
 from ..guard.safe_json import read_json
-from .graph import DTYPES, OPSETS, RotaryTables, build_graph
+from .graph import DTYPES, OPSETS, build_graph
+from .step import RotaryTables
 
 __all__ = ["OnnxExport", "export_onnx"]
 
@@ -69,7 +70,7 @@ class OnnxExport:
 def export_onnx(
     bundle: Bundle,
     out: str | os.PathLike[str],
-    rotary: RotaryTables,
+    rotaries: Sequence[RotaryTables],
     *,
     opset: int = 21,
     dtype: str = "auto",
@@ -81,7 +82,7 @@ def export_onnx(
 
     Args:
         out: the folder to make.
-        rotary: the frequencies the runtime uses for this model.
+        rotaries: the frequencies that the runtime uses, one entry for each of the model's rotary embeddings.
         opset: one of ``OPSETS``.
         dtype: ``float32``, ``float16``, or ``auto``: the bundle's own where it is one of these, else ``float32``
             (ONNX Runtime computes no bfloat16 on a CPU).
@@ -95,9 +96,6 @@ def export_onnx(
         UnsupportedModelError: a weight does not fit into float16.
         ResourceError: the disk is full.
     """
-    if bundle.config.features:
-        unknown = ", ".join(sorted(bundle.config.features))
-        raise UnsupportedModelError(f"export-onnx: the ONNX graph does not know {unknown}")
     if opset not in OPSETS:
         raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
     if dtype == "auto":
@@ -109,18 +107,23 @@ def export_onnx(
     small = {name: content for name in SMALL_FILES if (content := bundle.read_bytes(name)) is not None}
     names = [MODEL, DATA, CONFIG, GENAI, MANIFEST, *small]
     with replaced_folder(out, EXPORT, [*names, *check_files], overwrite=overwrite) as partial:
-        num_sparse = _write(bundle, partial, small, rotary, opset, dtype)
+        num_sparse = _write(bundle, partial, small, rotaries, opset, dtype)
         _write_json(partial / MANIFEST, {"what": EXPORT.name, "files": sorted(names)})
         if check is not None:
             check(partial)
     num_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return OnnxExport(out, opset, dtype, num_bytes, num_sparse, _notes(rotary))
+    return OnnxExport(out, opset, dtype, num_bytes, num_sparse, _notes(rotaries))
 
 
-def _notes(rotary: RotaryTables) -> tuple[str, ...]:
-    if rotary.long_frequencies is None:
+def _switch_length(rotaries: Sequence[RotaryTables]) -> int | None:
+    """Where LongRoPE's frequencies change, if they do."""
+    return min((rotary.switch_length for rotary in rotaries if rotary.long_frequencies is not None), default=None)
+
+
+def _notes(rotaries: Sequence[RotaryTables]) -> tuple[str, ...]:
+    length = _switch_length(rotaries)
+    if length is None:
         return ()
-    length = rotary.switch_length
     return (
         f"LongRoPE: a prompt of any length is right, but a sequence that grows beyond {length:,} positions while it is "
         f"decoded has to be read anew at that point, as one prompt; onnxruntime-genai does so at 4,096 positions, for "
@@ -129,7 +132,7 @@ def _notes(rotary: RotaryTables) -> tuple[str, ...]:
 
 
 def _write(
-    bundle: Bundle, folder: Path, small: Mapping[str, bytes], rotary: RotaryTables, opset: int, dtype: str
+    bundle: Bundle, folder: Path, small: Mapping[str, bytes], rotaries: Sequence[RotaryTables], opset: int, dtype: str
 ) -> int:
     recipe = bundle.recipe
     metadata = {
@@ -138,9 +141,10 @@ def _write(
         "method": recipe.method,
         "sparsity": repr(recipe.sparsity),
     }
-    if rotary.long_frequencies is not None:
-        metadata["longrope_switch_length"] = str(rotary.switch_length)
-    model, weights = build_graph(bundle.config, bundle.masks, rotary, opset=opset, dtype=dtype, metadata=metadata)
+    length = _switch_length(rotaries)
+    if length is not None:
+        metadata["longrope_switch_length"] = str(length)
+    model, weights = build_graph(bundle.config, bundle.masks, rotaries, opset=opset, dtype=dtype, metadata=metadata)
     with open(folder / DATA, "wb") as data:
         for weight in dict.fromkeys(weights):
             values = _convert(bundle, weight.tensor, _TYPES[dtype])
@@ -155,7 +159,7 @@ def _write(
     # What is written here has no sidecar, and is no bundle.
     config = {key: value for key, value in bundle.config_dict.items() if key != "wisparse"}
     _write_json(folder / CONFIG, config)
-    _write_json(folder / GENAI, _genai_config(bundle))
+    _write_json(folder / GENAI, _genai_config(bundle, long_rope=length is not None))
     return sum(mask.sparsity > 0 for mask in bundle.masks.values())
 
 
@@ -177,7 +181,7 @@ def _append(data: BinaryIO, name: str, values: torch.Tensor, dtype: int) -> Tens
     return tensor
 
 
-def _genai_config(bundle: Bundle) -> dict[str, Any]:
+def _genai_config(bundle: Bundle, long_rope: bool) -> dict[str, Any]:
     """onnxruntime-genai's description of a decoder."""
     config = bundle.config
     generation = json.loads(bundle.read_bytes("generation_config.json") or b"{}")
@@ -219,7 +223,9 @@ def _genai_config(bundle: Bundle) -> dict[str, Any]:
                 "num_hidden_layers": config.num_blocks,
                 "num_key_value_heads": config.num_kv_heads,
             },
-            "type": config.model_type,
+            # Its word for "a decoder with these inputs and outputs", for it knows few families by name. By Phi-3's it
+            # reads a sequence anew where LongRoPE's frequencies change.
+            "type": "phi3" if long_rope else "decoder",
             "vocab_size": config.vocab_size,
         },
         "search": {
