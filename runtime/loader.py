@@ -10,6 +10,7 @@ import torch
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.guard import arguments
+from wisparse.formats.guard.sandbox import together
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine.device import choose_device
 from wisparse.kernels.backend import BACKENDS
@@ -29,6 +30,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 _LARGEST_BATCH = 2**16
 
 
+@together()
 def load(
     bundle: str | os.PathLike[str],
     *,

@@ -69,7 +69,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a template's loops are not metered",
-        "runtime/text/worker.py",
+        "formats/guard/worker.py",
         "signal.setitimer(signal.ITIMER_PROF, seconds)",
         "signal.setitimer(signal.ITIMER_PROF, 0)",
         "tests/test_runtime_sandbox.py -k processor_time",

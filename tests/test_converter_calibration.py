@@ -14,10 +14,12 @@ from tokenizers import processors
 
 from wisparse.converter.model.source import load_source, load_tokenizer
 from wisparse.converter.text.calibration import describe_spec, load_calibration
+from wisparse.converter.text.conversations import Conversations
 from wisparse.converter.text.documents import document_of, is_dataset_id, path_documents
 from wisparse.converter.text.self_calibration import _draw, _Writer
 from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.formats.errors import AccessError, CalibrationError
+from wisparse.formats.guard import sandbox
 
 BOS, EOS = 256, 257
 
@@ -303,6 +305,44 @@ def test_template_that_refuses(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "system", "content": "x"}]}))
     with pytest.raises(CalibrationError, match="no system role"):
         load_calibration(str(tmp_path / "a.jsonl"), tokenizer)
+
+
+HOSTILE = {
+    "endless": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "memory": "{{ messages | length * 10 ** 9 * 'x' }}",
+    "output": "{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_sources_hostile_template_is_ended(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As a bundle's is: a conversation of the data is refused, and the model writes documents alone."""
+    monkeypatch.setattr(sandbox, "_SECONDS", 0.5)
+    source = load_source(folder, device="cpu")
+    source.tokenizer.chat_template = None
+    expected = load_calibration("self", source.tokenizer, source.model, 2, 16, 0)
+    assert caplog.text == ""
+    source.tokenizer.chat_template = HOSTILE[kind]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 99}]}))
+    with pytest.raises(CalibrationError, match=r"template refuses a conversation .*: it (takes|needs|makes) more than"):
+        load_calibration(str(tmp_path / "a.jsonl"), source.tokenizer)
+    assert load_calibration("self", source.tokenizer, source.model, 2, 16, 0).digest == expected.digest
+    assert "the model writes documents and no conversations: its chat template says it " in caplog.text
+
+
+def test_conversations_are_rendered_as_in_transformers(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    tokenizer.chat_template = {
+        "default": "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "tool_use": "no",
+    }
+    messages = [{"role": "user", "content": "Ünd\n"}, {"role": "assistant", "content": "<b>"}]
+    for opened in (False, True):
+        found = Conversations(tokenizer).render(messages, add_generation_prompt=opened)
+        assert found == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
 
 
 # ---------------------------------------------------------------------- self

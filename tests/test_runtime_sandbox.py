@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,12 +21,13 @@ import pytest
 import tokenizers
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError, printable
+from wisparse.formats.guard import sandbox
+from wisparse.formats.guard.sandbox import Worker, WorkerError
+from wisparse.formats.guard.template import ChatTemplate
 from wisparse.runtime.loader import load
-from wisparse.runtime.text import sandbox
-from wisparse.runtime.text.edge import Text
-from wisparse.runtime.text.sandbox import Worker, WorkerError
-from wisparse.runtime.text.template import ChatTemplate
+from wisparse.runtime.text.edge import Text, check_text
 from wisparse.runtime.text.tokenizer import is_plain, read_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,6 +114,58 @@ def test_it_answers_again_after_it_was_ended(monkeypatch: pytest.MonkeyPatch) ->
     assert template.render(MESSAGES) == "hi ü \U0001f600"
 
 
+# Some hundredths of a second of processor time.
+BUSY = "{% for a in range(9) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+def _seconds(template: ChatTemplate) -> float:
+    """What one rendering takes; the first one also imports."""
+    template.render(MESSAGES)
+    with sandbox.together():
+        allowance = sandbox._allowance.get()
+        assert allowance is not None
+        before = allowance.left
+        template.render(MESSAGES)
+        return before - allowance.left
+
+
+def test_many_questions_that_each_take_less_than_they_may_are_ended_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate(BUSY + HELLO, {})
+    monkeypatch.setattr(sandbox, "_SECONDS_TOGETHER", 3.5 * _seconds(template))
+    rendered, refusal = 0, ""
+    with sandbox.together():
+        while not refusal and rendered < 50:
+            try:
+                template.render(MESSAGES)
+                rendered += 1
+            except BundleError as error:
+                refusal = str(error)
+        assert re.search(r"fails \(it takes more than \d\.\d seconds", refusal)
+        with sandbox.together(), pytest.raises(BundleError, match="for a few questions together"):
+            template.render(MESSAGES)  # one within another is the same
+        with pytest.raises(BundleError, match="for a few questions together"):
+            ChatTemplate(HELLO, {})  # nor does another file of the bundle get more
+    assert 1 <= rendered <= 8
+    # Alone each of them is within its limits, as often as a user asks.
+    assert [template.render(MESSAGES) for _ in range(3 * rendered)] == ["hi ü \U0001f600"] * 3 * rendered
+
+
+@pytest.mark.parametrize("opened", [load, lambda folder: check_text(Bundle.open(folder))], ids=["load", "verify"])
+def test_opening_a_bundle_is_one_allowance(
+    opened: Callable[[Path], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer that takes its time at each of the questions that a program asks on its own account."""
+    model = write_tiny_model(tmp_path / "model")
+    document = json.loads((model / "tokenizer.json").read_text())
+    document["normalizer"] = {"type": "Strip", "strip_left": True, "strip_right": True}  # so that it runs apart
+    (model / "tokenizer.json").write_text(json.dumps(document))
+    folder = write_tiny_bundle(tmp_path / "bundle", model)
+    opened(folder)
+    monkeypatch.setattr(sandbox, "_SECONDS_TOGETHER", 0.0)
+    with pytest.raises(BundleError, match="together"):
+        opened(folder)
+
+
 def test_threads_take_turns() -> None:
     template = ChatTemplate(HELLO, {})
     with ThreadPoolExecutor(8) as pool:
@@ -148,7 +202,7 @@ def test_it_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import sys
-from wisparse.runtime.text.template import ChatTemplate
+from wisparse.formats.guard.template import ChatTemplate
 text = ChatTemplate({source!r}, {{}}).render([{{"role": "user", "content": "hi"}}])
 with open(sys.argv[1], "w") as file:
     file.write(text)

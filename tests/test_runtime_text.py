@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.runtime.text import sandbox
+from wisparse.formats.guard import sandbox
+from wisparse.formats.guard.template import ChatTemplate
 from wisparse.runtime.text.detokenize import Detokenizer, StopStrings
 from wisparse.runtime.text.edge import Text
-from wisparse.runtime.text.template import ChatTemplate
 
 ROOT = Path(__file__).resolve().parent.parent
 

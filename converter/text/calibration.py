@@ -18,6 +18,7 @@ from typing import Any
 from wisparse.formats.errors import CalibrationError
 
 from ..work.progress import Progress
+from .conversations import Conversations, TemplateError
 from .documents import Document, dataset_documents, is_dataset_id, path_documents
 from .self_calibration import write_calibration
 from .tokens import CalibrationTokens
@@ -166,8 +167,9 @@ def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, s
     # Enough to choose from; a corpus of gigabytes is not read to its end for a few thousand tokens.
     enough = max(1 << 24, 16 * num_samples * length)
     read = 0
+    conversations = Conversations(tokenizer)
     for document in documents:
-        text = _text(document, tokenizer)
+        text = _text(document, conversations)
         read += len(text)
         yield from _cut(text, length)
         if read >= enough:
@@ -187,13 +189,13 @@ def _cut(text: str, length: int) -> Iterator[str]:
         start = end
 
 
-def _text(document: Document, tokenizer: Any) -> str:
+def _text(document: Document, conversations: Conversations) -> str:
     if isinstance(document, str):
         return document
-    if tokenizer.chat_template:
+    if conversations.source:
         try:
-            return str(tokenizer.apply_chat_template(document, tokenize=False))
-        except Exception as error:
+            return conversations.render(document)
+        except TemplateError as error:
             # A template is a program of the model's author and may refuse roles or orders in any way it likes.
             raise CalibrationError(
                 f"the model's chat template refuses a conversation of the calibration data: {error!s:.200}"

@@ -14,6 +14,7 @@ propose such a schedule).
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +24,16 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import CalibrationError
+from wisparse.formats.guard.sandbox import together
 
 from ..model.flow import input_device
 from ..work.progress import Progress
+from .conversations import Conversations, TemplateError
 from .tokens import CalibrationTokens
 
 __all__ = ["write_calibration"]
+
+_log = logging.getLogger("wisparse")
 
 _HOT = 2.0
 _HOT_TOKENS = 10
@@ -214,18 +219,18 @@ def _turns(tokenizer: Any, first: int, ends: frozenset[int]) -> tuple[list[int],
     None as well where the template does not close an assistant's turn with an end-of-text token: a base model that
     ships a template none the less was never trained on its tokens, and what it writes after them is noise.
     """
-    if not tokenizer.chat_template:
+    conversations = Conversations(tokenizer)
+    if conversations.source is None:
         return None
+    question_asked = [{"role": "user", "content": _PLACEHOLDER}]
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": _PLACEHOLDER}], tokenize=False, add_generation_prompt=True
-            )
-        )
-        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
-        closing = str(tokenizer.apply_chat_template(turns, tokenize=False)).rpartition(_PLACEHOLDER)[2]
-    except Exception:
-        # The template wants something else than a user turn (a system prompt, tools): documents alone will do.
+        with together():
+            text = conversations.render(question_asked, add_generation_prompt=True)
+            closing = conversations.render(turns).rpartition(_PLACEHOLDER)[2]
+    except TemplateError as error:
+        # It wants something else than a user turn (a system prompt, tools), or does not work: documents alone will do.
+        _log.warning("the model writes documents and no conversations: its chat template says %.200s", error)
         return None
     if ends.isdisjoint(tokenizer.encode(closing, add_special_tokens=False)):
         return None

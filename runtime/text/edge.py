@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.guard.places import shown
 from wisparse.formats.guard.safe_json import parse_json
+from wisparse.formats.guard.sandbox import together
+from wisparse.formats.guard.template import ChatTemplate
 
 from .detokenize import Detokenizer
-from .template import ChatTemplate
 from .tokenizer import read_tokenizer
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Text:
         return not stops.isdisjoint(self.encode(closing[:_CLOSING], add_special_tokens=False))
 
 
+@together()
 def check_text(bundle: Bundle) -> None:
     """Try a bundle's tokenizer and chat template, if it has them.
 

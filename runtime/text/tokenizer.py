@@ -17,8 +17,7 @@ import tokenizers
 
 from wisparse.formats.errors import BundleError
 from wisparse.formats.guard.safe_json import parse_json
-
-from .sandbox import Worker, WorkerError
+from wisparse.formats.guard.sandbox import Worker, WorkerError
 
 __all__ = ["Tokenizer", "is_plain", "read_tokenizer"]
 

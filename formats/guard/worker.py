@@ -2,7 +2,8 @@
 
 Run by its path, in an interpreter of its own that sees no settings of the user's: it knows nothing of this project. It
 is asked on its standard input and answers on its standard output: eight bytes of length, then JSON. Each question says
-what it may cost; who needs more is ended by the operating system. Nothing that a library prints gets anywhere.
+what it may cost, each answer what it took; who needs more is ended by the operating system. Nothing that a library
+prints gets anywhere.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import signal
 import struct
 import sys
+import time
 from typing import Any
 
 __all__ = ["main"]
@@ -149,6 +151,11 @@ def _limit(seconds: float, megabytes: int) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
+def _written(started: float, **answer: Any) -> bytes:
+    text = json.dumps(answer, ensure_ascii=False)[:-1]  # before the clock is read: it takes its time, too
+    return f'{text}, "seconds": {time.process_time() - started}}}'.encode("utf-8", "surrogatepass")
+
+
 def main() -> None:
     """Answer until the questions end. The first one makes what the others are put to."""
     sys.path += sys.argv[1:]
@@ -159,6 +166,7 @@ def main() -> None:
     subject: Any = None
     while len(length := questions.read(8)) == 8:
         question = json.loads(questions.read(struct.unpack(">Q", length)[0]).decode("utf-8", "surrogatepass"))
+        started = time.process_time()
         try:
             _limit(question["seconds"], question["megabytes"])
             if subject is None:
@@ -168,12 +176,12 @@ def main() -> None:
                 )
             else:
                 result = getattr(subject, question["do"])(**question["with"])
-            answer = json.dumps({"result": result}, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            answer = _written(started, result=result)
         except MemoryError:
             message = f"it needs more than {question['megabytes']} MB of memory"
-            answer = json.dumps({"error": "MemoryError", "message": message}).encode()
+            answer = _written(started, error="MemoryError", message=message)
         except BaseException as error:  # a panic of the tokenizers library is no Exception
-            answer = json.dumps({"error": type(error).__name__, "message": str(error)[:_MOST_MESSAGE]}).encode()
+            answer = _written(started, error=type(error).__name__, message=str(error)[:_MOST_MESSAGE])
         _limit(0, question["megabytes"])
         answers.write(struct.pack(">Q", len(answer)) + answer)
         answers.flush()

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wisparse.formats.errors import BundleError, UsageError
-
+from ..errors import BundleError, UsageError
 from .sandbox import Worker, WorkerError
 
 __all__ = ["ChatTemplate"]

@@ -21,17 +21,20 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
-from wisparse.formats.errors import ResourceError
+from ..errors import ResourceError
 
-__all__ = ["Worker", "WorkerError"]
+__all__ = ["Worker", "WorkerError", "together"]
 
 # Of processor time, for one question: what it may take, and what each byte of it adds.
 _SECONDS = 1.5
 _SECONDS_PER_BYTE = 2e-6
+# For all questions of one `together`, beside what their bytes add.
+_SECONDS_TOGETHER = 3.0
 # Reading what the worker is to hold is quicker: a tokenizer.json of 33 MB takes a second or two.
 _SECONDS_PER_BYTE_HELD = 1e-7
 _MOST_SECONDS_HELD = 4.0
@@ -57,6 +60,28 @@ class WorkerError(Exception):
     def __str__(self) -> str:
         message = super().__str__()
         return message if self.kind in _TELLING_NOTHING else f"{self.kind}: {message}"
+
+
+class _Allowance:
+    def __init__(self) -> None:
+        self.left = _SECONDS_TOGETHER
+
+
+_allowance: ContextVar[_Allowance | None] = ContextVar("allowance", default=None)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """What is asked in this block, of any worker, shares one allowance of processor time.
+
+    For what a program asks on its own account, as when it opens a bundle: there are a dozen such questions, and a
+    stranger's file that takes nearly as long as it may at each of them takes no longer than at two.
+    """
+    token = _allowance.set(_allowance.get() or _Allowance())
+    try:
+        yield
+    finally:
+        _allowance.reset(token)
 
 
 class Worker:
@@ -92,7 +117,7 @@ class Worker:
             # After a fork the child process is the parent's, and so are its answers.
             if self._process is None or self._owner != os.getpid() or self._process.poll() is not None:
                 self._start()
-            return self._exchange(do, data, _SECONDS + len(data) * _SECONDS_PER_BYTE)
+            return self._exchange(do, data, len(data) * _SECONDS_PER_BYTE)
 
     def close(self) -> None:
         """End the process; the next question starts another."""
@@ -119,9 +144,9 @@ class Worker:
         self._process, self._owner = process, os.getpid()
         self._end = weakref.finalize(self, _end, process, self._owner)
         data = _written(self._held)
-        seconds = min(_SECONDS + len(data) * _SECONDS_PER_BYTE_HELD, max(_MOST_SECONDS_HELD, _SECONDS))
+        more = min(len(data) * _SECONDS_PER_BYTE_HELD, max(_MOST_SECONDS_HELD - _SECONDS, 0.0))
         try:
-            self._exchange(self._what, data, seconds)
+            self._exchange(self._what, data, more)
         except BaseException:
             self._stop()
             raise
@@ -131,7 +156,13 @@ class Worker:
             self._end()
         self._process = self._end = None
 
-    def _exchange(self, do: str, data: bytes, seconds: float) -> Any:
+    def _exchange(self, do: str, data: bytes, more: float) -> Any:
+        """Ask, and wait for the answer; ``more`` seconds are for the question's size."""
+        allowance = _allowance.get()
+        own = _SECONDS if allowance is None else min(_SECONDS, allowance.left)
+        if own <= 0:
+            raise WorkerError("", f"it takes more than {_SECONDS_TOGETHER:.1f} seconds for a few questions together")
+        seconds = own + more
         process = self._process
         assert process is not None
         assert process.stdin is not None
@@ -160,6 +191,8 @@ class Worker:
             clock.join()
             if answer is None or late.is_set():  # interrupted, or ended: whatever it may still say is for nobody
                 self._stop()
+        if allowance is not None:
+            allowance.left -= max(0.0, (seconds if answer is None else answer["seconds"]) - more)
         if answer is None:
             timed_out = late.is_set() or process.returncode == -getattr(signal, "SIGPROF", 0)
             what = (
