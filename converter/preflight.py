@@ -23,7 +23,7 @@ from wisparse.formats.guard.places import folder_kind, shown
 from wisparse.formats.guard.safe_json import read_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine.device import choose_device
-from wisparse.formats.machine.memory import free_memory_bytes
+from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.record.manifest import has_masks
 from wisparse.formats.write import check_output, copied_files, parse_size
 
@@ -38,7 +38,6 @@ from .work.state import StateStore
 
 __all__ = [
     "Plan",
-    "available_memory",
     "bundle_bytes",
     "check_places",
     "preflight",
@@ -175,7 +174,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     num_parameters = sum(_product(shape) for shape in shapes.values())
     working = working_bytes(config, dtype, settings)
     weights = num_parameters * dtype.itemsize
-    free = available_memory(device)
+    free = available_bytes(device)
     plan = Plan(
         settings=settings,
         source=source,
@@ -210,13 +209,6 @@ def check_places(settings: ConvertSettings, source: Source, finished: bool) -> N
         check_mark(settings.output_dir)
     if not finished:
         check_output(settings.output_dir, settings.overwrite, source=source.folder)
-
-
-def available_memory(device: torch.device) -> int:
-    """Bytes of memory free on ``device``; for the CPU within the limit of the container, if there is one."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return free_memory_bytes()
 
 
 def _read_config(folder: Path) -> ModelConfig:
@@ -279,13 +271,13 @@ def _max_memory(device: torch.device, free: int, working: int) -> dict[int | str
     """
     if working >= free:
         return None
-    memory = available_memory(torch.device("cpu")) - _BASE_BYTES
+    memory = available_bytes(torch.device("cpu")) - _BASE_BYTES
     if device.type == "cpu":
         return {"cpu": max(0, min(memory, free) - working)}
     gpus = [device.index or 0, *(i for i in range(torch.cuda.device_count()) if i != (device.index or 0))]
     room: dict[int | str, int] = {}
     for index in gpus:
-        room[index] = max(0, available_memory(torch.device("cuda", index)) - working)
+        room[index] = max(0, available_bytes(torch.device("cuda", index)) - working)
     return {**room, "cpu": max(0, memory)}
 
 

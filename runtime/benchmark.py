@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.machine.memory import available_bytes
 
 from .decoder import Decoder
 from .dense import without_masks
-from .memory import available_bytes, peak_bytes, weight_bytes
+from .memory import peak_bytes, weight_bytes
 from .model import Model
 from .sampling import SamplingSettings
 from .timing import read_bandwidth_gbps, wait

@@ -16,29 +16,15 @@ import torch
 
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.guard import arguments
+from wisparse.formats.prefill import sparse_from
 
 from .decoder import Decoder, check_prompt
 from .rotary import switch_length
 from .sampling import SamplingSettings, resolve_seed, sample
 
-__all__ = ["PREFILL_POLICIES", "Job", "Request", "Scheduler", "Tally", "sparse_from"]
-
-PREFILL_POLICIES = ("dense", "half", "all")
+__all__ = ["Job", "Request", "Scheduler", "Tally"]
 
 _IDLE = SamplingSettings()
-
-
-def sparse_from(policy: str, length: int) -> int:
-    """The first sparse position of a prompt of ``length`` tokens.
-
-    ``dense``: none of them is sparse. ``half``: the last ``length // 2``, the paper's protocol for measuring accuracy.
-    ``all``: every one.
-
-    Raises:
-        UsageError: no such policy.
-    """
-    arguments.choice("prefill", policy, PREFILL_POLICIES)
-    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
 
 
 @dataclass(frozen=True)

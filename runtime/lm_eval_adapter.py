@@ -33,8 +33,9 @@ from wisparse.formats.errors import AccessError, UsageError
 from wisparse.formats.guard.arguments import found
 from wisparse.formats.guard.places import shown
 from wisparse.formats.hub import is_reachable
+from wisparse.formats.prefill import sparse_from
 
-from .generation import Tally, sparse_from
+from .generation import Tally
 from .loader import load
 from .model import Model
 

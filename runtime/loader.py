@@ -13,10 +13,10 @@ from wisparse.formats.guard import arguments
 from wisparse.formats.guard.sandbox import together
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine.device import choose_device
+from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.kernels.backend import BACKENDS
 
 from .decoder import WEIGHTS, make_decoder
-from .generation import PREFILL_POLICIES
 from .memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text.edge import Text

@@ -1,4 +1,4 @@
-"""How much memory there is, and how much was used."""
+"""How much memory a model needs, how much was used, and what is said where there is not enough."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ResourceError
-from wisparse.formats.machine.memory import free_memory_bytes
+from wisparse.formats.machine.memory import available_bytes
 from wisparse.kernels.precision import activation_dtype
 
 from .cache import bytes_per_position
@@ -20,21 +20,13 @@ from .cache import bytes_per_position
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["available_bytes", "default_max_seq_len", "memory_errors", "peak_bytes", "weight_bytes"]
+__all__ = ["default_max_seq_len", "memory_errors", "peak_bytes", "weight_bytes"]
 
 # The cache may take this share of the memory that the weights leave free.
 _CACHE_SHARE = 0.25
 _FEWEST_POSITIONS = 256
 # How torch says it where the error has no type of its own.
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on a device; for the CPU that of the machine, within its container's limits."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return int(free)
-    return free_memory_bytes()
 
 
 def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str) -> int:

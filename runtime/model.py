@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, TypedDict, Unpack, overload
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
+from wisparse.formats.prefill import PREFILL_POLICIES, sparse_from
 
 from .decoder import Decoder
-from .generation import PREFILL_POLICIES, Job, Request, Scheduler, Tally, sparse_from
+from .generation import Job, Request, Scheduler, Tally
 from .memory import memory_errors, peak_bytes
 from .sampling import SamplingSettings
 from .text.detokenize import Detokenizer, StopStrings

@@ -18,11 +18,10 @@ from torch import Tensor
 from wisparse.cli import main
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import load_source
-from wisparse.converter.quality.evaluation import evaluate_text, first_sparse, same_text
+from wisparse.converter.quality.evaluation import evaluate_text, same_text
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.dense import without_masks
-from wisparse.runtime.generation import sparse_from
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.interpreter_lines import load_problems, make_problems
@@ -55,12 +54,6 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 # ---------------------------------------------------------------------- policies
-
-
-@pytest.mark.parametrize("length", [1, 2, 7, 8])
-@pytest.mark.parametrize("policy", ["dense", "half", "all"])
-def test_policies_are_the_runtimes(policy: str, length: int) -> None:
-    assert first_sparse(policy, length) == sparse_from(policy, length)
 
 
 def test_unknown_policy() -> None:

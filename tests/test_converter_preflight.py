@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from wisparse.commands.convert import command
 from wisparse.converter import preflight as module
-from wisparse.converter.preflight import available_memory, preflight
+from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings, auto_seq_len, default_output
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.errors import (
@@ -31,6 +31,7 @@ from wisparse.formats.errors import (
     UsageError,
     WisparseError,
 )
+from wisparse.formats.machine import memory
 from wisparse.formats.machine.memory import free_memory_bytes
 
 
@@ -94,7 +95,7 @@ def test_no_weight_is_read(settings: ConvertSettings) -> None:
 
 
 def test_memory_of_this_machine_is_plausible() -> None:
-    assert 2**20 < available_memory(torch.device("cpu")) < 2**50
+    assert 2**20 < memory.available_bytes(torch.device("cpu")) < 2**50
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_not_enough_disk(settings: ConvertSettings, monkeypatch: pytest.MonkeyPa
 
 
 def test_not_enough_memory(settings: ConvertSettings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "available_memory", lambda device: 10)
+    monkeypatch.setattr(module, "available_bytes", lambda device: 10)
     assert "GB of memory" in refused(settings, ResourceError)
 
 
@@ -268,7 +269,7 @@ def test_a_containers_memory_limit_counts(
     (tmp_path / "machine/proc/self/cgroup").write_text("0::/\n")
     (group / "memory.max").write_text(f"{500 << 20}\n")
     (group / "memory.current").write_text(f"{100 << 20}\n")
-    monkeypatch.setattr(module, "free_memory_bytes", partial(free_memory_bytes, tmp_path / "machine"))
+    monkeypatch.setattr(memory, "free_memory_bytes", partial(free_memory_bytes, tmp_path / "machine"))
     assert "0.4 GB are free" in refused(settings, ResourceError)
 
 

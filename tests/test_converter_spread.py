@@ -27,7 +27,7 @@ def give_room(patch: pytest.MonkeyPatch, room: int) -> None:
     """To the weights, beside what the work needs."""
     patch.setattr(preflight, "_BASE_BYTES", 0)
     patch.setattr(preflight, "working_bytes", lambda *_: 1 << 20)
-    patch.setattr(preflight, "available_memory", lambda device: (1 << 20) + room)
+    patch.setattr(preflight, "available_bytes", lambda device: (1 << 20) + room)
 
 
 def digests(bundle: Path) -> dict[str, str]:

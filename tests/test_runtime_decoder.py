@@ -14,9 +14,10 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.prefill import PREFILL_POLICIES, sparse_from
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.decoder import make_decoder
-from wisparse.runtime.generation import PREFILL_POLICIES, Request, Scheduler, sparse_from
+from wisparse.runtime.generation import Request, Scheduler
 from wisparse.runtime.sampling import SamplingSettings
 from wisparse.runtime.torch import decoder as torch_decoder_module
 from wisparse.runtime.torch.decoder import TorchDecoder

@@ -22,8 +22,9 @@ import wisparse
 from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError, BundleError, ContextLengthError, UsageError, WisparseError
+from wisparse.formats.prefill import sparse_from
 from wisparse.runtime.decoder import make_decoder
-from wisparse.runtime.generation import Request, Scheduler, sparse_from
+from wisparse.runtime.generation import Request, Scheduler
 from wisparse.runtime.memory import default_max_seq_len, weight_bytes
 from wisparse.runtime.model import Model
 from wisparse.runtime.text.edge import stop_ids

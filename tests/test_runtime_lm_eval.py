@@ -21,7 +21,7 @@ from torch import Tensor
 from wisparse.cli import main
 from wisparse.formats import hub
 from wisparse.formats.errors import AccessError, UsageError
-from wisparse.runtime.generation import sparse_from
+from wisparse.formats.prefill import sparse_from
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.interpreter_lines import load_problems

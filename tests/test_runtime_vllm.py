@@ -26,8 +26,8 @@ from vllm_peer import ENVIRONMENT
 import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
+from wisparse.formats.prefill import sparse_from
 from wisparse.kernels.reference import sparse_linear
-from wisparse.runtime.generation import sparse_from
 from wisparse.runtime.torch.decoder import TorchDecoder
 from wisparse.runtime.vllm.plugin import register
 from wisparse.runtime.vllm.product import masked_linear

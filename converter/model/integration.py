@@ -14,9 +14,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from wisparse.formats.errors import UsageError
+from wisparse.formats.guard import arguments
+from wisparse.formats.prefill import PREFILL_POLICIES
 
-from .sparsify import _POLICIES, sparsify
+from .sparsify import sparsify
 
 __all__ = ["WisparseConfig", "WisparseQuantizer"]
 
@@ -31,8 +32,7 @@ class WisparseConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, prefill: str = "dense", **_: Any) -> None:
-        if prefill not in _POLICIES:
-            raise UsageError(f"prefill: expected one of {', '.join(_POLICIES)}, found {prefill!r}")
+        arguments.choice("prefill", prefill, PREFILL_POLICIES)
         self.quant_method: Any = _METHOD
         self.prefill = prefill
 

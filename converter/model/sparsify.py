@@ -20,11 +20,11 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.kernels.reference import keep_mask
 
 __all__ = ["desparsify", "sparsify"]
 
-_POLICIES = ("dense", "half", "all")
 _HANDLES = "_wisparse_handles"
 
 M = TypeVar("M")
@@ -54,7 +54,7 @@ def sparsify(
         UnsupportedModelError: the model is not of the bundle's architecture or shape.
         AccessError, BundleError: the bundle cannot be found, or is damaged.
     """
-    arguments.choice("prefill", prefill, _POLICIES)
+    arguments.choice("prefill", prefill, PREFILL_POLICIES)
     if revision is not None:
         arguments.text("revision", revision, empty=False)
     if not isinstance(bundle, Bundle):

@@ -24,37 +24,23 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
+from wisparse.formats.prefill import sparse_from
 
 from ..bench.divergence import kl_rows
 
 __all__ = [
-    "POLICIES",
     "Counter",
     "Logits",
     "Measured",
     "Quality",
     "evaluate_text",
-    "first_sparse",
     "same_text",
 ]
 
 Logits = Callable[[Tensor, int], Tensor]
 
-POLICIES = ("dense", "half", "all")
-
 # Rows of logits handled at a time: bounds the float32 (rows, vocabulary) temporaries.
 _ROWS = 256
-
-
-def first_sparse(policy: str, length: int) -> int:
-    """The first sparse position of a sequence of ``length`` tokens; ``length`` if none is.
-
-    Raises:
-        UsageError: no such policy.
-    """
-    if policy not in POLICIES:
-        raise UsageError(f"prefill: expected one of {', '.join(POLICIES)}, found {policy!r}")
-    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
 
 
 @dataclass(frozen=True)
@@ -167,7 +153,7 @@ def evaluate_text(
     Args:
         logits: see the module's text.
         sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
-        policies: of ``POLICIES``.
+        policies: of ``PREFILL_POLICIES``.
         reference: gives the dense logits; ``logits`` itself by default.
         counter: what counts dropped channels inside ``logits``, for the realised sparsity.
         advance: called after every sequence.
@@ -179,7 +165,7 @@ def evaluate_text(
         UsageError: an unknown policy, or no sequence.
     """
     for policy in policies:
-        first_sparse(policy, 1)
+        sparse_from(policy, 1)
     inside = {policy: _Sums() for policy in policies}
     outside = {policy: _Sums() for policy in policies}
     dropped: dict[str, list[tuple[float, int]]] = {policy: [] for policy in policies}
@@ -191,7 +177,7 @@ def evaluate_text(
         dense = (reference or logits)(ids, length).clone()
         labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(dense.device)
         for policy in policies:
-            start = first_sparse(policy, length)
+            start = sparse_from(policy, length)
             if counter is not None:
                 counter.measure_sparsity(True)
             sparse = logits(ids, start)

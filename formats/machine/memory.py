@@ -1,4 +1,4 @@
-"""How much memory this process can still take: of the machine, and of the container it runs in.
+"""How much memory this process can still take: of a GPU, of the machine, and of the container it runs in.
 
 A container's limit is a control group's (cgroup). It binds every process below it, so the tightest of the groups from
 ours up to the root decides. What a group uses counts the files it has read; the kernel gives those pages back when
@@ -11,9 +11,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
 from .control_groups import group_folders, read_lines
 
-__all__ = ["free_memory_bytes"]
+__all__ = ["available_bytes", "free_memory_bytes"]
 
 # Where nothing says how much there is.
 _ASSUMED_BYTES = 8 << 30
@@ -22,6 +24,14 @@ _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
     2: ("memory.max", "memory.current", ""),
 }
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that this process can still take on a device; for the CPU those of :func:`free_memory_bytes`."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    return free_memory_bytes()
 
 
 def free_memory_bytes(root: str | os.PathLike[str] = "/") -> int:

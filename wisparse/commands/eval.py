@@ -14,6 +14,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard.arguments import place
 from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.prefill import PREFILL_POLICIES
 
 from .options import device_options, set_up_logging
 from .places import FILE_OR_ID, FOLDER_OR_ID
@@ -48,7 +49,7 @@ _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs th
 @click.option(
     "--prefill",
     "policies",
-    type=click.Choice(["dense", "half", "all"]),
+    type=click.Choice(PREFILL_POLICIES),
     multiple=True,
     help="Which tokens of a text or prompt are sparse: none, the last half, all; may be given several times.  "
     "[default: half and all for texts, half for tasks]",

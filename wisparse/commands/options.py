@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.runtime.model import Generation, Model
 
 __all__ = ["device_options", "footer", "loading_options", "sampling_options", "set_up_logging", "show"]
@@ -67,7 +68,7 @@ loading_options = _stacked(
     device_options,
     click.option(
         "--prefill",
-        type=click.Choice(["dense", "half", "all"]),
+        type=click.Choice(PREFILL_POLICIES),
         default="dense",
         show_default=True,
         help="Which part of the prompt runs sparse: none, the last half, all. The answer always does.",
