@@ -11,14 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numba
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from wisparse.kernels.cpu import compile as cpu_compile
+from wisparse.kernels.cpu import intrinsics as cpu_intrinsics
 from wisparse.kernels.cpu import layout as cpu_layout
 from wisparse.kernels.cpu import meeting as cpu_meeting
 from wisparse.kernels.cpu import regions as cpu_regions
+from wisparse.kernels.cpu import step as cpu_step
 from wisparse.kernels.cpu import team as cpu_team
 from wisparse.kernels.cpu import threads as cpu_threads
 from wisparse.kernels.cpu.operations import (
@@ -364,6 +368,24 @@ def test_a_try_that_waits_longer_than_the_pause_before_it_has_failed_too(monkeyp
     assert machine.run(3, 2).count(2) < 12  # one each 50 ms would be 60
 
 
+def test_tanh_and_gelu_are_as_exact_as_float32_is() -> None:
+    tanh = numba.vectorize(["float32(float32)"])(cpu_intrinsics.tanh32.py_func)
+    x = torch.cat(
+        (torch.linspace(-12, 12, 100_001), torch.logspace(-30, 2, 10_001), torch.tensor([0.0, 1e30, -torch.inf]))
+    )
+    wanted = x.double().tanh()
+    with np.errstate(all="ignore"):  # the branch that is not taken
+        error = (torch.from_numpy(tanh(x.numpy())).double() - wanted).abs()
+    assert bool((error <= 2**-23 * wanted.abs()).all())
+
+    x = x[x.isfinite()]
+    gate, up = x.clone(), torch.full_like(x, 0.5)
+    cpu_step._activate_times(gate.data_ptr(), up.data_ptr(), len(x), 1, len(x), 1)
+    wanted = functional.gelu(x.double(), approximate="tanh") / 2
+    error = (gate.double() - wanted).abs()
+    assert bool((error <= torch.where(x > 0, 2**-22 * wanted.abs(), 3e-8)).all())  # torch's own: 7.5e-8 below 0
+
+
 def test_runs_on_one_thread_where_openmp_is_missing() -> None:
     script = """
 import logging, torch
@@ -382,6 +404,13 @@ torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(
 
 
 def test_layouts_have_no_gaps() -> None:
-    for fields in (cpu_layout.StepField, cpu_layout.LinearField, cpu_layout.LayoutField, cpu_layout.ProjectionField):
+    for fields in (
+        cpu_layout.StepField,
+        cpu_layout.BlockField,
+        cpu_layout.FloatField,
+        cpu_layout.LinearField,
+        cpu_layout.LayoutField,
+        cpu_layout.ProjectionField,
+    ):
         assert sorted(fields) == list(range(len(fields)))
         assert len(fields) <= cpu_regions._MOST_FIELDS

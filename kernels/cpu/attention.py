@@ -1,4 +1,4 @@
-"""Compiled: RMSNorm, rotary embedding, and one token's attention over the cache."""
+"""Compiled: RMSNorm, rotary embeddings, and one token's attention over the cache."""
 
 from __future__ import annotations
 
@@ -6,10 +6,26 @@ import math
 
 import numpy as np
 
-from .intrinsics import ONE, ZERO, dot, exact, exp32, floats, narrow, pointer, size_of, widen
-from .layout import StepField
+from .intrinsics import (
+    ONE,
+    ZERO,
+    block_row,
+    constants_row,
+    dot,
+    exact,
+    exp32,
+    floats,
+    narrow,
+    pointer,
+    size_of,
+    soft_cap,
+    widen,
+)  # fmt: skip
+from .layout import BlockField, FloatField, StepField
 
-__all__ = ["attention", "rms_norm"]
+__all__ = ["BLOCK_BYTES", "attention", "rms_norm"]
+
+BLOCK_BYTES = 8 * len(BlockField)
 
 
 @dot
@@ -23,24 +39,56 @@ def rms_norm(x, weight, n, eps, out):
         out_[i] = x_[i] * factor * weight_[i]
 
 
+@dot
+def _rms_factor(x, n, eps):
+    """What a vector is multiplied by to have a mean square of 1."""
+    x_ = floats(x)
+    total = ZERO
+    for i in range(n):
+        total += x_[i] * x_[i]
+    return ONE / np.float32(math.sqrt(total / np.float32(n) + eps))
+
+
 @exact
-def _rotate(x, dim, half, cos, sin, norm, eps, out):
-    """A head's q or k: optional RMSNorm, then the rotary embedding of its first ``2 * half`` entries."""
-    x_, out_, cos_, sin_ = floats(x), floats(out), floats(cos), floats(sin)
-    if norm != 0:
-        rms_norm(x, norm, dim, eps, out)
-    else:
+def _place(x, dim, facts, position, norm, factor, after, eps, out):
+    """A head's q or k, normalised and turned to its position.
+
+    Args:
+        facts: the block's row.
+        norm: the head's weights (dim,) float32, 0: none.
+        factor: of the norm, where that is the whole vector's; 0: the head's own.
+        after: normalise after the rotation.
+    """
+    x_, out_ = floats(x), floats(out)
+    if norm == 0 or after != 0:
         for i in range(dim):
             out_[i] = x_[i]
-    for i in range(half):
-        a, b = out_[i], out_[i + half]
-        out_[i] = a * cos_[i] - b * sin_[i]
-        out_[i + half] = b * cos_[i] + a * sin_[i]
+    elif factor != ZERO:
+        norm_ = floats(norm)
+        for i in range(dim):
+            out_[i] = x_[i] * factor * norm_[i]
+    else:
+        rms_norm(x, norm, dim, eps, out)
+    half = facts[BlockField.ROTARY_HALF]
+    row = 4 * position * half
+    cos_, sin_ = floats(facts[BlockField.COS] + row), floats(facts[BlockField.SIN] + row)
+    if facts[BlockField.INTERLEAVED] == 0:
+        for i in range(half):
+            a, b = out_[i], out_[i + half]
+            out_[i] = a * cos_[i] - b * sin_[i]
+            out_[i + half] = b * cos_[i] + a * sin_[i]
+    else:
+        for i in range(half):
+            a, b = out_[2 * i], out_[2 * i + 1]
+            out_[2 * i] = a * cos_[i] - b * sin_[i]
+            out_[2 * i + 1] = b * cos_[i] + a * sin_[i]
+    if norm != 0 and after != 0:
+        rms_norm(out, norm, dim, eps, out)
 
 
 @dot
-def _attend(q, heads, keys, values, start, end, dim, scale, scores, max_len, out, tag):
-    """softmax(scale * q k^T) v for the heads that share one key-value head.
+def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len, out, tag):
+    """softmax(cap(scale * q k^T)) v for the heads that share one key-value head.
 
     q is (heads, dim); keys and values are (max_len, dim), of which start..end are attended to; scores (heads, max_len)
     is scratch.
@@ -54,6 +102,9 @@ def _attend(q, heads, keys, values, start, end, dim, scale, scores, max_len, out
             for d in range(dim):
                 s += q_[d] * widen(key[d])
             s_[i] = s * scale
+        if cap > ZERO:
+            for i in range(start, end):
+                s_[i] = soft_cap(s_[i], cap)
     for h in range(heads):
         s_, out_ = floats(scores + 4 * h * max_len), floats(out + 4 * h * dim)
         top = s_[start]
@@ -92,22 +143,26 @@ def attention(p, block, part, parts, out, scratch, tag):
     ``out`` (rows, q_size) is this thread's own; only its heads' columns are written.
     """
     rows, heads, kv_heads = p[StepField.ROWS], p[StepField.HEADS], p[StepField.KV_HEADS]
-    dim, half, max_len = p[StepField.HEAD_DIM], p[StepField.ROTARY_HALF], p[StepField.MAX_LEN]
-    constants = floats(p[StepField.FLOATS])
-    eps, scale = constants[0], constants[1]
+    dim, max_len = p[StepField.HEAD_DIM], p[StepField.MAX_LEN]
+    facts, constants = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES), constants_row(p[StepField.FLOATS])
+    eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
     slots, positions = pointer(p[StepField.SLOTS], np.int64(0)), pointer(p[StepField.POSITIONS], np.int64(0))
-    window = pointer(p[StepField.WINDOWS], np.int64(0))[block]
+    window = facts[BlockField.WINDOW]
     size = size_of(tag)
     q_size, width, share = heads * dim, (heads + 2 * kv_heads) * dim, heads // kv_heads
-    q_norm = k_norm = np.int64(0)
-    if p[StepField.HEAD_NORMS] != 0:
-        q_norm = p[StepField.HEAD_NORMS] + 4 * 2 * block * dim
-        k_norm = q_norm + 4 * dim
+    q_norm, k_norm = facts[BlockField.Q_NORM], facts[BlockField.K_NORM]
+    whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
+    norm_bytes = 4 * dim if whole != 0 else 0  # from one head's weights to the next one's
     first, last = heads * part // parts, heads * (part + 1) // parts
     for b in range(rows):
         qkv = p[StepField.QKV] + 4 * b * width
         position = positions[b]
-        cos, sin = p[StepField.COS] + 4 * position * half, p[StepField.SIN] + 4 * position * half
+        scale = constants[FloatField.ATTENTION_SCALE]
+        if p[StepField.QUERY_SCALES] != 0:  # scores grow as the query does
+            scale *= floats(p[StepField.QUERY_SCALES])[position]
+        q_factor = k_factor = ZERO
+        if whole != 0:
+            q_factor, k_factor = _rms_factor(qkv, q_size, eps), _rms_factor(qkv + 4 * q_size, kv_heads * dim, eps)
         start = max(0, position + 1 - window) if window > 0 else 0
         h = first
         while h < last:
@@ -116,17 +171,23 @@ def attention(p, block, part, parts, out, scratch, tag):
             row = (((block * p[StepField.MAX_BATCH] + slots[b]) * kv_heads + group) * max_len) * dim * size
             keys, values = p[StepField.KEYS] + row, p[StepField.VALUES] + row
             # A group shared by two threads is appended by both, with the same bits.
-            _rotate(qkv + 4 * (q_size + group * dim), dim, half, cos, sin, k_norm, eps, scratch)
+            _place(
+                qkv + 4 * (q_size + group * dim), dim, facts, position, k_norm + group * norm_bytes, k_factor, after,
+                eps, scratch,
+            )  # fmt: skip
             rotated, fresh = floats(scratch), floats(qkv + 4 * (q_size + (kv_heads + group) * dim))
             key, value = pointer(keys + position * dim * size, tag), pointer(values + position * dim * size, tag)
             for d in range(dim):
                 key[d] = narrow(rotated[d], tag)
                 value[d] = narrow(fresh[d], tag)
             for i in range(h, stop):
-                _rotate(qkv + 4 * i * dim, dim, half, cos, sin, q_norm, eps, scratch + 4 * (i - h) * dim)
+                _place(
+                    qkv + 4 * i * dim, dim, facts, position, q_norm + i * norm_bytes, q_factor, after, eps,
+                    scratch + 4 * (i - h) * dim,
+                )  # fmt: skip
             _attend(
-                scratch, stop - h, keys, values, start, position + 1, dim, scale, p[StepField.SCORES] + 4 * h * max_len,
-                max_len, out + 4 * (b * q_size + h * dim), tag,
+                scratch, stop - h, keys, values, start, position + 1, dim, scale, cap,
+                p[StepField.SCORES] + 4 * h * max_len, max_len, out + 4 * (b * q_size + h * dim), tag,
             )  # fmt: skip
             h = stop
     return first * dim, last * dim

@@ -18,10 +18,12 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic, overload
 
+from .layout import BlockField, FloatField, ProjectionField
+
 __all__ = [
-    "ONE", "SYMBOLS", "ZERO", "add_word", "dot", "exact", "exp32", "floats", "get_word", "narrow", "now_ns",
-    "num_threads", "pointer", "projection_row", "put_word", "relax", "size_of", "sleep_us", "span", "thread_num",
-    "widen",
+    "ONE", "SYMBOLS", "ZERO", "add_word", "block_row", "constants_row", "dot", "exact", "exp32", "floats", "get_word",
+    "narrow", "now_ns", "num_threads", "pointer", "projection_row", "put_word", "relax", "size_of", "sleep_us",
+    "soft_cap", "span", "tanh32", "thread_num", "widen",
 ]  # fmt: skip
 
 # OpenMP's and the C library's functions under names of our own, registered by `threads` before any code is loaded.
@@ -32,6 +34,7 @@ sleep_us = types.ExternalFunction(SYMBOLS[2], types.int32(types.uint32))
 
 ZERO, ONE = np.float32(0), np.float32(1)
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
+_PROJECTION_FIELDS, _BLOCK_FIELDS, _FLOAT_FIELDS = len(ProjectionField), len(BlockField), len(FloatField)
 _ALIGN = 32  # columns: 64 bytes of bfloat16, so that threads share no cache line of a row
 
 
@@ -194,7 +197,19 @@ def floats(address):
 @exact
 def projection_row(address):
     """A row of the table of projections, to be indexed by ``ProjectionField``."""
-    return carray(pointer(address, np.int64(0)), (6,))
+    return carray(pointer(address, np.int64(0)), (_PROJECTION_FIELDS,))
+
+
+@exact
+def block_row(address):
+    """A row of the table of blocks, to be indexed by ``BlockField``."""
+    return carray(pointer(address, np.int64(0)), (_BLOCK_FIELDS,))
+
+
+@exact
+def constants_row(address):
+    """A step's numbers, to be indexed by ``FloatField``."""
+    return carray(floats(address), (_FLOAT_FIELDS,))
 
 
 @exact
@@ -223,3 +238,22 @@ def exp32(x):
     first = bits_to_float(np.int32((half + np.int32(127)) << np.int32(23)))
     second = bits_to_float(np.int32((np.int32(z) - half + np.int32(127)) << np.int32(23)))
     return s * first * second if x == x else x
+
+
+@exact
+def tanh32(x):
+    """tanh in float32, within 2 units in the last place (Cephes' tanhf)."""
+    z = x * x
+    s = np.float32(-5.70498872745e-3)
+    s = s * z + np.float32(2.06390887954e-2)
+    s = s * z - np.float32(5.37397155531e-2)
+    s = s * z + np.float32(1.33314422036e-1)
+    s = s * z - np.float32(3.33332819422e-1)
+    large = ONE - np.float32(2) / (exp32(np.float32(2) * abs(x)) + ONE)
+    return s * z * x + x if abs(x) < np.float32(0.625) else (large if x > ZERO else -large)
+
+
+@exact
+def soft_cap(x, cap):
+    """cap * tanh(x / cap)."""
+    return cap * tanh32(x / cap)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-__all__ = ["TILE", "LayoutField", "LinearField", "ProjectionField", "StepField", "TeamField"]
+__all__ = [
+    "TILE", "BlockField", "FloatField", "LayoutField", "LinearField", "ProjectionField", "StepField", "TeamField",
+]  # fmt: skip
 
 TILE = 64  # rows and columns that are transposed at a time
 
@@ -21,6 +23,34 @@ class ProjectionField(IntEnum):
     SCALE = 3  # channel_scale (K,) float32; 0: dense
     BIAS = 4  # (N,) float32 or 0
     COLUMN_SCALE = 5  # (N,) float32, int8 weights only, else 0
+
+
+class BlockField(IntEnum):
+    """One row of the table of blocks (int64): in what a model's blocks differ. Norms are float32 weights, 0: none."""
+
+    ATTENTION_INPUT = 0  # (hidden,)
+    ATTENTION_OUTPUT = 1
+    MLP_INPUT = 2
+    MLP_OUTPUT = 3
+    Q_NORM = 4  # (head_dim,), or (q,) if StepField.QK_WHOLE
+    K_NORM = 5  # (head_dim,), or (kv,)
+    WINDOW = 6  # 0: attends to everything
+    ROTARY_HALF = 7  # pairs that are turned; 0: positions are not told apart
+    COS = 8  # (max_len, rotary_half) float32
+    SIN = 9
+    INTERLEAVED = 10  # pairs are neighbours, not halves
+
+
+class FloatField(IntEnum):
+    """The numbers (float32) that a step computes with; a cap of 0: none."""
+
+    EPS = 0
+    ATTENTION_SCALE = 1
+    ATTENTION_CAP = 2
+    EMBEDDING_MULTIPLIER = 3
+    RESIDUAL_MULTIPLIER = 4
+    LOGITS_MULTIPLIER = 5
+    LOGITS_CAP = 6
 
 
 class LinearField(IntEnum):
@@ -73,33 +103,33 @@ class StepField(IntEnum):
     HEADS = 6
     KV_HEADS = 7
     HEAD_DIM = 8
-    ROTARY_HALF = 9
-    MAX_LEN = 10
-    MAX_BATCH = 11
-    NUM_BLOCKS = 12
-    NUM_QKV = 13  # projections of the group: 3, or 1 if fused
-    NUM_GATE_UP = 14  # 2, or 1 if fused
-    VOCAB = 15
-    EMBEDDING = 16  # (V, hidden), the base type
-    HEAD = 17  # (V, hidden)
-    HEAD_SCALE = 18  # (V,) float32 or 0
-    NORMS = 19  # (2 * blocks + 1, hidden) float32: input and post-attention norm of every block, then the final one
-    HEAD_NORMS = 20  # (2 * blocks, head_dim) float32: of q and of k; 0: none
-    COS = 21  # (max_len, rotary_half) float32
-    SIN = 22
-    WINDOWS = 23  # (blocks,) int64, 0: attends to everything
+    MAX_LEN = 9
+    MAX_BATCH = 10
+    NUM_BLOCKS = 11
+    NUM_QKV = 12  # projections of the group: 3, or 1 if fused
+    NUM_GATE_UP = 13  # 2, or 1 if fused
+    VOCAB = 14
+    QK_WHOLE = 15  # q and k are normalised as whole vectors, not head by head
+    QK_AFTER = 16  # each head is normalised after the rotation, not before
+    GELU = 17  # the MLP's activation is GELU, not SiLU
+    EMBEDDING = 18  # (V, hidden), the base type
+    HEAD = 19  # (V, hidden)
+    HEAD_SCALE = 20  # (V,) float32 or 0
+    BLOCKS = 21  # the table
+    FINAL_NORM = 22  # (hidden,) float32
+    QUERY_SCALES = 23  # (max_len,) float32: what queries are multiplied by; 0: nothing
     KEYS = 24  # (blocks, max_batch, kv_heads, max_len, head_dim), the base type
     VALUES = 25
     PROJECTIONS = 26  # the table, block by block
     THRESHOLDS = 27  # one float32 for each of its rows
-    FLOATS = 28  # float32: rms_norm_eps, attention scale
-    RESIDUAL = 29  # (rows, hidden) float32
+    FLOATS = 28  # see `FloatField`
+    HALF = 29  # (rows, hidden) float32: the output of attention or MLP
     QKV = 30  # (rows, q + 2 kv) float32
     SEGMENT_INDEX = 31  # (max(q, intermediate),) int32
     SEGMENT_VALUE = 32  # (rows, max(q, intermediate)) float32
     SEGMENT_COUNT = 33  # (threads, 2) int64
     SCORES = 34  # (heads, max_len) float32
-    SCRATCH = 35  # per thread, see `_step`
+    SCRATCH = 35  # per thread, see `step`
     SCRATCH_BYTES = 36
     LIST_LENGTH = 37  # longest K
     ACC_LENGTH = 38  # widest N of an accumulator

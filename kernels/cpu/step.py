@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .attention import attention, rms_norm
+from .attention import BLOCK_BYTES, attention, rms_norm
 from .intrinsics import (
     ONE,
+    ZERO,
+    block_row,
+    constants_row,
     exact,
     exp32,
     floats,
@@ -14,40 +17,76 @@ from .intrinsics import (
     pointer,
     projection_row,
     size_of,
+    soft_cap,
     span,
     thread_num,
     widen,
 )  # fmt: skip
-from .layout import ProjectionField, StepField
+from .layout import BlockField, FloatField, ProjectionField, StepField
 from .linear import gather, output_rows, project, select
 from .meeting import meet
 
 __all__ = ["step"]
 
+_ROW_BYTES = 8 * len(ProjectionField)
+# GELU by its approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
+_GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
+
 
 @exact
-def _add(residual, hidden, acc, acc_stride, rows, lo, hi):
+def _normed(x, norm, rows, hidden, eps, out):
+    """Where x (rows, hidden) is to be found normalised: in ``out``; without a norm, where it was."""
+    if norm == 0:
+        return x
     for b in range(rows):
-        r, a = floats(residual + 4 * (b * hidden + lo)), floats(acc + 4 * b * acc_stride)
-        for j in range(hi - lo):
-            r[j] += a[j]
+        rms_norm(x + 4 * b * hidden, norm, hidden, eps, out + 4 * b * hidden)
+    return out
 
 
 @exact
-def _silu_times(gate, up, stride, rows, width):
-    """gate = SiLU(gate) * up."""
+def _add(residual, half, length, multiplier):
+    r, h = floats(residual), floats(half)
+    for j in range(length):
+        r[j] += multiplier * h[j]
+
+
+@exact
+def _activate_times(gate, up, stride, rows, width, gelu):
+    """gate = activation(gate) * up."""
     for b in range(rows):
         g, u = floats(gate + 4 * b * stride), floats(up + 4 * b * stride)
-        for j in range(width):
-            g[j] = g[j] / (ONE + exp32(-g[j])) * u[j]
+        if gelu == 0:
+            for j in range(width):
+                g[j] = g[j] / (ONE + exp32(-g[j])) * u[j]
+        else:
+            for j in range(width):
+                t = _GELU_SLOPE * (g[j] + _GELU_CUBIC * g[j] * g[j] * g[j])
+                g[j] = g[j] / (ONE + exp32(-t)) * u[j]
+
+
+@exact
+def _finish_logits(logits, slots, rows, vocab, lo, hi, multiplier, cap):
+    """Multiply and cap the columns lo..hi of every row's logits, where there is anything to do."""
+    slots_ = pointer(slots, np.int64(0))
+    for b in range(rows):
+        row = floats(logits + 4 * slots_[b] * vocab)
+        if multiplier != ONE:
+            for v in range(lo, hi):
+                row[v] *= multiplier
+        if cap > ZERO:
+            for v in range(lo, hi):
+                row[v] = soft_cap(row[v], cap)
 
 
 @exact
 def step(p, tag, head_tag, base_tag):
     """One token for every row: embedding, blocks, final norm, logits. Five meetings a block.
 
-    A thread's scratch: normed (rows, hidden), two accumulators (rows, acc_length), an index list (list_length) and its
-    values (rows, list_length).
+    What is added to the residual may have to be normalised as a whole first, and the next half reads all of the
+    residual: so every thread adds all of it for itself, to a residual of its own.
+
+    A thread's scratch: the residual and normed (rows, hidden), two accumulators (rows, acc_length), an index list
+    (list_length) and its values (rows, list_length).
     """
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     team = p[StepField.TEAM]
@@ -55,13 +94,14 @@ def step(p, tag, head_tag, base_tag):
     q_size, kv_size = p[StepField.HEADS] * p[StepField.HEAD_DIM], p[StepField.KV_HEADS] * p[StepField.HEAD_DIM]
     num_qkv, num_gate_up = p[StepField.NUM_QKV], p[StepField.NUM_GATE_UP]
     per_block = num_qkv + 1 + num_gate_up + 1
-    eps = floats(p[StepField.FLOATS])[0]
-    residual, qkv, width = p[StepField.RESIDUAL], p[StepField.QKV], q_size + 2 * kv_size
+    constants = constants_row(p[StepField.FLOATS])
+    eps, multiplier = constants[FloatField.EPS], constants[FloatField.RESIDUAL_MULTIPLIER]
+    half, qkv, width = p[StepField.HALF], p[StepField.QKV], q_size + 2 * kv_size
     thresholds = floats(p[StepField.THRESHOLDS])
-    row_bytes = 8 * 6
 
     length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
-    normed = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
+    residual = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
+    normed = residual + 4 * rows * hidden
     acc = normed + 4 * rows * hidden
     acc_up = acc + 4 * rows * acc_stride
     index = acc_up + 4 * rows * acc_stride
@@ -81,25 +121,23 @@ def step(p, tag, head_tag, base_tag):
     for b in range(rows):
         source = pointer(p[StepField.EMBEDDING] + tokens[b] * hidden * size_of(base_tag), base_tag)
         target = floats(residual + 4 * b * hidden)
-        for j in range(lo, hi):
-            target[j] = widen(source[j])
-    meet(team, parts)
+        for j in range(hidden):
+            target[j] = widen(source[j]) * constants[FloatField.EMBEDDING_MULTIPLIER]
 
     for block in range(p[StepField.NUM_BLOCKS]):
         first = block * per_block
-        norm = p[StepField.NORMS] + 4 * 2 * block * hidden
+        facts = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES)
 
-        for b in range(rows):
-            rms_norm(residual + 4 * b * hidden, norm, hidden, eps, normed + 4 * b * hidden)
+        x = _normed(residual, facts[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
         begin = np.int64(0)
         for i in range(num_qkv):
-            row = p[StepField.PROJECTIONS] + (first + i) * row_bytes
+            row = p[StepField.PROJECTIONS] + (first + i) * _ROW_BYTES
             field = projection_row(row)
             end = begin + field[ProjectionField.N]
             from_, to = max(begin, qkv_lo), min(end, qkv_hi)
             if from_ < to or part == 0:
                 count = select(
-                    normed, hidden, rows, 0, hidden, field[ProjectionField.SCALE], thresholds[first + i], index, value,
+                    x, hidden, rows, 0, hidden, field[ProjectionField.SCALE], thresholds[first + i], index, value,
                     length, counts + 8 * (first + i) if part == 0 else spare,
                 )  # fmt: skip
                 if from_ < to:
@@ -112,7 +150,7 @@ def step(p, tag, head_tag, base_tag):
         # Attention writes its heads' outputs where the accumulators are, and lists the channels kept for o_proj.
         a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
         i = first + num_qkv
-        row = p[StepField.PROJECTIONS] + i * row_bytes
+        row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
         segments[2 * part] = a_lo
         segments[2 * part + 1] = select(
             acc, q_size, rows, a_lo, a_hi, projection_row(row)[ProjectionField.SCALE], thresholds[i],
@@ -121,29 +159,30 @@ def step(p, tag, head_tag, base_tag):
         meet(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
-        project(row, index, value, count, length, rows, lo, hi, acc, acc_stride, tag)
-        _add(residual, hidden, acc, acc_stride, rows, lo, hi)
+        project(row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, tag)
         meet(team, parts)
 
-        for b in range(rows):
-            rms_norm(residual + 4 * b * hidden, norm + 4 * hidden, hidden, eps, normed + 4 * b * hidden)
+        x = _normed(half, facts[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
+        _add(residual, x, rows * hidden, multiplier)
+
+        x = _normed(residual, facts[BlockField.MLP_INPUT], rows, hidden, eps, normed)
         count = 0
         for i in range(2):
             j = first + num_qkv + 1 + (i if num_gate_up == 2 else 0)
-            row = p[StepField.PROJECTIONS] + j * row_bytes
+            row = p[StepField.PROJECTIONS] + j * _ROW_BYTES
             offset = 0 if num_gate_up == 2 else i * inner
             if i == 0 or num_gate_up == 2:
                 count = select(
-                    normed, hidden, rows, 0, hidden, projection_row(row)[ProjectionField.SCALE], thresholds[j],
+                    x, hidden, rows, 0, hidden, projection_row(row)[ProjectionField.SCALE], thresholds[j],
                     index, value, length, counts + 8 * j if part == 0 else spare,
                 )  # fmt: skip
             project(
                 row, index, value, count, length, rows, offset + mlp_lo, offset + mlp_hi, acc if i == 0 else acc_up,
                 acc_stride, tag,
             )  # fmt: skip
-        _silu_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo)
+        _activate_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo, p[StepField.GELU])
         i = first + per_block - 1
-        row = p[StepField.PROJECTIONS] + i * row_bytes
+        row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
         segments[2 * part] = mlp_lo
         # The accumulator begins at column mlp_lo, select counts from column 0.
         segments[2 * part + 1] = select(
@@ -153,16 +192,21 @@ def step(p, tag, head_tag, base_tag):
         meet(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
-        project(row, index, value, count, length, rows, lo, hi, acc, acc_stride, tag)
-        _add(residual, hidden, acc, acc_stride, rows, lo, hi)
+        project(row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, tag)
         meet(team, parts)
 
-    norm = p[StepField.NORMS] + 4 * 2 * p[StepField.NUM_BLOCKS] * hidden
-    for b in range(rows):
-        rms_norm(residual + 4 * b * hidden, norm, hidden, eps, normed + 4 * b * hidden)
+        x = _normed(half, facts[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
+        _add(residual, x, rows * hidden, multiplier)
+
+    x = _normed(residual, p[StepField.FINAL_NORM], rows, hidden, eps, normed)
     vocab = p[StepField.VOCAB]
+    lo, hi = vocab * part // parts, vocab * (part + 1) // parts
     output_rows(
-        p[StepField.HEAD], hidden, vocab * part // parts, vocab * (part + 1) // parts, normed, hidden, rows,
-        p[StepField.HEAD_SCALE], p[StepField.LOGITS], p[StepField.SLOTS], vocab, head_tag,
+        p[StepField.HEAD], hidden, lo, hi, x, hidden, rows, p[StepField.HEAD_SCALE], p[StepField.LOGITS],
+        p[StepField.SLOTS], vocab, head_tag,
+    )  # fmt: skip
+    _finish_logits(
+        p[StepField.LOGITS], p[StepField.SLOTS], rows, vocab, lo, hi, constants[FloatField.LOGITS_MULTIPLIER],
+        constants[FloatField.LOGITS_CAP],
     )  # fmt: skip
     meet(team, parts)

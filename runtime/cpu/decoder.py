@@ -73,15 +73,13 @@ class CpuDecoder(TorchDecoder):
         self._sparse_positions = 0
         self._decoded_positions = 0
         self._step = Step(
-            region, config, self._blocks, self._embedding, self._norm, self._output, self._rotaries[0], self._cache
+            region, config, self._blocks, self._embedding, self._norm, self._output, self._rotaries, self._cache
         )
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         if device.type != "cpu":
             return f"it runs on the CPU, the device is {device.type}"
-        if config.features:
-            return f"it does not know {', '.join(sorted(config.features))}"
         return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
 
     def decode(self, token_ids: Tensor) -> Tensor:

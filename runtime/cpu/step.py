@@ -13,12 +13,12 @@ from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.machine.cores import usable_cores
-from wisparse.kernels.cpu.layout import ProjectionField, StepField
+from wisparse.kernels.cpu.layout import BlockField, FloatField, ProjectionField, StepField
 from wisparse.kernels.cpu.team import Team
 from wisparse.kernels.cpu.threads import team_size
 
 from ..cache import KVCache
-from ..rotary import Rotary, switch_length
+from ..rotary import Rotary, query_scales, switch_length
 from ..torch.decoder import Block, Norm
 from .weights import CpuProjection, Matrix
 
@@ -43,7 +43,7 @@ class Step:
         embedding: Tensor,
         final_norm: Norm,
         output: Matrix,
-        rotary: Rotary,
+        rotaries: Sequence[Rotary],
         cache: KVCache,
     ) -> None:
         """
@@ -51,6 +51,7 @@ class Step:
             region: which of ``kernels.cpu.regions.REGIONS`` fits the types of the weights.
             embedding: (V, hidden), the type of the cache.
             output: the output layer, not transposed.
+            rotaries: one for each of ``config.rotaries``.
         """
         self._region = region
         self._config = config
@@ -69,7 +70,7 @@ class Step:
         self._most_threads = max(1, min(usable_cores(), weights // _BYTES_PER_THREAD))
         self._counts = torch.zeros(0, dtype=torch.int64)
 
-        set_ = self._set
+        set_, qk_norm = self._set, config.architecture.qk_norm
         set_(StepField.SLOTS, self._rows[0])
         set_(StepField.TOKENS, self._rows[1])
         set_(StepField.POSITIONS, self._rows[2])
@@ -79,35 +80,32 @@ class Step:
             (StepField.HEADS, config.num_heads),
             (StepField.KV_HEADS, config.num_kv_heads),
             (StepField.HEAD_DIM, config.head_dim),
-            (StepField.ROTARY_HALF, config.rotaries[0].rotary_dim // 2),
             (StepField.MAX_LEN, max_len),
             (StepField.MAX_BATCH, max_batch),
             (StepField.NUM_BLOCKS, config.num_blocks),
             (StepField.NUM_QKV, len(config.architecture.qkv)),
             (StepField.NUM_GATE_UP, len(config.architecture.gate_up)),
             (StepField.VOCAB, config.vocab_size),
+            (StepField.QK_WHOLE, qk_norm is not None and not qk_norm.per_head),
+            (StepField.QK_AFTER, qk_norm is not None and qk_norm.per_head and qk_norm.after_rotary),
+            (StepField.GELU, config.activation == "gelu_tanh"),
         ):
             self._parameters[field] = size
         set_(StepField.EMBEDDING, embedding)
         set_(StepField.HEAD, output.data)
         if output.scale is not None:
             set_(StepField.HEAD_SCALE, output.scale)
-        norms = [
-            norm.weight for block in blocks for norm in (block.attention_input, block.mlp_input) if norm is not None
-        ]
-        set_(StepField.NORMS, torch.stack([*norms, final_norm.weight]).float())
-        if config.architecture.qk_norm:
-            head_norms = [norm.weight for block in blocks for norm in (block.q_norm, block.k_norm) if norm is not None]
-            set_(StepField.HEAD_NORMS, torch.stack(head_norms).float())
-        cos, sin = _rotary_tables(rotary, config, max_len)
-        set_(StepField.COS, cos)
-        set_(StepField.SIN, sin)
-        set_(StepField.WINDOWS, torch.tensor([block.facts.window or 0 for block in blocks], dtype=torch.int64))
+        set_(StepField.FINAL_NORM, _norm_weight(final_norm))
+        tables = [_rotary_tables(rotary, config, max_len) for rotary in rotaries]
+        set_(StepField.BLOCKS, torch.tensor([self._describe_block(b, tables) for b in blocks], dtype=torch.int64))
+        scales = query_scales(config, 0, max_len, torch.device("cpu"))
+        if scales is not None:
+            set_(StepField.QUERY_SCALES, scales)
         set_(StepField.KEYS, cache.keys)
         set_(StepField.VALUES, cache.values)
         set_(StepField.PROJECTIONS, torch.tensor([self._describe(p) for p in self._projections], dtype=torch.int64))
         set_(StepField.THRESHOLDS, torch.tensor([p.threshold for p in self._projections], dtype=torch.float32))
-        set_(StepField.FLOATS, torch.tensor([config.rms_norm_eps, config.attention_scale], dtype=torch.float32))
+        set_(StepField.FLOATS, _floats(config, embedding.dtype))
         set_(StepField.SCORES, torch.empty(config.num_heads, max_len))
         set_(StepField.LOGITS, self.logits)
 
@@ -130,9 +128,33 @@ class Step:
         self._counts.zero_()
 
     def _set(self, field: StepField, tensor: Tensor) -> None:
+        self._parameters[field] = self._address(tensor)
+
+    def _address(self, tensor: Tensor) -> int:
         tensor = tensor.contiguous()
         self._kept_alive.append(tensor)
-        self._parameters[field] = tensor.data_ptr()
+        return tensor.data_ptr()
+
+    def _describe_block(self, block: Block, tables: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
+        """A block's row of the table; ``tables`` are the cosines and sines of every rotary embedding."""
+        row = [0] * len(BlockField)
+        norms = {
+            BlockField.ATTENTION_INPUT: block.attention_input,
+            BlockField.ATTENTION_OUTPUT: block.attention_output,
+            BlockField.MLP_INPUT: block.mlp_input,
+            BlockField.MLP_OUTPUT: block.mlp_output,
+            BlockField.Q_NORM: block.q_norm,
+            BlockField.K_NORM: block.k_norm,
+        }
+        for field, norm in norms.items():
+            if norm is not None:
+                row[field] = self._address(_norm_weight(norm))
+        row[BlockField.WINDOW] = block.facts.window or 0
+        if block.facts.rotary is not None:
+            rope, (cos, sin) = self._config.rotaries[block.facts.rotary], tables[block.facts.rotary]
+            row[BlockField.ROTARY_HALF], row[BlockField.INTERLEAVED] = rope.rotary_dim // 2, rope.interleaved
+            row[BlockField.COS], row[BlockField.SIN] = self._address(cos), self._address(sin)
+        return row
 
     def _describe(self, projection: CpuProjection) -> list[int]:
         """A projection's row of the table."""
@@ -147,8 +169,7 @@ class Step:
         row[ProjectionField.N], row[ProjectionField.K] = projection.out_features, projection.in_features
         for field, tensor in tensors.items():
             if tensor is not None:
-                self._kept_alive.append(tensor)
-                row[field] = tensor.data_ptr()
+                row[field] = self._address(tensor)
         return row
 
     def _allocate(self, threads: int, rows: int) -> None:
@@ -156,15 +177,15 @@ class Step:
         config = self._config
         longest = max(config.hidden_size, config.q_size, config.intermediate_size)
         widest = max(longest, config.q_size + 2 * config.kv_size)
-        # normed, two accumulators, one list: see `_step`. Whole pages, so that threads share no cache line.
-        scratch = 4 * (rows * config.hidden_size + 2 * rows * widest + longest + rows * longest)
+        # residual, normed, two accumulators, one list: see `step`. Whole pages, so that threads share no cache line.
+        scratch = 4 * (2 * rows * config.hidden_size + 2 * rows * widest + longest + rows * longest)
         scratch = -(-scratch // 4096) * 4096
         counts = torch.zeros(threads * len(self._projections), dtype=torch.int64)
         counts[: len(self._projections)] = torch.tensor(self.kept()) if self._threads else 0
         self._counts = counts
         self._threads, self._capacity = threads, rows
         self._buffers = {
-            StepField.RESIDUAL: torch.empty(rows, config.hidden_size),
+            StepField.HALF: torch.empty(rows, config.hidden_size),
             StepField.QKV: torch.empty(rows, config.q_size + 2 * config.kv_size),
             StepField.SEGMENT_INDEX: torch.empty(longest, dtype=torch.int32),
             StepField.SEGMENT_VALUE: torch.empty(rows, longest),
@@ -187,6 +208,25 @@ def _rotary_tables(rotary: Rotary, config: ModelConfig, max_len: int) -> tuple[T
     parts = [rotary.tables(0, short, short)]
     if short < max_len:
         parts.append(rotary.tables(short, max_len, max_len))
-    half = config.rotaries[0].rotary_dim // 2
-    cos, sin = (torch.cat(pair)[:, :half].float().contiguous() for pair in zip(*parts, strict=True))
-    return cos, sin
+    cos, sin = (torch.cat(pair) for pair in zip(*parts, strict=True))
+    half = cos.shape[1] // 2
+    return cos[:, :half].float().contiguous(), sin[:, :half].float().contiguous()
+
+
+def _norm_weight(norm: Norm) -> Tensor:
+    """What a norm multiplies by, float32."""
+    return norm.weight.float() + 1.0 if norm.offset else norm.weight.float()
+
+
+def _floats(config: ModelConfig, dtype: torch.dtype) -> Tensor:
+    """The step's numbers; the embedding's multiplier as the type of the embedding holds it."""
+    numbers = {
+        FloatField.EPS: config.rms_norm_eps,
+        FloatField.ATTENTION_SCALE: config.attention_scale,
+        FloatField.ATTENTION_CAP: config.attention_softcap or 0.0,
+        FloatField.EMBEDDING_MULTIPLIER: torch.tensor(config.embedding_multiplier, dtype=dtype).item(),
+        FloatField.RESIDUAL_MULTIPLIER: config.residual_multiplier,
+        FloatField.LOGITS_MULTIPLIER: config.logits_multiplier,
+        FloatField.LOGITS_CAP: config.logits_softcap or 0.0,
+    }
+    return torch.tensor([numbers[field] for field in FloatField], dtype=torch.float32)
