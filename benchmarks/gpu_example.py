@@ -29,7 +29,6 @@ from safetensors.torch import load_file
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.reference import keep_mask, scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.cuda.prefill import rms_norm
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoder import Decoder
 from wisparse.runtime.sampling import SamplingSettings, sample
@@ -97,15 +96,16 @@ def kept_by_kernels(fast: CudaDecoder, token: int) -> list[torch.Tensor]:
 
 def launch_input(step: DecodeStep, index: int, role: str) -> torch.Tensor:
     """(rows, K): what a launch is about to read, by the definitions."""
-    block, eps = step.weights.blocks[index], step.config.rms_norm_eps
+    block = step.weights.blocks[index]
     if role == "down":
-        return step._activation
+        return step._activated
     if role == "o":
         largest, total = step._softmax
         factor = torch.exp2(largest - largest.amax(2, keepdim=True))
         combined = (step._attended * factor[..., None]).sum(2) / (total * factor).sum(2)[..., None]
-        return combined.flatten(1).to(step._activation.dtype)
-    return rms_norm(step.hidden, block.attention_norm if role == "qkv" else block.mlp_norm, eps)
+        return combined.flatten(1).to(step._activated.dtype)
+    norm = block.attention_input if role == "qkv" else block.mlp_input
+    return step.hidden if norm is None else norm(step.hidden)
 
 
 @contextmanager

@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import torch
 
 from wisparse.formats.architectures import ModelConfig
+from wisparse.formats.bundle import ProjectionMask
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.prefill import read_sequence
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-__all__ = ["SHAPES", "calibrate", "give_masks", "random_bundle", "set_sparsity"]
+__all__ = ["SHAPES", "calibrate", "give_masks", "mask_bundle", "random_bundle", "set_sparsity"]
 
 _LLAMA3 = {
     "factor": 8.0,
@@ -53,27 +54,35 @@ class _RandomCheckpoint:
             "lm_head.weight": (config.vocab_size, config.hidden_size),
             "model.norm.weight": (config.hidden_size,),
         }
+        arch = config.architecture
+        own = (config.head_dim,) * 2 if arch.qk_norm and arch.qk_norm.per_head else (config.q_size, config.kv_size)
         for projection in config.projections():
             self.shapes[f"{projection.name}.weight"] = (projection.out_features, projection.in_features)
             self.shapes[f"{projection.name}.bias"] = (projection.out_features,)
         for index in range(config.num_blocks):
-            for norm in ("input_layernorm", "post_attention_layernorm"):
+            for norm in filter(None, vars(arch.norms).values()):
                 self.shapes[f"model.layers.{index}.{norm}.weight"] = (config.hidden_size,)
+            for norm, width in zip(arch.qk_norm.names if arch.qk_norm else (), own, strict=False):
+                self.shapes[f"model.layers.{index}.self_attn.{norm}.weight"] = (width,)
         self._seed, self._dtype = seed, dtype
+        self._middle = 0 if arch.norm_offset else 1  # of the norms' weights
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         shape = self.shapes[name]
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         if len(shape) == 1:
             spread = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-            return (0.1 * spread if name.endswith("bias") else 1 + 0.1 * spread).to(self._dtype)
+            return (0.1 * spread if name.endswith("bias") else self._middle + 0.1 * spread).to(self._dtype)
         values = torch.randn(shape, generator=generator, device=device, dtype=self._dtype)
         return values if "embed" in name else values / math.sqrt(shape[1])
 
 
-def random_bundle(shape: str, *, num_blocks: int | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0):
-    """What a decoder needs of a bundle: config, tensors, masks (none yet: see :func:`set_sparsity`)."""
-    config_dict = dict(SHAPES[shape])
+def random_bundle(
+    shape: str | dict, *, num_blocks: int | None = None, dtype: torch.dtype = torch.bfloat16, seed: int = 0
+):
+    """What a decoder needs of a bundle: config (a name in ``SHAPES``, or what ``config.json`` holds), tensors, masks
+    (none yet: see :func:`set_sparsity`)."""
+    config_dict = dict(SHAPES[shape] if isinstance(shape, str) else shape)
     if num_blocks is not None:
         config_dict["num_hidden_layers"] = num_blocks
     config = ModelConfig.from_dict(config_dict)
@@ -110,7 +119,7 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
             settings.append((group, group.thresholds.clone()))
 
         _switch_dense(decoder, False)
-        for _ in read_sequence(decoder.weights, decoder.config, decoder._rotary, decoder._cache, 0, ids, 0, observe):
+        for _ in read_sequence(decoder.weights, decoder.config, decoder._rotaries, decoder._cache, 0, ids, 0, observe):
             pass
         found[sparsity] = settings
     return found
@@ -126,6 +135,23 @@ def set_sparsity(decoder: CudaDecoder, calibrated: dict, sparsity: float) -> Non
                 group.thresholds.zero_()
     _switch_dense(decoder, sparsity == 0)
     decoder._steps.clear()
+
+
+def mask_bundle(bundle: SimpleNamespace, decoder: CudaDecoder, calibrated: dict, sparsity: float) -> None:
+    """Put a calibrated sparsity's masks into a bundle, for decoders made of it from then on."""
+    settings = iter(calibrated[sparsity])
+    for index, block in enumerate(decoder.weights.blocks):
+        projections = list(bundle.config.projections(index))
+        for group in block.groups:
+            _, thresholds = next(settings)
+            own = [projections.pop(0)]
+            while sum(projection.out_features for projection in own) < group.out_features:
+                own.append(projections.pop(0))
+            copies = len(group.widths) // len(own)  # a fused one's parts share a mask
+            for i, projection in enumerate(own):
+                bundle.masks[projection.name] = ProjectionMask(
+                    group.scales[i * copies].clone(), float(thresholds[i * copies]), sparsity
+                )
 
 
 def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:

@@ -88,11 +88,11 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
     config, tensor = bundle.config, bundle.checkpoint.tensor
     weights = load_weights(bundle, CPU, torch.float32)
     assert torch.equal(weights.embedding, tensor("model.embed_tokens.weight"))
-    assert torch.equal(weights.norm, tensor("model.norm.weight"))
+    assert torch.equal(weights.norm.weight, tensor("model.norm.weight"))
     assert (weights.head is weights.embedding) == config.tie_word_embeddings
     for index, block in enumerate(weights.blocks):
-        assert torch.equal(block.attention_norm, tensor(f"model.layers.{index}.input_layernorm.weight"))
-        assert torch.equal(block.mlp_norm, tensor(f"model.layers.{index}.post_attention_layernorm.weight"))
+        assert torch.equal(block.attention_input.weight, tensor(f"model.layers.{index}.input_layernorm.weight"))
+        assert torch.equal(block.mlp_input.weight, tensor(f"model.layers.{index}.post_attention_layernorm.weight"))
         projections = list(config.projections(index))
         for group in block.groups:
             own = []
@@ -104,4 +104,4 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
                 assert group.bias is not None
                 assert torch.equal(group.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))
         assert not projections
-        assert (block.qk_norm is not None) == config.architecture.qk_norm
+        assert (block.q_norm is not None) == (config.architecture.qk_norm is not None)

@@ -35,7 +35,7 @@ SUB_ROOMS = {
     "converter/text": {"model", "work"},
     "converter/work": set(),
     "runtime/cpu": {"cache", "rotary", "torch"},
-    "runtime/cuda": {"cache", "decoder", "rotary", "sampling", "timing"},
+    "runtime/cuda": {"cache", "decoder", "rotary", "sampling", "timing", "torch"},
     "runtime/serve": {"engine", "model", "sampling"},
     "runtime/tasks": set(),
     "runtime/text": set(),

@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from wisparse.kernels.gpu import add as triton_add
 from wisparse.kernels.gpu import attention as triton_attention
 from wisparse.kernels.gpu import gemv as triton_gemv
 from wisparse.kernels.gpu import head as triton_head
@@ -125,17 +126,20 @@ def gemv(
     pdl: bool | None = None,
     count: bool = False,
     by_row: bool = False,
+    norm: str | None = None,
+    **ends: str,
 ):
     """The GEMV as Llama-3.1-8B launches it for ``group``; ``count``: with its kept channels counted; ``by_row``:
-    as it does within vLLM."""
+    as it does within vLLM; ``norm`` (type of the norm's weights), ``source`` and ``target``: as other families do."""
     k, widths, source, target = SHAPES[group]
     if by_row:
         source = target = "plain"
+    source, target = ends.get("source", source), ends.get("target", target)
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
     types = {
         "x_ptr": wide if source == "attention" else activation, "m_ptr": wide, "l_ptr": wide, "ssq_in_ptr": wide,
-        "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32",
+        "norm_ptr": norm or f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32",
         "threshold_ptr": "*fp32", "masked_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide,
         "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
         "ssq_parts": "i32", **floats,
@@ -182,18 +186,25 @@ def mask_gemm(arch: int, block_m: int, tile):
     return compile_kernel(kernel, arch, pointers | {"M": "i32"}, constants, tile.warps)
 
 
-def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3):
+def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3, norm: str | None = None, **changes):
+    """Llama-3.1-8B's; ``norm``: type of q and k norms' weights; ``changes``: of the shape, as other families have."""
     activation, wide = types_of(dtype)
     exact = dtype == "fp32"
     module = triton_attention
     types = {
-        "qkv_ptr": activation, "norms": module._Norms(None, None, 1e-5 if exact else "fp32"),
-        "rotary": module._Rotary(activation, activation), "cache": module._Cache(activation, activation, "i32"),
+        "qkv_ptr": activation, "norms": module._Norms(norm, norm, 1e-5 if exact else "fp32"),
+        "rotary": module._Rotary(activation, activation, activation if changes.pop("scaled", False) else None),
+        "cache": module._Cache(activation, activation, "i32"),
         "rows": module._Rows("*i64", "*i32"), "out": Stretches(wide, wide, wide), "scale_log2": "fp32",
     }  # fmt: skip
+    shape = module._Shape(32, 8, 128, rotary=128, window=0)._replace(**changes)
     constants = dict(
-        shape=module._Shape(32, 8, 128, rotary=128, window=0),
-        cut=module._Cut(splits, 1 if exact else 64, stages, d_pad=128, group_pad=4 if exact else 16), PDL=arch >= 90,
+        shape=shape,
+        cut=module._Cut(
+            splits, 1 if exact else 64 if shape.d <= 128 else 32, stages, d_pad=shape.d,
+            group_pad=shape.heads // shape.kv_heads if exact else 16,
+        ),
+        PDL=arch >= 90,
         **(dict(scale_log2=0.1275) if exact else {}),
     )  # fmt: skip
     warps = 1 if exact else 8 if splits <= 8 else 4
@@ -208,11 +219,12 @@ def logits(
     dtype: str = "bf16",
     stages: int = 1,
     passes: int = 4,
+    norm: str | None = None,
 ):
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
     types = {
-        "hidden_ptr": activation, "ssq_ptr": wide, "norm_ptr": f"*{dtype}", "weight_ptr": f"*{dtype}",
+        "hidden_ptr": activation, "ssq_ptr": wide, "norm_ptr": norm or f"*{dtype}", "weight_ptr": f"*{dtype}",
         "logits_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "V": "i32", **floats,
     }  # fmt: skip
     constants = dict(
@@ -222,16 +234,74 @@ def logits(
     return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4 if batch == 1 else 2, stages)
 
 
-def sampling(arch: int, name: str, half: bool):
+def add(arch: int, norm: str | None, multiplier: float, dtype: str = "bf16"):
+    activation, wide = types_of(dtype)
+    floats, exact = numbers(dtype, eps=1e-5)
+    types = {"half_ptr": activation, "hidden_ptr": activation, "ssq_ptr": wide, **floats}
+    constants = dict(MULTIPLIER=multiplier, K=4096, BLOCK=4096, PDL=arch >= 90, **exact)
+    if norm is None:
+        constants["norm_ptr"] = None
+    else:
+        types["norm_ptr"] = norm
+    return compile_kernel(triton_add._add_kernel, arch, types, constants, 8)
+
+
+def sampling(arch: int, name: str, half: bool, multiplier: float = 1.0, cap: float | None = None):
     types = dict.fromkeys(("logits_ptr", "best_ptr", "largest_ptr"), "*fp32")
     types |= dict.fromkeys(("numbers_ptr", "block_sums_ptr", "sums_ptr"), "*fp64")
     types |= dict.fromkeys(("token_ptr", "next_ptr", "seed_ptr"), "*i64")
     integers = ("best_id_ptr", "counts_ptr", "likeliest_ptr", "block_counts_ptr", "threshold_ptr", "arrived_ptr")
     types |= dict.fromkeys((*integers, "position_ptr"), "*i32") | dict.fromkeys(("V", "head_tiles", "tiles"), "i32")
     kernel = getattr(triton_sample, f"_{name}_kernel")
-    constants = dict(HEAD_PAD=8192, TILES_PAD=128, HALF=half, PDL=arch >= 90)
+    constants = dict(HEAD_PAD=8192, TILES_PAD=128, MULTIPLIER=multiplier, CAP=cap, HALF=half, PDL=arch >= 90)
     constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     return compile_kernel(kernel, arch, {k: v for k, v in types.items() if k in kernel.arg_names}, constants, 4)
+
+
+def families(arch: int) -> dict[str, tuple]:
+    """What families beyond Llama's launch, by what they have."""
+    from wisparse.kernels.gpu.tiles import default_tile
+
+    def product(group: str, kind: str = "sparse", batch: int = 1, **changes: str) -> tuple:
+        k, widths, _, _ = SHAPES[group]
+        tile = default_tile(132, k, sum(widths), kind, arch)
+        return (partial(gemv, **changes), tile, group, batch, kind == "dense")
+
+    def attending(dtype: str = "bf16", **changes: Any) -> tuple:
+        return (partial(attention, **changes), dtype)
+
+    of = triton_attention.QK_NORMS
+    cases = {
+        "gemv gate_up sparse 1 gelu": product("gate_up", norm="*fp32", target="gelu_tanh"),
+        "gemv gate_up batch 8 gelu": product("gate_up", "batch", 8, norm="*fp32", target="gelu_tanh"),
+        "gemv qkv sparse 1 offset": product("qkv", norm="*fp32"),
+        "gemv qkv rows 2 offset": product("qkv", "rows", 2, norm="*fp32"),
+        "gemv qkv batch 8 offset": product("qkv", "batch", 8, norm="*fp32"),
+        "gemv qkv sparse 1 unnormed": product("qkv", source="plain"),
+        "gemv o sparse 1 beside": product("o", target="plain"),
+        "gemv down batch 8 beside": product("down", "batch", 8, target="plain"),
+        "attention head norm offset": attending(
+            norm="*fp32", norm_of=of["head"], heads=8, kv_heads=4, d=256, rotary=256
+        ),
+        "attention turned head norm": attending(norm="*bf16", norm_of=of["turned head"]),
+        "attention whole norm": attending(norm="*bf16", norm_of=of["whole"], kv_heads=32),
+        "attention whole norm fp32": attending("fp32", norm="*fp32", norm_of=of["whole"], kv_heads=32),
+        "attention capped": attending(cap_log2=72.0, window=4096, heads=8, kv_heads=4, d=256, rotary=256),
+        "attention interleaved": attending(interleaved=True, rotary=64),
+        "attention unturned": attending(rotary=0),
+        "attention scaled": attending(scaled=True),
+        "logits batch 1 offset": (partial(logits, norm="*fp32"),),
+        "logits batch 4 offset": (partial(logits, norm="*fp32"), 4, 64, 128, "bf16", 3, 1),
+        "add offset": (add, "*fp32", 1.0),
+        "add norm": (add, "*bf16", 1.0),
+        "add multiplied": (add, None, 0.22),
+        "add fp32": (add, "*fp64", 1.0, "fp32"),
+        "sample count capped": (sampling, "count", False, 0.125, 30.0),
+        "sample draw capped": (sampling, "draw", False, 0.125, 30.0),
+    }
+    return {
+        f"{name} waiting" if name.startswith("gemv") and case[1].pollers else name: case for name, case in cases.items()
+    }
 
 
 def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
@@ -282,6 +352,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     cases |= {"mask": (mask, 3), "mask gemm": (mask_gemm, 64, GemvTile(64, 64, 1, 4, stages=4, unroll=1))}
     for name in ("count", "threshold", "draw"):
         cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
+    cases |= families(arch)
     for name, (build, *arguments) in cases.items():
         if name.startswith(only):
             yield name, build(arch, *arguments)

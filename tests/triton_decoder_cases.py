@@ -12,11 +12,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from runtime_models import FAMILIES
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.runtime.cache import KVCache
-from wisparse.runtime.cuda.step import DecodeStep
+from wisparse.runtime.cuda.step import DecodeStep, Places
 from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.rotary import Rotary
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -34,17 +35,22 @@ CONFIGS = {
     "qwen3": dict(_COMMON, model_type="qwen3"),
     "phi3": dict(_COMMON, model_type="phi3", partial_rotary_factor=0.5),
 }
+MORE_CONFIGS = {
+    name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
+    for name, (model_type, settings) in FAMILIES.items()
+}
 
 
 def make_bundle(name: str, sparsity: float, **changes: int):
     """A tiny random model whose masks drop about ``sparsity``, a different share in each projection."""
-    config = ModelConfig.from_dict(CONFIGS[name] | changes)
+    config = ModelConfig.from_dict({**CONFIGS, **MORE_CONFIGS}[name] | changes)
     generator = torch.Generator().manual_seed(len(name))
     tensors: dict[str, torch.Tensor] = {}
 
     def fill(key: str, *shape: int) -> None:
         values = torch.randn(shape, generator=generator)
-        tensors[key] = values / shape[1] ** 0.5 if len(shape) > 1 else 1 + 0.1 * values
+        middle = 0 if config.architecture.norm_offset and "norm" in key else 1
+        tensors[key] = values / shape[1] ** 0.5 if len(shape) > 1 else middle + 0.1 * values
 
     fill("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
     fill("lm_head.weight", config.vocab_size, config.hidden_size)
@@ -52,10 +58,11 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     masks = {}
     for index in range(config.num_blocks):
         prefix = f"model.layers.{index}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
+        for norm in filter(None, vars(config.architecture.norms).values()):
             fill(f"{prefix}{norm}.weight", config.hidden_size)
-        for norm in ("q_norm", "k_norm") if config.architecture.qk_norm else ():
-            fill(f"{prefix}self_attn.{norm}.weight", config.head_dim)
+        own = config.architecture.qk_norm
+        for norm, width in zip(own.names if own else (), (config.q_size, config.kv_size), strict=False):
+            fill(f"{prefix}self_attn.{norm}.weight", config.head_dim if own.per_head else width)
         for i, projection in enumerate(config.projections(index)):
             fill(f"{projection.name}.weight", projection.out_features, projection.in_features)
             fill(f"{projection.name}.bias", projection.out_features)
@@ -69,6 +76,11 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks)
 
 
+def places_of(config: ModelConfig, length: int) -> Places:
+    rotaries = [Rotary(rope, DEVICE, torch.float64) for rope in config.rotaries]
+    return Places.of(config, rotaries, length, DEVICE, torch.float64)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("sparsity", [0.0, 0.5])
 @pytest.mark.parametrize("rows", [1, 2])
@@ -79,10 +91,7 @@ def test_a_step_is_the_plain_decoders(name, sparsity, rows):
     slow = TorchDecoder(bundle, device=DEVICE, dtype=dtype, max_seq_len=32, max_batch=rows)
     weights = load_weights(bundle, DEVICE, torch.float32)
     cache = KVCache(config, rows, 32, DEVICE, dtype)
-    cos, sin = (
-        t[:, : config.rotaries[0].rotary_dim // 2].contiguous()
-        for t in Rotary(config.rotaries[0], DEVICE, dtype).tables(0, 32, 32)
-    )
+    places = places_of(config, 32)
     prompt = torch.arange(9)
     for slot in range(rows):
         slow.prefill(slot, prompt + slot, 9)
@@ -90,7 +99,7 @@ def test_a_step_is_the_plain_decoders(name, sparsity, rows):
             t[:, slot, :, :9] for t in (slow._cache.keys, slow._cache.values)
         )
     positions = torch.full((rows,), 9, dtype=torch.int32, device=DEVICE)
-    step = DecodeStep(weights, config, cache, positions, cos, sin, first=0, rows=rows, kv_splits=4)
+    step = DecodeStep(weights, config, cache, positions, places, first=0, rows=rows, kv_splits=4)
     step.tokens.copy_(torch.tensor([3, 60][:rows]))
     for _ in range(2):
         given = step.tokens.clone()
@@ -106,9 +115,9 @@ def test_an_idle_row_moves_nothing():
     weights = load_weights(bundle, DEVICE, torch.float32)
     cache = KVCache(bundle.config, 2, 16, DEVICE, torch.float64)
     cache.keys.fill_(5.0)
-    cos, sin = (t[:, :8].contiguous() for t in Rotary(bundle.config, DEVICE, torch.float64).tables(0, 16, 16))
+    places = places_of(bundle.config, 16)
     positions = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)  # the second slot is full
-    step = DecodeStep(weights, bundle.config, cache, positions, cos, sin, first=0, rows=2, kv_splits=2)
+    step = DecodeStep(weights, bundle.config, cache, positions, places, first=0, rows=2, kv_splits=2)
     step.tokens.copy_(torch.tensor([4, -1]))
     step.launch()
     assert positions.tolist() == [1, 16]

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton_decoder_cases import DEVICE, make_bundle
+from triton_decoder_cases import DEVICE, MORE_CONFIGS, make_bundle
 
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.cuda import decoder as cuda_decoder
@@ -33,8 +33,9 @@ def make(
     max_batch: int = 1,
     max_seq_len: int = 24,
     dense: tuple[str, ...] = (),
+    family: str | None = None,
 ):
-    bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
+    bundle = make_bundle(family, 0.5) if family else make_bundle("llama", 0.5, num_hidden_layers=1)
     for name, mask in bundle.masks.items():
         if name.endswith(dense):
             bundle.masks[name] = replace(mask, threshold=0.0, sparsity=0.0)
@@ -81,6 +82,21 @@ def test_greedy_tokens_each_step_started_ahead(launches):
     assert run(fast, start(fast), 6) == run(slow, start(slow), 6)
     assert len(launches) == 7  # six, and the one ahead
     assert fast.lengths == slow.lengths == [11]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.quick if name == "gemma3" else ()) for name in MORE_CONFIGS]
+)
+def test_a_familys_logits_are_the_plain_decoders(family):
+    """Float32 weights, everything else float64 on both sides: the logits, rounded to float32, are the same bits."""
+    fast, slow = both(family=family)
+    prompt = torch.arange(9) * 7 % 70  # longer than a window, and one after which queries are scaled
+    expected = slow.prefill(0, prompt, 4)
+    assert torch.equal(fast.prefill(0, prompt, 4), expected)
+    for _ in range(2):
+        token = expected.view(-1).argmax().view(1)
+        expected = slow.decode(token)
+        assert torch.equal(fast.decode(token), expected)
 
 
 @pytest.mark.filterwarnings("error")

@@ -27,6 +27,7 @@ def draw(
     dtype: torch.dtype,
     state: SampleState | None = None,
     tokens: list[int] | None = None,
+    **finish: float,
 ) -> tuple[list[int], list[int]]:
     """One step's choice: token ids and the positions afterwards; positions as ``sampling.sample`` counts them."""
     batch, vocabulary = logits.shape
@@ -42,7 +43,7 @@ def draw(
     state.seeds.copy_(torch.tensor([s.seed or 0 for s in settings]))
     given = torch.tensor(tokens or [0] * batch, device=DEVICE)
     places = torch.tensor([p - 1 for p in positions], dtype=torch.int32, device=DEVICE)
-    launch_sample(logits, best, best_id, given, given, places, state, dtype)
+    launch_sample(logits, best, best_id, given, given, places, state, dtype, **finish)
     assert not state.counts.any()  # as the next step needs them
     assert not state.arrived.any()
     return given.tolist(), places.tolist()
@@ -77,6 +78,18 @@ def test_the_token_is_the_twins(dtype, vocabulary):
     found, moved = draw(logits, settings, positions, dtype)
     assert found == sample(logits, settings, positions).tolist()
     assert moved == positions
+
+
+@pytest.mark.parametrize(("multiplier", "cap"), [(0.125, None), (1.0, 4.0), (0.6, 2.5)])
+def test_logits_are_multiplied_and_capped_before_a_token_is_drawn(multiplier, cap):
+    settings = [*(GRID[6::17] if INTERPRETED else GRID), SamplingSettings()]
+    logits = random_logits(len(settings), 1500, torch.bfloat16)
+    positions = [1 + 37 * i for i in range(len(settings))]
+    finished = logits * multiplier
+    finished = finished if cap is None else cap * torch.tanh(finished / cap)
+    expected = sample(finished, settings, positions).tolist()
+    assert draw(logits, settings, positions, torch.bfloat16, multiplier=multiplier, cap=cap)[0] == expected
+    assert draw(logits, settings, positions, torch.bfloat16)[0] != expected
 
 
 @pytest.mark.parametrize("spread", [1e-3, 2000.0])

@@ -2,7 +2,7 @@
 
     q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p = positions[row]
     cache[row, head, p] = k, v
-    out   = softmax(q . K[: p + 1] / sqrt(D)) V[: p + 1]
+    out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1]
 
 Each program reads one stretch of one KV head's cache and leaves its running maximum, denominator and weighted sum; the
 projection that reads the attention's output (``o_proj``) combines the stretches as it selects its channels. The new
@@ -21,13 +21,29 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import Stretches, exact_argument, inverse_root, let_next_kernel_start, wait_for_previous_kernel
+from .common import (
+    Stretches,
+    exact_argument,
+    inverse_root,
+    let_next_kernel_start,
+    normalise,
+    soft_cap,
+    wait_for_previous_kernel,
+)
 
-__all__ = ["launch_attention"]
+__all__ = ["QK_NORMS", "launch_attention"]
+
+# What is normalised of queries and keys: each head before the rotation, or after it, or all heads as one vector.
+_HEAD = tl.constexpr(0)
+_TURNED_HEAD = tl.constexpr(1)
+_WHOLE = tl.constexpr(2)
+_LOG2_E = 1.4426950408889634
+QK_NORMS = {"head": _HEAD.value, "turned head": _TURNED_HEAD.value, "whole": _WHOLE.value}
 
 
 class _Norms(NamedTuple):
-    """RMSNorm of queries and keys: (D,) of the weights' type, or None."""
+    """RMSNorm of queries and keys: (D,), or (heads * D,) and (kv_heads * D,), of the weights' type, or wide, which is
+    1 + weight; or None."""
 
     q: Tensor | None
     k: Tensor | None
@@ -35,10 +51,11 @@ class _Norms(NamedTuple):
 
 
 class _Rotary(NamedTuple):
-    """(max_seq_len, rotary / 2) dtype."""
+    """(max_seq_len, rotary / 2) dtype; what queries are multiplied by, (max_seq_len,) dtype, or None."""
 
     cos: Tensor
     sin: Tensor
+    query_scale: Tensor | None
 
 
 class _Cache(NamedTuple):
@@ -57,14 +74,18 @@ class _Rows(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Known at compile time. ``rotary``: rotated dimensions of a head; ``window``: positions looked back on, 0 for
-    all."""
+    """Known at compile time. ``rotary``: rotated dimensions of a head, ``interleaved``: neighbours together;
+    ``window``: positions looked back on, 0 for all; ``cap_log2``: of scores in the log2 domain, 0 for none;
+    ``norm_of``: a value of ``QK_NORMS``."""
 
     heads: int
     kv_heads: int
     d: int
     rotary: int
     window: int
+    interleaved: bool = False
+    cap_log2: float = 0.0
+    norm_of: int = QK_NORMS["head"]
 
 
 class _Cut(NamedTuple):
@@ -80,13 +101,15 @@ class _Cut(NamedTuple):
 
 @triton.jit
 def _head_vectors(
-    base_ptr,
+    base_ptr,  # a row's queries, keys and values, head by head
     head,
     live_head,
     norm_ptr,
     cos,
     sin,
     eps,
+    FIRST: tl.constexpr,  # the first head of queries, or of keys, and how many there are
+    HEADS: tl.constexpr,
     shape: tl.constexpr,
     cut: tl.constexpr,
     dtype: tl.constexpr,
@@ -97,21 +120,43 @@ def _head_vectors(
     d = tl.arange(0, cut.d_pad)
     half: tl.constexpr = shape.rotary // 2
     # The partner of d in the rotation, and its sign: (-x2, x1).
-    partner = tl.where(d < half, d + half, tl.where(d < shape.rotary, d - half, d))
-    sign = tl.where(d < half, -1.0, 1.0)
+    if shape.interleaved:
+        partner = tl.where(d < shape.rotary, d ^ 1, d)
+        sign = tl.where(d % 2 == 0, -1.0, 1.0)
+    else:
+        partner = tl.where(d < half, d + half, tl.where(d < shape.rotary, d - half, d))
+        sign = tl.where(d < half, -1.0, 1.0)
     live = live_head[:, None] & (d < D)[None, :]
     x = tl.load(base_ptr + head[:, None] * D + d[None, :], mask=live, other=0.0).to(wide)
     live_partner = live_head[:, None] & (partner < D)[None, :]
     y = tl.load(base_ptr + head[:, None] * D + partner[None, :], mask=live_partner, other=0.0).to(wide)
     if norm_ptr is not None:
-        rstd = inverse_root(tl.sum(x * x, axis=1) / D + eps)[:, None]
-        norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(wide)
-        norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(wide)
-        x = ((x * rstd).to(dtype).to(wide) * norm_x[None, :]).to(dtype).to(wide)
-        y = ((y * rstd).to(dtype).to(wide) * norm_y[None, :]).to(dtype).to(wide)
+        ONCE: tl.constexpr = norm_ptr.dtype.element_ty == wide
+        if shape.norm_of == _WHOLE:
+            WIDTH: tl.constexpr = HEADS * D
+            i = tl.arange(0, triton.next_power_of_2(WIDTH))
+            whole = tl.load(base_ptr + FIRST * D + i, mask=i < WIDTH, other=0.0).to(wide)
+            rstd = inverse_root(tl.sum(whole * whole, axis=0) / WIDTH + eps)
+            own_ptr = norm_ptr + (head - FIRST)[:, None] * D
+            norm_x = tl.load(own_ptr + d[None, :], mask=live, other=0.0).to(wide)
+            norm_y = tl.load(own_ptr + partner[None, :], mask=live_partner, other=0.0).to(wide)
+            x = normalise(x, norm_x, rstd, dtype, ONCE).to(wide)
+            y = normalise(y, norm_y, rstd, dtype, ONCE).to(wide)
+        elif shape.norm_of == _HEAD:
+            rstd = inverse_root(tl.sum(x * x, axis=1) / D + eps)[:, None]
+            norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(wide)
+            norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(wide)
+            x = normalise(x, norm_x[None, :], rstd, dtype, ONCE).to(wide)
+            y = normalise(y, norm_y[None, :], rstd, dtype, ONCE).to(wide)
     straight = (x * cos[None, :]).to(dtype).to(wide)
     crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(wide)
     rotated = tl.where((d < shape.rotary)[None, :], (straight + crossed).to(dtype).to(wide), x)
+    if norm_ptr is not None:  # noqa: SIM102 (resolved at compile time)
+        if shape.norm_of == _TURNED_HEAD:
+            TURNED_ONCE: tl.constexpr = norm_ptr.dtype.element_ty == wide
+            rstd = inverse_root(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
+            norm = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(wide)
+            rotated = normalise(rotated, norm[None, :], rstd, dtype, TURNED_ONCE)
     return rotated.to(dtype)
 
 
@@ -125,18 +170,29 @@ def _cached(cache, slot_base, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
 
 
 @triton.jit
-def _attend(q, k, v, live_t, m, total, acc, scale_log2, dtype: tl.constexpr, wide: tl.constexpr):
+def _scores(products, scale_log2, shape: tl.constexpr):
+    """Scores in the log2 domain, from products of queries and keys."""
+    s = products * scale_log2
+    if shape.cap_log2 > 0.0:
+        s = soft_cap(s, shape.cap_log2)
+    return s
+
+
+@triton.jit
+def _attend(
+    q, k, v, live_t, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr, wide: tl.constexpr
+):  # fmt: skip
     """One more stretch of the softmax: new maximum (log2 domain), denominator and weighted sum. float64 takes one
     position, always a live one, at a time."""
     if wide == tl.float64:
-        s = tl.sum(q * k, axis=1) * scale_log2
+        s = _scores(tl.sum(q * k, axis=1), scale_log2, shape)
         m_new = tl.maximum(m, s)
         weight = tl.exp2(s - m_new)
         factor = tl.exp2(m - m_new)
         total = total * factor + weight
         acc = acc * factor[:, None] + weight[:, None] * v
     else:
-        s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale_log2, shape)
         s = tl.where(live_t[None, :], s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1))
         factor = tl.exp2(m - m_new)
@@ -154,7 +210,7 @@ def _attention_kernel(
     cache,
     rows,
     out,  # Stretches
-    scale_log2,  # log2(e) / sqrt(D)
+    scale_log2,  # of the scores, times log2(e)
     shape: tl.constexpr,
     cut: tl.constexpr,
     PDL: tl.constexpr,
@@ -178,9 +234,12 @@ def _attention_kernel(
     # An idle row may be full: it reads and writes no cache.
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
-    # cos and sin repeat for the second half of the rotated dimensions.
+    # cos and sin repeat for the second half of the rotated dimensions, or for every other one.
     half: tl.constexpr = shape.rotary // 2
-    rotary_at = p * half + tl.where(d < half, d, d - half)
+    if shape.interleaved:  # noqa: SIM108 (resolved at compile time)
+        rotary_at = p * half + d // 2
+    else:
+        rotary_at = p * half + tl.where(d < half, d, d - half)
     cos = tl.load(rotary.cos + rotary_at, mask=d < shape.rotary, other=1.0).to(wide)
     sin = tl.load(rotary.sin + rotary_at, mask=d < shape.rotary, other=0.0).to(wide)
     slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * cache.max_seq_len * D
@@ -199,29 +258,33 @@ def _attention_kernel(
     head = kv_head * GROUP + g
     live_head = g < GROUP
     base_ptr = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
-    q = _head_vectors(base_ptr, head, live_head, norms.q, cos, sin, norms.eps, shape, cut, dtype, wide)
+    q = _head_vectors(base_ptr, head, live_head, norms.q, cos, sin, norms.eps, 0, HEADS, shape, cut, dtype, wide)
+    if rotary.query_scale is not None:
+        q = (q.to(wide) * tl.load(rotary.query_scale + p).to(wide)).to(dtype)
     m = tl.full((GROUP_PAD,), float("-inf"), wide)
     total = tl.zeros((GROUP_PAD,), wide)
     acc = tl.zeros((GROUP_PAD, D_PAD), wide)
     if split == 0:
         one = tl.arange(0, 1)
         new = HEADS + kv_head + one
-        k_new = _head_vectors(base_ptr, new, one == 0, norms.k, cos, sin, norms.eps, shape, cut, dtype, wide)
+        k_new = _head_vectors(
+            base_ptr, new, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, shape, cut, dtype, wide
+        )
         k_new = tl.reshape(k_new, (D_PAD,))
         v_new = tl.load(base_ptr + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
         written = tl.where(place >= 0, d, D) < D
         tl.store(cache.k + slot_base + p * D + d, k_new, mask=written)
         tl.store(cache.v + slot_base + p * D + d, v_new, mask=written)
-        m = tl.sum(q.to(wide) * k_new.to(wide)[None, :], axis=1) * scale_log2
+        m = _scores(tl.sum(q.to(wide) * k_new.to(wide)[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, wide)
         acc += v_new.to(wide)[None, :]
 
     if begin < end:
-        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype, wide)
+        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, shape, dtype, wide)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=cut.stages):
         t = start + tl.arange(0, BLOCK_T)
         k, v = _cached(cache, slot_base, t, t < end, D, D_PAD)
-        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, dtype, wide)
+        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, shape, dtype, wide)
 
     at = (row * HEADS + head) * cut.splits + split
     tl.store(out.maximum + at, m, mask=live_head)
@@ -242,8 +305,12 @@ def launch_attention(
     *,
     heads: int,
     scale: float,
+    cap: float | None = None,
     window: int | None = None,
+    interleaved: bool = False,
+    query_scales: Tensor | None = None,
     qk_norm: tuple[Tensor, Tensor] | None = None,
+    norm_of: str = "head",
     eps: float = 0.0,
     block_t: int | None = None,
     stages: int = 3,
@@ -257,29 +324,35 @@ def launch_attention(
         k_cache, v_cache: (slots, kv_heads, max_seq_len, D) of the same dtype, slot = row; written at ``positions``.
         tokens: (B,) int64; a negative one marks an idle row, which reads and writes no cache.
         positions: (B,) int32.
-        cos, sin: (max_seq_len, rotary_dim / 2) of the same dtype.
+        cos, sin: (max_seq_len, rotary_dim / 2) of the same dtype; of no columns where nothing is turned.
         out: (B, heads, kv_splits, D) wide.
         softmax: maxima (log2 domain) and denominators, each (B, heads, kv_splits) wide.
-        scale: of the scores, 1 / sqrt(D) for the models here.
+        scale: what scores are multiplied by, mostly 1 / sqrt(D).
+        cap: c in c * tanh(score / c).
         window: sliding window in positions, the new one included.
-        qk_norm: RMSNorm weights (D,) of queries and keys (Qwen3), with ``eps``.
+        interleaved: neighbours are turned together, not halves.
+        query_scales: (max_seq_len,) of the same dtype: what queries are multiplied by, once they are turned.
+        qk_norm: RMSNorm weights of queries and keys, with ``eps``; as for ``launch_gemv`` they may be 1 + weight.
+        norm_of: what they normalise, one of ``QK_NORMS``: each head, with weights (D,), before it is turned or after;
+            or all of them as one vector, with weights (heads * D,) and (kv_heads * D,).
         block_t: positions read at a time; float64 takes one. ``stages`` of them are on their way at once, in shared
             memory: 64 of keys and values take 32 KiB with heads of 128 in half precision.
     """
     batch, _, splits, head_dim = out.shape
     shape, cut, fitting_warps = _constants(
-        heads, k_cache.shape[1], head_dim, cos.shape[1] * 2, window or 0, splits, batch, out.dtype, block_t, stages
-    )
+        heads, k_cache.shape[1], head_dim, cos.shape[1] * 2, window or 0, interleaved, cap or 0.0, norm_of,
+        splits, batch, out.dtype, block_t, stages,
+    )  # fmt: skip
     q_norm, k_norm = qk_norm or (None, None)
     options = {"launch_pdl": True} if pdl else {}
     _attention_kernel[(splits, shape.kv_heads, batch)](
         qkv,
         _Norms(q_norm, k_norm, exact_argument(eps, out.dtype)),
-        _Rotary(cos, sin),
+        _Rotary(cos, sin, query_scales),
         _Cache(k_cache, v_cache, k_cache.shape[2]),
         _Rows(tokens, positions),
         Stretches(out, *softmax),
-        exact_argument(scale * 1.4426950408889634, out.dtype),
+        exact_argument(scale * _LOG2_E, out.dtype),
         shape,
         cut,
         pdl,
@@ -290,15 +363,16 @@ def launch_attention(
 
 @lru_cache
 def _constants(
-    heads: int, kv_heads: int, d: int, rotary: int, window: int, splits: int, batch: int, wide: torch.dtype,
-    block_t: int | None, stages: int,
+    heads: int, kv_heads: int, d: int, rotary: int, window: int, interleaved: bool, cap: float, norm_of: str,
+    splits: int, batch: int, wide: torch.dtype, block_t: int | None, stages: int,
 ) -> tuple[_Shape, _Cut, int]:  # fmt: skip
     """What is compiled for, and warps: worked out once, not for every launch."""
     exact = wide == torch.float64
     group = triton.next_power_of_2(heads // kv_heads)
     cut = _Cut(
         splits,
-        1 if exact else block_t or 64,
+        # Wide heads take as much shared memory with half as many positions: some chips have little.
+        1 if exact else block_t or (64 if d <= 128 else 32),
         stages,
         d_pad=max(16, triton.next_power_of_2(d)),
         group_pad=group if exact else max(16, group),  # tl.dot's smallest side
@@ -306,4 +380,5 @@ def _constants(
     # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
     # float64 position is work for one warp, and nothing has to be exchanged through shared memory.
     warps = 1 if exact else 8 if splits * batch <= 8 and d >= 128 else 4
-    return _Shape(heads, kv_heads, d, rotary, window), cut, warps
+    shape = _Shape(heads, kv_heads, d, rotary, window, interleaved, cap * _LOG2_E, QK_NORMS[norm_of])
+    return shape, cut, warps

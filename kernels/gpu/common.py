@@ -20,6 +20,7 @@ __all__ = [
     "FROM_ATTENTION",
     "FROM_HIDDEN",
     "FROM_PLAIN",
+    "TO_GELU",
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
@@ -33,6 +34,7 @@ __all__ = [
     "reciprocal_rms",
     "segment_channel",
     "segment_length",
+    "soft_cap",
     "tile_columns",
     "wait_for_previous_kernel",
     "wait_in_loop",
@@ -47,6 +49,7 @@ FROM_ATTENTION = tl.constexpr(2)  # the attention's partial results, one for eac
 TO_PLAIN = tl.constexpr(0)  # y (B, N)
 TO_RESIDUAL = tl.constexpr(1)  # added to the residual stream, with the sum of squares the next norm needs
 TO_SILU = tl.constexpr(2)  # gate and up: silu(gate) * up
+TO_GELU = tl.constexpr(3)  # the same, by the tanh form of GELU; from TO_SILU on, outputs are made of pairs
 
 
 class Stretches(NamedTuple):
@@ -111,10 +114,18 @@ def segment_length(split, K: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.const
 
 
 @triton.jit
-def normalise(hidden, norm_weight, rstd, dtype):
-    """RMSNorm's two roundings: ``dtype(weight * dtype(hidden * rstd))``, from wide values."""
-    scaled = (hidden * rstd).to(dtype).to(rstd.dtype)
+def normalise(hidden, norm_weight, rstd, dtype, ONCE: tl.constexpr):
+    """RMSNorm's two roundings: ``dtype(weight * dtype(hidden * rstd))``, from wide values. ONCE: only the last one."""
+    scaled = hidden * rstd
+    if not ONCE:
+        scaled = scaled.to(dtype).to(rstd.dtype)
     return (scaled * norm_weight).to(dtype)
+
+
+@triton.jit
+def soft_cap(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP), to a few roundings of CAP."""
+    return CAP - 2.0 * CAP / (1.0 + tl.exp(x * (2.0 / CAP)))
 
 
 @triton.jit

@@ -206,7 +206,9 @@ def _lay_values(
                 x = inputs[row - begin]
                 if INPUT == FROM_HIDDEN:
                     rstd = reciprocal_rms(squares[row - begin], eps, K)
-                    x = normalise(x.to(rstd.dtype), norm_weight.to(rstd.dtype), rstd, dtype)
+                    x = normalise(
+                        x.to(rstd.dtype), norm_weight.to(rstd.dtype), rstd, dtype, norm_weight.dtype == rstd.dtype
+                    )
                 if not DENSE:
                     limit = threshold
                     if BY_ROW:

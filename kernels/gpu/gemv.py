@@ -3,7 +3,7 @@
     x     = input (plain | RMSNorm of the residual stream | the attention's splits, combined)
     keep  = not (|x| * channel_scale < threshold)                    as in reference.py, bit for bit
     y     = sum over kept k of x[k] * weight_t[k, :]                 wide, then + bias, rounded to x's dtype
-    out   = y | residual + y | silu(y_gate) * y_up
+    out   = y | residual + y | activation(y_gate) * y_up
 
 This is what the host knows: weights, how a launch is cut, the memory its programs share. ``gemv_kernel`` is what
 they do, ``gemm_kernel`` if the rows are many. Sums are float32 for half-precision weights and float64 for
@@ -23,6 +23,7 @@ from .common import (
     FROM_ATTENTION,
     FROM_HIDDEN,
     FROM_PLAIN,
+    TO_GELU,
     TO_PLAIN,
     TO_RESIDUAL,
     TO_SILU,
@@ -48,7 +49,9 @@ __all__ = [
 ]
 
 INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
-OUTPUTS = {"plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value}
+OUTPUTS = {
+    "plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value, "gelu_tanh": TO_GELU.value
+}  # fmt: skip
 # Bytes of weights on their way from which a program for the tensor cores has a multiprocessor to itself.
 ALONE = 64 * 1024
 
@@ -238,7 +241,7 @@ def sums_at_once(tile: GemvTile, batch: int, target: str, *, kind: str) -> int:
     if tile.pollers == 0 and kind != "batch":
         return min(splits, 32)
     rows = triton.next_power_of_2(batch)
-    columns = tile.block_n // max(1, tile.pollers) * rows * (2 if target == "silu" else 1)
+    columns = tile.block_n // max(1, tile.pollers) * rows * (2 if target in ("silu", "gelu_tanh") else 1)
     fitting = max(1, 32 * 32 * tile.warps // columns)
     return min(splits, 1 << (fitting.bit_length() - 1))
 
@@ -272,13 +275,14 @@ def launch_gemv(
     Args:
         group: weights, scales and thresholds.
         x: (batch, K) of the weights' dtype; for source ``attention`` (batch, heads, kv_splits, head_dim) wide.
-        out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` (batch, N / 2); the weights' dtype. For
-            float32 weights x and out are float64, or float32 if one rounding of the result is wanted.
+        out: ``plain`` (batch, N), ``residual`` (batch, N), added to, ``silu`` and ``gelu_tanh`` (batch, N / 2); the
+            weights' dtype. For float32 weights x and out are float64, or float32 if one rounding of the result is
+            wanted.
         scratch: :meth:`Scratch.reserve` was called for this group, tile and batch.
         batch: rows, 1 to 16; :func:`launch_kind` says what is read for them (float32: row by row).
         source: ``plain``, ``hidden`` (RMS-normalise x with ``norm``, ``eps`` and ``ssq_in``) or ``attention``.
-        target: ``plain``, ``residual`` (fills ``ssq_out``) or ``silu``.
-        norm: (K,) RMSNorm weight.
+        target: ``plain``, ``residual`` (fills ``ssq_out``), ``silu`` or ``gelu_tanh``.
+        norm: (K,) RMSNorm weight; 1 + weight, of the wide type, where it is multiplied by that before rounding.
         ssq_in: (batch, parts) wide, partial sums of the squares of x's rows.
         ssq_out: (batch, tile.parts(N)) wide.
         softmax: maxima (log2 domain) and denominators, each (batch, heads, kv_splits) wide.

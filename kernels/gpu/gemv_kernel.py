@@ -40,7 +40,7 @@ def sparse_gemv_kernel(
     m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) wide, log2 domain
     l_ptr,  # the same shape
     ssq_in_ptr,  # FROM_HIDDEN: (B, ssq_parts) wide
-    norm_ptr,  # FROM_HIDDEN: (K,) of the weights' type
+    norm_ptr,  # FROM_HIDDEN: (K,) of the weights' type, or wide: 1 + weight
     weight_ptr,  # (K, stride), channel-major; the projections' columns side by side
     bias_ptr,  # (N0 + N1 + N2,) of the weights' type
     scale_ptr,  # (projections, K) float32
@@ -90,6 +90,7 @@ def sparse_gemv_kernel(
     N: tl.constexpr = N0 + N1 + N2
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     wide: tl.constexpr = tl.float64 if partial_ptr.dtype.element_ty == tl.int64 else tl.float32
+    ONCE: tl.constexpr = norm_ptr.dtype.element_ty == wide
     program = tl.program_id(0)
     tile = program % TILES
     split = program // TILES
@@ -108,7 +109,7 @@ def sparse_gemv_kernel(
     scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
     norm_weight = scale
     if INPUT == FROM_HIDDEN:
-        norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
+        norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(wide if ONCE else tl.float32)
     # A projection's first tile counts for all of them, each program its own channels in a cell that is its own. What
     # stands there is read early: nothing waits for it.
     counts = local == 0
@@ -161,7 +162,7 @@ def sparse_gemv_kernel(
         x = inputs[row]
         if INPUT == FROM_HIDDEN:
             rstd = reciprocal_rms(squares[row], eps, K)
-            x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype)
+            x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype, ONCE)
         if not DENSE:
             limit = threshold
             if BY_ROW:

@@ -1,6 +1,6 @@
 """The two ends of a decode step: the embedding row that starts the residual stream, and the vocabulary's logits.
 
-    embed:    hidden = embedding[token], with the partial sums of squares the first norm needs
+    embed:    hidden = embedding[token], multiplied, with the partial sums of squares the first norm needs
     logits:   dtype(weight @ RMSNorm(hidden)), float32 storage; the largest of each tile, lowest id first
     next id:  the largest of the tiles' largest, lowest id first; the positions move on by one
 
@@ -37,6 +37,7 @@ def _embed_kernel(
     embedding_ptr,  # (V, K)
     hidden_ptr,  # (B, K) dtype
     ssq_ptr,  # (B, tiles) wide
+    MULTIPLIER: tl.constexpr,
     K: tl.constexpr,
     TILES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -49,6 +50,8 @@ def _embed_kernel(
     let_next_kernel_start(PDL)
     token = tl.load(token_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
+    if MULTIPLIER != 1.0:
+        x = (x.to(ssq_ptr.dtype.element_ty) * MULTIPLIER).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + row * K + k, x, mask=k < K)
     wide = x.to(ssq_ptr.dtype.element_ty)
     tl.store(ssq_ptr + row * TILES + tile, tl.sum(wide * wide, axis=0))
@@ -58,7 +61,7 @@ def _embed_kernel(
 def _logits_kernel(
     hidden_ptr,  # (B, K) dtype
     ssq_ptr,  # (B, SSQ) wide
-    norm_ptr,  # (K,) of the weights' type
+    norm_ptr,  # (K,) of the weights' type, or wide: 1 + weight
     weight_ptr,  # (V, K)
     logits_ptr,  # (B, V) float32
     best_ptr,  # (B, tiles) float32
@@ -77,6 +80,7 @@ def _logits_kernel(
 ):
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     wide: tl.constexpr = ssq_ptr.dtype.element_ty
+    ONCE: tl.constexpr = norm_ptr.dtype.element_ty == wide
     tile = tl.program_id(0)
     lane = tl.arange(0, BLOCK_K)
     if BATCH == 1:
@@ -92,7 +96,7 @@ def _logits_kernel(
         rstd = reciprocal_rms(load_squares(ssq_ptr, 0, SSQ, SSQ_PAD), eps, K)
         if WHOLE:
             x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0).to(wide)
-            x = normalise(x, norm, rstd, dtype).to(wide)
+            x = normalise(x, norm, rstd, dtype, ONCE).to(wide)
         best = tl.full((PART,), float("-inf"), tl.float32)
         best_id = tl.full((PART,), 2147483647, tl.int32)
         broken = tl.zeros((PART,), tl.int32)
@@ -108,7 +112,7 @@ def _logits_kernel(
                     w = _vocabulary_rows(weight_ptr, v, k, V, K)
                     x = tl.load(hidden_ptr + k, mask=k < K, other=0.0).to(wide)
                     norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(wide)
-                    acc += normalise(x, norm, rstd, dtype).to(wide)[None, :] * w.to(wide)
+                    acc += normalise(x, norm, rstd, dtype, ONCE).to(wide)[None, :] * w.to(wide)
             y = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
             tl.store(logits_ptr + v, y, mask=v < V)
             better = (v < V) & (y > best)
@@ -138,7 +142,7 @@ def _logits_kernel(
             ).to(tl.float32)
             norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
             acc = tl.dot(
-                normalise(x, norm[None, :], rstd_rows[:, None], dtype), tl.trans(w), acc, input_precision="ieee"
+                normalise(x, norm[None, :], rstd_rows[:, None], dtype, ONCE), tl.trans(w), acc, input_precision="ieee"
             )
         for row in tl.static_range(BATCH):
             y = tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0).to(dtype).to(tl.float32)
@@ -195,8 +199,11 @@ def _next_kernel(
     tl.store(position_ptr + row, tl.where(idle, position, position + 1))
 
 
-def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, pdl: bool = False) -> None:
-    """hidden (B, K) = rows of ``embedding`` (V, K) at ``tokens`` (B,) int64; idle rows (negative) become zeros.
+def launch_embed(
+    tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, multiplier: float = 1.0, pdl: bool = False
+) -> None:
+    """hidden (B, K) = rows of ``embedding`` (V, K) at ``tokens`` (B,) int64, multiplied; idle rows (negative) become
+    zeros.
 
     ``ssq`` (B, parts) wide receives the partial sums of squares, whatever number of parts it has.
     """
@@ -204,8 +211,9 @@ def launch_embed(tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor,
     parts = ssq.shape[1]
     options = {"launch_pdl": True} if pdl else {}
     _embed_kernel[(parts, hidden.shape[0])](
-        tokens, embedding, hidden, ssq, width, parts, triton.next_power_of_2(triton.cdiv(width, parts)), pdl, **options
-    )
+        tokens, embedding, hidden, ssq, multiplier, width, parts, triton.next_power_of_2(triton.cdiv(width, parts)),
+        pdl, **options,
+    )  # fmt: skip
 
 
 def launch_logits(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import TO_RESIDUAL, TO_SILU
+from .common import TO_GELU, TO_RESIDUAL, TO_SILU
 
 __all__ = ["NOTHING", "add_up", "leave_partial"]
 
@@ -64,7 +64,7 @@ def add_up(
 ):
     """What each program ends with: one of its tile's, or a few, add up the partial sums of all and write the result,
     row by row or, TOGETHER, all rows in one tensor."""
-    IN_PAIRS: tl.constexpr = OUTPUT == TO_SILU
+    IN_PAIRS: tl.constexpr = OUTPUT >= TO_SILU
     PARTS: tl.constexpr = POLLERS if POLLERS > 0 else 1
     PART: tl.constexpr = BLOCK_N // PARTS
     turn = _writers_turn(
@@ -119,8 +119,9 @@ def _write_row_by_row(
 ):  # fmt: skip
     """``columns``: those of partial sums and bias; ``place``: where the sums of squares go, TO_RESIDUAL only."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
-    EACH: tl.constexpr = 2 if OUTPUT == TO_SILU else 1
+    IN_PAIRS: tl.constexpr = OUTPUT >= TO_SILU
+    OUT_N: tl.constexpr = N0 if IN_PAIRS else N
+    EACH: tl.constexpr = 2 if IN_PAIRS else 1
     hidden = ()
     if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
         for row in tl.static_range(BATCH):
@@ -144,9 +145,9 @@ def _write_row_by_row(
         sums = added
     for row in tl.static_range(BATCH):
         y = _with_bias(sums[row * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)
-        if OUTPUT == TO_SILU:
+        if IN_PAIRS:
             up = _with_bias(sums[row * EACH + 1], bias_ptr + N0 + columns, live, HAS_BIAS)
-            y = _silu_product(y, up, wide, dtype)
+            y = _activated_product(y, up, OUTPUT, wide, dtype)
         if OUTPUT == TO_RESIDUAL:
             y = (hidden[row].to(wide) + y.to(wide)).to(dtype)
             squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
@@ -162,7 +163,8 @@ def _write_rows_together(
 ):  # fmt: skip
     """The same for many rows, which are waited for together."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    OUT_N: tl.constexpr = N0 if OUTPUT == TO_SILU else N
+    IN_PAIRS: tl.constexpr = OUTPUT >= TO_SILU
+    OUT_N: tl.constexpr = N0 if IN_PAIRS else N
     ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
     row = tl.arange(0, ROWS)
     there = (row < BATCH)[:, None] & live[None, :]
@@ -177,14 +179,14 @@ def _write_rows_together(
         at = partial_ptr + (split[:, None] * BATCH + row[None, :])[:, :, None] * N + columns[None, None, :]
         wanted = (split < SPLITS)[:, None, None] & there[None, :, :]
         found = _look(at, wanted, POLLERS)
-        if OUTPUT == TO_SILU:
+        if IN_PAIRS:
             found_up = _look(at + N0, wanted, POLLERS)
             up += _take(found_up, at + N0, wanted, wide, POLLERS)
         y += _take(found, at, wanted, wide, POLLERS)
     y = _with_bias(y, bias_ptr + columns[None, :], live[None, :], HAS_BIAS).to(dtype)
-    if OUTPUT == TO_SILU:
+    if IN_PAIRS:
         up = _with_bias(up, bias_ptr + N0 + columns[None, :], live[None, :], HAS_BIAS)
-        y = _silu_product(y, up, wide, dtype)
+        y = _activated_product(y, up, OUTPUT, wide, dtype)
     if OUTPUT == TO_RESIDUAL:
         y = (hidden.to(wide) + y.to(wide)).to(dtype)
         squares = tl.where(there, y.to(wide) * y.to(wide), 0.0)
@@ -193,11 +195,16 @@ def _write_rows_together(
 
 
 @triton.jit
-def _silu_product(gate, up, wide: tl.constexpr, dtype: tl.constexpr):
-    """silu(gate) * up, rounded as the projections' outputs are."""
+def _activated_product(gate, up, OUTPUT: tl.constexpr, wide: tl.constexpr, dtype: tl.constexpr):
+    """activation(gate) * up, rounded as the projections' outputs are."""
     gate = gate.to(wide)
-    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
-    return (silu * up.to(dtype).to(wide)).to(dtype)
+    if OUTPUT == TO_GELU:
+        # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
+        twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+        activated = (gate / (1.0 + tl.exp(-twice))).to(dtype).to(wide)
+    else:
+        activated = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(wide)
+    return (activated * up.to(dtype).to(wide)).to(dtype)
 
 
 @triton.jit

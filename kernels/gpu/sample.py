@@ -6,10 +6,11 @@
     draw:       sums of the kept weights exp((logit - max) / temperature), in the order of the ids, and the first id at
                 which they exceed a random number
 
-Logits are rounded to the model's type, so with bf16 and fp16 the counts hold all there is to know, and nothing has to
-be sorted. To count every logit would be most of the cost: thousands have one of a few values. Counts are integers and
-sums are added in a fixed order: the same input gives the same token on every run. Weights are float64, as in the
-definition. Rows whose temperature is 0 take the most probable token.
+Logits are the head's products, rounded to the model's type, so with bf16 and fp16 the counts hold all there is to
+know, and nothing has to be sorted. To count every logit would be most of the cost: thousands have one of a few values.
+Counts are integers and sums are added in a fixed order: the same input gives the same token on every run. Weights are
+float64, as in the definition. Rows whose temperature is 0 take the most probable token. Where a model
+multiplies or caps its logits, that happens as they are weighed: their order stays the same.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import let_next_kernel_start, wait_for_previous_kernel
+from .common import let_next_kernel_start, soft_cap, wait_for_previous_kernel
 
 __all__ = ["SAMPLED_DTYPES", "SampleState", "launch_sample"]
 
@@ -112,9 +113,20 @@ def _value(rank, HALF: tl.constexpr):
 
 
 @triton.jit
-def _weight(logit, largest, temperature):
+def _weight(logit, largest, temperature, MULTIPLIER: tl.constexpr, CAP: tl.constexpr):
     """exp((logit - largest) / temperature), float64: 1 for the largest, so a tiny temperature does not overflow."""
-    return tl.exp((logit.to(tl.float64) - largest.to(tl.float64)) / temperature)
+    logit = _finished(logit, MULTIPLIER, CAP)
+    return tl.exp((logit.to(tl.float64) - _finished(largest, MULTIPLIER, CAP).to(tl.float64)) / temperature)
+
+
+@triton.jit
+def _finished(logit, MULTIPLIER: tl.constexpr, CAP: tl.constexpr):
+    """The head's product multiplied and capped, float32: all that grows with it; a logit that is not there stays so."""
+    if MULTIPLIER != 1.0:
+        logit = logit * MULTIPLIER
+    if CAP is not None:
+        logit = tl.where(logit == float("-inf"), logit, soft_cap(logit.to(tl.float64), CAP).to(tl.float32))
+    return logit
 
 
 @triton.jit
@@ -157,6 +169,8 @@ def _count_kernel(
     V,
     head_tiles,
     HEAD_PAD: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    CAP: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -187,7 +201,7 @@ def _count_kernel(
             else:
                 # All that weigh less than this weigh, together, less than top_p leaves out; half of it, for rounding.
                 temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
-                weight = _weight(logit, largest, temperature)
+                weight = _weight(logit, largest, temperature, MULTIPLIER, CAP)
                 tl.store(sums_ptr + row * tl.num_programs(0) + tile, tl.sum(weight, axis=0))
                 counted = weight * V >= 0.5 * (1.0 - top_p)
             tl.atomic_add(counts_ptr + row * VALUES + rank, 1, mask=(v < V) & counted, sem="relaxed")
@@ -207,11 +221,13 @@ def _kth(ranks, k):
 
 
 @triton.jit
-def _block_weights(counts_ptr, row, block, largest, temperature, HALF: tl.constexpr):
+def _block_weights(
+    counts_ptr, row, block, largest, temperature, MULTIPLIER: tl.constexpr, CAP: tl.constexpr, HALF: tl.constexpr
+):
     """Of one block of ranks: the ranks, how many logits have each, and what those weigh together."""
     rank = block * TILE + tl.arange(0, TILE)
     count = tl.load(counts_ptr + row * VALUES + rank)
-    weight = tl.where(count > 0, _weight(_value(rank, HALF), largest, temperature), 0.0)
+    weight = tl.where(count > 0, _weight(_value(rank, HALF), largest, temperature, MULTIPLIER, CAP), 0.0)
     return rank, count, count.to(tl.float64) * weight
 
 
@@ -229,6 +245,8 @@ def _threshold_kernel(
     V,
     tiles,
     TILES_PAD: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    CAP: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -240,7 +258,7 @@ def _threshold_kernel(
     if filtered:
         temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
         largest = tl.load(largest_ptr + row)
-        _, count, weight = _block_weights(counts_ptr, row, block, largest, temperature, HALF)
+        _, count, weight = _block_weights(counts_ptr, row, block, largest, temperature, MULTIPLIER, CAP, HALF)
         tl.store(block_counts_ptr + row * BLOCKS + block, tl.sum(count, axis=0))
         tl.store(block_sums_ptr + row * BLOCKS + block, tl.sum(weight, axis=0))
         tl.debug_barrier()
@@ -255,7 +273,9 @@ def _threshold_kernel(
                 counts = tl.load(block_counts_ptr + row * BLOCKS + b)
                 block_k = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
                 before = tl.sum(tl.where(b < block_k, counts, 0), axis=0)
-                rank, count, weight = _block_weights(counts_ptr, row, block_k, largest, temperature, HALF)
+                rank, count, weight = _block_weights(
+                    counts_ptr, row, block_k, largest, temperature, MULTIPLIER, CAP, HALF
+                )
                 met = before + tl.cumsum(count, axis=0)
                 threshold = block_k * TILE + tl.sum((met < top_k).to(tl.int32), axis=0)
                 of_block_k = tl.sum(tl.where(rank <= threshold, weight, 0.0), axis=0)
@@ -270,7 +290,7 @@ def _threshold_kernel(
                 block_p = tl.sum((tl.cumsum(sums, axis=0) < wanted).to(tl.int32), axis=0)
                 block_p = tl.minimum(block_p, BLOCKS - 1)
                 before_p = tl.sum(tl.where(b < block_p, sums, 0.0), axis=0)
-                rank, _, weight = _block_weights(counts_ptr, row, block_p, largest, temperature, HALF)
+                rank, _, weight = _block_weights(counts_ptr, row, block_p, largest, temperature, MULTIPLIER, CAP, HALF)
                 weight = tl.where(rank <= threshold, weight, 0.0)
                 met_p = before_p + tl.cumsum(weight, axis=0)
                 enough = block_p * TILE + tl.sum((met_p < wanted).to(tl.int32), axis=0)
@@ -281,11 +301,14 @@ def _threshold_kernel(
 
 
 @triton.jit
-def _kept_weights(logits_ptr, row, tile, V, largest, temperature, threshold, min_p, HALF: tl.constexpr):
+def _kept_weights(
+    logits_ptr, row, tile, V, largest, temperature, threshold, min_p, MULTIPLIER: tl.constexpr, CAP: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
     """Of one tile of the vocabulary: the ids, and the weights, 0 where a filter drops them."""
     v = tile * TILE + tl.arange(0, TILE)
     logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=float("-inf"))
-    weight = _weight(logit, largest, temperature)
+    weight = _weight(logit, largest, temperature, MULTIPLIER, CAP)
     return v, tl.where((v < V) & (_rank(logit, HALF) <= threshold) & (weight >= min_p), weight, 0.0)
 
 
@@ -306,6 +329,8 @@ def _draw_kernel(
     V,
     tiles,
     TILES_PAD: tl.constexpr,
+    MULTIPLIER: tl.constexpr,
+    CAP: tl.constexpr,
     HALF: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -326,7 +351,9 @@ def _draw_kernel(
     if (temperature > 0.0) & (likeliest >= 0) & (idle == 0):
         largest = tl.load(largest_ptr + row)
         min_p = tl.load(numbers_ptr + row * NUMBERS + MIN_P)
-        v, weight = _kept_weights(logits_ptr, row, tile, V, largest, temperature, threshold, min_p, HALF)
+        v, weight = _kept_weights(
+            logits_ptr, row, tile, V, largest, temperature, threshold, min_p, MULTIPLIER, CAP, HALF
+        )
         tl.store(sums_ptr + row * tiles + tile, tl.sum(weight, axis=0))
         tl.debug_barrier()
         ticket = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
@@ -339,7 +366,9 @@ def _draw_kernel(
             found = tl.min(tl.where((tl.cumsum(sums, axis=0) > wanted) & (sums > 0.0), t, TILES_PAD), axis=0)
             found = tl.where(found < TILES_PAD, found, tl.max(tl.where(sums > 0.0, t, 0), axis=0))
             before = tl.sum(tl.where(t < found, sums, 0.0), axis=0)
-            v, weight = _kept_weights(logits_ptr, row, found, V, largest, temperature, threshold, min_p, HALF)
+            v, weight = _kept_weights(
+                logits_ptr, row, found, V, largest, temperature, threshold, min_p, MULTIPLIER, CAP, HALF
+            )
             met = before + tl.cumsum(weight, axis=0)
             chosen = tl.min(tl.where((met > wanted) & (weight > 0.0), v, 2147483647), axis=0)
             chosen = tl.where(chosen < 2147483647, chosen, tl.max(tl.where(weight > 0.0, v, 0), axis=0))
@@ -360,6 +389,8 @@ def launch_sample(
     state: SampleState,
     dtype: torch.dtype,
     *,
+    multiplier: float = 1.0,
+    cap: float | None = None,
     pdl: bool = False,
 ) -> None:
     """The next token of every row, and its position moved on; idle rows give -1 and stay where they are.
@@ -370,6 +401,7 @@ def launch_sample(
         tokens, next_tokens: (B,) int64; negative tokens are idle rows. They may be the same tensor.
         positions: (B,) int32, of the tokens just read.
         state: settings and scratch memory.
+        multiplier, cap: what is drawn from are the logits times multiplier, then capped (``soft_cap``).
     """
     if dtype not in SAMPLED_DTYPES:
         raise ValueError(f"expected logits rounded to bfloat16 or float16, found {dtype}")
@@ -379,14 +411,15 @@ def launch_sample(
     options = {"launch_pdl": True} if pdl else {}
     _count_kernel[(tiles, batch)](
         logits, best, best_id, tokens, state.numbers, state.counts, state.largest, state.likeliest,
-        state.sums, vocabulary, head_tiles, triton.next_power_of_2(head_tiles), half, pdl, **options,
+        state.sums, vocabulary, head_tiles, triton.next_power_of_2(head_tiles), multiplier, cap, half, pdl, **options,
     )  # fmt: skip
     _threshold_kernel[(_BLOCKS, batch)](
         tokens, state.numbers, state.counts, state.largest, state.block_counts, state.block_sums, state.threshold,
-        state.sums, state.arrived, vocabulary, tiles, triton.next_power_of_2(tiles), half, pdl, **options,
+        state.sums, state.arrived, vocabulary, tiles, triton.next_power_of_2(tiles), multiplier, cap, half,
+        pdl, **options,
     )  # fmt: skip
     _draw_kernel[(tiles, batch)](
         logits, tokens, next_tokens, positions, state.numbers, state.seeds, state.counts, state.largest,
         state.likeliest, state.threshold, state.sums, state.arrived, vocabulary, tiles,
-        triton.next_power_of_2(tiles), half, pdl, **options,
+        triton.next_power_of_2(tiles), multiplier, cap, half, pdl, **options,
     )  # fmt: skip

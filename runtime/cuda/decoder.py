@@ -28,11 +28,12 @@ from wisparse.kernels.reference import keep_mask
 
 from ..cache import KVCache
 from ..decoder import Decoder, check_prompt
-from ..rotary import Rotary, switch_length
+from ..rotary import Rotary
 from ..sampling import SamplingSettings
+from ..torch.decoder import finish_logits
 from .graph import Landing
-from .prefill import read_sequence, rms_norm
-from .step import MAX_ROWS, DecodeStep, contexts_between, kv_splits_for
+from .prefill import read_sequence
+from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
 from .weights import load_weights
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class CudaDecoder(Decoder):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.weights = load_weights(bundle, device, dtype)
             self._activations = activation_dtype(dtype)
-            self._rotary = Rotary(self.config.rotaries[0], device, self._activations)
-            self._cos, self._sin = self._decode_tables()
+            self._rotaries = [Rotary(rope, device, self._activations) for rope in self.config.rotaries]
+            self._places = Places.of(self.config, self._rotaries, max_seq_len, device, self._activations)
             # Graphs are padded to 1, 2, 4, 8 or 16 rows.
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
             self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations)
@@ -86,8 +87,6 @@ class CudaDecoder(Decoder):
             return f"it knows float32, float16 and bfloat16, not {dtype}"
         if config.head_dim > 256:
             return f"its attention keeps one head in registers, up to 256 wide; head_dim is {config.head_dim}"
-        if config.features:
-            return f"it does not know {', '.join(sorted(config.features))}"
         return None
 
     @property
@@ -110,8 +109,8 @@ class CudaDecoder(Decoder):
     def decode(self, token_ids: Tensor) -> Tensor:
         steps = self._replay(token_ids)
         if len(steps) == 1:
-            return steps[0].logits[: len(token_ids)]
-        return torch.cat([step.logits for step in steps])[: len(token_ids)]
+            return finish_logits(self.config, steps[0].logits[: len(token_ids)])
+        return finish_logits(self.config, torch.cat([step.logits for step in steps])[: len(token_ids)])
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
@@ -179,7 +178,7 @@ class CudaDecoder(Decoder):
         return 1.0 - (kept + float(self._kept_in_prompts)) / total
 
     def close(self) -> None:
-        for name in ("weights", "_steps", "_cache", "_cos", "_sin", "_positions", "_ahead", "_landing"):
+        for name in ("weights", "_steps", "_cache", "_places", "_positions", "_ahead", "_landing"):
             self.__dict__.pop(name, None)
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
@@ -188,20 +187,10 @@ class CudaDecoder(Decoder):
         key = (first, rows, kv_splits)
         if key not in self._steps:
             self._steps[key] = DecodeStep(
-                self.weights, self.config, self._cache, self._positions, self._cos, self._sin,
+                self.weights, self.config, self._cache, self._positions, self._places,
                 first=first, rows=rows, kv_splits=kv_splits,
             )  # fmt: skip
         return self._steps[key]
-
-    def _decode_tables(self) -> tuple[Tensor, Tensor]:
-        """cos, sin (max_seq_len, rotary_dim / 2): each position's own factors, which differ for LongRoPE only."""
-        switch = min(switch_length(self.config) or self.max_seq_len, self.max_seq_len)
-        parts = [self._rotary.tables(0, switch, switch)]
-        if switch < self.max_seq_len:
-            parts.append(self._rotary.tables(switch, self.max_seq_len, self.max_seq_len))
-        half = self.config.rotaries[0].rotary_dim // 2
-        cos, sin = (torch.cat(tables)[:, :half].contiguous() for tables in zip(*parts, strict=True))
-        return cos, sin
 
     def _replay(self, token_ids: Tensor, settings: Sequence[SamplingSettings] = ()) -> list[DecodeStep]:
         """Append the tokens, with settings at most ``MAX_ROWS``; the steps that did so, ``MAX_ROWS`` slots each."""
@@ -253,12 +242,12 @@ class CudaDecoder(Decoder):
         if not 0 <= sparse_from <= total:
             raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
         ids = token_ids.to(self.device)
-        return read_sequence(self.weights, self.config, self._rotary, cache, slot, ids, sparse_from, self._observer())
+        return read_sequence(self.weights, self.config, self._rotaries, cache, slot, ids, sparse_from, self._observer())
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
-        normed = rms_norm(hidden, self.weights.norm, self.config.rms_norm_eps)
-        return functional.linear(normed, self.weights.head.to(normed.dtype)).float()
+        normed = self.weights.norm(hidden)
+        return finish_logits(self.config, functional.linear(normed, self.weights.head.to(normed.dtype)).float())
 
     def _observer(self) -> Callable[[Group, Tensor, int], None] | None:
         kept = self._kept_in_prompts

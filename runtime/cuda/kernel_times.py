@@ -48,7 +48,7 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float) -> dict[str, 
     step = _step(decoder, batch, None)
     count = len(decoder.weights.blocks)
     table: dict[str, dict[str, float]] = {}
-    for role in ("qkv", "attention", "o", "gate_up", "down", "logits"):
+    for role in (*step.parts, "logits"):
         indices = [count] if role == "logits" else range(count)
 
         def launch(role: str = role, indices: list[int] | range = indices) -> None:
@@ -137,7 +137,7 @@ def _require_triton(decoder: Decoder, option: str) -> CudaDecoder:
 
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
     step = DecodeStep(
-        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._cos, decoder._sin,
+        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._places,
         first=0, rows=batch, tiles=tiles, kv_splits=kv_splits_for(_CONTEXT, batch),
     )  # fmt: skip
     step.tokens.fill_(7 % decoder.config.vocab_size)

@@ -1,13 +1,14 @@
 """A whole sequence through the blocks on a GPU: dense on the tensor cores, or masked for evaluation.
 
-The weights are the decoder's own, (K, N). Masked positions multiply by the whole weight all the same: prefill is bound
-by arithmetic, and a prompt's positions keep different channels. With float32 weights activations and products are
-float64, as in the decode step (``kernels.gpu.common``).
+The block is the plain decoder's (``runtime.torch.decoder``), the weights are this decoder's own, (K, N). Masked
+positions multiply by the whole weight all the same: prefill is bound by arithmetic, and a prompt's positions keep
+different channels. With float32 weights activations and products are float64, as in the decode step
+(``kernels.gpu.common``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -19,14 +20,15 @@ from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
 from ..cache import KVCache
-from ..rotary import Rotary, rotate
+from ..rotary import Rotary, query_scales
+from ..torch.decoder import activate, add_half, capped_attention, embed, place
 from .weights import CudaWeights
 
-__all__ = ["read_sequence", "rms_norm", "run_blocks"]
+__all__ = ["read_sequence", "run_blocks"]
 
 # Prompts are read in pieces: bounds the activations of a long one.
 _PIECE = 2048
-# With a sliding window an explicit (piece, context) mask is needed; in float64 torch keeps the scores as well.
+# With a sliding window an explicit (piece, context) mask is needed; in float64, or capped, scores are kept as well.
 _SHORT_PIECE = 512
 
 Observer = Callable[[Group, Tensor, int], None]
@@ -35,7 +37,7 @@ Observer = Callable[[Group, Tensor, int], None]
 def read_sequence(
     weights: CudaWeights,
     config: ModelConfig,
-    rotary: Rotary,
+    rotaries: Sequence[Rotary],
     cache: KVCache,
     slot: int,
     token_ids: Tensor,
@@ -50,18 +52,19 @@ def read_sequence(
         observe: called with each group, its input (piece, K) and the first masked row, before the product.
     """
     total = len(token_ids)
-    short = weights.embedding.dtype == torch.float32 or any(block.window is not None for block in weights.blocks)
+    windows = any(block.window is not None for block in config.blocks)
+    short = weights.embedding.dtype == torch.float32 or windows or config.attention_softcap is not None
     size = _SHORT_PIECE if short else _PIECE
     for start in range(0, total, size):
         piece = token_ids[start : start + size]
         first_sparse = min(max(sparse_from - start, 0), len(piece))
-        yield run_blocks(weights, config, rotary, cache, slot, piece, start, total, first_sparse, observe)
+        yield run_blocks(weights, config, rotaries, cache, slot, piece, start, total, first_sparse, observe)
 
 
 def run_blocks(
     weights: CudaWeights,
     config: ModelConfig,
-    rotary: Rotary,
+    rotaries: Sequence[Rotary],
     cache: KVCache,
     slot: int,
     token_ids: Tensor,
@@ -73,8 +76,9 @@ def run_blocks(
     """Positions ``start``.. of a sequence of ``total`` positions: (T,) ids to (T, H) hidden states, filling the
     cache."""
     count = len(token_ids)
-    cos, sin = rotary.tables(start, start + count, total)
-    x = functional.embedding(token_ids, weights.embedding).to(activation_dtype(weights.embedding.dtype))
+    tables = [rotary.tables(start, start + count, total) for rotary in rotaries]
+    scales = query_scales(config, start, start + count, token_ids.device)
+    x = embed(config, weights.embedding, token_ids, activation_dtype(weights.embedding.dtype))
 
     def apply(group: Group, n: Tensor) -> list[Tensor]:
         if observe is not None:
@@ -82,27 +86,18 @@ def run_blocks(
         return _project(group, n, first_sparse)
 
     for index, block in enumerate(weights.blocks):
-        n = rms_norm(x, block.attention_norm, config.rms_norm_eps)
-        qkv = torch.cat(apply(block.qkv, n), dim=-1).view(count, -1, config.head_dim).transpose(0, 1)
-        q, k, v = qkv.split((config.num_heads, config.num_kv_heads, config.num_kv_heads))
-        if block.qk_norm is not None:
-            q = rms_norm(q, block.qk_norm[0], config.rms_norm_eps)
-            k = rms_norm(k, block.qk_norm[1], config.rms_norm_eps)
-        keys, values = cache.write(index, slot, start, rotate(k, cos, sin), v)
-        attended = _attention(rotate(q, cos, sin), keys, values, start, block.window)
-        (o,) = apply(block.o, attended.transpose(0, 1).reshape(count, config.q_size))
-        x = x + o
-        m = rms_norm(x, block.mlp_norm, config.rms_norm_eps)
+        n = x if block.attention_input is None else block.attention_input(x)
+        parts = torch.cat(apply(block.qkv, n), dim=-1).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
+        q, k, v = place(config, block, parts, tables, scales)
+        keys, values = cache.write(index, slot, start, k, v)
+        attended = _attention(config, q, keys, values, start, block.facts.window)
+        (half,) = apply(block.o, attended.transpose(0, 1).reshape(count, config.q_size))
+        x = add_half(config, x, half, block.attention_output)
+        m = x if block.mlp_input is None else block.mlp_input(x)
         gate, up = apply(block.gate_up, m)
-        (down,) = apply(block.down, functional.silu(gate) * up)
-        x = x + down
+        (half,) = apply(block.down, activate(config, gate) * up)
+        x = add_half(config, x, half, block.mlp_output)
     return x
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis; the mean in float32 (float64 for float64), the product in x's type."""
-    wide = x if x.dtype == torch.float64 else x.float()
-    return weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
 def _project(group: Group, x: Tensor, first_sparse: int) -> list[Tensor]:
@@ -123,13 +118,14 @@ def _project(group: Group, x: Tensor, first_sparse: int) -> list[Tensor]:
     return outputs
 
 
-def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
     """Causal attention of the positions from ``start`` on, (heads, T, D); ``window`` counts the position itself."""
     count, stop = q.shape[1], keys.shape[1]
-    gqa = q.shape[0] != keys.shape[0]
+    gqa, scale = q.shape[0] != keys.shape[0], config.attention_scale
     reach = stop if window is None else window
     # In float64 no kernel takes the lower-right mask.
-    if stop <= reach and (q.dtype != torch.float64 or start == 0 or count == 1):
+    plain = config.attention_softcap is None
+    if plain and stop <= reach and (q.dtype != torch.float64 or start == 0 or count == 1):
         mask = None
         if count > 1 and start > 0:
             # Here, because it imports torch._dynamo: a second that only long prompts need to spend.
@@ -137,11 +133,15 @@ def _attention(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int 
 
             mask = causal_lower_right(count, stop)
         return functional.scaled_dot_product_attention(
-            q[None], keys[None], values[None], attn_mask=mask, is_causal=start == 0 and count > 1, enable_gqa=gqa
-        )[0]
+            q[None], keys[None], values[None],
+            attn_mask=mask, is_causal=start == 0 and count > 1, scale=scale, enable_gqa=gqa,
+        )[0]  # fmt: skip
     first = max(start - reach + 1, 0)
     ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
     near = (ahead <= 0) & (ahead > -reach)
+    keys, values = keys[:, first:], values[:, first:]
+    if not plain:
+        return capped_attention(config, q, keys, values, near)
     return functional.scaled_dot_product_attention(
-        q[None], keys[None, :, first:], values[None, :, first:], attn_mask=near, enable_gqa=gqa
+        q[None], keys[None], values[None], attn_mask=near, scale=scale, enable_gqa=gqa
     )[0]

@@ -2,6 +2,8 @@
 
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next
 
+Where outputs are normalised or multiplied before they are added, each of o and down has a launch more that does it.
+
 Everything the step reads and writes is allocated here, once; the token ids and positions live on the device, so a
 replay needs nothing from the host. Launches overlap the tail of the one before (programmatic dependent launch) on GPUs
 that can.
@@ -11,7 +13,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +23,7 @@ from torch import Tensor
 
 from wisparse.formats.architectures import ModelConfig
 from wisparse.kernels.compiling import triton_compiling
+from wisparse.kernels.gpu.add import launch_add
 from wisparse.kernels.gpu.attention import launch_attention
 from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.gpu.head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
@@ -27,11 +32,12 @@ from wisparse.kernels.gpu.tiles import choose_tile
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 
 from ..cache import KVCache
+from ..rotary import Rotary, query_scales, switch_length
 from ..sampling import SamplingSettings
 from .graph import capture
-from .weights import CudaWeights
+from .weights import CudaNorm, CudaWeights
 
-__all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "contexts_between", "kv_splits_for"]
+__all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "Places", "contexts_between", "kv_splits_for"]
 
 MAX_ROWS = 16
 # Stretches one row's context is split into, up to how many positions: with 8 KV heads 16 make about one program for
@@ -67,11 +73,48 @@ def contexts_between(first: int, last: int) -> list[int]:
     return found
 
 
+@dataclass(frozen=True)
+class Places:
+    """What attention needs to know of every position.
+
+    Attributes:
+        rotaries: cosines and sines (max_seq_len, rotary_dim / 2) of the model's rotary embeddings.
+        query_scales: (max_seq_len,) what queries are multiplied by; None for 1. All of the activations' type.
+    """
+
+    rotaries: Sequence[tuple[Tensor, Tensor]]
+    query_scales: Tensor | None
+
+    @classmethod
+    def of(
+        cls, config: ModelConfig, rotaries: Sequence[Rotary], max_seq_len: int, device: torch.device, dtype: torch.dtype
+    ) -> Places:
+        """Each position's own factors, which differ from those of a longer sequence for LongRoPE only."""
+        switch = min(switch_length(config) or max_seq_len, max_seq_len)
+        tables = []
+        for rope, rotary in zip(config.rotaries, rotaries, strict=True):
+            parts = [rotary.tables(0, switch, switch)]
+            if switch < max_seq_len:
+                parts.append(rotary.tables(switch, max_seq_len, max_seq_len))
+            half = rope.rotary_dim // 2
+            cos, sin = (torch.cat(pieces)[:, :half].contiguous() for pieces in zip(*parts, strict=True))
+            tables.append((cos, sin))
+        scales = query_scales(config, 0, max_seq_len, device)
+        return cls(tables, None if scales is None else scales.to(dtype))
+
+    def rotary(self, index: int | None) -> tuple[Tensor, Tensor]:
+        """A block's cosines and sines; of no dimensions where nothing is turned."""
+        if index is None:
+            cos, sin = self.rotaries[0]
+            return cos[:, :0], sin[:, :0]
+        return self.rotaries[index]
+
+
 class DecodeStep:
     """The step of slots ``first`` to ``first + rows - 1``.
 
     Attributes:
-        logits: (rows, V) float32.
+        logits: (rows, V) float32, the head's products: before a model's multiplier and cap (``finish_logits``).
     """
 
     def __init__(
@@ -80,8 +123,7 @@ class DecodeStep:
         config: ModelConfig,
         cache: KVCache,
         positions: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        places: Places,
         *,
         first: int,
         rows: int,
@@ -96,7 +138,7 @@ class DecodeStep:
         together = rows_together(rows, dtype)
         arch, multiprocessors = _describe(device)
         self.pdl = arch >= 90 if pdl is None else pdl
-        self._cos, self._sin = cos, sin
+        self._places = places
         self._keys, self._values = (t[:, first : first + rows] for t in (cache.keys, cache.values))
         self.positions = positions[first : first + rows]
 
@@ -120,8 +162,18 @@ class DecodeStep:
                 of_block[role] = chosen[key]
             self.tiles.append(of_block)
 
-        # Beside the choice of the token: embedding, logits, and one for each way to attend and to multiply.
-        self._kernels = 2 + len({block.window for block in weights.blocks}) + len(chosen)
+        norms = config.architecture.norms
+        multiplied = config.residual_multiplier != 1.0
+        # Products whose outputs go through a launch of their own before they are part of the residual stream.
+        self._added = {
+            role: bool(norm) or multiplied for role, norm in (("o", norms.attention_output), ("down", norms.mlp_output))
+        }
+        norm = config.architecture.qk_norm
+        per_head = norm is None or norm.per_head
+        self._norm_of = "whole" if not per_head else "turned head" if norm and norm.after_rotary else "head"
+        self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=activations))
+        # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
+        self._kernels = 2 + len(set(config.blocks)) + len(chosen) + any(self._added.values())
 
         def empty(*shape: int, kind: torch.dtype = activations) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=device)
@@ -131,6 +183,7 @@ class DecodeStep:
         self._ids = torch.full((2, MAX_ROWS), -1, dtype=torch.int64, device=device)[:, :rows]
         self._turn = 0
         self.hidden = empty(rows, hidden)
+        self._half = empty(rows, hidden)
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
         parts = max(t.parts(hidden) for t in chosen.values())
         self._ssq = empty(2, rows * parts, kind=wide)
@@ -141,7 +194,7 @@ class DecodeStep:
         # Measured on an H200: more of a long context on its way at a time, where there is room for it.
         roomy = arch == 90 and config.head_dim <= 128 and dtype != torch.float32
         self._attention_stages = 5 if roomy and kv_splits * rows > min(KV_SPLITS.values()) else 3
-        self._activation = empty(rows, config.intermediate_size)
+        self._activated = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, kind=torch.float32)
         head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if together == 1 else HEAD_ROWS_BATCHED)
         self._best = empty(rows, head_tiles, kind=torch.float32)
@@ -151,6 +204,12 @@ class DecodeStep:
         self._settings: list[SamplingSettings] = []
         self._kept: _Kept | None = None  # while channels are counted
         self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """A block's launches, in order: the roles that :meth:`launch_part` knows."""
+        after = {role: (role, f"{role} add") if added else (role,) for role, added in self._added.items()}
+        return ("qkv", "attention", *after["o"], "gate_up", *after["down"])
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -226,9 +285,12 @@ class DecodeStep:
 
     def launch(self, *, sampled: bool = False, count: bool = False) -> None:
         """The step's launches, one after the other, on the current stream."""
-        launch_embed(self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"))
+        launch_embed(
+            self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"),
+            multiplier=self._embedding_multiplier,
+        )  # fmt: skip
         for index in range(len(self.weights.blocks)):
-            for role in ("qkv", "attention", "o", "gate_up", "down"):
+            for role in self.parts:
                 self.launch_part(index, role, count=count)
         self.launch_part(len(self.weights.blocks), "logits")
         self.launch_part(len(self.weights.blocks), "sample" if sampled else "next")
@@ -236,7 +298,7 @@ class DecodeStep:
 
     def _sums(self, index: int, role: str) -> torch.Tensor:
         """(rows, parts): sums of squares that ``role`` of block ``index`` leaves; block -1 is the embedding."""
-        parts = self.tiles[max(index, 0)][role].parts(self.config.hidden_size)
+        parts = 1 if self._added[role] else self.tiles[max(index, 0)][role].parts(self.config.hidden_size)
         return self._ssq[0 if role == "down" else 1, : self.rows * parts].view(self.rows, parts)
 
     def launch_part(self, index: int, role: str, *, count: bool = False) -> None:
@@ -245,7 +307,7 @@ class DecodeStep:
         eps, batch, pdl = config.rms_norm_eps, self.rows, self.pdl
         if role == "logits":
             launch_logits(
-                self.hidden, self._sums(index - 1, "down"), weights.norm, weights.head, self.logits,
+                self.hidden, self._sums(index - 1, "down"), weights.norm.factors, weights.head, self.logits,
                 self._best, self._best_id, eps=eps, pdl=pdl,
             )  # fmt: skip
             return
@@ -257,42 +319,63 @@ class DecodeStep:
             chosen = self._ids[1 - self._turn]
             launch_sample(
                 self.logits, self._best, self._best_id, self.tokens, chosen, self.positions, self._sampling,
-                self.weights.embedding.dtype, pdl=pdl,
+                self.weights.embedding.dtype, multiplier=config.logits_multiplier, cap=config.logits_softcap, pdl=pdl,
             )  # fmt: skip
             return
         block, tiles = weights.blocks[index], self.tiles[index]
         kept = self._kept.of(index, role, self._turn) if count and self._kept is not None else None
         if role == "qkv":
             launch_gemv(
-                block.qkv, self.hidden, self._qkv, self._scratch, tiles["qkv"], batch=batch, pdl=pdl,
-                source="hidden", norm=block.attention_norm, eps=eps, ssq_in=self._sums(index - 1, "down"), kept=kept,
+                block.qkv, self.hidden, self._qkv, self._scratch, tiles["qkv"], batch=batch, pdl=pdl, kept=kept,
+                **self._read(block.attention_input, self._sums(index - 1, "down")),
             )  # fmt: skip
         elif role == "attention":
+            facts, norms = block.facts, None
+            if block.q_norm is not None and block.k_norm is not None:
+                norms = block.q_norm.factors, block.k_norm.factors
             launch_attention(
                 self._qkv, self._keys[index], self._values[index], self.tokens, self.positions,
-                self._cos, self._sin,
-                self._attended, self._softmax, heads=config.num_heads, scale=config.head_dim**-0.5,
-                window=block.window, qk_norm=block.qk_norm, eps=eps, stages=self._attention_stages, pdl=pdl,
+                *self._places.rotary(facts.rotary),
+                self._attended, self._softmax, heads=config.num_heads, scale=config.attention_scale,
+                cap=config.attention_softcap, window=facts.window, interleaved=config.rotaries[0].interleaved,
+                query_scales=self._places.query_scales, qk_norm=norms, norm_of=self._norm_of, eps=eps,
+                stages=self._attention_stages, pdl=pdl,
             )  # fmt: skip
         elif role == "o":
             launch_gemv(
-                block.o, self._attended, self.hidden, self._scratch, tiles["o"], batch=batch, pdl=pdl,
-                source="attention", softmax=self._softmax, head_dim=config.head_dim,
-                target="residual", ssq_out=self._sums(index, "o"), kept=kept,
+                block.o, self._attended, batch=batch, scratch=self._scratch, tile=tiles["o"], pdl=pdl, kept=kept,
+                source="attention", softmax=self._softmax, head_dim=config.head_dim, **self._write(index, "o"),
             )  # fmt: skip
         elif role == "gate_up":
             launch_gemv(
-                block.gate_up, self.hidden, self._activation, self._scratch, tiles["gate_up"], batch=batch, pdl=pdl,
-                source="hidden", norm=block.mlp_norm, eps=eps, ssq_in=self._sums(index, "o"), target="silu",
-                kept=kept,
+                block.gate_up, self.hidden, self._activated, self._scratch, tiles["gate_up"], batch=batch, pdl=pdl,
+                target=config.activation, kept=kept, **self._read(block.mlp_input, self._sums(index, "o")),
             )  # fmt: skip
         elif role == "down":
             launch_gemv(
-                block.down, self._activation, self.hidden, self._scratch, tiles["down"], batch=batch, pdl=pdl,
-                target="residual", ssq_out=self._sums(index, "down"), kept=kept,
+                block.down, self._activated, batch=batch, scratch=self._scratch, tile=tiles["down"], pdl=pdl,
+                kept=kept, **self._write(index, "down"),
+            )  # fmt: skip
+        elif role in ("o add", "down add"):
+            norm = block.attention_output if role == "o add" else block.mlp_output
+            launch_add(
+                self._half, self.hidden, self._sums(index, role.removesuffix(" add")),
+                norm=None if norm is None else norm.factors, eps=eps, multiplier=config.residual_multiplier, pdl=pdl,
             )  # fmt: skip
         else:
             raise ValueError(f"unknown part {role!r}")
+
+    def _read(self, norm: CudaNorm | None, sums: Tensor) -> dict[str, Any]:
+        """How a product reads the residual stream: normalised or, without a norm, as it is."""
+        if norm is None:
+            return {"source": "plain"}
+        return {"source": "hidden", "norm": norm.factors, "eps": norm.eps, "ssq_in": sums}
+
+    def _write(self, index: int, role: str) -> dict[str, Any]:
+        """Where the output of o or down goes: into the residual stream or, to be added later, beside it."""
+        if self._added[role]:
+            return {"out": self._half, "target": "plain"}
+        return {"out": self.hidden, "target": "residual", "ssq_out": self._sums(index, role)}
 
 
 class _Kept:

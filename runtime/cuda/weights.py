@@ -9,38 +9,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from wisparse.formats import architectures
 from wisparse.formats.architectures import ModelConfig, Projection
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.kernels.gpu.gemv import Group
+from wisparse.kernels.precision import wide_dtype
 
+from ..torch.decoder import Norm
 from .staging import staged_reads
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
-__all__ = ["BlockWeights", "CudaWeights", "load_weights"]
+__all__ = ["BlockWeights", "CudaNorm", "CudaWeights", "load_weights"]
 
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True)
-class BlockWeights:
-    """One transformer block; each group's projections read the same input."""
+class CudaNorm(Norm):
+    """A norm, and what the kernels multiply by: the weight, or 1 + weight in the type that they add up in."""
 
-    attention_norm: Tensor
-    mlp_norm: Tensor
+    factors: Tensor
+
+
+@dataclass(frozen=True)
+class BlockWeights:
+    """One transformer block; each group's projections read the same input. A norm that there is not is None."""
+
+    facts: architectures.Block
+    attention_input: CudaNorm | None
+    attention_output: CudaNorm | None
+    mlp_input: CudaNorm | None
+    mlp_output: CudaNorm | None
     qkv: Group
     o: Group
     gate_up: Group
     down: Group
-    qk_norm: tuple[Tensor, Tensor] | None
-    window: int | None
+    q_norm: CudaNorm | None
+    k_norm: CudaNorm | None
 
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:
@@ -54,13 +67,13 @@ class CudaWeights:
 
     embedding: Tensor
     blocks: list[BlockWeights]
-    norm: Tensor
+    norm: CudaNorm
     head: Tensor
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights on the device; tied embeddings count once."""
-        tensors = {id(t): t for t in (self.embedding, self.norm, self.head)}
+        tensors = {id(t): t for t in (self.embedding, self.norm.weight, self.head)}
         for block in self.blocks:
             for group in block.groups:
                 tensors[id(group)] = group.weight_t
@@ -78,7 +91,7 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype) -> Cu
         embedding = read(_EMBEDDING)
         head = embedding if config.tie_word_embeddings else read(_HEAD)
         blocks = [_load_block(config, index, read, bundle.masks, device, dtype) for index in range(config.num_blocks)]
-        return CudaWeights(embedding, blocks, read(_NORM), head)
+        return CudaWeights(embedding, blocks, _norm(config, read(_NORM)), head)
 
 
 def _reads(
@@ -96,7 +109,7 @@ def _names(config: ModelConfig) -> Iterator[str]:
     if not config.tie_word_embeddings:
         yield _HEAD
     for index in range(config.num_blocks):
-        yield from (f"model.layers.{index}.{norm}.weight" for norm in _norms(config))
+        yield from (f"model.layers.{index}.{name}.weight" for name in _norms(config).values() if name is not None)
         for projection in config.projections(index):
             yield f"{projection.name}.weight"
             if projection.bias:
@@ -104,10 +117,18 @@ def _names(config: ModelConfig) -> Iterator[str]:
     yield _NORM
 
 
-def _norms(config: ModelConfig) -> tuple[str, ...]:
-    """A block's norms: before the attention, before the MLP, and of queries and keys if it has them."""
-    own = ("self_attn.q_norm", "self_attn.k_norm") if config.architecture.qk_norm else ()
-    return ("input_layernorm", "post_attention_layernorm", *own)
+def _norms(config: ModelConfig) -> dict[str, str | None]:
+    """A block's norms, the fields of ``BlockWeights``, and their names in the checkpoint."""
+    arch = config.architecture
+    q_norm, k_norm = (None, None) if arch.qk_norm is None else arch.qk_norm.names
+    own = {"q_norm": q_norm and f"self_attn.{q_norm}", "k_norm": k_norm and f"self_attn.{k_norm}"}
+    return asdict(arch.norms) | own
+
+
+def _norm(config: ModelConfig, weight: Tensor) -> CudaNorm:
+    offset = config.architecture.norm_offset
+    factors = 1.0 + weight.to(wide_dtype(weight.dtype)) if offset else weight
+    return CudaNorm(weight, config.rms_norm_eps, offset, factors)
 
 
 def _load_block(
@@ -124,17 +145,18 @@ def _load_block(
     def group(roles: tuple[str, ...], copies: int = 1) -> Group:
         return _load_group([by_role[role] for role in roles], copies, read, masks, device, dtype)
 
-    attention_norm, mlp_norm, *qk_norm = (read(f"model.layers.{index}.{norm}.weight") for norm in _norms(config))
+    norms = {
+        field: None if name is None else _norm(config, read(f"model.layers.{index}.{name}.weight"))
+        for field, name in _norms(config).items()
+    }
     return BlockWeights(
-        attention_norm=attention_norm,
-        mlp_norm=mlp_norm,
+        **norms,
+        facts=config.blocks[index],
         qkv=group(arch.qkv),
         o=group(("o_proj",)),
         # A fused gate_up_proj is two projections that share one mask.
         gate_up=group(arch.gate_up, copies=2 if len(arch.gate_up) == 1 else 1),
         down=group(("down_proj",)),
-        qk_norm=(qk_norm[0], qk_norm[1]) if qk_norm else None,
-        window=config.blocks[index].window,
     )
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "TorchDecoder",
     "activate",
     "add_half",
+    "capped_attention",
     "embed",
     "finish_logits",
     "place",
@@ -129,6 +130,19 @@ class Block:
     @property
     def projections(self) -> list[MaskedLinear]:
         return [*self.qkv, self.o, *self.gate_up, self.down]
+
+
+class Placed(Protocol):
+    """What :func:`place` needs of a block."""
+
+    @property
+    def facts(self) -> architectures.Block: ...
+
+    @property
+    def q_norm(self) -> Norm | None: ...
+
+    @property
+    def k_norm(self) -> Norm | None: ...
 
 
 class TorchDecoder(Decoder):
@@ -322,9 +336,10 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, offset: bool = False) -> 
     return weight * normed.to(x.dtype)
 
 
-def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
-    """(T,) ids to (T, H); the multiplier is rounded to the embedding's type first, as Gemma's is in transformers."""
-    x = functional.embedding(token_ids, embedding)
+def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """(T,) ids to (T, H) in ``dtype`` (None: the embedding's); the multiplier is rounded to that type first, as Gemma's
+    is in transformers."""
+    x = functional.embedding(token_ids, embedding).to(dtype or embedding.dtype)
     if config.embedding_multiplier == 1.0:
         return x
     return x * torch.tensor(config.embedding_multiplier, dtype=x.dtype, device=x.device)
@@ -332,7 +347,7 @@ def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor) -> Tensor:
 
 def place(
     config: ModelConfig,
-    block: Block,
+    block: Placed,
     parts: Sequence[Tensor],
     tables: Sequence[tuple[Tensor, Tensor]],
     scales: Tensor | None,
@@ -417,7 +432,7 @@ def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, sta
         if window is not None:
             mask &= ahead > -window
     if config.attention_softcap is not None:
-        return _capped_attention(config, q, keys, values, mask)
+        return capped_attention(config, q, keys, values, mask)
     return functional.scaled_dot_product_attention(
         q[None],
         keys[None],
@@ -428,8 +443,17 @@ def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, sta
     )[0]
 
 
-def _capped_attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention whose scores are capped before the softmax, which torch's own has no place for."""
+def capped_attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention whose scores are capped before the softmax, which torch's own has no place for.
+
+    Args:
+        q: (num_heads, T, head_dim).
+        keys, values: (num_kv_heads, context, head_dim).
+        mask: (T, context), True where a position is seen; None for all.
+
+    Returns:
+        (num_heads, T, head_dim).
+    """
     keys, values = (x.repeat_interleave(q.shape[0] // len(x), dim=0) for x in (keys, values))
     scores = soft_cap(q @ keys.transpose(1, 2) * config.attention_scale, config.attention_softcap)
     if mask is not None:
