@@ -249,7 +249,9 @@ class PushPlan:
 
 
 def plan_push(folder: Path, repo: str) -> PushPlan:
-    """Compare a bundle with what the repository holds.
+    """Compare a bundle that was verified with what the repository holds.
+
+    A large file is known by the digest in the manifest: verifying has just read it, and uploading reads it again.
 
     Raises:
         BundleError: not a bundle, or one of its files is a link that leads out of it.
@@ -269,7 +271,12 @@ def plan_push(folder: Path, repo: str) -> PushPlan:
         if not isinstance(error.__cause__, RepositoryNotFoundError):
             raise
         there = {}
-    send = {name: (folder / name).stat().st_size for name in names if not _is_there(folder / name, there.get(name))}
+    listed = listed_files(folder)
+    send = {
+        name: (folder / name).stat().st_size
+        for name in names
+        if not _is_there(folder / name, listed.get(name), there.get(name))
+    }
     left_out = {*list_files(folder, _MAX_FILES, BundleError, deep=True)} - {*names}
     return PushPlan(send, len(names), tuple(sorted(left_out)))
 
@@ -346,12 +353,15 @@ def _bundle_files(folder: Path) -> list[str]:
     return names
 
 
-def _is_there(path: Path, digest: str | None) -> bool:
-    """Whether the Hub's digest is this file's: sha256 of a large one, git's own of a small one."""
+def _is_there(path: Path, sha256: str | None, digest: str | None) -> bool:
+    """Whether the Hub's ``digest`` is this file's: sha256 of a large one, git's own of a small one.
+
+    ``sha256``: as the manifest has it; None for the manifest itself.
+    """
     if digest is None:
         return False
     if len(digest) == 64:
-        return file_digest(path) == digest
+        return (sha256 or file_digest(path)) == digest
     content = path.read_bytes()
     return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == digest
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from hub_standin import READ_TOKEN, TOKEN, Fault, HubStandIn, point_client_at
 from huggingface_hub import HfApi, constants
 
+from wisparse.formats import hub
 from wisparse.formats.errors import AccessError, BundleError, UploadError, UsageError
 from wisparse.formats.hub import (
     check_read_access,
@@ -60,8 +62,15 @@ BUNDLE = {
 }
 
 
-def manifest(names: Iterable[str]) -> bytes:
-    return json.dumps({"format_version": 1, "files": {name: {"sha256": "0" * 64} for name in names}}).encode()
+def manifest(files: Mapping[str, bytes]) -> bytes:
+    listed = {name: {"sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()}
+    return json.dumps({"format_version": 1, "files": listed}).encode()
+
+
+def sign(bundle: Path) -> None:
+    """A manifest of what lies in the folder now."""
+    files = {name: content for name, content in files_of(bundle).items() if name != "wisparse.json"}
+    (bundle / "wisparse.json").write_bytes(manifest(files))
 
 
 BUNDLE["wisparse.json"] = manifest(BUNDLE)
@@ -254,7 +263,7 @@ def test_a_new_conversion_replaces_the_old_one_and_keeps_what_people_added(stand
     (bundle / "model-00001-of-00001.safetensors").rename(bundle / "model-00001-of-00002.safetensors")
     (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more")
     (bundle / "figures" / "sparsity.png").unlink()
-    (bundle / "wisparse.json").write_bytes(manifest({*files_of(bundle)} - {"wisparse.json"}))
+    sign(bundle)
     push_bundle(bundle, "alice/model-50")
     names = set(repo.commits[-1][1])
     assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "notes.md"} <= names
@@ -286,7 +295,7 @@ def test_a_push_survives_a_passing_failure(
 
 def test_a_push_that_broke_off_resumes(standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (bundle / "model-00002-of-00002.safetensors").write_bytes(b"more" * 10_000)
-    (bundle / "wisparse.json").write_bytes(manifest({*files_of(bundle)} - {"wisparse.json"}))
+    sign(bundle)
     standin.faults.append(Fault(r"POST .*/commit/", 500, times=99))
     with pytest.raises(UploadError):
         push_bundle(bundle, "alice/model-50")
@@ -353,7 +362,17 @@ def test_what_is_there_already_is_known_beforehand(standin: HubStandIn, bundle: 
     assert plan_push(bundle, "alice/model-50").send == {}
     (bundle / "README.md").write_text("another card")
     (bundle / "model-00001-of-00001.safetensors").write_bytes(b"Weights" * 5000)
-    assert {*plan_push(bundle, "alice/model-50").send} == {"README.md", "model-00001-of-00001.safetensors"}
+    sign(bundle)
+    changed = {"README.md", "model-00001-of-00001.safetensors", "wisparse.json"}
+    assert {*plan_push(bundle, "alice/model-50").send} == changed
+
+
+def test_what_verifying_has_read_is_not_read_once_more_for_the_plan(
+    standin: HubStandIn, bundle: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push_bundle(bundle, "alice/model-50")
+    monkeypatch.setattr(hub, "file_digest", lambda path: pytest.fail(f"reads {path.name}"))
+    assert plan_push(bundle, "alice/model-50").send == {}
 
 
 def test_an_interrupted_push_says_how_to_go_on(

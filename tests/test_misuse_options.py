@@ -57,7 +57,7 @@ ODD = [
 ]
 RUN = ["--backend", "torch", "--device", "cpu"]
 # Where any text will do, one of each kind is enough.
-FREE = ("--prompt", "--stop", "--system-prompt")
+FREE = ("--prompt", "--stop", "--system-prompt", "--alias", "--cors")
 TEXTS = ["", " ", "0", "\udcff", ESCAPE, "x" * 5000]
 QUICK = [
     "--calibration",
