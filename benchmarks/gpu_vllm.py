@@ -287,10 +287,10 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     import numpy as np
     import torch
 
-    from wisparse.formats.architectures import ModelConfig
     from wisparse.formats.bundle import Bundle
     from wisparse.formats.expected import expected_tensors
     from wisparse.formats.guard.safetensors_header import build_header
+    from wisparse.formats.model_config import ModelConfig
     from wisparse.formats.record.manifest import Manifest, recipe_digest
     from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.expected import expected_tensors
@@ -24,6 +23,7 @@ from wisparse.formats.guard.safe_json import read_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.machine.memory import available_bytes
+from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.record.manifest import has_masks
 from wisparse.formats.write import check_output, copied_files, parse_size
 

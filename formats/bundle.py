@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .architectures import ModelConfig, Projection
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError
 from .guard.files import PARTIAL, list_files, read_bounded, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import parse_json, read_json
 from .guard.safetensors_header import DTYPES, Header, read_header
+from .model_config import ModelConfig, Projection
 from .record.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .architectures import ModelConfig
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .expected import LM_HEAD, expected_tensors, is_derived
 from .guard.crc import combine_crc32
@@ -27,6 +26,7 @@ from .guard.files import FileIdentity, open_regular, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import read_json
 from .guard.safetensors_header import DTYPES, Header, read_header
+from .model_config import ModelConfig
 from .record.manifest import has_masks
 
 __all__ = ["INDEX", "Checkpoint", "TensorInfo", "is_finite"]

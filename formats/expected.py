@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .architectures import ModelConfig
+from .model_config import ModelConfig
 
 __all__ = ["LM_HEAD", "expected_tensors", "is_derived"]
 

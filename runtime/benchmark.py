@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.machine.memory import available_bytes
+from wisparse.formats.model_config import ModelConfig
 
 from .decoder import Decoder
 from .dense import without_masks

@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ResourceError
+from wisparse.formats.model_config import ModelConfig
 
 __all__ = ["KVCache", "bytes_per_position"]
 

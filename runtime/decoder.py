@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.guard import arguments
+from wisparse.formats.model_config import ModelConfig
 
 from .memory import memory_errors
 from .sampling import SamplingSettings, sample

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, TypedDict, Unpack, overload
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
+from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.prefill import PREFILL_POLICIES, sparse_from
 
 from .decoder import Decoder

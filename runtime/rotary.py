@@ -13,7 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from wisparse.formats.architectures import ModelConfig, RopeConfig
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.positions import RopeConfig
 
 __all__ = ["Rotary", "attention_scaling", "inverse_frequencies", "query_scales", "rotate", "switch_length"]
 

@@ -32,7 +32,8 @@ def test_the_row_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert message is not None
     assert str(refused.value) == message[1]
 
-    monkeypatch.setattr(architectures, "ARCHITECTURES", {**architectures.ARCHITECTURES, **rows})
+    ((model_type, facts),) = rows.items()
+    monkeypatch.setitem(architectures.ARCHITECTURES, model_type, facts)
     folder = make_bundle(source, tmp_path / "bundle")
     bundle = Bundle.open(folder)
     assert bundle.config.rotaries[0].interleaved

@@ -24,7 +24,7 @@ ROOMS = {
 SUB_ROOMS = {
     "formats/guard": {"errors"},
     "formats/machine": {"errors", "guard"},
-    "formats/onnx": {"architectures", "bundle", "checkpoint", "errors", "guard"},
+    "formats/onnx": {"bundle", "checkpoint", "errors", "guard", "model_config"},
     "formats/record": {"errors", "guard"},
     "kernels/cpu": {"compiling"},
     "kernels/gpu": {"precision"},

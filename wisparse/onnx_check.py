@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .formats.architectures import ModelConfig
 from .formats.bundle import Bundle
 from .formats.errors import WisparseError
+from .formats.model_config import ModelConfig
 from .formats.onnx.file import MODEL
 from .formats.onnx.graph import DOMAIN
 from .formats.onnx.step import RotaryTables

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.model_config import ModelConfig
 
 __all__ = ["BlockFlow", "input_device"]
 

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError
 from wisparse.formats.guard.places import shown
 from wisparse.formats.machine.device import choose_device
+from wisparse.formats.model_config import ModelConfig
 
 from .flow import input_device
 

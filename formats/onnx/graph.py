@@ -20,8 +20,8 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from ..architectures import ModelConfig
 from ..bundle import ProjectionMask
+from ..model_config import ModelConfig
 from .nodes import Graph, Weight
 from .step import RotaryTables, Step
 

@@ -12,9 +12,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError
+from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.cpu.operations import type_name
 from wisparse.kernels.cpu.threads import prepare_all
 

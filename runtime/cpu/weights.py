@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.architectures import Projection
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError
+from wisparse.formats.model_config import Projection
 from wisparse.kernels.cpu.operations import aligned_empty, quantize_into, transpose_into
 from wisparse.kernels.reference import keep_mask
 

@@ -19,8 +19,8 @@ import triton
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.architectures import ModelConfig
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.precision import activation_dtype

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from wisparse.formats import architectures
-from wisparse.formats.architectures import ModelConfig, Projection
+from wisparse.formats import model_config
 from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.precision import wide_dtype
 
@@ -43,7 +43,7 @@ class CudaNorm(Norm):
 class BlockWeights:
     """One transformer block; each group's projections read the same input. A norm that there is not is None."""
 
-    facts: architectures.Block
+    facts: model_config.Block
     attention_input: CudaNorm | None
     attention_output: CudaNorm | None
     mlp_input: CudaNorm | None

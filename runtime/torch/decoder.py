@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats import architectures
-from wisparse.formats.architectures import ModelConfig
+from wisparse.formats import model_config
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask
 
 from ..cache import KVCache
@@ -115,7 +115,7 @@ class Block:
     A norm that the architecture does not have is None.
     """
 
-    facts: architectures.Block
+    facts: model_config.Block
     attention_input: Norm | None
     attention_output: Norm | None
     mlp_input: Norm | None
@@ -136,7 +136,7 @@ class Placed(Protocol):
     """What :func:`place` needs of a block."""
 
     @property
-    def facts(self) -> architectures.Block: ...
+    def facts(self) -> model_config.Block: ...
 
     @property
     def q_norm(self) -> Norm | None: ...
@@ -297,7 +297,7 @@ def read_block(
     index: int,
     device: torch.device,
     dtype: torch.dtype,
-    read_projection: Callable[[architectures.Projection], MaskedLinear],
+    read_projection: Callable[[model_config.Projection], MaskedLinear],
 ) -> Block:
     """Read one block's weights; projections come in the order of execution."""
     arch = bundle.config.architecture

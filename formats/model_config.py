@@ -1,0 +1,247 @@
+"""A model as its ``config.json`` describes it: dimensions, blocks, rotary embeddings and multipliers, all checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .architectures import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Power
+from .blocks import Block, read_blocks
+from .config_values import dimension, number, switch
+from .errors import UnsupportedModelError
+from .positions import RopeConfig, read_rope
+from .refusals import why_refused
+
+__all__ = ["Block", "ModelConfig", "Projection"]
+
+# Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
+_LARGEST_NUM_BLOCKS = 10_000
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One linear layer inside a block. ``name`` is its full Hugging Face module name; its weight is (N, K)."""
+
+    name: str
+    block: int
+    role: str
+    in_features: int
+    out_features: int
+    bias: bool
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights of the projection, without its bias: the unit in which sparsities are averaged."""
+        return self.in_features * self.out_features
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A causal LM's dimensions and its blocks, from its ``config.json`` (transformers 4 or 5 spelling).
+
+    Attributes:
+        blocks: one entry a block, in order.
+        rotaries: the rotary embeddings that blocks use, one or two.
+        attention_scale: what scores are multiplied by.
+        attention_softcap, logits_softcap: c in c * tanh(x / c), or None.
+        embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each half's output (before it is
+            added) and logits are multiplied by. The first is rounded to the activations' type before it is used.
+        query_scaling: (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
+    """
+
+    model_type: str
+    hidden_size: int
+    intermediate_size: int
+    num_blocks: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    dtype: str
+    activation: Activation
+    blocks: tuple[Block, ...]
+    rotaries: tuple[RopeConfig, ...]
+    attention_scale: float
+    attention_softcap: float | None
+    logits_softcap: float | None
+    embedding_multiplier: float
+    residual_multiplier: float
+    logits_multiplier: float
+    query_scaling: tuple[float, int] | None
+
+    @property
+    def architecture(self) -> Architecture:
+        """The row of ``ARCHITECTURES`` this model belongs to."""
+        return ARCHITECTURES[self.model_type]
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What the model's blocks have that Llama's have not, in words: what an executor may not know yet."""
+        arch, norm = self.architecture, self.architecture.qk_norm
+        has = {
+            "norms of outputs": bool(arch.norms.attention_output or arch.norms.mlp_output),
+            "inputs that are not normalised": not (arch.norms.attention_input and arch.norms.mlp_input),
+            "norms by 1 + weight": arch.norm_offset,
+            "norms of q and k as a whole": norm is not None and not norm.per_head,
+            "norms of q and k after the rotation": norm is not None and norm.after_rotary,
+            "GELU": self.activation != "silu",
+            "interleaved rotary embeddings": self.rotaries[0].interleaved,
+            "two rotary embeddings": len(self.rotaries) > 1,
+            "blocks without positions": any(block.rotary is None for block in self.blocks),
+            "an attention scale of its own": self.attention_scale != self.head_dim**-0.5,
+            "queries scaled by position": self.query_scaling is not None,
+            "capped scores": self.attention_softcap is not None,
+            "capped logits": self.logits_softcap is not None,
+            "multiplied embeddings": self.embedding_multiplier != 1.0,
+            "multiplied outputs": self.residual_multiplier != 1.0,
+            "multiplied logits": self.logits_multiplier != 1.0,
+        }
+        return frozenset(name for name, present in has.items() if present)
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries, ``num_heads * head_dim``; also K of ``o_proj``."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys and of the values, ``num_kv_heads * head_dim``."""
+        return self.num_kv_heads * self.head_dim
+
+    def projections(self, block: int | None = None) -> Iterator[Projection]:
+        """The projections in scope, in the order of execution: all of them, or one block's.
+
+        In scope are all linear layers inside the blocks, never ``lm_head`` nor the embeddings.
+        """
+        arch = self.architecture
+        qkv_sizes = {
+            "q_proj": self.q_size,
+            "k_proj": self.kv_size,
+            "v_proj": self.kv_size,
+            "qkv_proj": self.q_size + 2 * self.kv_size,
+        }
+        mlp_sizes = {
+            "gate_proj": self.intermediate_size,
+            "up_proj": self.intermediate_size,
+            "gate_up_proj": 2 * self.intermediate_size,
+        }
+        for index in range(self.num_blocks) if block is None else (block,):
+            attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
+            for role in arch.qkv:
+                yield Projection(attention + role, index, role, self.hidden_size, qkv_sizes[role], self.qkv_bias)
+            yield Projection(attention + "o_proj", index, "o_proj", self.q_size, self.hidden_size, self.o_bias)
+            for role in arch.gate_up:
+                yield Projection(mlp + role, index, role, self.hidden_size, mlp_sizes[role], self.mlp_bias)
+            yield Projection(
+                mlp + "down_proj", index, "down_proj", self.intermediate_size, self.hidden_size, self.mlp_bias
+            )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """Read the dimensions from a parsed ``config.json``.
+
+        Raises:
+            UnsupportedModelError: unknown ``model_type``, quantised weights, an activation or rotary scaling this
+                project does not implement, or a missing or nonsensical dimension.
+        """
+        model_type = config.get("model_type")
+        if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+            raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
+        if config.get("quantization_config"):
+            raise UnsupportedModelError(
+                "the model is quantised (config.json has quantization_config); "
+                "expected bf16, fp16 or fp32 weights: use the unquantised checkpoint"
+            )
+        arch = ARCHITECTURES[model_type]
+        config = {**arch.defaults, **config}
+
+        def fixed(value: bool | str) -> bool:
+            return switch(config, value) if isinstance(value, str) else value
+
+        def power(value: Power | None, default: float) -> float:
+            return default if value is None else number(config, value[0]) ** value[1]
+
+        def optional(key: str | None) -> float | None:
+            return None if key is None or config.get(key) is None else number(config, key)
+
+        hidden_size = dimension(config, "hidden_size")
+        num_heads = dimension(config, "num_attention_heads")
+        num_kv_heads = dimension(config, "num_key_value_heads", default=num_heads)
+        num_blocks = dimension(config, "num_hidden_layers", largest=_LARGEST_NUM_BLOCKS)
+        head_dim = dimension(config, "head_dim", default=hidden_size // num_heads)
+        if num_heads % num_kv_heads:
+            raise UnsupportedModelError(
+                f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
+            )
+        if head_dim % 2:
+            raise UnsupportedModelError(f"head_dim: expected an even number, found {head_dim}")
+        eps = config.get("rms_norm_eps", 1e-6)
+        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
+            raise UnsupportedModelError(f"config.json: rms_norm_eps: expected a small number, found {eps!r:.80}")
+        blocks = read_blocks(config, arch, num_blocks)
+        return cls(
+            model_type=model_type,
+            hidden_size=hidden_size,
+            intermediate_size=dimension(config, "intermediate_size"),
+            num_blocks=num_blocks,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            vocab_size=dimension(config, "vocab_size"),
+            rms_norm_eps=float(eps),
+            max_position_embeddings=dimension(config, "max_position_embeddings"),
+            tie_word_embeddings=switch(config, "tie_word_embeddings"),
+            qkv_bias=fixed(arch.qkv_bias),
+            o_bias=fixed(arch.o_bias),
+            mlp_bias=fixed(arch.mlp_bias),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            activation=_activation(config, arch),
+            blocks=blocks,
+            rotaries=_rotaries(config, arch, head_dim),
+            attention_scale=power(arch.attention_scale, head_dim**-0.5),
+            attention_softcap=optional(arch.attention_softcap),
+            logits_softcap=optional(arch.logits_softcap),
+            embedding_multiplier=power(arch.embedding_multiplier, 1.0),
+            residual_multiplier=power(arch.residual_multiplier, 1.0),
+            logits_multiplier=power(arch.logits_multiplier, 1.0),
+            query_scaling=_query_scaling(config) if arch.query_scaling else None,
+        )
+
+
+def _activation(config: Mapping[str, Any], arch: Architecture) -> Activation:
+    given = config.get(arch.activation) or arch.defaults.get(arch.activation, "silu")
+    if not isinstance(given, str) or given not in ACTIVATIONS:
+        known = " or ".join(repr(name) for name in ACTIVATIONS)
+        raise UnsupportedModelError(f"{arch.activation}: expected {known}, found {given!r:.80}")
+    return ACTIVATIONS[given]
+
+
+def _rotaries(config: Mapping[str, Any], arch: Architecture, head_dim: int) -> tuple[RopeConfig, ...]:
+    # transformers 5 keeps everything in rope_parameters; 4 kept rope_theta beside rope_scaling.
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = config.get("rope_theta", 10000.0)
+    if arch.local_theta is None:
+        return (read_rope(config, given, theta, head_dim, interleaved=arch.interleaved),)
+    local: Any = {}
+    if isinstance(given, Mapping) and ("full_attention" in given or "sliding_attention" in given):
+        given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
+    local_theta = config.get(arch.local_theta, theta)
+    return (
+        read_rope(config, given, theta, head_dim, interleaved=arch.interleaved),
+        read_rope(config, local, local_theta, head_dim, interleaved=arch.interleaved),
+    )
+
+
+def _query_scaling(config: Mapping[str, Any]) -> tuple[float, int] | None:
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    beta = given.get("llama_4_scaling_beta") if isinstance(given, Mapping) else None
+    if beta is None:
+        return None
+    return number(given, "llama_4_scaling_beta"), dimension(given, "original_max_position_embeddings")
