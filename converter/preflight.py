@@ -6,7 +6,6 @@ write it. What it finds is a `Plan`: for ``--dry-run`` to show, for the conversi
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -28,7 +27,7 @@ from wisparse.formats.record.manifest import has_masks
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .bench.sensitivity import LARGEST_LOGITS
-from .model.source import choose_dtype, load_tokenizer
+from .model.source import choose_dtype, lacks_accelerate, load_tokenizer
 from .settings import ConvertSettings, auto_seq_len
 from .text.calibration import describe_spec, load_calibration
 from .text.tokens import CalibrationTokens
@@ -288,10 +287,10 @@ def require_resources(plan: Plan) -> None:
             f"{plan.settings.output_dir}: the bundle takes about {plan.bundle_bytes / 1e9:.1f} GB of disk, "
             f"{plan.disk_free_bytes / 1e9:.1f} GB are free; free some space or choose another --output-dir"
         )
-    if plan.max_memory is not None and importlib.util.find_spec("accelerate") is None:
+    if plan.max_memory is not None and (lack := lacks_accelerate()) is not None:
         raise ResourceError(
-            f"{plan.source.name} is larger than {plan.device}; to spread it over GPUs, memory and its own files: "
-            "pip install accelerate"
+            f"{plan.source.name} is larger than the memory of {plan.device}; it can be spread over GPUs, memory and "
+            f"its own files, but {lack}"
         )
     if plan.memory_bytes > plan.memory_free_bytes and plan.max_memory is None:
         where = "GPU memory" if plan.device.type == "cuda" else "memory"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from tiny_bundle import tiny_config, write_tiny_model
 
 from wisparse.converter import pipeline, preflight
+from wisparse.converter.model import source
 from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.pipeline import convert
 from wisparse.converter.settings import ConvertSettings
@@ -76,6 +78,31 @@ def test_the_plan_says_where_the_weights_go(model: Path, tmp_path: Path, monkeyp
     with pytest.raises(ResourceError, match="GB of memory"):
         preflight.preflight(settings)
     give_room(monkeypatch, 30 << 10)
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ResourceError, match="pip install accelerate"):
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        (None, r"but it needs the package accelerate: pip install 'accelerate>=1\.15'"),
+        ("1.14.0", r"but accelerate 1\.14\.0 is too old: pip install 'accelerate>=1\.15'"),
+        ("0.34.2", r"but accelerate 0\.34\.2 is too old"),
+        ("1.15.0", None),
+        ("2.0.0.dev0", None),
+    ],
+)
+def test_the_version_that_can_spread_a_model_is_named(
+    version: str | None, sentence: str | None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    settings = ConvertSettings(str(model), tmp_path / "out", num_samples=2, seq_len=16, device="cpu")
+    give_room(monkeypatch, 30 << 10)
+    monkeypatch.setattr(source, "version", installed)
+    if sentence is None:
+        assert preflight.preflight(settings).max_memory is not None
+        return
+    with pytest.raises(ResourceError, match=sentence):
         preflight.preflight(settings)

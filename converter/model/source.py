@@ -7,11 +7,12 @@ its rounding would add noise to every comparison of two candidates.
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import re
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from wisparse.formats.model_config import ModelConfig
 
 from .flow import input_device
 
-__all__ = ["SourceModel", "choose_dtype", "load_source", "load_tokenizer"]
+__all__ = ["SourceModel", "choose_dtype", "lacks_accelerate", "load_source", "load_tokenizer"]
+
+# The first that reads a model wholly from its files.
+_ACCELERATE = (1, 15)
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,21 @@ class SourceModel:
             return module.weight
         kept: Tensor = module._hf_hook.weights_map["weight"]  # type: ignore[union-attr,index]
         return kept.to(self.device, module.weight.dtype)
+
+
+def lacks_accelerate() -> str | None:
+    """Why a model cannot be spread over several places, and what to do; None where it can.
+
+    Earlier versions refuse a model of which nothing fits into memory, in words that would be taken for the model's.
+    """
+    install = f"pip install 'accelerate>={'.'.join(map(str, _ACCELERATE))}'"
+    try:
+        found = version("accelerate")
+    except PackageNotFoundError:
+        return f"it needs the package accelerate: {install}"
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _ACCELERATE:
+        return f"accelerate {found} is too old: {install}"
+    return None
 
 
 def choose_dtype(source_dtype: str, device: torch.device) -> torch.dtype:
@@ -109,7 +128,7 @@ def load_source(
         placement: dict[str, Any] = {}
         if max_memory is not None:
             placement = {"device_map": "auto", "max_memory": dict(max_memory)}
-        elif device.type == "cuda" and importlib.util.find_spec("accelerate"):
+        elif device.type == "cuda" and lacks_accelerate() is None:
             # Shard by shard onto the GPU: host memory never holds the model.
             placement = {"device_map": {"": device}}
         try:
