@@ -180,7 +180,7 @@ def check_method(method: str) -> str:
     Raises:
         UsageError: it is not.
     """
-    if method in _MEASURED:
+    if isinstance(method, str) and method in _MEASURED:
         raise UsageError(
             f"--method {method} is measured by benchmarks/methods.py and no longer written; choose "
             f"{', '.join(METHODS[:-1])} or {METHODS[-1]}"

@@ -7,41 +7,25 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import TYPE_CHECKING, TypedDict, Unpack, overload
+from typing import TYPE_CHECKING, Unpack, overload
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import arguments
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.prefill import PREFILL_POLICIES, sparse_from
+from wisparse.formats.prefill import sparse_from
 
 from .decoder import Decoder
 from .generation import Job, Request, Scheduler, Tally
 from .memory import memory_errors, peak_bytes
 from .sampling import SamplingSettings
+from .settings import GenerationArguments, GenerationSettings, spelled_out
 from .text.detokenize import Detokenizer, StopStrings
 from .text.edge import Text, stop_ids
-from .text.prompts import Message, Prompt, as_prompts, stop_texts
+from .text.prompts import Message, Prompt, as_prompts
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Generation", "GenerationSettings", "Message", "Model", "Piece", "Prompt", "Writer"]
-
-
-class GenerationSettings(TypedDict, total=False):
-    """The keyword arguments of :meth:`Model.generate` and :meth:`Model.stream`, for a type checker."""
-
-    max_new_tokens: int | None
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    seed: int | None
-    stop: str | Sequence[str] | None
-    system_prompt: str | None
-    chat_template: bool | None
-    prefill: str | None
-    measure_sparsity: bool
+__all__ = ["Generation", "Message", "Model", "Piece", "Prompt", "Writer"]
 
 
 # How long a call waits for another thread to move a stream that only its own has moved so far.
@@ -190,27 +174,15 @@ class Model:
         return self.decoder.max_seq_len
 
     @overload
-    def generate(self, prompt: Prompt, **settings: Unpack[GenerationSettings]) -> Generation:  # type: ignore[overload-overlap]
+    def generate(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generation:  # type: ignore[overload-overlap]
         ...  # a text is a sequence of texts as well, and one prompt
 
     @overload
-    def generate(self, prompt: Sequence[Prompt], **settings: Unpack[GenerationSettings]) -> list[Generation]: ...
+    def generate(self, prompt: Sequence[Prompt], **settings: Unpack[GenerationArguments]) -> list[Generation]: ...
 
+    @spelled_out
     def generate(
-        self,
-        prompt: Prompt | Sequence[Prompt],
-        *,
-        max_new_tokens: int | None = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        system_prompt: str | None = None,
-        chat_template: bool | None = None,
-        prefill: str | None = None,
-        measure_sparsity: bool = False,
+        self, prompt: Prompt | Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generation | list[Generation]:
         """Continue a prompt, answer a conversation, or do so for several at once.
 
@@ -237,27 +209,14 @@ class Model:
             UsageError: another argument out of range, or a stream of this thread is unfinished.
         """
         prompts, single = as_prompts(prompt)
-        plan = self._plan(
-            prompts,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop,
-            system_prompt=system_prompt,
-            chat_template=chat_template,
-            prefill=prefill,
-            measure_sparsity=measure_sparsity,
-        )
+        plan = self._plan(prompts, GenerationSettings(**settings))
         for _ in self._run(plan):
             pass
         answers = [self.answer(writer, plan.realised_sparsity) for writer in plan.writers.values()]
         return answers[0] if single else answers
 
     def generate_each(
-        self, prompts: Sequence[Prompt], *, tally: Tally | None = None, **settings: Unpack[GenerationSettings]
+        self, prompts: Sequence[Prompt], *, tally: Tally | None = None, **settings: Unpack[GenerationArguments]
     ) -> Generator[tuple[int, Generation], None, None]:
         """Answer many prompts, as many at a time as there are slots: gives each one's index and answer as it ends.
 
@@ -268,7 +227,7 @@ class Model:
             tally: what the steps gave and took is added to it in the end.
             settings: as for :meth:`generate`.
         """
-        return self._answers(self._plan(prompts, **settings), tally)
+        return self._answers(self._plan(prompts, GenerationSettings(**settings)), tally)
 
     def _answers(self, plan: _Plan, tally: Tally | None) -> Generator[tuple[int, Generation], None, None]:
         index = {writer: number for number, writer in enumerate(plan.writers.values())}
@@ -279,7 +238,7 @@ class Model:
             tally.tokens += plan.scheduler.tally.tokens
             tally.seconds += plan.scheduler.tally.seconds
 
-    def stream(self, prompt: Prompt, **settings: Unpack[GenerationSettings]) -> Generator[Piece, None, None]:
+    def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Piece, None, None]:
         """Answer piece by piece as tokens come; arguments as for :meth:`generate`, one prompt only.
 
         Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
@@ -287,7 +246,7 @@ class Model:
         prompts, single = as_prompts(prompt)
         if not single:
             raise UsageError("stream takes one prompt; use generate for a list of them")
-        return self._pieces(self._plan(prompts, **settings))
+        return self._pieces(self._plan(prompts, GenerationSettings(**settings)))
 
     def close(self) -> None:
         """Give the memory back; the model cannot be used any more."""
@@ -303,38 +262,18 @@ class Model:
     ) -> None:
         self.close()
 
-    def _plan(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        max_new_tokens: int | None = 256,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        stop: str | Sequence[str] | None = None,
-        system_prompt: str | None = None,
-        chat_template: bool | None = None,
-        prefill: str | None = None,
-        measure_sparsity: bool = False,
-    ) -> _Plan:
-        """Check every argument and tokenise; the model is not touched."""
-        sampling = SamplingSettings(temperature, top_k, top_p, min_p, seed)
-        stops = stop_texts(stop)
-        max_new_tokens = None if max_new_tokens is None else arguments.integer("max_new_tokens", max_new_tokens, 1)
-        system_prompt = None if system_prompt is None else arguments.text("system_prompt", system_prompt)
-        chat_template = None if chat_template is None else arguments.switch("chat_template", chat_template)
-        prefill = self.prefill if prefill is None else arguments.choice("prefill", prefill, PREFILL_POLICIES)
-        measure_sparsity = arguments.switch("measure_sparsity", measure_sparsity)
+    def _plan(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> _Plan:
+        """Tokenise; the model is not touched."""
+        most, sampling, stops = settings.max_new_tokens, settings.sampling, settings.stop_texts
+        prefill = settings.prefill or self.prefill
         scheduler = Scheduler(self.decoder)
         writers = {}
         for prompt in prompts:
-            token_ids = self._encode(prompt, system_prompt, chat_template)
-            request, texts = self.request(token_ids, max_new_tokens, sampling, stops, prefill)
+            token_ids = self._encode(prompt, settings.system_prompt, settings.chat_template)
+            request, texts = self.request(token_ids, most, sampling, stops, prefill)
             job = scheduler.submit(request)
             writers[job] = self.writer(job, texts)
-        return _Plan(scheduler, writers, measure_sparsity)
+        return _Plan(scheduler, writers, settings.measure_sparsity)
 
     def request(
         self,

@@ -214,13 +214,15 @@ def test_every_error_is_public() -> None:
 
 
 def test_a_stream_takes_what_generate_takes() -> None:
-    from wisparse.runtime.model import GenerationSettings, Model
+    from wisparse.runtime.model import Model
+    from wisparse.runtime.settings import GenerationArguments, GenerationSettings
 
-    explicit = inspect.signature(Model.generate).parameters.values()
-    typed = {one.name: one.annotation for one in explicit if one.kind is one.KEYWORD_ONLY}
-    assert {name: hint.__forward_arg__ for name, hint in GenerationSettings.__annotations__.items()} == typed
-    plan = inspect.signature(Model._plan).parameters.values()
-    assert {one.name for one in plan if one.kind is one.KEYWORD_ONLY} == set(typed)
+    signature = inspect.signature(Model.generate)
+    shown = {name: one for name, one in signature.parameters.items() if one.kind is one.KEYWORD_ONLY}
+    assert {name: hint.__forward_arg__ for name, hint in GenerationArguments.__annotations__.items()} == {
+        name: one.annotation for name, one in shown.items()
+    }
+    assert GenerationSettings(**{name: one.default for name, one in shown.items()}) == GenerationSettings()
 
 
 def test_pydoc_shows_what_is_public() -> None:

@@ -11,8 +11,7 @@ import click
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
-from wisparse.runtime.sampling import SamplingSettings
-from wisparse.runtime.text.prompts import stop_texts
+from wisparse.runtime.settings import GenerationSettings
 
 from .options import footer, loading_options, sampling_options, set_up_logging, show
 from .places import FOLDER_OR_ID
@@ -49,9 +48,7 @@ def command(
     wisparse chat USER/NAME --system-prompt "Answer in one sentence."
     """
     set_up_logging(verbose)
-    sampling = ("temperature", "top_k", "top_p", "min_p", "seed")
-    SamplingSettings(**{name: settings[name] for name in sampling})  # refused now, not after the first message
-    stop_texts(settings["stop"])
+    GenerationSettings(**settings)  # refused now, not after the first message
     model = load(
         bundle,
         device=device,

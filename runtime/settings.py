@@ -1,0 +1,90 @@
+"""Everything that generating can be told, checked when it is told; and the same names for a type checker."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict, TypeVar
+
+from wisparse.formats.guard import arguments
+from wisparse.formats.prefill import PREFILL_POLICIES
+
+from .sampling import SamplingSettings
+from .text.prompts import stop_texts
+
+__all__ = ["GenerationArguments", "GenerationSettings", "spelled_out"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationSettings:
+    """How prompts are continued; the fields are described at ``Model.generate``, whose keyword arguments they are.
+
+    Raises:
+        UsageError: a value out of range.
+    """
+
+    max_new_tokens: int | None = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    system_prompt: str | None = None
+    chat_template: bool | None = None
+    prefill: str | None = None
+    measure_sparsity: bool = False
+
+    def __post_init__(self) -> None:
+        _ = self.sampling, self.stop_texts  # which check what they are made from
+        if self.max_new_tokens is not None:  # as Python's own number, whoever's it was
+            object.__setattr__(self, "max_new_tokens", arguments.integer("max_new_tokens", self.max_new_tokens, 1))
+        if self.system_prompt is not None:
+            arguments.text("system_prompt", self.system_prompt)
+        if self.chat_template is not None:
+            arguments.switch("chat_template", self.chat_template)
+        if self.prefill is not None:
+            arguments.choice("prefill", self.prefill, PREFILL_POLICIES)
+        arguments.switch("measure_sparsity", self.measure_sparsity)
+
+    @property
+    def sampling(self) -> SamplingSettings:
+        """How the next token is chosen."""
+        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+
+    @property
+    def stop_texts(self) -> list[str]:
+        """The texts before which an answer ends."""
+        return stop_texts(self.stop)
+
+
+class GenerationArguments(TypedDict, total=False):
+    """The fields of :class:`GenerationSettings`: what a type checker holds ``**settings`` to."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    stop: str | Sequence[str] | None
+    system_prompt: str | None
+    chat_template: bool | None
+    prefill: str | None
+    measure_sparsity: bool
+
+
+def spelled_out(function: F) -> F:
+    """Show ``**settings`` with the fields' names and defaults in ``help``, and to whoever asks for the signature."""
+    signature = inspect.signature(function)
+    keywords = [
+        inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
+        for field in dataclasses.fields(GenerationSettings)
+    ]
+    parameters = [*list(signature.parameters.values())[:-1], *keywords]
+    function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return function
