@@ -99,6 +99,20 @@ def test_a_familys_logits_are_the_plain_decoders(family):
         assert torch.equal(fast.decode(token), expected)
 
 
+@pytest.mark.parametrize(("family", "rows"), [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("olmo3", 1), ("ernie", 4)])
+def test_a_familys_rows_in_half_precision(family, rows):
+    fast = make(CudaDecoder, dtype=torch.float16, max_batch=rows, family=family)
+    slow, exact = (make(TorchDecoder, dtype=d, max_batch=rows, family=family) for d in (torch.float16, torch.float64))
+    prompt = torch.arange(9) * 7 % 70
+    for decoder in (fast, slow, exact):
+        for slot in range(rows):
+            decoder.prefill(slot, prompt[: 9 - slot] + slot, 4)
+    tokens = torch.arange(rows) * 5 + 3
+    expected = exact.decode(tokens)
+    own, error = ((decoder.decode(tokens) - expected).norm(dim=1) / expected.norm(dim=1) for decoder in (slow, fast))
+    assert (error < 3 * own.max()).all(), (error, own)
+
+
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_a_prompt_is_read_in_pieces(dtype, monkeypatch):
