@@ -106,7 +106,6 @@ def evaluate(
     device = next(model.parameters()).device
     kl = agree = loss = dense_loss = 0.0
     tokens = predicted = 0
-    previous = masked.dense_tokens
     masked.clear()
     with masked.counting() as realised:
         known = list(dense_log_probs or ())
@@ -119,9 +118,9 @@ def evaluate(
                 dense = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
                 if dense_log_probs is not None:
                     dense_log_probs.append(dense)
-            masked.dense_tokens = (torch.arange(length, device=device) < first).expand_as(ids) if first else None
-            masked.set_thresholds(thresholds)
-            sparse = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
+            dense_tokens = (torch.arange(length, device=device) < first).expand_as(ids) if first else None
+            with masked.masking(thresholds), masked.sparing(dense_tokens):
+                sparse = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
             kl += float((dense.exp() * (dense - sparse)).sum(dtype=torch.float64))
             agree += int((dense.argmax(-1) == sparse.argmax(-1)).sum())
             labels = ids[:, first + 1 :, None]
@@ -131,7 +130,6 @@ def evaluate(
             predicted += labels.numel()
         dropped = realised()
     masked.clear()
-    masked.dense_tokens = previous
     return Divergence(
         kl=kl / tokens,
         perplexity=math.exp(loss / predicted),

@@ -72,11 +72,8 @@ def test_half_measures_the_second_half_after_a_dense_first(setting) -> None:
     half = evaluate(source.model, masked, tokens.input_ids, thresholds, prefill="half")
     whole = evaluate(source.model, masked, tokens.input_ids, thresholds)
     assert half.num_tokens == whole.num_tokens // 2
-    masked.set_thresholds(thresholds)
-    masked.dense_tokens = (torch.arange(24) < 12).expand(6, -1)
-    sparse = source.model(input_ids=tokens.input_ids).logits[:, 12:].log_softmax(-1)
-    masked.dense_tokens = None
-    masked.clear()
+    with masked.masking(thresholds), masked.sparing((torch.arange(24) < 12).expand(6, -1)):
+        sparse = source.model(input_ids=tokens.input_ids).logits[:, 12:].log_softmax(-1)
     dense = source.model(input_ids=tokens.input_ids).logits[:, 12:].log_softmax(-1)
     assert half.kl == pytest.approx(float((dense.exp() * (dense - sparse)).sum(-1).mean()), rel=1e-5)
     assert 0 < half.realised_sparsity < 1

@@ -50,10 +50,24 @@ def test_dense_tokens_are_left_alone(linear: torch.nn.Linear) -> None:
     with MaskedModel({"p": linear}) as masked:
         masked.set_scale("p", torch.ones(16))
         masked.set_threshold("p", 99.0)
-        masked.dense_tokens = torch.tensor([[True, False, False, True], [False, True, False, False]])
-        out = linear(x)
-    assert torch.equal(out[masked.dense_tokens], dense[masked.dense_tokens])
-    torch.testing.assert_close(out[~masked.dense_tokens], linear.bias.expand(5, 8))
+        dense_tokens = torch.tensor([[True, False, False, True], [False, True, False, False]])
+        with masked.sparing(dense_tokens):
+            out = linear(x)
+    assert torch.equal(out[dense_tokens], dense[dense_tokens])
+    torch.testing.assert_close(out[~dense_tokens], linear.bias.expand(5, 8))
+
+
+def test_no_mask_outlives_its_context(linear: torch.nn.Linear) -> None:
+    x = torch.randn(1, 4, 16)
+    dense = linear(x)
+    with MaskedModel({"p": linear}) as masked:
+        masked.set_scale("p", torch.ones(16))
+        spared = torch.tensor([[True, False, False, False]])
+        with pytest.raises(ZeroDivisionError), masked.masking({"p": 99.0}), masked.sparing(spared):
+            raise ZeroDivisionError
+        assert torch.equal(linear(x), dense)
+        with masked.masking({"p": 99.0}):
+            torch.testing.assert_close(linear(x), linear.bias.expand(1, 4, 8))
 
 
 def test_a_threshold_per_sequence_runs_candidates_side_by_side(linear: torch.nn.Linear) -> None:
@@ -75,10 +89,9 @@ def test_counting_is_the_fraction_dropped_among_sparse_tokens(linear: torch.nn.L
     with MaskedModel({"p": linear}) as masked:
         masked.set_scale("p", torch.ones(16))
         masked.set_threshold("p", 0.7)
-        masked.dense_tokens = dense_tokens[:2]
         with masked.counting() as realised:
-            linear(x[:2])
-            masked.dense_tokens = None
+            with masked.sparing(dense_tokens[:2]):
+                linear(x[:2])
             linear(x[2:, 1:])
             found = realised()["p"]
     assert found == pytest.approx(1 - float(keep_mask(x[:, 1:], torch.ones(16), 0.7).float().mean()))

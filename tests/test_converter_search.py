@@ -83,9 +83,8 @@ def test_meets_the_budget_and_realises_it(source, method: str, kind: str) -> Non
     with MaskedModel(source.projections) as masked:
         for name, scale in result.channel_scales.items():
             masked.set_scale(name, scale)
-        masked.set_thresholds({e.name: e.threshold for e in entries})
-        masked.dense_tokens = ~tokens.keep
-        with masked.counting() as realised:
+        thresholds = {e.name: e.threshold for e in entries}
+        with masked.masking(thresholds), masked.sparing(~tokens.keep), masked.counting() as realised:
             source.model(input_ids=tokens.input_ids)
             found = realised()
     assert mean_sparsity([found[e.name] for e in entries], sizes) == pytest.approx(0.45, abs=0.005)

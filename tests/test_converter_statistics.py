@@ -126,9 +126,8 @@ def test_an_error_counts_only_the_tokens_that_count() -> None:
         error = view.error(thresholds)
         assert error > 0
         # By hand: the first token of every sequence dense and not counted.
-        bench.masked.set_thresholds(thresholds)
-        bench.masked.dense_tokens = ~tokens.keep
-        out = bench.flow.block(0, 0, view.hidden[0])
+        with bench.masked.masking(thresholds), bench.masked.sparing(~tokens.keep):
+            out = bench.flow.block(0, 0, view.hidden[0])
         assert error == pytest.approx(float((out - view.out[0])[tokens.keep].square().mean()), rel=1e-5)
 
 

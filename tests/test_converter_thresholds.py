@@ -48,10 +48,10 @@ def test_thresholds_are_from_inputs_as_sparse_as_at_run_time(found: tuple[Source
     def keep(name: str, x: torch.Tensor) -> None:
         scores[name] = reference.scores(x[tokens.keep], result.channel_scales[name])
 
-    with MaskedModel(source.projections) as masked, masked.observing(keep):
-        masked.set_thresholds(result.put_on(masked))
-        masked.dense_tokens = ~tokens.keep
-        source.model(input_ids=tokens.input_ids)
+    with MaskedModel(source.projections) as masked:
+        thresholds = result.put_on(masked)
+        with masked.observing(keep), masked.masking(thresholds), masked.sparing(~tokens.keep):
+            source.model(input_ids=tokens.input_ids)
     for name, entry in result.projections.items():
         dropped = float((scores[name] < entry.threshold).double().mean())
         assert dropped == pytest.approx(entry.realised_sparsity, abs=1e-9), name

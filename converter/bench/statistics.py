@@ -223,10 +223,8 @@ def block_inputs(
                     copies[id(x)] = x[counted.to(x.device)], x
                 caught[name].append(copies[id(x)][0])
 
-        masked.dense_tokens = ~counted
-        with masked.observing(catch):
+        with masked.sparing(~counted), masked.observing(catch):
             out.append(flow.block(index, batch, h))
-    masked.dense_tokens = None
     joined: dict[tuple[int, ...], Tensor] = {}
     result = {}
     for name in names:
@@ -267,11 +265,9 @@ def first_inputs(
             if first and name == names[-1]:
                 raise _Enough
 
-        masked.dense_tokens = ~counted
-        with masked.observing(catch), contextlib.suppress(_Enough):
+        with masked.sparing(~counted), masked.observing(catch), contextlib.suppress(_Enough):
             flow.block(index, batch, h)
         parts.append(first[0][counted.to(first[0].device)])
-    masked.dense_tokens = None
     return sharing, torch.cat(parts) if parts else _no_tokens(masked, names[0])
 
 

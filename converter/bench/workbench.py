@@ -191,15 +191,12 @@ class Workbench:
         reference = self.reference
         flow, batches = self.flow, range(self.flow.num_batches if num_batches is None else num_batches)
         hidden = flow.start() if hidden is None else hidden
-        self.masked.clear()
-        self.masked.set_thresholds(self.thresholds(allocation))
         found = []
-        for batch in batches:
-            self.masked.dense_tokens = ~flow.counted[batch]
-            kl = reference.kl_sum(batch, flow.finish(start, batch, hidden[batch]))
-            found.append((kl, int(flow.counted[batch].sum())))
-        self.masked.dense_tokens = None
-        self.masked.clear()
+        with self.masked.masking(self.thresholds(allocation)):
+            for batch in batches:
+                with self.masked.sparing(~flow.counted[batch]):
+                    kl = reference.kl_sum(batch, flow.finish(start, batch, hidden[batch]))
+                found.append((kl, int(flow.counted[batch].sum())))
         self.num_kl_evaluations += 1.0 if num_batches is None else len(batches) / flow.num_batches
         found = self.processes.in_order(found)
         return sum(kl for kl, _ in found) / max(sum(tokens for _, tokens in found), 1)
@@ -216,19 +213,17 @@ class Workbench:
         filled = [*allocations, *[allocations[0]] * (self.side_by_side - len(allocations))]
         thresholds = [self.thresholds(allocation) for allocation in filled]
         totals, tokens = [0.0] * len(allocations), 0
-        self.masked.clear()
         for batch in range(self.flow.num_batches if num_batches is None else num_batches):
             wide, rows = self._widened(batch), len(self.flow.input_ids[batch])
-            for name in allocations[0]:
-                one_each = torch.tensor([found[name] for found in thresholds], device=wide.device)
-                self.masked.set_threshold(name, one_each.repeat_interleave(rows))
-            self.masked.dense_tokens = ~wide.counted[0]
-            final = wide.finish(0, 0, wide.start()[0])
+            one_each = {
+                name: torch.tensor([found[name] for found in thresholds], device=wide.device).repeat_interleave(rows)
+                for name in allocations[0]
+            }
+            with self.masked.masking(one_each), self.masked.sparing(~wide.counted[0]):
+                final = wide.finish(0, 0, wide.start()[0])
             for i in range(len(allocations)):
                 totals[i] += reference.kl_sum(batch, final[i * rows : (i + 1) * rows])
             tokens += int(self.flow.counted[batch].sum())
-        self.masked.dense_tokens = None
-        self.masked.clear()
         share = 1.0 if num_batches is None else num_batches / self.flow.num_batches
         self.num_kl_evaluations += len(allocations) * share
         return [total / max(tokens, 1) for total in totals]
@@ -275,14 +270,11 @@ class BlockView:
     def error(self, thresholds: Mapping[str, float]) -> float:
         """Mean squared error of the block's output over the counted tokens, with ``thresholds`` on."""
         masked, flow = self.bench.masked, self.bench.flow
-        masked.clear()
-        masked.set_thresholds(thresholds)
         total = 0.0
-        for batch, hidden in enumerate(self.hidden):
-            counted = flow.counted[batch]
-            masked.dense_tokens = ~counted
-            difference = flow.block(self.index, batch, hidden) - self.out[batch]
-            total += float(difference[counted.to(difference.device)].float().square().sum(dtype=torch.float64))
-        masked.dense_tokens = None
-        masked.clear()
+        with masked.masking(thresholds):
+            for batch, hidden in enumerate(self.hidden):
+                counted = flow.counted[batch]
+                with masked.sparing(~counted):
+                    difference = flow.block(self.index, batch, hidden) - self.out[batch]
+                total += float(difference[counted.to(difference.device)].float().square().sum(dtype=torch.float64))
         return total / (flow.num_counted * self.out[0].shape[-1])

@@ -42,17 +42,12 @@ class _Slot:
 class MaskedModel:
     """Masks on ``projections``, a mapping from Hugging Face module name to the ``nn.Linear`` there.
 
-    Attributes:
-        dense_tokens: (B, L) bool or None: tokens that every mask leaves alone in the next forward passes. This is how
-            the first token of a sequence, padding, or the dense half of a prompt is kept dense: by a mask that travels
-            with the batch, never by a position.
-
     Use as a context manager, or call `close`, to take the hooks off again.
     """
 
     def __init__(self, projections: Mapping[str, nn.Linear]) -> None:
         self.projections = dict(projections)
-        self.dense_tokens: Tensor | None = None
+        self._dense_tokens: Tensor | None = None
         self._slots = {name: _Slot(module.in_features) for name, module in self.projections.items()}
         self._observer: Callable[[str, Tensor], None] | None = None
         self._replacer: Callable[[str, Tensor], Tensor] | None = None
@@ -109,6 +104,29 @@ class MaskedModel:
         for slot in self._slots.values():
             slot.threshold = None
 
+    @contextmanager
+    def masking(self, thresholds: Mapping[str, float | Tensor | None]) -> Iterator[None]:
+        """Within the context the projections of ``thresholds`` are masked and all others dense; after it all are."""
+        self.clear()
+        try:
+            self.set_thresholds(thresholds)
+            yield
+        finally:
+            self.clear()
+
+    @contextmanager
+    def sparing(self, dense_tokens: Tensor | None) -> Iterator[None]:
+        """Within the context, every mask leaves ``dense_tokens`` (B, L) bool alone.
+
+        This is how the first token of a sequence, padding, or the dense half of a prompt is kept dense: by a mask that
+        travels with the batch, never by a position.
+        """
+        before, self._dense_tokens = self._dense_tokens, dense_tokens
+        try:
+            yield
+        finally:
+            self._dense_tokens = before
+
     # ------------------------------------------------------------------ what is observed
 
     @contextmanager
@@ -131,7 +149,7 @@ class MaskedModel:
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
-        """Count dropped channels over the tokens that are not in ``dense_tokens``.
+        """Count dropped channels over the tokens that `sparing` does not leave alone.
 
         Yields a function that returns, per projection, the fraction of (token, channel) pairs dropped so far: the
         realised sparsity.
@@ -163,8 +181,8 @@ class MaskedModel:
                 keep = keep_mask(x, slot.scale, slot.threshold)
                 if self._counting:
                     self._count(slot, keep)
-                if self.dense_tokens is not None:
-                    keep = keep | self.dense_tokens[..., None].to(keep.device)
+                if self._dense_tokens is not None:
+                    keep = keep | self._dense_tokens[..., None].to(keep.device)
                 # where, not a product: a dropped Inf must become 0
                 x = torch.where(keep, x, x.new_zeros(()))
             if self._replacer is not None:
@@ -174,7 +192,7 @@ class MaskedModel:
         return mask_input
 
     def _count(self, slot: _Slot, keep: Tensor) -> None:
-        sparse = keep if self.dense_tokens is None else keep[~self.dense_tokens.to(keep.device)]
+        sparse = keep if self._dense_tokens is None else keep[~self._dense_tokens.to(keep.device)]
         kept = sparse.sum()
         slot.kept = kept if slot.kept is None else slot.kept + kept
         slot.counted += sparse.numel()

@@ -85,11 +85,10 @@ class MaskedLogits:
     def __call__(self, token_ids: Tensor, sparse_from: int) -> Tensor:
         """Logits (T, V) float32 of token_ids (T,); positions from ``sparse_from`` on are sparse."""
         ids = token_ids.to(self._source.device)[None]
-        self._masked.clear()
-        if sparse_from < len(token_ids):
-            self._masked.dense_tokens = (torch.arange(len(token_ids), device=ids.device) < sparse_from)[None]
-            self._masked.set_thresholds(self.thresholds)
-        return self._source.model(input_ids=ids, use_cache=False).logits[0].float()
+        thresholds = self.thresholds if sparse_from < len(token_ids) else {}
+        dense_tokens = (torch.arange(len(token_ids), device=ids.device) < sparse_from)[None]
+        with self._masked.masking(thresholds), self._masked.sparing(dense_tokens):
+            return self._source.model(input_ids=ids, use_cache=False).logits[0].float()
 
     def measure_sparsity(self, enabled: bool) -> None:
         """Start counting from zero, or stop."""

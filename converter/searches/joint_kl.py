@@ -6,7 +6,8 @@ u = log(channel_scale / threshold)          a channel is kept where log|x| + u >
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,9 +36,8 @@ _THRESHOLD = 1.0
 @torch.no_grad()
 def dense_states(flow: BlockFlow, masked: MaskedModel, batch: int) -> Tensor:
     """The dense model's last hidden states at the counted tokens of a micro-batch, (T, hidden_size) on the CPU."""
-    masked.clear()
-    masked.dense_tokens = None
-    final = flow.finish(0, batch, flow.start()[batch])
+    with masked.masking({}), masked.sparing(None):
+        final = flow.finish(0, batch, flow.start()[batch])
     return final[flow.counted[batch].to(final.device)].cpu()
 
 
@@ -52,7 +52,6 @@ def batch_gradient(
     """
     counted = flow.counted[batch]
     by_name = channels.split(logits.to(flow.device))
-    _put_on(masked, by_name, ~counted)
     seen: dict[str, Tensor] = {}
     gradient: dict[str, Tensor] = {}
     slope: dict[str, Tensor] = {}
@@ -91,10 +90,8 @@ def batch_gradient(
         # As the mask on the way forward decided, which the sign of z does not tell where rounding does.
         kept[name] = keep_mask(x, u.exp(), _THRESHOLD).sum().double().to(flow.device)
 
-    with masked.observing(note):
+    with _masks(masked, by_name, ~counted), masked.observing(note):
         backward(flow, masked, batch, loss, receive)
-    masked.dense_tokens = None
-    masked.clear()
     kept_all = torch.stack([kept[name] for name in channels.widths])
     return BatchGradient(
         channels.join(gradient), channels.join(slope), kept_all, total[0].to(flow.device), counted.sum().double()
@@ -131,12 +128,9 @@ def measure_batch(
 ) -> Measured:
     """One pass over a micro-batch, everything sparse; without ``dense``, of `dense_states`, the KL is not measured."""
     counted = flow.counted[batch]
-    _put_on(masked, channels.split(logits.to(flow.device)), ~counted)
-    with masked.counting() as realised:
+    with _masks(masked, channels.split(logits.to(flow.device)), ~counted), masked.counting() as realised:
         final = flow.finish(0, batch, flow.start()[batch])
         found = realised()
-    masked.dense_tokens = None
-    masked.clear()
     kl = 0.0
     if dense is not None:
         size, rows = rows_at_once(flow), final[counted.to(final.device)]
@@ -147,8 +141,9 @@ def measure_batch(
     return Measured(kept, kl, num_tokens)
 
 
-def _put_on(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tensor) -> None:
+@contextmanager
+def _masks(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tensor) -> Iterator[None]:
     for name, u in logits.items():
         masked.set_scale(name, u.exp())
-        masked.set_threshold(name, _THRESHOLD)
-    masked.dense_tokens = dense_tokens
+    with masked.masking(dict.fromkeys(logits, _THRESHOLD)), masked.sparing(dense_tokens):
+        yield

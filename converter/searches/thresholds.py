@@ -93,12 +93,19 @@ def final_thresholds(
     Returns:
         Per projection (threshold, fraction of the scores below it).
     """
+    for name, scale in scales.items():
+        bench.masked.set_scale(name, scale)
+    with bench.masked.masking({}):
+        return _one_after_the_other(bench, scales, allocation, advance)
+
+
+def _one_after_the_other(
+    bench: Workbench, scales: Mapping[str, Tensor], allocation: Mapping[str, float], advance: Callable[[], None]
+) -> dict[str, tuple[float, float]]:
+    """`final_thresholds`; leaves the masks on."""
     result: dict[str, tuple[float, float]] = {}
     hidden = bench.flow.start()
     masked = bench.masked
-    masked.clear()
-    for name, scale in scales.items():
-        masked.set_scale(name, scale)
     for index, names in enumerate(bench.groups):
         pending = list(names)
         while pending:
@@ -123,16 +130,12 @@ def final_thresholds(
             del inputs, scores
         hidden = [_sparse_step(bench, index, batch, h) for batch, h in enumerate(hidden)]
         advance()
-    masked.clear()
     return result
 
 
 def _sparse_step(bench: Workbench, index: int, batch: int, hidden: Tensor) -> Tensor:
-    bench.masked.dense_tokens = ~bench.flow.counted[batch]
-    try:
+    with bench.masked.sparing(~bench.flow.counted[batch]):
         return bench.flow.block(index, batch, hidden)
-    finally:
-        bench.masked.dense_tokens = None
 
 
 def _vocabulary_inputs(bench: Workbench, names: Sequence[str]) -> Iterator[Tensor]:
