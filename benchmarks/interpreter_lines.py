@@ -33,8 +33,7 @@ import torch
 import wisparse
 from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.dense import without_masks
-from wisparse.runtime.loader import load
+from wisparse.runtime.loader import load, without_masks
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.interpreter_lines import make_problems
 

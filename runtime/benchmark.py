@@ -23,7 +23,7 @@ from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model_config import ModelConfig
 
 from .decoder import Decoder
-from .dense import without_masks
+from .loader import without_masks
 from .memory import peak_bytes, weight_bytes
 from .model import Model
 from .sampling import SamplingSettings

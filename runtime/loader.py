@@ -1,7 +1,8 @@
-"""Loading: from a folder or a Hub id to a model that answers."""
+"""Loading: from a folder or a Hub id to a model that answers, and from that to its dense self."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import time
@@ -21,7 +22,7 @@ from .memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text.edge import Text
 
-__all__ = ["load", "pick_dtype"]
+__all__ = ["load", "pick_dtype", "without_masks"]
 
 log = logging.getLogger(__name__)
 
@@ -107,3 +108,25 @@ def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:
         return _DTYPES[dtype]
     first = next(bundle.config.projections()).name
     return bundle.checkpoint.tensors[f"{first}.weight"].dtype
+
+
+def without_masks(model: Model, *, weights: str = "native") -> Model:
+    """A dense twin of ``model``, which may be closed already: weights are read anew, one of the two can be in memory.
+
+    Args:
+        model: a loaded bundle; device, dtype, context and slots are taken from it.
+        weights: as for `load`.
+    """
+    masks = {name: dataclasses.replace(mask, threshold=0.0, sparsity=0.0) for name, mask in model.bundle.masks.items()}
+    bundle = dataclasses.replace(model.bundle, masks=masks)
+    twin = model.decoder
+    decoder = make_decoder(
+        bundle,
+        device=twin.device,
+        dtype=twin.dtype,
+        max_seq_len=twin.max_seq_len,
+        backend=twin.name,
+        weights=weights,
+        max_batch=twin.max_batch,
+    )
+    return Model(bundle, decoder, model.text, model.prefill)

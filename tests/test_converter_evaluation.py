@@ -21,8 +21,7 @@ from wisparse.converter.model.source import load_source
 from wisparse.converter.quality.evaluation import evaluate_text, same_text
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.dense import without_masks
-from wisparse.runtime.loader import load
+from wisparse.runtime.loader import load, without_masks
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.interpreter_lines import load_problems, make_problems
 

@@ -225,10 +225,9 @@ def _on_tasks(
     task_options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Metrics with masks off and under each policy; one model in memory at a time."""
-    from wisparse.runtime.dense import without_masks
     from wisparse.runtime.generation import Tally
     from wisparse.runtime.lm_eval_adapter import evaluate_tasks
-    from wisparse.runtime.loader import load
+    from wisparse.runtime.loader import load, without_masks
 
     results = {}
     tallies: dict[str, Tally] = {}
