@@ -9,12 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from wisparse.formats.errors import UsageError
+from wisparse.formats.record.manifest import MAX_SPARSITY
 
 __all__ = ["MAX_SPARSITY", "STEP", "check_target", "mean_sparsity", "repair"]
-
-# No projection is dropped entirely: beyond this the error is that of removing the projection, and thresholds rest on
-# the extreme tail of the scores.
-MAX_SPARSITY = 0.95
 
 # One mutation of the block search, and the grid on which sparsities are told apart (the paper's epsilon).
 STEP = 0.005

@@ -10,6 +10,7 @@ from typing import Any
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.guard.places import find_folder
+from wisparse.formats.record.manifest import MAX_SPARSITY
 
 __all__ = [
     "DTYPES",
@@ -24,7 +25,6 @@ __all__ = [
     "for_sparsities",
 ]
 
-MAX_SPARSITY = 0.95
 METHODS = ("wisparse", "teal", "wina", "wina-code")
 # What these need beside masks no bundle holds.
 _MEASURED = ("cats", "rsparse")

@@ -33,6 +33,8 @@ __all__ = [
 
 MANIFEST = "wisparse.json"
 SIDECAR = "wisparse.safetensors"
+# No projection is dropped entirely: beyond this the error is that of removing the projection, and thresholds rest on
+# the extreme tail of the scores.
 MAX_SPARSITY = 0.95
 MAX_MANIFEST_BYTES = 32 << 20
 

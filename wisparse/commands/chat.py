@@ -9,11 +9,9 @@ from typing import Any
 import click
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
-from wisparse.runtime.settings import GenerationSettings
 
-from .options import footer, loading_options, sampling_options, set_up_logging, show
+from .options import footer, load_model, loading_options, sampling_options, set_up_logging, show
 from .places import FOLDER_OR_ID
 
 __all__ = ["command"]
@@ -27,13 +25,6 @@ _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /ex
 @sampling_options
 def command(
     bundle: str,
-    device: str,
-    dtype: str,
-    backend: str,
-    weights: str,
-    prefill: str,
-    max_seq_len: int | None,
-    revision: str | None,
     verbose: bool,
     system_prompt: str | None,
     **settings: Any,
@@ -48,17 +39,7 @@ def command(
     wisparse chat USER/NAME --system-prompt "Answer in one sentence."
     """
     set_up_logging(verbose)
-    GenerationSettings(**settings)  # refused now, not after the first message
-    model = load(
-        bundle,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        weights=weights,
-        prefill=prefill,
-        max_seq_len=max_seq_len,
-        revision=revision,
-    )
+    model = load_model(bundle, settings)
     if model.text is None or model.text.template is None:
         raise UsageError("this model has no chat template: use wisparse generate to continue a text")
     start: list[dict[str, str]] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]

@@ -10,9 +10,8 @@ from typing import Any
 import click
 
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.loader import load
 
-from .options import footer, loading_options, sampling_options, set_up_logging, show
+from .options import footer, load_model, loading_options, sampling_options, set_up_logging, show
 from .places import FOLDER_OR_ID
 
 __all__ = ["command"]
@@ -34,13 +33,6 @@ def command(
     bundle: str,
     prompt: str | None,
     as_json: bool,
-    device: str,
-    dtype: str,
-    backend: str,
-    weights: str,
-    prefill: str,
-    max_seq_len: int | None,
-    revision: str | None,
     verbose: bool,
     **settings: Any,
 ) -> None:
@@ -55,16 +47,7 @@ def command(
     """
     set_up_logging(verbose)
     text = _read_prompt(prompt)
-    model = load(
-        bundle,
-        device=device,
-        dtype=dtype,
-        backend=backend,
-        weights=weights,
-        prefill=prefill,
-        max_seq_len=max_seq_len,
-        revision=revision,
-    )
+    model = load_model(bundle, settings)
     if as_json:
         answer = model.generate(text, measure_sparsity=True, **settings)
         click.echo(json.dumps(_document(answer, model.decoder.name), indent=2))

@@ -11,9 +11,11 @@ from typing import Any, TypeVar
 import click
 
 from wisparse.formats.prefill import PREFILL_POLICIES
+from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
+from wisparse.runtime.settings import GenerationSettings
 
-__all__ = ["device_options", "footer", "loading_options", "sampling_options", "set_up_logging", "show"]
+__all__ = ["device_options", "footer", "load_model", "loading_options", "sampling_options", "set_up_logging", "show"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -103,6 +105,14 @@ sampling_options = _stacked(
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system-prompt", help="The system's message, for models with a chat template."),
 )
+
+
+def load_model(bundle: str, options: dict[str, Any]) -> Model:
+    """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
+    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "revision")
+    given = {name: options.pop(name) for name in loading}
+    GenerationSettings(**options)
+    return load(bundle, **given)
 
 
 def set_up_logging(verbose: bool) -> None:
