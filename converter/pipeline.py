@@ -259,7 +259,7 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
             progress=progress,
         )
         del source  # the writer copies from the files and needs its memory more than a model does
-        recipe = _recipe(plan, fetched, tokens, result)
+        recipe = _recipe(plan, fetched, checkpoint, tokens, result)
         with progress.stage("Writing the bundle"):
             _write(plan, origin, checkpoint, recipe, result, measurement)
     return Conversion(settings.output_dir, recipe, measurement, plan, progress.take_seconds(), None)
@@ -387,7 +387,9 @@ def _search_settings(settings: ConvertSettings) -> SearchSettings:
     )
 
 
-def _recipe(plan: Plan, fetched: Source, tokens: CalibrationTokens, result: SearchResult) -> Recipe:
+def _recipe(
+    plan: Plan, fetched: Source, checkpoint: Checkpoint, tokens: CalibrationTokens, result: SearchResult
+) -> Recipe:
     settings = plan.settings
     projections = list(plan.config.projections())
     entries = tuple(result.projections[projection.name] for projection in projections)
@@ -412,6 +414,7 @@ def _recipe(plan: Plan, fetched: Source, tokens: CalibrationTokens, result: Sear
         ),
         search=result.details,
         versions=_versions(),
+        vision_tensors_left_out=checkpoint.vision_tensors,
     )
 
 

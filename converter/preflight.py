@@ -24,6 +24,7 @@ from wisparse.formats.machine.device import choose_device
 from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.record.manifest import has_masks
+from wisparse.formats.wrappers import is_wrapper, text_config
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .bench.sensitivity import LARGEST_LOGITS
@@ -56,6 +57,7 @@ class Plan:
     Attributes:
         source: the model; of a Hub model only the small files are there yet.
         config: its dimensions.
+        text_of: the source's own ``model_type`` where only its text model is converted; None for a plain model.
         num_parameters, projection_parameters: all of them, and those in scope.
         device, dtype: of the computation.
         tokens: the calibration tokens; None where the model writes them.
@@ -71,6 +73,7 @@ class Plan:
     settings: ConvertSettings
     source: Source
     config: ModelConfig
+    text_of: str | None
     num_parameters: int
     projection_parameters: int
     device: torch.device
@@ -105,6 +108,7 @@ class Plan:
             "model": self.source.name,
             "commit": self.source.commit,
             "model_type": self.config.model_type,
+            "text_of": self.text_of,
             "num_blocks": self.config.num_blocks,
             "num_parameters": self.num_parameters,
             "projection_parameters": self.projection_parameters,
@@ -150,7 +154,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
                 )
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
-        config = _read_config(source.folder)
+        config, text_of = _read_config(source.folder)
         if settings.seq_len is None:
             settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
         finished = settings.resume and names_the_bundle(settings.output_dir)
@@ -178,6 +182,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         settings=settings,
         source=source,
         config=config,
+        text_of=text_of,
         num_parameters=num_parameters,
         projection_parameters=sum(projection.num_parameters for projection in config.projections()),
         device=device,
@@ -210,7 +215,7 @@ def check_places(settings: ConvertSettings, source: Source, finished: bool) -> N
         check_output(settings.output_dir, settings.overwrite, source=source.folder)
 
 
-def _read_config(folder: Path) -> ModelConfig:
+def _read_config(folder: Path) -> tuple[ModelConfig, str | None]:
     if (kind := folder_kind(folder)) is not None:
         raise UnsupportedModelError(f"{shown(folder)} is {kind}")
     config = read_json(folder, "config.json", _MAX_CONFIG_BYTES, UnsupportedModelError)
@@ -218,7 +223,7 @@ def _read_config(folder: Path) -> ModelConfig:
         raise UnsupportedModelError(
             f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
         )
-    return ModelConfig.from_dict(config)
+    return ModelConfig.from_dict(text_config(config)), config["model_type"] if is_wrapper(config) else None
 
 
 def _calibration(

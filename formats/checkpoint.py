@@ -28,6 +28,7 @@ from .guard.safe_json import read_json
 from .guard.safetensors_header import DTYPES, Header, read_header
 from .model_config import ModelConfig
 from .record.manifest import has_masks
+from .wrappers import is_wrapper, text_config, text_name
 
 __all__ = ["INDEX", "Checkpoint", "TensorInfo", "is_finite"]
 
@@ -62,10 +63,11 @@ class Checkpoint:
 
     Attributes:
         folder: where it lies.
-        config_dict: ``config.json`` as it stands.
+        config_dict: ``config.json`` as it stands; of a wrapper (`wrappers`) what its text model's would be.
         config: the dimensions read from it.
         tensors: name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight``
-            where a tied checkpoint stores it nevertheless.
+            where a tied checkpoint stores it nevertheless. Names are those of a plain text model.
+        vision_tensors: how many tensors of a wrapper are not the text model's; 0 for a plain model.
         error: class of the error raised for a file that turns out damaged.
         checksums: name -> crc32 the bytes of a tensor must have; empty where nothing is known.
     """
@@ -74,6 +76,7 @@ class Checkpoint:
     config_dict: Mapping[str, Any]
     config: ModelConfig
     tensors: Mapping[str, TensorInfo]
+    vision_tensors: int
     error: type[WisparseError]
     checksums: Mapping[str, int]
     _identities: Mapping[str, FileIdentity]
@@ -108,18 +111,25 @@ class Checkpoint:
             raise error(
                 f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
             )
+        stored_config, wrapped = config_dict, not is_bundle and is_wrapper(config_dict)
         try:
+            config_dict = stored_config if is_bundle else text_config(stored_config)
             config = ModelConfig.from_dict(config_dict)
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
         weight_map = _weight_map(folder, is_bundle, error)
         headers = {name: read_header(folder, name, error) for name in dict.fromkeys(weight_map.values())}
-        tensors = _tensors(config, weight_map, headers, is_bundle, error)
+        stored = _stored_names(weight_map, wrapped, error)
+        if wrapped:
+            config_dict = text_config(stored_config, stored)
+            config = ModelConfig.from_dict(config_dict)
+        tensors = _tensors(config, weight_map, stored, headers, is_bundle, error)
         return cls(
             folder=folder,
             config_dict=config_dict,
             config=config,
             tensors=tensors,
+            vision_tensors=len(weight_map) - len(stored),
             error=error,
             checksums=checksums or {},
             _identities={name: header.identity for name, header in headers.items()},
@@ -265,9 +275,22 @@ def _weight_map(folder: Path, is_bundle: bool, error: type[WisparseError]) -> di
     return weight_map
 
 
+def _stored_names(weight_map: Mapping[str, str], wrapped: bool, error: type[WisparseError]) -> dict[str, str]:
+    """Plain name of every tensor of the text model -> the name it is stored under."""
+    if not wrapped:
+        return {name: name for name in weight_map}
+    stored: dict[str, str] = {}
+    for name in weight_map:
+        plain = text_name(name)
+        if plain is not None and stored.setdefault(plain, name) != name:
+            raise error(f"{name!r:.200} and {stored[plain]!r:.200} are the same tensor under two names")
+    return stored
+
+
 def _tensors(
     config: ModelConfig,
     weight_map: Mapping[str, str],
+    stored: Mapping[str, str],
     headers: Mapping[str, Header],
     is_bundle: bool,
     error: type[WisparseError],
@@ -277,15 +300,13 @@ def _tensors(
         for name in header.entries:
             if weight_map.get(name) != file:
                 raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
-    if config.num_blocks > len(weight_map):
-        raise error(
-            f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(weight_map)} tensors"
-        )
+    if config.num_blocks > len(stored):
+        raise error(f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(stored)} tensors")
     expected = expected_tensors(config)
-    if config.tie_word_embeddings and LM_HEAD in weight_map and not is_bundle:
+    if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
         expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    missing = [name for name in expected if name not in weight_map]
-    extra = [name for name in weight_map if name not in expected and not (is_derived(name) and not is_bundle)]
+    missing = [name for name in expected if name not in stored]
+    extra = [name for name in stored if name not in expected and not (is_derived(name) and not is_bundle)]
     if missing or extra:
         parts = [
             f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
@@ -295,9 +316,10 @@ def _tensors(
         raise error(f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(parts)}")
     found: dict[str, TensorInfo] = {}
     for name, shape in expected.items():
-        entry = headers[weight_map[name]].entries.get(name)
+        file = weight_map[stored[name]]
+        entry = headers[file].entries.get(stored[name])
         if entry is None:
-            raise error(f"{weight_map[name]}: {name} is missing, the index places it there")
+            raise error(f"{file}: {stored[name]} is missing, the index places it there")
         if entry.code not in DTYPES:
             raise error(
                 f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights cannot be used: "
@@ -305,7 +327,5 @@ def _tensors(
             )
         if entry.shape != shape:
             raise error(f"{name}: expected shape {shape}, found {entry.shape}; config.json and weights do not fit")
-        found[name] = TensorInfo(
-            name, weight_map[name], shape, DTYPES[entry.code], entry.start, entry.end - entry.start
-        )
+        found[name] = TensorInfo(name, file, shape, DTYPES[entry.code], entry.start, entry.end - entry.start)
     return found

@@ -159,6 +159,11 @@ class ModelConfig:
                 "the model is quantised (config.json has quantization_config); "
                 "expected bf16, fp16 or fp32 weights: use the unquantised checkpoint"
             )
+        if config.get("use_bidirectional_attention"):
+            raise UnsupportedModelError(
+                f"unsupported architecture: model_type {model_type!r} with use_bidirectional_attention is an encoder, "
+                "whose tokens see those that follow, and which writes no text"
+            )
         arch = ARCHITECTURES[model_type]
         config = {**arch.defaults, **config}
 

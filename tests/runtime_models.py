@@ -129,6 +129,96 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+_SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_QWEN_VISION = {"depth": 1, "num_heads": 2, "hidden_size": 16, "patch_size": 4}
+_MROPE = {"rope_theta": 5000.0, "rope_type": "default"}
+
+# name -> (model_type, settings, of the text model, of the vision tower): models of pictures and text whose text model
+# is one of the families.
+WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "mistral3": (
+        "mistral3",
+        {"tie_word_embeddings": False},
+        {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
+    ),
+    "mistral3-ministral": (
+        "mistral3",
+        {"tie_word_embeddings": True},
+        {"model_type": "ministral3", **FAMILIES["ministral3"][1], "tie_word_embeddings": True},
+        {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
+    ),
+    "gemma3": (
+        "gemma3",
+        {},
+        {"model_type": "gemma3_text", **FAMILIES["gemma3"][1]},
+        {
+            "model_type": "siglip_vision_model",
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 64,
+            "patch_size": 4,
+        },
+    ),
+    "qwen2-vl": (
+        "qwen2_vl",
+        {},
+        {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
+        {**_QWEN_VISION, "embed_dim": 16},
+    ),
+    "qwen2.5-vl": (
+        "qwen2_5_vl",
+        {"tie_word_embeddings": True},
+        {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True},
+        {**_QWEN_VISION, "intermediate_size": 24, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3-vl": (
+        "qwen3_vl",
+        {},
+        {
+            "head_dim": 24,
+            "rope_parameters": {**_MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True},
+        },
+        {
+            **_QWEN_VISION,
+            "intermediate_size": 24,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 16,
+            "deepstack_visual_indexes": [0],
+        },
+    ),
+}
+
+
+def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
+    """A model of pictures and text with random weights, saved as transformers saves it."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    model_type, settings, text, vision = WRAPPERS[name]
+    config = AutoConfig.for_model(
+        model_type,
+        text_config={"num_key_value_heads": 2, "vocab_size": vocab_size, **_SIZES, **text},
+        vision_config=vision,
+        **settings,
+    )
+    torch.manual_seed(len(name))
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    _shake(model)
+    model.save_pretrained(out)
+    return out
+
+
 def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", vocab_size: int = 101) -> Path:
     """A model of 3 blocks with random weights, saved as transformers saves it."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -138,18 +228,18 @@ def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", voc
     config = AutoConfig.for_model(
         model_type,
         vocab_size=vocab_size,
-        hidden_size=64,
-        intermediate_size=112,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=256,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
+        **_SIZES,
         **settings,
     )
     torch.manual_seed(len(variant))
     model = AutoModelForCausalLM.from_config(config).eval()
+    _shake(model)
+    model.save_pretrained(out, max_shard_size=max_shard_size)
+    return out
+
+
+def _shake(model: torch.nn.Module) -> None:
+    """Random weights with which every feature is seen in the logits."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             # The usual initialisation is so small that every token gives nearly the same logits, and its zero biases
@@ -160,5 +250,3 @@ def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", voc
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.3)
-    model.save_pretrained(out, max_shard_size=max_shard_size)
-    return out

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_models import FAMILIES, make_checkpoint
+from runtime_models import FAMILIES, WRAPPERS, make_checkpoint, make_wrapper
+from safetensors import safe_open
 from tiny_bundle import VOCAB, byte_tokenizer
 
 import wisparse
+from wisparse.cli import convert_main
 from wisparse.converter.pipeline import convert
+from wisparse.formats.architectures import ARCHITECTURES
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.expected import expected_tensors
 from wisparse.formats.verify import verify_bundle
 
 # The default search goes backward and forward through the masked model, the other one from block to block.
@@ -20,15 +25,15 @@ CASES = [(variant, search) for variant in FAMILIES for search in SEARCHES]
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in CASES]
 
 
-def make_source(variant: str, folder: Path) -> Path:
-    make_checkpoint(variant, folder, vocab_size=VOCAB)
+def make_source(name: str, folder: Path) -> Path:
+    make = make_wrapper if name in WRAPPERS and folder.name == "wrapper" else make_checkpoint
+    make(name, folder, vocab_size=VOCAB)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 
 
 def converted(source: Path, out: Path, search: str) -> Path:
     convert(source, out, search=search, num_samples=4, seq_len=24, device="cpu")
-    verify_bundle(out)
     return out
 
 
@@ -41,6 +46,7 @@ def hugging_face(folder: Path) -> torch.nn.Module:
 @torch.inference_mode()
 def check_bundle(bundle: Path, dense: torch.nn.Module) -> None:
     """Dense logits are the source's, as ``dense`` computes them; sparse greedy tokens those of transformers, masked."""
+    verify_bundle(bundle)
     tokens = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
     model = wisparse.load(bundle, device="cpu", dtype="float32", backend="torch")
     expected = dense(tokens[None], use_cache=False).logits[0]
@@ -68,3 +74,30 @@ def greedy_by_runtime(model: wisparse.Model, tokens: torch.Tensor, count: int = 
 def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, search: str, tmp_path: Path) -> None:
     source = make_source(variant, tmp_path / "source")
     check_bundle(converted(source, tmp_path / "bundle", search), hugging_face(source))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.slow) for name in WRAPPERS]
+)
+def test_the_text_model_of_a_wrapper_is_converted_alone(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    source, bundle = make_source(name, tmp_path / "wrapper"), tmp_path / "bundle"
+    with pytest.raises(SystemExit) as exit_:
+        convert_main([str(source), "-o", str(bundle), "--num-samples", "4", "--seq-len", "24", "--device", "cpu"])
+    assert not exit_.value.code
+    count = len(safe_open(source / "model.safetensors", "pt").keys()) - len(Bundle.open(bundle).checkpoint.tensors)
+    assert count > 5
+    said = f"text only: {count} tensors of the vision tower left out"
+    assert said in capsys.readouterr().out
+    assert said in (bundle / "README.md").read_text()
+    assert Bundle.open(bundle).recipe.text_only == said
+    check_bundle(bundle, AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32).eval())
+    opened = Bundle.open(bundle)
+    config = opened.config_dict
+    assert config["model_type"] in ARCHITECTURES
+    assert config["architectures"] == [ARCHITECTURES[config["model_type"]].class_name]
+    assert not any("vision" in key or "mrope" in str(value) for key, value in config.items())
+    assert set(opened.checkpoint.tensors) == set(expected_tensors(opened.config))

@@ -24,6 +24,7 @@ from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModel
 from wisparse.formats.guard.places import shown
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.wrappers import RENAMED
 
 from .flow import input_device
 
@@ -112,15 +113,17 @@ def load_source(
         UnsupportedModelError: unknown architecture, missing or misshaped weights, NaN or Inf among them.
         ResourceError: the model does not fit into memory.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     folder = Path(folder)
     device = choose_device(device)
     # Every header is checked, and its messages are better than a loader's.
-    config = Checkpoint.open(folder, error=BundleError if bundle else UnsupportedModelError).config
+    checkpoint = Checkpoint.open(folder, error=BundleError if bundle else UnsupportedModelError)
+    config = checkpoint.config
     with _quiet_transformers():
         try:
-            hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+            # Of a wrapper the text model's, which the folder's config.json is not.
+            hf_config = CONFIG_MAPPING[config.model_type].from_dict(dict(checkpoint.config_dict))
         except (OSError, ValueError) as error:
             raise UnsupportedModelError(f"{shown(folder)}: config.json cannot be read: {_first_line(error)}") from error
         dtype = dtype or choose_dtype(config.dtype, device)
@@ -141,6 +144,7 @@ def load_source(
                 trust_remote_code=False,
                 local_files_only=True,
                 use_safetensors=True,
+                key_mapping={f"^{re.escape(stored)}": plain for stored, plain in RENAMED.items()},
                 output_loading_info=True,
                 **placement,
             )

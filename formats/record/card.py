@@ -40,6 +40,8 @@ _CITATION = """```bibtex
 }
 ```"""
 
+# Tags of a source that its text model alone does not earn.
+_OF_PICTURES = re.compile(r"multi-?modal|vision|image|video|visual|vlm?\b")
 _LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 
 
@@ -159,7 +161,7 @@ def render_card(
                 [
                     *("wisparse", "activation-sparsity"),
                     *(["conversational"] if inherited.chat else []),
-                    *inherited.tags,
+                    *(tag for tag in inherited.tags if not (recipe.text_only and _OF_PICTURES.search(tag.lower()))),
                 ]
             )
         ),
@@ -248,6 +250,7 @@ def _recipe(recipe: Recipe) -> str:
     return "\n".join(
         [
             f"- source: `{recipe.base_model}`{commit}",
+            *([f"- {recipe.text_only}"] if recipe.text_only else []),
             f"- method: {recipe.method}; {_RULES.get(recipe.method, _RULE)}",
             *([f"- search: {search}"] if isinstance(search, str) and search.isprintable() else []),
             f"- sparsity: {recipe.sparsity:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "
@@ -270,6 +273,8 @@ def _limitations(recipe: Recipe, inherited: Inherited) -> str:
         "- Programs other than WiSparse, or vLLM with its plug-in, run it dense, at the dense model's speed and "
         "quality.",
     ]
+    if recipe.text_only:
+        lines.insert(0, "- Text only: the source reads pictures too, this bundle does not.")
     files = " and ".join(f"`{name}`" for name in inherited.licence_files)
     if inherited.licence or inherited.licence_files:
         licence = inherited.licence_name or inherited.licence

@@ -156,6 +156,7 @@ def _recipe(document: Mapping[str, Any]) -> Recipe:
         ),
         search=_object(document, "search"),
         versions={key: _text(value, f"versions.{key}") for key, value in _object(document, "versions").items()},
+        vision_tensors_left_out=_count(document, "vision_tensors_left_out", "", default=0),
     )
 
 
@@ -206,10 +207,10 @@ def _number(entry: Mapping[str, Any], key: str, where: str, high: float = math.i
     return value
 
 
-def _count(entry: Mapping[str, Any], key: str) -> int:
-    value = entry.get(key)
+def _count(entry: Mapping[str, Any], key: str, where: str = "calibration.", default: int | None = None) -> int:
+    value = entry.get(key, default)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise _wrong(f"calibration.{key}", "a whole number, 0 or more", value)
+        raise _wrong(where + key, "a whole number, 0 or more", value)
     return value
 
 

@@ -58,6 +58,7 @@ class Recipe:
         block_sparsities: parameter-weighted sparsity of every block.
         search: settings and outcome of the search, JSON values only.
         versions: of the libraries that took part.
+        vision_tensors_left_out: how many tensors of the source are not its text model's; on disk only if any.
     """
 
     base_model: str
@@ -69,7 +70,17 @@ class Recipe:
     calibration: CalibrationRecord
     search: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    vision_tensors_left_out: int = 0
+
+    @property
+    def text_only(self) -> str | None:
+        """What of the source is not in the bundle, in words; None where nothing is missing."""
+        count = self.vision_tensors_left_out
+        return f"text only: {count} tensor{'s' * (count > 1)} of the vision tower left out" if count else None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready, with ``format_version`` first."""
-        return {"format_version": FORMAT_VERSION, **asdict(self)}
+        document = {"format_version": FORMAT_VERSION, **asdict(self)}
+        if not self.vision_tensors_left_out:
+            del document["vision_tensors_left_out"]
+        return document

@@ -207,7 +207,8 @@ def _print_plan(plan: Plan) -> None:
         ("model", plan.source.name + (f" at {plan.source.commit}" if plan.source.commit else "")),
         (
             "architecture",
-            f"{config.model_type}, {config.num_blocks} blocks, hidden {config.hidden_size}, "
+            f"{config.model_type}{f', the text model of {plan.text_of}' if plan.text_of else ''}, "
+            f"{config.num_blocks} blocks, hidden {config.hidden_size}, "
             f"{_count(plan.num_parameters)} parameters, "
             f"{plan.projection_parameters / plan.num_parameters:.0%} of them in scope",
         ),
@@ -268,6 +269,7 @@ def _print_conversion(conversion: Conversion) -> None:
     blocks = recipe.block_sparsities
     rows = [
         ("bundle", str(conversion.folder)),
+        *([("left out", recipe.text_only)] if recipe.text_only else []),
         ("sparsity", f"{recipe.sparsity:.1%} asked for; {expectation(realised, quality)}"),
         ("by block", f"{min(blocks):.1%} to {max(blocks):.1%}"),
         ("quality", verdict(recipe.sparsity, quality)),

@@ -62,6 +62,7 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     revision = f" at {recipe.base_revision}" if recipe.base_revision else ""
     return [
         ("base model", f"{recipe.base_model}{revision}"),
+        *([("left out", recipe.text_only)] if recipe.text_only else []),
         (
             "model",
             f"{model['model_type']}, {model['num_blocks']} blocks, hidden {model['hidden_size']}, "

@@ -1,0 +1,301 @@
+"""A wrapper's text model, read as if it stood alone: its config, its tensors in every spelling, what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from runtime_models import WRAPPERS as TINY
+from runtime_models import make_wrapper
+from safetensors.torch import load_file, save_file
+from tiny_bundle import byte_tokenizer
+
+from wisparse.converter.model.source import load_source
+from wisparse.formats.architectures import ARCHITECTURES
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.expected import expected_tensors
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.wrappers import WRAPPERS, text_config, text_name
+
+# As published, without the vision tower's settings.
+MISTRAL_SMALL: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "pixtral"},
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "image_token_id": 151655,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {"depth": 32},
+    "vocab_size": 151936,
+}
+
+
+def test_published_configs_are_read_as_their_text_models() -> None:
+    found = text_config(MISTRAL_SMALL)
+    assert (found["model_type"], found["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    config = ModelConfig.from_dict(found)
+    assert (config.num_blocks, config.q_size, config.rotaries[0].theta, config.dtype) == (40, 4096, 1e9, "bfloat16")
+    assert {block.window for block in config.blocks} == {None}
+
+    found = text_config(GEMMA)
+    config = ModelConfig.from_dict(found)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert [rope.rope_type for rope in config.rotaries] == ["linear", "default"]
+    assert found["eos_token_id"] == [1, 106]
+
+    found = text_config(QWEN)
+    config = ModelConfig.from_dict(found)
+    assert (found["model_type"], config.num_blocks, config.qkv_bias, config.o_bias) == ("qwen2", 36, True, False)
+    assert config.tie_word_embeddings
+    assert config.rotaries[0].theta == 1e6
+    assert "mrope" not in json.dumps(found)
+    assert "vision" not in json.dumps(found)
+
+
+def test_another_scaling_of_positions_stays() -> None:
+    scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
+    found = text_config({**QWEN, "rope_scaling": {**scaling, "mrope_section": [16, 24, 24]}})
+    assert found["rope_scaling"] == scaling
+
+
+@pytest.mark.parametrize("model_type", WRAPPERS)
+def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> None:
+    from transformers import AutoConfig
+
+    for inner, plain in WRAPPERS[model_type].text_types.items():
+        given = {"model_type": inner}
+        if not WRAPPERS[model_type].defaults:  # published with all of their dimensions
+            given |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
+            given |= {"vocab_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
+        theirs = AutoConfig.for_model(model_type, text_config=dict(given)).text_config.to_dict()
+        ours = text_config({"model_type": model_type, "text_config": given})
+        for key in ("bos_token_id", "eos_token_id"):
+            assert key not in ours or ours[key] == theirs[key]
+        ours["tie_word_embeddings"] = theirs["tie_word_embeddings"] = False  # the weights tell, see below
+        ours["dtype"] = theirs["dtype"] = "float32"
+        found = ModelConfig.from_dict(ours)
+        expected = ModelConfig.from_dict(text_config({"model_type": model_type, "text_config": theirs}))
+        assert found.blocks == expected.blocks
+        assert [(rope.theta, rope.rope_type) for rope in found.rotaries] == [
+            (rope.theta, rope.rope_type) for rope in expected.rotaries
+        ]
+        for name in ("hidden_size", "intermediate_size", "num_blocks", "num_heads", "num_kv_heads", "head_dim"):
+            assert getattr(found, name) == getattr(expected, name), name
+        for name in ("vocab_size", "rms_norm_eps", "max_position_embeddings", "qkv_bias", "o_bias", "activation"):
+            assert getattr(found, name) == getattr(expected, name), name
+        assert plain in ARCHITECTURES
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "stored", "tied"),
+    [
+        (None, None, True, False),  # Mistral Small 3.1: transformers' own default is wrong, and the weights tell
+        (None, None, False, True),
+        (True, None, False, True),
+        (None, True, False, True),
+        (False, True, False, True),  # older transformers put it inside
+        (True, False, True, False),
+        (False, None, True, False),
+        (True, True, True, True),
+    ],
+)
+def test_tied_embeddings_are_what_configs_say_and_else_what_the_weights_hold(
+    outer: bool | None, inner: bool | None, stored: bool, tied: bool
+) -> None:
+    config = {**MISTRAL_SMALL, "text_config": {**MISTRAL_SMALL["text_config"]}}
+    for place, value in ((config, outer), (config["text_config"], inner)):
+        if value is not None:
+            place["tie_word_embeddings"] = value
+    names = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if stored else set())
+    assert text_config(config, names)["tie_word_embeddings"] is tied
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "language_model.model": lambda name: "language_model." + name,
+    "model.language_model": lambda name: name.replace("model.", "model.language_model.", 1),
+    "model": lambda name: name,
+}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def wrapper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_wrapper(request.param, tmp_path_factory.mktemp("wrapper"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def respelled(folder: Path, out: Path, spelling: Callable[[str], str]) -> tuple[Path, int]:
+    """A copy whose text tensors have other names, and how many others there are."""
+    out.mkdir()
+    tensors, others = {}, 0
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        plain = text_name(name)
+        others += plain is None
+        tensors[name if plain is None else spelling(plain)] = tensor
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "tokenizer.json"):
+        (out / name).write_bytes((folder / name).read_bytes())
+    return out, others
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_tensors_are_found_under_every_name_they_were_published_with(
+    spelling: str, wrapper: Path, tmp_path: Path
+) -> None:
+    source, others = respelled(wrapper, tmp_path / "respelled", SPELLINGS[spelling])
+    checkpoint = Checkpoint.open(source)
+    assert checkpoint.vision_tensors == others > 0
+    assert list(checkpoint.tensors) == list(expected_tensors(checkpoint.config))
+    stored = {text_name(name): tensor for name, tensor in load_file(wrapper / "model.safetensors").items()}
+    found = load_source(source, device="cpu").model.state_dict()
+    for name in checkpoint.tensors:
+        assert torch.equal(checkpoint.tensor(name), stored[name])
+        assert torch.equal(found[name], stored[name])
+
+
+@torch.inference_mode()
+def test_the_text_model_loads_and_answers_as_the_wrapper_does(wrapper: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    tokens = torch.randint(3, 101, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = AutoModelForImageTextToText.from_pretrained(wrapper, dtype=torch.float32).eval()(tokens).logits
+    found = load_source(wrapper, device="cpu").model(tokens).logits
+    assert expected.abs().max() > 1, "logits this small would hide any difference"
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_text_model_that_stays_in_its_files_is_found_there(wrapper: Path) -> None:
+    """Too large for memory: weights are read whenever they are used, under the names that they have there."""
+    pytest.importorskip("accelerate")
+    whole, spread = load_source(wrapper, device="cpu"), load_source(wrapper, device="cpu", max_memory={"cpu": 150_000})
+    name = list(spread.projections)[-1]
+    assert spread.projections[name].weight.is_meta
+    assert torch.equal(spread.weight(name), whole.weight(name))
+
+
+def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> None:
+    source, _ = respelled(wrapper, tmp_path / "twice", SPELLINGS["model"])
+    tensors = load_file(source / "model.safetensors")
+    tensors["language_model.model.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="the same tensor under two names"):
+        Checkpoint.open(source)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mistral3"}, "text_config: expected an object"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mixtral"}}, "inside mistral3.*mixture-of-experts"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral4", "n_routed_experts": 128}}, "of-experts"),
+        ({"model_type": "gemma3", "text_config": {"model_type": ["x"]}}, "inside gemma3"),
+        ({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": {"num_experts": 128}}, "of-experts"),
+        ({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": {"num_experts": 8}}}, "of-experts"),
+        ({"model_type": "some_vlm", "vision_config": {}, "text_config": {"num_local_experts": 8}}, "of-experts"),
+        ({"model_type": "llava", "vision_config": {}, "text_config": {"model_type": "llama"}}, "pictures and text"),
+        ({"model_type": "qwen3_5_text"}, "recurrent or state-space"),
+        ({"model_type": "mistrall3"}, "did you mean 'mistral3'"),
+        ({**QWEN, "quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({**GEMMA, "quantization_config": {"quant_method": "awq"}}, "quantised"),
+    ],
+)
+def test_refused_by_its_right_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        ModelConfig.from_dict(text_config(config))
+
+
+def test_every_mixture_of_experts_that_transformers_has_is_called_one() -> None:
+    from transformers import AutoConfig
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    mixtures = [name for name in names if "moe" in name]
+    assert len(mixtures) > 10
+    for name in mixtures:
+        config = AutoConfig.for_model(name).to_dict()
+        with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
+            text_config(config)
+
+
+_junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_keys = [*QWEN, *GEMMA, "rope_parameters", "quantization_config", "dtype"]
+_changes = st.dictionaries(st.sampled_from(_keys), _junk, max_size=3)
+
+
+@given(base=st.sampled_from([MISTRAL_SMALL, GEMMA, QWEN]), change=_changes, inside=_changes)
+def test_any_config_is_read_or_refused(base: dict[str, Any], change: dict[str, Any], inside: dict[str, Any]) -> None:
+    config = {**base, **change}
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = {**config["text_config"], **inside}
+    for names in (None, ["lm_head.weight"], []):
+        try:
+            read = ModelConfig.from_dict(text_config(config, names))
+        except UnsupportedModelError:
+            continue
+        assert all(projection.num_parameters > 0 for projection in read.projections(0))
