@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,7 @@ def part_compile(arguments: argparse.Namespace) -> None:
         k, widths = SHAPES[name]
         weight = torch.zeros(k, sum(widths), dtype=torch.bfloat16, device="cuda").t()
         scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.zeros(len(widths), device="cuda")
-        group = product._group(weight, None, scales, thresholds, widths)
+        group = product.Layer(weight, None, scales, thresholds, widths).group()
         x = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda")
         tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
         try:
@@ -158,18 +159,21 @@ def part_tune(arguments: argparse.Namespace) -> None:
         scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.full((len(widths),), 0.6745).cuda()
         weights = [product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
                    for _ in range(blocks)]  # fmt: skip
-        product.reserve(weights[0], scales, thresholds, widths)
-        groups = [product._group(weight, None, scales, thresholds, widths) for weight in weights]
+        layers = [product.Layer(weight, None, scales, thresholds, widths) for weight in weights]
+        product.reserve(layers[0])
+        groups = [layer.group() for layer in layers]
         for rows in (4, 8, 16, 32, 64, 128):
             x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
-            old = product._sparse if rows <= product.SPARSE_ROWS else product._masked_inputs
-            times = {"as it was": time_us(
-                blocks, lambda x=x, m=masked, old=old, weights=weights, s=scales, t=thresholds, w=widths: [
-                    old(x, weight, None, s, t, m, w) for weight in weights])}  # fmt: skip
+            old = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
+            times = {
+                "as it was": time_us(
+                    blocks, lambda x=x, m=masked, old=old, layers=layers: [old(x, layer, m) for layer in layers]
+                )
+            }
             times["dense"] = time_us(
                 blocks, lambda x=x, weights=weights: [torch.nn.functional.linear(x, weight) for weight in weights]
             )
-            expected = product._in_torch(x.float(), weights[0].float(), None, scales, thresholds, masked, widths)
+            expected = product.in_torch(x.float(), replace(layers[0], weight=weights[0].float()), masked)
             best = times["as it was"]
             for block_n, block_k, stages, warps in TILES:
                 tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
@@ -204,15 +208,15 @@ def part_kernels(arguments: argparse.Namespace) -> None:
     torch.manual_seed(0)
     shapes = SHAPES
     blocks = 8
-    layers: dict[str, list[tuple[Any, ...]]] = {}
+    layers: dict[str, list[product.Layer]] = {}
     for name, (k, widths) in shapes.items():
         layers[name] = []
         for _ in range(blocks):
             weight = product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
             scales = torch.ones(len(widths), k, device="cuda")
             thresholds = torch.full((len(widths),), 0.6745, device="cuda")  # half of a normal distribution
-            product.reserve(weight, scales, thresholds, widths)
-            layers[name].append((weight, None, scales, thresholds, torch.ones(512, device="cuda"), widths))
+            layers[name].append(product.Layer(weight, None, scales, thresholds, widths))
+            product.reserve(layers[name][-1])
     nk = {name: [torch.randn(sum(w), k, device="cuda", dtype=torch.bfloat16) for _ in range(blocks)]
           for name, (k, w) in shapes.items()}  # fmt: skip
 
@@ -220,19 +224,20 @@ def part_kernels(arguments: argparse.Namespace) -> None:
         found: dict[str, Any] = {}
         for name, (k, _) in shapes.items():
             x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+            masked, these = torch.ones(rows, device="cuda"), layers[name]
             times = {"dense": time_us(blocks, lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
-            times["dense_t"] = time_us(blocks, lambda x=x, name=name: [linear(x, layer[0]) for layer in layers[name]])
-            masked: list[Any] = [(*layer[:4], layer[4][:rows], layer[5]) for layer in layers[name]]
+            times["dense_t"] = time_us(blocks, lambda x=x, these=these: [linear(x, layer.weight) for layer in these])
             if rows <= product.SPARSE_ROWS:
                 times["sparse"] = time_us(
-                    blocks, lambda x=x, masked=masked: [product._sparse(x, *layer) for layer in masked]
+                    blocks, lambda x=x, m=masked, these=these: [product.sparse(x, layer, m) for layer in these]
                 )
             times["masked"] = time_us(
-                blocks, lambda x=x, masked=masked: [product._masked_inputs(x, *layer) for layer in masked]
+                blocks, lambda x=x, m=masked, these=these: [product.masked_inputs(x, layer, m) for layer in these]
             )
             found[name] = times
-            expected = product._in_torch(x.float(), masked[0][0].float(), *masked[0][1:])
-            ours = (product._sparse if rows <= product.SPARSE_ROWS else product._masked_inputs)(x, *masked[0]).float()
+            expected = product.in_torch(x.float(), replace(these[0], weight=these[0].weight.float()), masked)
+            way = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
+            ours = way(x, these[0], masked).float()
             found[name]["error"] = round(float((ours - expected).abs().max() / expected.abs().max()), 5)
         say("kernels", rows=rows, **found)
 

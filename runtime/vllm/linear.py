@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import BundleError
 
-from .product import channel_major, reserve
+from .product import Layer, channel_major, reserve
 from .rows import MaskedRows
 
 __all__ = ["WisparseLinearMethod"]
@@ -75,7 +75,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
         layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
-        reserve(layer.weight, layer.wisparse_scales, layer.wisparse_thresholds, self._widths)
+        reserve(Layer(layer.weight, None, layer.wisparse_scales, layer.wisparse_thresholds, self._widths))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch."""

@@ -15,7 +15,8 @@ The weights lie channel-major, (K, N), for all of them: the dense product of vLL
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from wisparse.kernels.reference import keep_mask
 
 from .rows import may_mask
 
-__all__ = ["SPARSE_ROWS", "channel_major", "masked_linear", "reserve"]
+__all__ = ["SPARSE_ROWS", "Layer", "channel_major", "in_torch", "masked_inputs", "masked_linear", "reserve", "sparse"]
 
 # Rows that the sparse kernels take in one launch. They could take 16, but are slower there than masked copies: eight
 # rows' inputs fit in shared memory beside the weights.
@@ -48,6 +49,36 @@ def channel_major(weight: Tensor) -> Tensor:
     weight_t = torch.empty(k, -(-n // _ALIGNED) * _ALIGNED, dtype=weight.dtype, device=weight.device)
     weight_t[:, :n] = weight.t()
     return weight_t[:, :n].t()
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Projections that read the same input, and their masks: the operator's arguments, beside the rows that it gets.
+
+    Attributes: as `masked_linear` has them.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor
+    thresholds: Tensor
+    widths: Sequence[int]
+
+    def group(self) -> Any:
+        """The same for our GPU kernels."""
+        from wisparse.kernels.gpu.gemv import Group
+
+        # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any
+        # bundle.
+        return Group(self.weight.t(), tuple(self.widths), self.bias, self.scales, self.thresholds, dense=False)
+
+    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Of each projection: which outputs are its, its weight (width, K) and bias (width,)."""
+        first = 0
+        for width in self.widths:
+            part = slice(first, first + width)
+            yield part, self.weight[part], None if self.bias is None else self.bias[part]
+            first += width
 
 
 @torch.library.custom_op("wisparse::masked_linear", mutates_args=())
@@ -79,20 +110,21 @@ def masked_linear(
         raise RuntimeError(f"expected a batch of at most {len(masked)} tokens, found {len(rows)}")
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
     masked = masked[: len(rows)]
+    layer = Layer(weight, bias, scales, thresholds, widths)
     on_gpu = x.is_cuda and x.dtype in _HALF
     tile = _mask_tile(x.device, x.shape[-1], weight.shape[0], len(rows)) if on_gpu else None
     if tile is not None:
         from wisparse.kernels.gpu.mask_gemm import mask_gemm
 
-        y = mask_gemm(rows, _group(weight, bias, scales, thresholds, widths), masked, tile)
+        y = mask_gemm(rows, layer.group(), masked, tile)
     elif on_gpu and len(rows) <= SPARSE_ROWS:
-        y = _sparse(rows, weight, bias, scales, thresholds, masked, widths)
+        y = sparse(rows, layer, masked)
     elif not capturing and not may_mask(masked):
         y = functional.linear(rows, weight, bias)
     elif on_gpu:
-        y = _masked_inputs(rows, weight, bias, scales, thresholds, masked, widths)
+        y = masked_inputs(rows, layer, masked)
     else:
-        y = _in_torch(rows, weight, bias, scales, thresholds, masked, widths)
+        y = in_torch(rows, layer, masked)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -109,96 +141,59 @@ def _shape(
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def reserve(weight: Tensor, scales: Tensor, thresholds: Tensor, widths: Sequence[int]) -> None:
+def reserve(layer: Layer) -> None:
     """Make room for what the programs of a layer's launches share, before a graph keeps its address."""
+    weight = layer.weight
     if not weight.is_cuda or weight.dtype not in _HALF:
         return
     scratch = _scratch(weight.device, weight.dtype)
-    group = _group(weight, None, scales, thresholds, widths)
+    group = layer.group()
     for rows in range(1, SPARSE_ROWS + 1):
         scratch.reserve(group, _tile(weight.device, weight.dtype, *group.weight_t.shape, rows), rows)
     # A kernel is not to be compiled while a graph is captured, and vLLM's own first batches may not need this one.
-    kind = (weight.device, weight.dtype, group.in_features, len(widths))
+    kind = (weight.device, weight.dtype, group.in_features, len(layer.widths))
     if kind not in _compiled:
         from wisparse.kernels.gpu.mask import mask_rows
 
-        mask_rows(weight.new_zeros(1, group.in_features), scales, thresholds, thresholds[:1])
+        mask_rows(weight.new_zeros(1, group.in_features), layer.scales, layer.thresholds, layer.thresholds[:1])
         _compiled.add(kind)
 
 
-def _in_torch(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor,
-    thresholds: Tensor,
-    masked: Tensor,
-    widths: Sequence[int],
-) -> Tensor:
+def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """The definition, projection by projection."""
     outputs = []
-    first = 0
-    for scale, threshold, width in zip(scales, thresholds, widths, strict=True):
+    for scale, threshold, (_, weight, bias) in zip(layer.scales, layer.thresholds, layer.parts(), strict=True):
         keep = keep_mask(x, scale, (threshold * masked)[:, None])
-        part = slice(first, first + width)
-        kept = torch.where(keep, x, x.new_zeros(()))
-        outputs.append(functional.linear(kept, weight[part], None if bias is None else bias[part]))
-        first += width
+        outputs.append(functional.linear(torch.where(keep, x, x.new_zeros(())), weight, bias))
     return torch.cat(outputs, dim=-1)
 
 
-def _masked_inputs(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor,
-    thresholds: Tensor,
-    masked: Tensor,
-    widths: Sequence[int],
-) -> Tensor:
+def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """The same with all masks in one launch, and products that write where their outputs belong."""
     from wisparse.kernels.gpu.mask import mask_rows
 
-    inputs = mask_rows(x, scales, thresholds, masked)
-    out = x.new_empty(len(x), weight.shape[0])
-    first = 0
-    for kept, width in zip(inputs, widths, strict=True):
-        part = slice(first, first + width)
+    inputs = mask_rows(x, layer.scales, layer.thresholds, masked)
+    out = x.new_empty(len(x), layer.weight.shape[0])
+    for kept, (part, weight, bias) in zip(inputs, layer.parts(), strict=True):
         if bias is None:
-            torch.mm(kept, weight[part].t(), out=out[:, part])
+            torch.mm(kept, weight.t(), out=out[:, part])
         else:
-            torch.addmm(bias[part], kept, weight[part].t(), out=out[:, part])
-        first += width
+            torch.addmm(bias, kept, weight.t(), out=out[:, part])
     return out
 
 
-def _sparse(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    scales: Tensor,
-    thresholds: Tensor,
-    masked: Tensor,
-    widths: Sequence[int],
-) -> Tensor:
+def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """One launch that reads the kept channels of one or two rows, or all of them once for up to SPARSE_ROWS."""
     from wisparse.kernels.gpu.gemv import launch_gemv
 
-    group = _group(weight, bias, scales, thresholds, widths)
+    group = layer.group()
     rows = len(x)
-    out = x.new_empty(rows, weight.shape[0])
+    out = x.new_empty(rows, layer.weight.shape[0])
     tile = _tile(x.device, x.dtype, *group.weight_t.shape, rows)
     launch_gemv(
         group, x, out, _scratch(x.device, x.dtype), tile, batch=rows, masked=masked, pdl=_arch(x.device)[0] >= 90
     )
     return out
-
-
-def _group(weight: Tensor, bias: Tensor | None, scales: Tensor, thresholds: Tensor, widths: Sequence[int]) -> Any:
-    from wisparse.kernels.gpu.gemv import Group
-
-    # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any bundle.
-    return Group(weight.t(), tuple(widths), bias, scales, thresholds, dense=False)
 
 
 @functools.cache
