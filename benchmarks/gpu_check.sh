@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything a GPU has to show besides decoding speed, in one call: kernel and decoder tests, real models against the
-# plain decoder, the sanitizer, then sampling's cost and loading. Five minutes on one GPU, less on several.
+# plain decoder, the sanitizer, then sampling's cost, loading, and every family. Five minutes on one GPU, less on several,
+# without the families, whose time is not known yet.
 #
 #     PYTHONPATH=. bash benchmarks/gpu_check.sh RESULTS_FOLDER MODEL...
 set -uo pipefail
@@ -33,6 +34,7 @@ wait
 # Nothing else may run beside these: they measure time.
 part 0 sample python3 benchmarks/gpu_sample.py
 part 0 load python3 benchmarks/gpu_load.py ${LOAD_OPTIONS:-}
+part 0 families python3 benchmarks/gpu_families.py ${FAMILY_OPTIONS:-}
 if [ -f "$failed" ]; then
     echo "failed: $(tr '\n' ' ' <"$failed")"
     exit 1

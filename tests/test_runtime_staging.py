@@ -19,6 +19,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3"),
     "phi3": tiny_config("phi3", tie_word_embeddings=False),
+    "gemma3": tiny_config("gemma3_text", hidden_activation="gelu_pytorch_tanh"),
+    "olmo2": tiny_config("olmo2"),
+    "glm4": tiny_config("glm4", attention_bias=True),
+    "hunyuan": tiny_config("hunyuan_v1_dense"),
 }
 
 
@@ -91,8 +95,18 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
     assert torch.equal(weights.norm.weight, tensor("model.norm.weight"))
     assert (weights.head is weights.embedding) == config.tie_word_embeddings
     for index, block in enumerate(weights.blocks):
-        assert torch.equal(block.attention_input.weight, tensor(f"model.layers.{index}.input_layernorm.weight"))
-        assert torch.equal(block.mlp_input.weight, tensor(f"model.layers.{index}.post_attention_layernorm.weight"))
+        own_norms = config.architecture.qk_norm
+        names = vars(config.architecture.norms) | dict(
+            zip(("q_norm", "k_norm"), own_norms.names if own_norms else (None, None), strict=True)
+        )
+        for field, name in names.items():
+            norm = getattr(block, field)
+            assert (norm is None) == (name is None)
+            if name is not None:
+                room = "self_attn." if field in ("q_norm", "k_norm") else ""
+                stored = tensor(f"model.layers.{index}.{room}{name}.weight")
+                assert torch.equal(norm.weight, stored)
+                assert torch.equal(norm.factors, 1 + stored.double() if config.architecture.norm_offset else stored)
         projections = list(config.projections(index))
         for group in block.groups:
             own = []
@@ -104,4 +118,3 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
                 assert group.bias is not None
                 assert torch.equal(group.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))
         assert not projections
-        assert (block.q_norm is not None) == (config.architecture.qk_norm is not None)

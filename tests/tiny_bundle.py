@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.expected import expected_tensors
@@ -48,7 +49,7 @@ CLASSES = {
 def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
     """A ``config.json`` of two blocks, hidden size 16."""
     config: dict[str, Any] = {
-        "architectures": [CLASSES[model_type]],
+        "architectures": [ARCHITECTURES[model_type].class_name],
         "model_type": model_type,
         "hidden_size": 16,
         "intermediate_size": 24,
