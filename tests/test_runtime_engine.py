@@ -14,9 +14,9 @@ from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
-from wisparse.runtime.engine import Engine, QueueFullError
 from wisparse.runtime.model import Model, Piece
 from wisparse.runtime.sampling import SamplingSettings
+from wisparse.runtime.serve.engine import Engine, QueueFullError
 
 GREEDY = SamplingSettings()
 

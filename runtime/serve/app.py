@@ -32,9 +32,9 @@ from starlette.types import Receive, Scope, Send
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 from wisparse.formats.guard.safe_json import parse_json
 
-from ..engine import Engine, QueueFullError, Ticket
 from ..model import Generation, Model, Piece
 from .answers import DONE, Shape, event, to_json
+from .engine import Engine, QueueFullError, Ticket
 from .metrics import Metrics
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
 

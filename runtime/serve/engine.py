@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 
-from .generation import Job, Request, Scheduler
-from .memory import memory_errors
-from .model import Model, Piece, Writer
+from ..generation import Job, Request, Scheduler
+from ..memory import memory_errors
+from ..model import Model, Piece, Writer
 
 __all__ = ["Engine", "EngineState", "QueueFullError", "Ticket"]
 
