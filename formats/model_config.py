@@ -82,30 +82,6 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type]
 
     @property
-    def features(self) -> frozenset[str]:
-        """What the model's blocks have that Llama's have not, in words: what an executor may not know yet."""
-        arch, norm = self.architecture, self.architecture.qk_norm
-        has = {
-            "norms of outputs": bool(arch.norms.attention_output or arch.norms.mlp_output),
-            "inputs that are not normalised": not (arch.norms.attention_input and arch.norms.mlp_input),
-            "norms by 1 + weight": arch.norm_offset,
-            "norms of q and k as a whole": norm is not None and not norm.per_head,
-            "norms of q and k after the rotation": norm is not None and norm.after_rotary,
-            "GELU": self.activation != "silu",
-            "interleaved rotary embeddings": self.rotaries[0].interleaved,
-            "two rotary embeddings": len(self.rotaries) > 1,
-            "blocks without positions": any(block.rotary is None for block in self.blocks),
-            "an attention scale of its own": self.attention_scale != self.head_dim**-0.5,
-            "queries scaled by position": self.query_scaling is not None,
-            "capped scores": self.attention_softcap is not None,
-            "capped logits": self.logits_softcap is not None,
-            "multiplied embeddings": self.embedding_multiplier != 1.0,
-            "multiplied outputs": self.residual_multiplier != 1.0,
-            "multiplied logits": self.logits_multiplier != 1.0,
-        }
-        return frozenset(name for name, present in has.items() if present)
-
-    @property
     def q_size(self) -> int:
         """Width of the queries, ``num_heads * head_dim``; also K of ``o_proj``."""
         return self.num_heads * self.head_dim
