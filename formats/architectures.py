@@ -116,7 +116,7 @@ class Architecture:
                 raise ValueError(f"{self.class_name}: expected {name} to be one of {expected}, found {given}")
 
 
-_BIASES = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
+_BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
 _GEMMA: dict[str, Any] = {
     **_BIASES,
     "norm_offset": True,

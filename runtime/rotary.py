@@ -84,7 +84,8 @@ def attention_scaling(rope: RopeConfig) -> float:
     if given is not None:
         return float(given)
     if rope.rope_type == "yarn":
-        factor, mscale, all_dim = (rope.parameters.get(key) for key in ("factor", "mscale", "mscale_all_dim"))
+        factor = rope.parameters["factor"]
+        mscale, all_dim = (rope.parameters.get(key) for key in ("mscale", "mscale_all_dim"))
         return (
             _yarn_scaling(factor, mscale) / _yarn_scaling(factor, all_dim)
             if mscale and all_dim
