@@ -26,7 +26,7 @@ import torch
 from gpu_models import calibrate, give_masks, set_sparsity
 from safetensors.torch import load_file
 
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask, scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep

@@ -16,7 +16,7 @@ import torch
 from gpu_models import SHAPES
 from gpu_tiles import case_for, time_graph
 
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import GemvTile
 
 

@@ -38,8 +38,8 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
     from wisparse.formats.bundle import ProjectionMask
     from wisparse.formats.checkpoint import TensorInfo
     from wisparse.formats.errors import BundleError
-    from wisparse.formats.expected import expected_tensors
-    from wisparse.formats.model_config import ModelConfig
+    from wisparse.formats.model.expected import expected_tensors
+    from wisparse.formats.model.model_config import ModelConfig
     from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
     from wisparse.formats.write import write_bundle
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.prefill import read_sequence

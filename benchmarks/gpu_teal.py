@@ -73,7 +73,7 @@ def main() -> None:
     from gpu_models import SHAPES
     from gpu_tiles import case_for, time_graph
 
-    from wisparse.formats.model_config import ModelConfig
+    from wisparse.formats.model.model_config import ModelConfig
     from wisparse.kernels.gpu.gemv import launch_kind
     from wisparse.kernels.gpu.tiles import choose_tile
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from gpu_models import SHAPES
 
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.reference import keep_mask

@@ -90,7 +90,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> N
     from wisparse.formats.bundle import ProjectionMask
     from wisparse.formats.checkpoint import TensorInfo
     from wisparse.formats.errors import BundleError
-    from wisparse.formats.expected import expected_tensors
+    from wisparse.formats.model.expected import expected_tensors
     from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
     from wisparse.formats.write import write_bundle
     from wisparse.runtime.cuda.decoder import CudaDecoder

@@ -293,9 +293,9 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     import torch
 
     from wisparse.formats.bundle import Bundle
-    from wisparse.formats.expected import expected_tensors
     from wisparse.formats.guard.safetensors_header import build_header
-    from wisparse.formats.model_config import ModelConfig
+    from wisparse.formats.model.expected import expected_tensors
+    from wisparse.formats.model.model_config import ModelConfig
     from wisparse.formats.record.manifest import Manifest, recipe_digest
     from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 

@@ -30,8 +30,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from wisparse.converter.pipeline import run
 from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.work.progress import Progress, Stage
-from wisparse.formats.expected import expected_tensors
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.expected import expected_tensors
+from wisparse.formats.model.model_config import ModelConfig
 
 _LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=131072, rms_norm_eps=1e-5,

@@ -16,15 +16,15 @@ import torch
 
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
-from wisparse.formats.expected import expected_tensors
 from wisparse.formats.guard.places import folder_kind, shown
 from wisparse.formats.guard.safe_json import read_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.machine.memory import available_bytes
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.expected import expected_tensors
+from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model.wrappers import is_wrapper, text_config
 from wisparse.formats.record.manifest import has_masks
-from wisparse.formats.wrappers import is_wrapper, text_config
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .bench.sensitivity import LARGEST_LOGITS

@@ -25,7 +25,7 @@ from .guard.files import PARTIAL, list_files, read_bounded, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import parse_json, read_json
 from .guard.safetensors_header import DTYPES, Header, read_header
-from .model_config import ModelConfig, Projection
+from .model.model_config import ModelConfig, Projection
 from .record.manifest import (
     MANIFEST,
     MAX_MANIFEST_BYTES,

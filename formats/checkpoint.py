@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
-from .expected import LM_HEAD, expected_tensors, is_derived
 from .guard.crc import combine_crc32
 from .guard.files import FileIdentity, open_regular, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import read_json
 from .guard.safetensors_header import DTYPES, Header, read_header
-from .model_config import ModelConfig
+from .model.expected import LM_HEAD, expected_tensors, is_derived
+from .model.model_config import ModelConfig
+from .model.wrappers import is_wrapper, text_config, text_name
 from .record.manifest import has_masks
-from .wrappers import is_wrapper, text_config, text_name
 
 __all__ = ["INDEX", "Checkpoint", "TensorInfo", "is_finite"]
 

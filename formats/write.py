@@ -23,11 +23,11 @@ import torch
 from .bundle import SMALL_FILES, ProjectionMask, check_mask
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
-from .expected import LM_HEAD
 from .guard.files import file_digest, list_files, read_bounded
 from .guard.folder import Kind, check_target, replaced_folder
 from .guard.safe_json import dump_json
 from .guard.safetensors_header import build_header
+from .model.expected import LM_HEAD
 from .record.manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, listed_files, recipe_digest
 from .record.recipe import FORMAT_VERSION, Recipe
 from .verify import verify_files

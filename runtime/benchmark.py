@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.machine.memory import available_bytes
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 
 from .decoder import Decoder
 from .loader import without_masks

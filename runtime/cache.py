@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import ResourceError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 
 __all__ = ["KVCache", "bytes_per_position"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.guard import arguments
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 
 from .memory import memory_errors
 from .sampling import SamplingSettings, sample

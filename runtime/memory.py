@@ -12,7 +12,7 @@ import torch
 
 from wisparse.formats.errors import ResourceError
 from wisparse.formats.machine.memory import available_bytes
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.precision import activation_dtype
 
 from .cache import bytes_per_position

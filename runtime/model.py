@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack, overload
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.prefill import sparse_from
 
 from .decoder import Decoder

@@ -22,7 +22,6 @@ from wisparse.commands.convert import command
 from wisparse.converter import preflight as module
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings, auto_seq_len, default_output
-from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.errors import (
     AccessError,
     CalibrationError,
@@ -33,6 +32,7 @@ from wisparse.formats.errors import (
 )
 from wisparse.formats.machine import memory
 from wisparse.formats.machine.memory import free_memory_bytes
+from wisparse.formats.model.architectures import ARCHITECTURES
 
 
 @pytest.fixture

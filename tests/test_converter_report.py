@@ -14,7 +14,7 @@ from wisparse.converter.quality import figures
 from wisparse.converter.quality.block_sensitivity import BlockSensitivity
 from wisparse.converter.quality.evaluation import Measured, Quality
 from wisparse.converter.quality.report import REPORT, expectation, make_report, render_report, verdict
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 
 

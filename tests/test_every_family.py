@@ -13,9 +13,9 @@ from tiny_bundle import VOCAB, byte_tokenizer
 import wisparse
 from wisparse.cli import convert_main
 from wisparse.converter.pipeline import convert
-from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.expected import expected_tensors
+from wisparse.formats.model.architectures import ARCHITECTURES
+from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.verify import verify_bundle
 
 # The default search goes backward and forward through the masked model, the other one from block to block.

@@ -12,7 +12,7 @@ import wisparse
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
 from wisparse.formats.guard.places import shown
 from wisparse.formats.hub import fetch_source
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 
 FOLDERS = {
     "adapter_config.json adapter_model.safetensors": "is a LoRA (PEFT) adapter of 'org/base', not a whole model: merge",

@@ -24,7 +24,8 @@ ROOMS = {
 SUB_ROOMS = {
     "formats/guard": {"errors"},
     "formats/machine": {"errors", "guard"},
-    "formats/onnx": {"bundle", "checkpoint", "errors", "guard", "model_config"},
+    "formats/model": {"errors"},
+    "formats/onnx": {"bundle", "checkpoint", "errors", "guard", "model"},
     "formats/record": {"errors", "guard"},
     "kernels/cpu": {"compiling"},
     "kernels/gpu": {"precision"},

@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.expected import expected_tensors
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.architectures import ARCHITECTURES
+from wisparse.formats.model.expected import expected_tensors
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
 from wisparse.formats.write import write_bundle
 

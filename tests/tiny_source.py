@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from wisparse.converter.model.source import SourceModel
 from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 
 _SIZES = {
     "hidden_size": 32,

@@ -15,7 +15,7 @@ import torch
 from runtime_models import FAMILIES
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.runtime.cache import KVCache
 from wisparse.runtime.cuda.step import DecodeStep, Places
 from wisparse.runtime.cuda.weights import load_weights

@@ -11,7 +11,7 @@ import torch
 
 from .formats.bundle import Bundle
 from .formats.errors import WisparseError
-from .formats.model_config import ModelConfig
+from .formats.model.model_config import ModelConfig
 from .formats.onnx.file import MODEL
 from .formats.onnx.graph import DOMAIN
 from .formats.onnx.step import RotaryTables

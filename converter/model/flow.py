@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 
 __all__ = ["BlockFlow", "input_device"]
 

@@ -23,8 +23,8 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError
 from wisparse.formats.guard.places import shown
 from wisparse.formats.machine.device import choose_device
-from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.wrappers import RENAMED
+from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model.wrappers import RENAMED
 
 from .flow import input_device
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from wisparse.formats.model_config import ModelConfig, Projection
+from wisparse.formats.model.model_config import ModelConfig, Projection
 from wisparse.formats.record.recipe import Recipe
 
 from ..budget import mean_sparsity

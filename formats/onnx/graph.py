@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ..bundle import ProjectionMask
-from ..model_config import ModelConfig
+from ..model.model_config import ModelConfig
 from .nodes import Graph, Weight
 from .step import RotaryTables, Step
 

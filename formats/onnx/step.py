@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto, helper
 
-from ..model_config import ModelConfig
+from ..model.model_config import ModelConfig
 from .nodes import Graph
 
 __all__ = ["RotaryTables", "Step"]

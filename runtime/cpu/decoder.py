@@ -14,7 +14,7 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.cpu.operations import type_name
 from wisparse.kernels.cpu.threads import prepare_all
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.machine.cores import usable_cores
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.cpu.layout import BlockField, FloatField, ProjectionField, StepField
 from wisparse.kernels.cpu.team import Team
 from wisparse.kernels.cpu.threads import team_size

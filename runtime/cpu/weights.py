@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError
-from wisparse.formats.model_config import Projection
+from wisparse.formats.model.model_config import Projection
 from wisparse.kernels.cpu.operations import aligned_empty, quantize_into, transpose_into
 from wisparse.kernels.reference import keep_mask
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.precision import activation_dtype

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask

@@ -21,7 +21,7 @@ import torch
 import triton
 from torch import Tensor
 
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.compiling import triton_compiling
 from wisparse.kernels.gpu.add import launch_add
 from wisparse.kernels.gpu.attention import launch_attention

@@ -3,7 +3,7 @@
     block:  x = x + out_norm(o(attention(q(n), k(n), v(n))))        n = in_norm(x)
             x = x + out_norm(down(activation(gate(m)) * up(m)))     m = in_norm(x)
 
-Which norms there are, and everything else in which families differ, is data (``formats.architectures``). Every
+Which norms there are, and everything else in which families differ, is data (``formats.model.architectures``). Every
 projection q … down drops the channels its mask drops (``kernels.reference``), on the sparse positions. It multiplies
 by the whole weight all the same, so it is right, not fast. Slots are decoded one after the other: a sequence then meets
 the same matrix shapes, and so gives the same bits, alone and in a batch.
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats import model_config
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model import model_config
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask
 
 from ..cache import KVCache

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import UnsupportedModelError
 from .architectures import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Power
 from .blocks import Block, read_blocks
 from .config_values import dimension, number, switch
-from .errors import UnsupportedModelError
 from .positions import RopeConfig, read_rope
 from .refusals import why_refused
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 
 __all__ = ["dimension", "listed", "number", "switch"]
 

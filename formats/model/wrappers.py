@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import UnsupportedModelError
 from .architectures import ARCHITECTURES
-from .errors import UnsupportedModelError
 from .expected import LM_HEAD
 from .refusals import why_refused
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .errors import UnsupportedModelError
+from ..errors import UnsupportedModelError
 
 __all__ = ["RopeConfig", "read_rope"]
 

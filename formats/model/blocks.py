@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import UnsupportedModelError
 from .architectures import Architecture
 from .config_values import dimension, listed, switch
-from .errors import UnsupportedModelError
 
 __all__ = ["Block", "read_blocks"]
 
