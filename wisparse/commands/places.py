@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os
 
 import click
 from click.shell_completion import CompletionItem
@@ -21,10 +21,12 @@ class _Place(click.types.StringParamType):
         return [CompletionItem(incomplete, type=self._kind)]
 
 
-class _NewFolder(_Place):
+class _NewFolder(click.Path):
     """A folder to be made: a path, and never the current folder because a variable was empty."""
 
-    def convert(self, value: str | Path, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
         name = max(param.opts, key=len) if param is not None else "folder"
         return expand(place(name.upper() if isinstance(param, click.Argument) else name, value))
 
@@ -32,4 +34,4 @@ class _NewFolder(_Place):
 FOLDER = _Place("dir")
 FOLDER_OR_ID = _Place("dir")
 FILE_OR_ID = _Place("file")
-NEW_FOLDER = _NewFolder("file")
+NEW_FOLDER = _NewFolder()
