@@ -435,7 +435,8 @@ def _defaults(model: Model) -> Defaults:
 
     def number(key: str, fallback: float, least: float, most: float) -> float:
         value = config.get(key)
-        return value if type(value) in (int, float) and least <= value <= most else fallback
+        known = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+        return float(value) if known else fallback  # type: ignore[arg-type]
 
     plain = Defaults()
     return Defaults(
