@@ -42,7 +42,8 @@ def test_projections_of_transformers_models_are_found() -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     for model_type in ARCHITECTURES:
-        settings = {**LLAMA, "head_dim": 24, "pad_token_id": 0}
+        # Helium's o_proj takes the heads to be as wide as the hidden states.
+        settings = {**LLAMA, "head_dim": 16 if model_type == "helium" else 24, "pad_token_id": 0}
         hf_config = AutoConfig.for_model(**{**settings, "model_type": model_type})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
@@ -64,7 +65,10 @@ def test_keys_left_out_mean_what_they_mean_to_transformers() -> None:
     from transformers import AutoConfig
 
     optional = ("num_key_value_heads", "rms_norm_eps")
-    silent = {key: value for key, value in LLAMA.items() if key not in optional} | {"num_attention_heads": 32}
+    silent = {key: value for key, value in LLAMA.items() if key not in optional} | {
+        "num_attention_heads": 160,
+        "hidden_size": 320,
+    }
     for model_type in ARCHITECTURES:
         for more in ({}, {"use_sliding_window": True, "num_hidden_layers": 30}):
             source = {**silent, **more, "model_type": model_type, "pad_token_id": 0}
@@ -100,6 +104,11 @@ def test_rope_of_both_spellings_is_the_same() -> None:
     assert all(first.parameters[key] == second.parameters[key] == value for key, value in scaling.items())
 
 
+@pytest.mark.parametrize("given", [{}, {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}])
+def test_the_first_gemma_means_gelu_by_tanh_by_whatever_name(given: dict[str, str]) -> None:
+    assert ModelConfig.from_dict({**LLAMA, **given, "model_type": "gemma"}).activation == "gelu_tanh"
+
+
 def test_sliding_windows() -> None:
     def windows(**change: Any) -> tuple[int | None, ...]:
         return tuple(block.window for block in ModelConfig.from_dict({**LLAMA, **change}).blocks)
@@ -123,6 +132,8 @@ def test_sliding_windows() -> None:
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
         ({"model_type": "hrm_text"}, "model_type 'hrm_text'; known ones"),  # near to no other name
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh'"),
+        ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh' or 'gelu'"),
+        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "is an encoder"),
         ({"hidden_size": -1}, "hidden_size: expected a positive integer, found -1"),
         ({"hidden_size": 2**60}, "hidden_size"),
         ({"vocab_size": True}, "vocab_size"),

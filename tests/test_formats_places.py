@@ -12,7 +12,9 @@ import wisparse
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
 from wisparse.formats.guard.places import shown
 from wisparse.formats.hub import fetch_source
+from wisparse.formats.model.architectures import ARCHITECTURES
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model.refusals import why_refused
 
 FOLDERS = {
     "adapter_config.json adapter_model.safetensors": "is a LoRA (PEFT) adapter of 'org/base', not a whole model: merge",
@@ -73,14 +75,22 @@ def test_a_file_is_never_taken_for_a_hub_id(
         ({"model_type": "mixtral"}, "'mixtral' is a mixture-of-experts model"),
         ({"model_type": "qwen3_moe"}, "a mixture-of-experts model"),
         ({"model_type": "brand_new", "num_experts": 64}, "'brand_new' is a mixture-of-experts model"),
+        ({"model_type": "deepseek_v4"}, "a mixture-of-experts model"),
+        ({"model_type": "mellum"}, "a mixture-of-experts model"),
         ({"model_type": "bert"}, "an encoder, which writes no text"),
         ({"model_type": "t5"}, "an encoder-decoder model"),
         ({"model_type": "brand_new", "is_encoder_decoder": True}, "an encoder-decoder model"),
         ({"model_type": "mamba2"}, "a recurrent or state-space model"),
+        ({"model_type": "falcon_h1"}, "a recurrent or state-space model"),
+        ({"model_type": "olmo_hybrid"}, "a recurrent or state-space model"),
         ({"model_type": "whisper"}, "a model of speech, sound or pictures"),
         ({"model_type": "qwen2_5_vl"}, "a model of pictures and text together"),
         ({"model_type": "brand_new", "vision_config": {}}, "a model of pictures and text together"),
         ({"model_type": "gpt2"}, "a dense decoder whose blocks are put together in another way"),
+        *(
+            ({"model_type": name}, "a dense decoder whose blocks are put together in another way")
+            for name in ("arcee", "olmo", "nanochat", "cwm", "cohere2", "gemma4_text", "vaultgemma")
+        ),
         ({"model_type": "lama"}, "(did you mean 'llama'?)"),
     ],
 )
@@ -91,6 +101,11 @@ def test_other_families_are_refused_by_what_they_are(changes: dict[str, object],
     assert words in str(caught.value)
     assert "known ones: llama, mistral, " in str(caught.value)
     assert ("did you mean" in str(caught.value)) == (changes["model_type"] == "lama")
+
+
+def test_no_supported_family_is_named_among_the_refused() -> None:
+    """A row that is added takes its family off the list of those that need more than a row."""
+    assert [name for name in ARCHITECTURES if why_refused({}, name, ()) != f"model_type {name!r}; known ones: "] == []
 
 
 def test_errors_name_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_the_row_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(architectures.ARCHITECTURES, model_type, facts)
     folder = make_bundle(source, tmp_path / "bundle")
     bundle = Bundle.open(folder)
-    assert bundle.config.rotaries[0].interleaved
+    assert bundle.config.attention_softcap == 2.0
     tokens = torch.arange(3, 40)
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
     with torch.inference_mode():

@@ -69,6 +69,7 @@ class Architecture:
         qkv_bias, o_bias, mlp_bias: True or False where the architecture fixes it, else the config key that says so.
         qk_norm: how q and k are normalised, if they are.
         activation: which config key names the MLP's activation.
+        activations: what the names there stand for.
         interleaved: rotary embeddings turn neighbours, not halves.
         local_theta: config key with the rotary base of blocks with a sliding window, where that is another one; None
             where all blocks share one rotary embedding.
@@ -95,6 +96,7 @@ class Architecture:
     mlp_bias: bool | str = False
     qk_norm: QKNorm | None = None
     activation: str = "hidden_act"
+    activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
     interleaved: bool = False
     local_theta: str | None = None
     unrotated: Literal["full", "listed"] | None = None
@@ -117,12 +119,8 @@ class Architecture:
 
 
 _BIASES: dict[str, Any] = {"qkv_bias": "attention_bias", "o_bias": "attention_bias"}
-_GEMMA: dict[str, Any] = {
-    **_BIASES,
-    "norm_offset": True,
-    "activation": "hidden_activation",
-    "embedding_multiplier": ("hidden_size", 0.5),
-}
+_FIRST_GEMMA: dict[str, Any] = {**_BIASES, "norm_offset": True, "embedding_multiplier": ("hidden_size", 0.5)}
+_GEMMA: dict[str, Any] = {**_FIRST_GEMMA, "activation": "hidden_activation"}
 _GEMMA_DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh",
     "head_dim": 256,
@@ -130,10 +128,23 @@ _GEMMA_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
 }
+_GLM: dict[str, Any] = {
+    "gate_up": _GATE_UP[1],
+    "qkv_bias": "attention_bias",
+    "interleaved": True,
+    "defaults": {
+        "attention_bias": True,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
+}
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     "llama": Architecture("LlamaForCausalLM", **_BIASES, mlp_bias="mlp_bias"),
     "mistral": Architecture("MistralForCausalLM", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "ministral": Architecture("MinistralForCausalLM", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "ministral3": Architecture(
         "Ministral3ForCausalLM",
         query_scaling=True,
@@ -166,6 +177,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
     ),
     "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1], defaults={"rms_norm_eps": 1e-5}),
+    "gemma": Architecture(
+        "GemmaForCausalLM",
+        # Its first files say "gelu", and have always meant the one that goes by tanh.
+        activations={**ACTIVATIONS, "gelu": "gelu_tanh"},
+        defaults={
+            "hidden_act": "gelu_pytorch_tanh",
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+        },
+        **_FIRST_GEMMA,
+    ),
     "gemma2": Architecture(
         "Gemma2ForCausalLM",
         norms=_SANDWICH,
@@ -232,19 +255,18 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "logits_scaling": 1.0,
         },
     ),
+    "glm": Architecture("GlmForCausalLM", **_GLM),
     "glm4": Architecture(
         "Glm4ForCausalLM",
         norms=Norms("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
-        gate_up=_GATE_UP[1],
+        **_GLM,
+    ),
+    "helium": Architecture(
+        "HeliumForCausalLM",
         qkv_bias="attention_bias",
+        mlp_bias="mlp_bias",
         interleaved=True,
-        defaults={
-            "attention_bias": True,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "partial_rotary_factor": 0.5,
-            "rms_norm_eps": 1.5625e-7,
-        },
+        defaults={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8, "rope_theta": 100_000.0},
     ),
     "seed_oss": Architecture(
         "SeedOssForCausalLM",

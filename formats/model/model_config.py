@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedModelError
-from .architectures import ACTIVATIONS, ARCHITECTURES, Activation, Architecture, Power
+from .architectures import ARCHITECTURES, Activation, Architecture, Power
 from .blocks import Block, read_blocks
 from .config_values import dimension, number, switch
 from .positions import RopeConfig, read_rope
@@ -198,10 +198,10 @@ class ModelConfig:
 
 def _activation(config: Mapping[str, Any], arch: Architecture) -> Activation:
     given = config.get(arch.activation) or arch.defaults.get(arch.activation, "silu")
-    if not isinstance(given, str) or given not in ACTIVATIONS:
-        known = " or ".join(repr(name) for name in ACTIVATIONS)
+    if not isinstance(given, str) or given not in arch.activations:
+        known = " or ".join(repr(name) for name in arch.activations)
         raise UnsupportedModelError(f"{arch.activation}: expected {known}, found {given!r:.80}")
-    return ACTIVATIONS[given]
+    return arch.activations[given]
 
 
 def _rotaries(config: Mapping[str, Any], arch: Architecture, head_dim: int) -> tuple[RopeConfig, ...]:

@@ -12,11 +12,13 @@ __all__ = ["why_refused"]
 _FAMILIES = (
     (
         "a mixture-of-experts model, which reads only some of its weights at a token already",
-        r".*moe.*|mixtral|deepseek_v[23].*|dbrx|gpt_oss|llama4.*|qwen3_next|kimi.*|dots1|minimax.*|grok.*|arctic|jamba",
+        r".*moe.*|mixtral|deepseek_v[2-9].*|dbrx|gpt_oss|llama4.*|qwen3_next|qwen4_exp.*|kimi.*|"
+        r"dots\d.*|minimax.*|grok.*|arctic|jamba|aria_text|axk\d|bailing_hybrid|flex_olmo|hy_v\d|inkling.*|kolibri.*|"
+        r"laguna|longcat.*|mellum|mimo_v2.*|solar_open|zaya",
     ),
     (
         "an encoder, which writes no text",
-        r".*bert.*|electra|mpnet|xlm-roberta|nomic.*|deberta.*|gte|bge.*|big_bird|roformer|data2vec-text|xmod",
+        r".*bert.*|electra|mpnet|xlm-roberta.*|nomic.*|deberta.*|gte|bge.*|big_bird|roformer|data2vec-text|xmod|ernie",
     ),
     (
         "an encoder-decoder model, not a decoder alone",
@@ -34,15 +36,14 @@ _FAMILIES = (
     (
         "a model of pictures and text together",
         r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
-        r"gemma3n?|.*omni.*|chameleon|emu3|qwen3_5",
+        r"gemma3n?|gemma4|gemma4_unified|phi4_multimodal|git|got_ocr2|.*omni.*|chameleon|emu3|qwen3_5",
     ),
     (
         "a dense decoder whose blocks are put together in another way (docs/bring-your-own-architecture.md says what "
         "a new row of the table can be)",
-        r"gpt.*|opt|bloom|mpt|falcon|codegen|phi|gemma.*|stablelm.*|starcoder.*|olmo.*|cohere.*|granite.*|glm.*|"
-        r"smollm.*|internlm.*|baichuan.*|minicpm.*|nemotron|exaone.*|persimmon|xglm|biogpt|qwen|chatglm|seed_oss|apertus|"
-        r"ernie.*|hunyuan.*|arcee|helium|bitnet|diffllama|ministral.*|vaultgemma|cwm|youtu|jais2|nanochat|iquestcoder|"
-        r"hyperclovax|openai-gpt|ctrl|cpmant|doge",
+        r"gpt.*|openai-gpt|ctrl|cpmant|opt|bloom|mpt|falcon|codegen|phi|gemma(3n_text|4.*)|vaultgemma|stablelm.*|"
+        r"starcoder.*|olmo|cohere.*|granite_swa|internlm.*|baichuan.*|minicpm.*|nemotron|persimmon|xglm|biogpt|qwen|chatglm|"
+        r"apertus|arcee|bitnet|diffllama|cwm|nanochat|hyperclovax|jais.*|youtu|blt|iquestcoder|doge",
     ),
 )
 _EXPERTS, _PICTURES = _FAMILIES[0], _FAMILIES[5]
