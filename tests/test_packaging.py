@@ -110,7 +110,7 @@ def test_what_is_declared_is_what_is_imported() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     needed = {_name(line) for line in PROJECT["project"]["dependencies"]}
     optional = {_name(line) for extra in ("datasets", "eval", "onnx", "serve", "vllm") for line in extras[extra]}
-    brought = {"llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
+    brought = {"evaluate", "llvmlite", "tqdm"}  # parts of numba and of lm-eval, which pin the version that fits
     assert needed <= imported
     assert imported - brought == needed | optional
 
