@@ -83,7 +83,7 @@ def main() -> None:
     for role in ROLES:
         case = case_for(config, role, arguments.sparsity, dtype=torch.float16)
         tile = choose_tile(
-            major * 10 + minor, torch.cuda.get_device_properties(0).multi_processor_count, case.k, case.n,
+            major * 10 + minor, torch.cuda.get_device_properties(0).multi_processor_count, case.k, case.widths,
             launch_kind(1, dense=arguments.sparsity == 0),
         )  # fmt: skip
         ours = time_graph(case.launcher(tile, major >= 9), len(case.groups))

@@ -125,7 +125,7 @@ def candidates(k: int, widths: tuple[int, ...], kind: str, processors: int) -> l
             splits |= {split for split in (16, 32) if max(splits) > split}
             for split in sorted(splits):
                 for unroll in (4, 8):
-                    for pollers in {0, most_pollers(processors, sum(widths), block_n, split, warps)}:
+                    for pollers in {0, most_pollers(processors, tuple(widths), block_n, split, warps)}:
                         found.append(
                             GemvTile(
                                 block_n, warps * 256 // block_n, split, warps, 1, 32, unroll, trigger=2, pollers=pollers
@@ -140,7 +140,7 @@ def candidates(k: int, widths: tuple[int, ...], kind: str, processors: int) -> l
         most = processors // sum(triton.cdiv(width, block_n) for width in widths)
         for splits in {max(1, min(most - fewer, k // 64)) for fewer in (0, 1)}:
             for warps in (4, 8):
-                for pollers in {0, most_pollers(processors, sum(widths), block_n, splits, warps)}:
+                for pollers in {0, most_pollers(processors, tuple(widths), block_n, splits, warps)}:
                     found.append(GemvTile(block_n, block_k, splits, warps, stages, unroll=1, pollers=pollers))
     return found
 

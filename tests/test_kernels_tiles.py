@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-shapes = st.tuples(st.integers(16, 40_000), st.integers(16, 120_000))
+shapes = st.tuples(st.integers(16, 40_000), st.lists(st.integers(16, 40_000), min_size=1, max_size=3).map(tuple))
 kinds = st.sampled_from(["sparse", "dense", "rows", "batch"])
 
 
@@ -23,8 +23,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WISPARSE_CACHE", str(tmp_path))
 
 
-def has_room(tile, multiprocessors: int, out_features: int) -> bool:
-    return tile.pollers * -(-out_features // tile.block_n) <= multiprocessors
+def has_room(tile, multiprocessors: int, widths: tuple[int, ...]) -> bool:
+    """No tile spans two projections, so widths that are no multiples of a tile's have more of them."""
+    return tile.pollers * sum(-(-width // tile.block_n) for width in widths) <= multiprocessors
 
 
 @given(shapes, st.integers(1, 200), kinds)
@@ -57,8 +58,8 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
     for key, tile in TABLE.items():
         _, kind, shape = key.split(":")
         k, n = map(int, shape.split("x"))
-        chosen = choose_tile(90, multiprocessors, k, n, kind)
-        assert has_room(chosen, multiprocessors, n)
+        chosen = choose_tile(90, multiprocessors, k, (n,), kind)
+        assert has_room(chosen, multiprocessors, (n,))
         assert chosen == tile or (multiprocessors < 132 and chosen.pollers < tile.pollers)
 
 
@@ -81,16 +82,16 @@ def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(cap
 
     key, tile = "sm90:sparse:4096x4096:1:bfloat16", GemvTile(128, 4, 10, 2)
     remember_tiles({key: tile})
-    assert choose_tile(90, 132, 4096, 4096) == tile
+    assert choose_tile(90, 132, 4096, (4096,)) == tile
     # Not for what it was not measured with.
     table = TABLE["sm90:sparse:4096x4096"]
-    assert choose_tile(90, 132, 4096, 4096, dtype=torch.float16) == table
-    assert choose_tile(90, 132, 4096, 4096, rows=2) == table
+    assert choose_tile(90, 132, 4096, (4096,), dtype=torch.float16) == table
+    assert choose_tile(90, 132, 4096, (4096,), rows=2) == table
     fields = json.loads(cache_file().read_text("utf-8"))
     fields[key]["pollers"] = 3
     cache_file().write_text(json.dumps(fields), "utf-8")
     with caplog.at_level(logging.WARNING, logger="wisparse"):
-        assert choose_tile(90, 132, 4096, 4096) == TABLE["sm90:sparse:4096x4096"]
+        assert choose_tile(90, 132, 4096, (4096,)) == TABLE["sm90:sparse:4096x4096"]
     assert "pollers" in caplog.text
 
 
@@ -106,7 +107,7 @@ def test_a_damaged_local_tile_is_told_and_ignored(field, value, caplog):
     fields[key][field] = value
     cache_file().write_text(json.dumps(fields), "utf-8")
     with caplog.at_level(logging.WARNING, logger="wisparse"):
-        assert choose_tile(90, 132, 4096, 4096) == TABLE["sm90:sparse:4096x4096"]
+        assert choose_tile(90, 132, 4096, (4096,)) == TABLE["sm90:sparse:4096x4096"]
     assert str(cache_file()) in caplog.text
 
 
@@ -131,6 +132,30 @@ def test_tiles_are_tuned_for_the_launches_that_a_step_makes(dtype, kinds):
     block = SimpleNamespace(**{role: SimpleNamespace(dense=role == "o") for role in ("qkv", "o", "gate_up", "down")})
     decoder = SimpleNamespace(weights=SimpleNamespace(blocks=[block]), dtype=dtype)
     assert set(_kinds(decoder, 2).values()) == kinds
+
+
+@pytest.mark.parametrize(("pollers", "multiprocessors"), [(2, 3), (4, 7), (4, 8)])
+def test_a_launch_whose_programs_would_wait_for_ever_is_refused(pollers, multiprocessors, monkeypatch):
+    """Two tiles, of projections that are no multiple of one: each poller waits for all others."""
+    from wisparse.kernels.gpu import gemv
+
+    monkeypatch.setattr(gemv, "_places", lambda device: multiprocessors)
+    monkeypatch.setattr(gemv, "plan_launch", lambda layout, tile, *arguments: tile)
+    layout = gemv.Layout(64, (40, 40), 80, torch.float16, torch.device(f"cuda:{multiprocessors}"), False)
+    tile = gemv.GemvTile(block_n=64, splits=4, warps=2, pollers=pollers)
+    if 2 * pollers <= multiprocessors:
+        assert gemv._checked_plan(layout, tile) == tile
+    else:
+        with pytest.raises(ValueError, match=f"at most {multiprocessors} programs .* found {2 * pollers}"):
+            gemv._checked_plan(layout, tile)
+
+
+def test_the_launcher_refuses_pollers_where_programs_run_one_after_the_other():
+    from wisparse.kernels.gpu.gemv import GemvTile, Group, sparse_gemv
+
+    group = Group(torch.ones(50, 72), (72,), None, torch.ones(1, 50), torch.zeros(1), False)
+    with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu, found 4"):
+        sparse_gemv(torch.ones(1, 50), group, GemvTile(block_n=64, splits=4, warps=2, pollers=2))
 
 
 @given(st.integers(1, 10**6), st.integers(1, 16))

@@ -31,7 +31,7 @@ from wisparse.kernels.gpu import head as triton_head
 from wisparse.kernels.gpu import mask as triton_mask
 from wisparse.kernels.gpu import mask_gemm as triton_mask_gemm
 from wisparse.kernels.gpu import sample as triton_sample
-from wisparse.kernels.gpu.common import Stretches
+from wisparse.kernels.gpu.arguments import Counting, Memory, Source, Stretches, Target, Weights
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -136,34 +136,32 @@ def gemv(
         source = target = "plain"
     source, target = ends.get("source", source), ends.get("target", target)
     activation, wide = types_of(dtype)
-    floats, exact = numbers(dtype, eps=1e-5)
+    widths = tuple(width for width in widths if width)
+    layout = triton_gemv.Layout(k, widths, sum(widths), TORCH_TYPES[dtype], torch.device("meta"), dense)
+    stretches = (16 // batch, 128) if source == "attention" else (1, 1)
+    plan = triton_gemv.plan_launch(layout, tile, batch, target, stretches, 16, arch >= 90 if pdl is None else pdl)
+    in_scratch, many = plan.lists.in_room == "", plan.kernel is triton_gemv.masked_gemm_kernel
     types = {
-        "x_ptr": wide if source == "attention" else activation, "m_ptr": wide, "l_ptr": wide, "ssq_in_ptr": wide,
-        "norm_ptr": norm or f"*{dtype}", "weight_ptr": f"*{dtype}", "bias_ptr": f"*{dtype}", "scale_ptr": "*fp32",
-        "threshold_ptr": "*fp32", "masked_ptr": "*fp32", "out_ptr": activation, "ssq_out_ptr": wide,
-        "partial_ptr": "*i64" if exact else "*i32", "index_ptr": "*i32", "value_ptr": activation, "counter_ptr": "*i32",
-        "ssq_parts": "i32", **floats,
-        **dict.fromkeys(("token_ptr", "kept_before_ptr", "kept_after_ptr"), "*i64" if count else "*fp32"),
-    }  # fmt: skip
-    kind = triton_gemv.launch_kind(batch, dense=dense)
-    on_gpu = torch.empty(k, sum(widths), dtype=TORCH_TYPES[dtype], device="meta")
-    lists = triton_gemv.program_lists(triton_gemv.Group(on_gpu, widths, None, on_gpu, on_gpu, dense), tile, batch)
-    constants = dict(
-        K=k, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=sum(widths),
-        TILES=sum(triton.cdiv(width, tile.block_n) for width in widths), BATCH=batch, SSQ_PAD=32,
-        KV_SPLITS=16 // batch, HEAD_DIM=128, HAS_BIAS=False, DENSE=dense, BY_ROW=by_row,
-        INPUT=triton_gemv.INPUTS[source],
-        OUTPUT=triton_gemv.OUTPUTS[target], BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
-        POLLERS=tile.pollers, AT_ONCE=triton_gemv.sums_at_once(tile, batch, target, kind=kind),
-        SEGMENT=lists.segment, LIST=lists.length, ROOM=lists.in_room, COUNT=count,
-        PDL=arch >= 90 if pdl is None else pdl, **exact,
-    )  # fmt: skip
-    if kind == "batch":
-        constants |= dict(STAGES=tile.stages)
-        types.pop("index_ptr")
-        return compile_kernel(triton_gemv.masked_gemm_kernel, arch, types, constants, tile.warps)
-    constants |= dict(CHUNK=tile.chunk, UNROLL=tile.unroll, TRIGGER=tile.trigger, LEAD=tile.lead)
-    return compile_kernel(triton_gemv.sparse_gemv_kernel, arch, types, constants, tile.warps)
+        "source": {
+            "plain": Source(activation, None, None, None),
+            "hidden": Source(activation, wide, norm or f"*{dtype}", None),
+            "attention": Source(None, None, None, Stretches(wide, wide, wide)),
+        }[source],
+        "weights": Weights(f"*{dtype}", None, "*fp32", "*fp32"),
+        "masked_ptr": "*fp32" if by_row else None,
+        "target": Target(activation, wide if target == "residual" else None),
+        "memory": Memory(
+            "*i64" if dtype == "fp32" else "*i32",
+            None if tile.pollers else "*i32",
+            "*i32" if in_scratch and not many else None,
+            activation if in_scratch else None,
+        ),
+        "counting": Counting("*i64", "*i64", "*i64") if count else None,
+        "eps": 1e-5 if dtype == "fp32" else "fp32",
+        "ssq_parts": "i32",
+    }
+    constants = dict(shape=plan.shape, modes=plan.modes, cut=plan.cut, lists=plan.lists, AT_ONCE=plan.at_once)
+    return compile_kernel(plan.kernel, arch, types, constants, tile.warps)
 
 
 def mask(arch: int, projections: int):
@@ -264,7 +262,7 @@ def families(arch: int) -> dict[str, tuple]:
 
     def product(group: str, kind: str = "sparse", batch: int = 1, **changes: str) -> tuple:
         k, widths, _, _ = SHAPES[group]
-        tile = default_tile(132, k, sum(widths), kind, arch)
+        tile = default_tile(132, k, tuple(filter(None, widths)), kind, arch)
         return (partial(gemv, **changes), tile, group, batch, kind == "dense")
 
     def attending(dtype: str = "bf16", **changes: Any) -> tuple:
@@ -309,7 +307,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.kernels.gpu.tiles import TABLE, default_tile
 
-    sizes = {group: (k, sum(widths)) for group, (k, widths, _, _) in SHAPES.items()}
+    sizes = {group: (k, tuple(filter(None, widths))) for group, (k, widths, _, _) in SHAPES.items()}
     cases = {
         f"gemv {group} {kind} {batch}": (
             gemv, default_tile(132, *size, kind, arch), group, batch, kind == "dense"
@@ -332,9 +330,9 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     waiting = GemvTile(64, 4, 5, 4, unroll=2, pollers=4)
     cases |= {f"gemv {group} sparse 1 waiting": (gemv, waiting, group) for group in ("qkv", "down")}
     if arch == 90:
-        for group, (k, n) in sizes.items():
+        for group, (k, each) in sizes.items():
             for kind, batch in (("sparse", 1), ("dense", 1), ("rows", 2), ("batch", 8), ("batch", 11)):
-                tile = TABLE[f"sm90:{kind}:{k}x{n}"]
+                tile = TABLE[f"sm90:{kind}:{k}x{sum(each)}"]
                 name = f"gemv {group} {kind} {batch}{' waiting' if tile.pollers else ''}, as measured"
                 cases[name] = (gemv, tile, group, batch, kind == "dense")
     cases |= {
@@ -344,8 +342,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     }
     if arch == 90:
         for group, kind, batch in (("qkv", "sparse", 1), ("o", "rows", 2), ("down", "batch", 8)):
-            k, n = sizes[group]
-            tile = TABLE[f"sm90:{kind}:{k}x{n}"]
+            k, each = sizes[group]
+            tile = TABLE[f"sm90:{kind}:{k}x{sum(each)}"]
             cases[f"gemv {group} {kind} {batch} by row waiting"] = (
                 gemv, tile, group, batch, False, "bf16", None, False, True
             )  # fmt: skip

@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .arguments import Stretches
 from .common import (
-    Stretches,
     exact_argument,
     inverse_root,
     let_next_kernel_start,

@@ -9,22 +9,17 @@ Kernels write "wide" for the type they add up in (``precision``).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from .arguments import Columns
 
 __all__ = [
-    "FROM_ATTENTION",
-    "FROM_HIDDEN",
-    "FROM_PLAIN",
     "TO_GELU",
     "TO_PLAIN",
     "TO_RESIDUAL",
     "TO_SILU",
-    "Stretches",
     "combined_attention",
     "exact_argument",
     "inverse_root",
@@ -40,24 +35,11 @@ __all__ = [
     "wait_in_loop",
 ]
 
-# Where a projection's input comes from.
-FROM_PLAIN = tl.constexpr(0)  # x (B, K), as it is
-FROM_HIDDEN = tl.constexpr(1)  # the residual stream: RMS-normalise it first
-FROM_ATTENTION = tl.constexpr(2)  # the attention's partial results, one for each split of the context
-
-# Where its output goes.
+# Where a projection's output goes.
 TO_PLAIN = tl.constexpr(0)  # y (B, N)
 TO_RESIDUAL = tl.constexpr(1)  # added to the residual stream, with the sum of squares the next norm needs
 TO_SILU = tl.constexpr(2)  # gate and up: silu(gate) * up
 TO_GELU = tl.constexpr(3)  # the same, by the tanh form of GELU; from TO_SILU on, outputs are made of pairs
-
-
-class Stretches(NamedTuple):
-    """The attention's partial results, one for each stretch of the context."""
-
-    x: Tensor  # (B, heads, splits, D) wide, softmax-weighted sums
-    maximum: Tensor  # (B, heads, splits) wide, log2 domain
-    total: Tensor  # the same shape, denominators
 
 
 def exact_argument(value: float, wide: torch.dtype) -> float | tl.constexpr:
@@ -156,31 +138,21 @@ def reciprocal_rms(squares, eps, K: tl.constexpr):
 
 
 @triton.jit
-def combined_attention(
-    x_ptr,
-    m_ptr,
-    l_ptr,
-    row,
-    k,
-    live,
-    K: tl.constexpr,
-    KV_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    dtype: tl.constexpr,
-):
-    """The attention's output [row, k] in ``dtype`` from its stretches, 0 where not live.
+def combined_attention(stretches, row, k, live, shape: tl.constexpr, dtype: tl.constexpr):
+    """The attention's output [row, k] in ``dtype`` from its ``Stretches``, 0 where not live.
 
-    x_ptr: (B, heads, splits, D) wide, each stretch's softmax-weighted sum; m its maximum, l its denominator. One tensor
-    for each stretch: a second dimension would cost exchanges between threads.
+    One tensor for each stretch: a second dimension would cost exchanges between threads.
     """
-    at = (row * (K // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
+    KV_SPLITS: tl.constexpr = shape.kv_splits
+    HEAD_DIM: tl.constexpr = shape.head_dim
+    at = (row * (shape.k // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
     ms = ()
     totals = ()
     parts = ()
     for s in tl.static_range(KV_SPLITS):
-        ms = ms + (tl.load(m_ptr + at + s, mask=live, other=0.0),)  # noqa: RUF005
-        totals = totals + (tl.load(l_ptr + at + s, mask=live, other=1.0),)  # noqa: RUF005
-        part = tl.load(x_ptr + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
+        ms = ms + (tl.load(stretches.maximum + at + s, mask=live, other=0.0),)  # noqa: RUF005
+        totals = totals + (tl.load(stretches.total + at + s, mask=live, other=1.0),)  # noqa: RUF005
+        part = tl.load(stretches.x + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
         parts = parts + (part,)  # noqa: RUF005
     m = ms[0]
     for s in tl.static_range(1, KV_SPLITS):
@@ -196,8 +168,7 @@ def combined_attention(
 
 @triton.jit
 def tile_columns(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The projection that a tile of BLOCK_N columns belongs to (none spans two), which of its tiles it is, and the
-    projection's first column and width."""
+    """The ``Columns`` of a tile of BLOCK_N of them; none spans two projections."""
     T0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     T1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
     second = (tile >= T0).to(tl.int32)
@@ -210,4 +181,4 @@ def tile_columns(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLO
         local = local - third * T1
         first = tl.where(third > 0, N0 + N1, first)
         width = tl.where(third > 0, N2, width)
-    return projection, local, first, width
+    return Columns(projection, local, first, width)

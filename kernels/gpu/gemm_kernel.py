@@ -9,12 +9,13 @@ as in ``gemv_kernel``, in a fixed order.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from .arguments import Counting, Stretches
 from .common import (
-    FROM_ATTENTION,
-    FROM_HIDDEN,
     combined_attention,
     load_squares,
     normalise,
@@ -33,96 +34,80 @@ __all__ = ["masked_gemm_kernel"]
 _ROWS = tl.constexpr(8)
 
 
-@triton.jit(
-    do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["token_ptr", "kept_before_ptr", "kept_after_ptr"]
-)
+class _Channels(NamedTuple):
+    """A program's channels: where they stand in its segment, which they are, which of them there are, and what is known
+    of them before x."""
+
+    position: Any
+    k: Any
+    live: Any
+    norm: Any
+    scale: Any
+    threshold: Any
+
+
+@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
 def masked_gemm_kernel(
-    x_ptr,  # as for sparse_gemv_kernel, up to kept_after_ptr
-    m_ptr,
-    l_ptr,
-    ssq_in_ptr,
-    norm_ptr,
-    weight_ptr,
-    bias_ptr,
-    scale_ptr,
-    threshold_ptr,
+    source,  # as for sparse_gemv_kernel
+    weights,
     masked_ptr,
-    out_ptr,
-    ssq_out_ptr,
-    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) int32; POLLERS: NOTHING before and after
-    counter_ptr,
-    token_ptr,
-    kept_before_ptr,
-    kept_after_ptr,
-    value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM
+    target,
+    memory,
+    counting,
     eps,
-    ssq_parts,  # columns of ssq_in
-    K: tl.constexpr,
-    N0: tl.constexpr,
-    N1: tl.constexpr,
-    N2: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TILES: tl.constexpr,
-    BATCH: tl.constexpr,
-    SSQ_PAD: tl.constexpr,
-    KV_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DENSE: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    INPUT: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POLLERS: tl.constexpr,
+    ssq_parts,
+    shape: tl.constexpr,
+    modes: tl.constexpr,
+    cut: tl.constexpr,  # GemvTile, block_k at least tl.dot's smallest K
+    lists: tl.constexpr,
     AT_ONCE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    LIST: tl.constexpr,
-    STAGES: tl.constexpr,
-    ROOM: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    N: tl.constexpr = N0 + N1 + N2
+    K: tl.constexpr = shape.k
+    BATCH: tl.constexpr = shape.batch
+    BLOCK_N: tl.constexpr = cut.block_n
+    BLOCK_K: tl.constexpr = cut.block_k
+    SPLITS: tl.constexpr = cut.splits
+    LIST: tl.constexpr = lists.length
     # No mask where none is needed: a weight's address is then all there is to work out.
-    WHOLE: tl.constexpr = K % BLOCK_K + N0 % BLOCK_N + N1 % BLOCK_N + N2 % BLOCK_N == 0
+    WHOLE: tl.constexpr = K % BLOCK_K + shape.n0 % BLOCK_N + shape.n1 % BLOCK_N + shape.n2 % BLOCK_N == 0
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     # The tensor cores take 16 rows.
     ROWS: tl.constexpr = 16
+    ROOM: tl.constexpr = lists.in_room
     SHARED: tl.constexpr = ROOM != ""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    dtype: tl.constexpr = target.out.dtype.element_ty
     program = tl.program_id(0)
-    tile = program % TILES
-    split = program // TILES
-    projection, local, first, width = tile_columns(tile, N0, N1, N2, BLOCK_N)
-    n = local * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = n < width
-    columns = first + n
-    weight_column_ptr = weight_ptr + columns
+    tile = program % shape.tiles
+    split = program // shape.tiles
+    of = tile_columns(tile, shape.n0, shape.n1, shape.n2, BLOCK_N)
+    n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_width = n < of.width
+    columns = of.first + n
+    weight_column_ptr = weights.weight_t + columns
 
     # --- what is known before the kernel before this one has ended
-    position = tl.arange(0, SEGMENT)
+    position = tl.arange(0, lists.segment)
     k = segment_channel(position, split, SPLITS, BLOCK_K)
     live = k < K
-    threshold = tl.load(threshold_ptr + projection)
+    threshold = tl.load(weights.thresholds + of.projection)
     norm_weight = k
     scale = k
-    if INPUT == FROM_HIDDEN:
-        norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0)
+    if source.norm is not None:
+        norm_weight = tl.load(source.norm + k, mask=live, other=0.0)
+    DENSE: tl.constexpr = modes.dense
     if not DENSE:
-        scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
+        scale = tl.load(weights.scales + of.projection * K + k, mask=live, other=0.0)
+    channels = _Channels(position, k, live, norm_weight, scale, threshold)
     # As in sparse_gemv_kernel: a projection's first tile counts, each program in its own cell.
-    counts = local == 0
-    kept_before_ptr += projection * SPLITS + split
-    kept_after_ptr += projection * SPLITS + split
-    values = room(ROOM, program) if SHARED else value_ptr + program * BATCH * LIST
+    counts = of.local == 0
+    if counting is not None:
+        cell = of.projection * SPLITS + split
+        counting = Counting(counting.token, counting.before + cell, counting.after + cell)
+    values = room(ROOM, program) if SHARED else memory.list_value + program * BATCH * LIST
     if not SHARED:
         values = _lay_values(
-            values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, masked_ptr, token_ptr,
-            kept_before_ptr, kept_after_ptr, counts, eps, ssq_parts, position, k, live,
-            K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, BY_ROW, INPUT, LIST, SHARED, COUNT, PDL, dtype,
-        )  # fmt: skip
+            values, source, masked_ptr, channels, counting, counts, eps, ssq_parts, shape, modes, LIST, SHARED, dtype
+        )
 
     # --- the product
     rows = tl.arange(0, ROWS)
@@ -131,9 +116,9 @@ def masked_gemm_kernel(
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
     count = (BLOCKS - split + SPLITS - 1) // SPLITS
-    for step in tl.range(0, count, num_stages=STAGES):
+    for step in tl.range(0, count, num_stages=cut.stages):
         k_now = (step * SPLITS + split) * BLOCK_K + lane
-        at = weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * STRIDE
+        at = weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * shape.stride
         if WHOLE:  # noqa: SIM108 (resolved at compile time)
             w = tl.load(at)
         else:
@@ -142,85 +127,87 @@ def masked_gemm_kernel(
             # In here, as the compiler puts the first reads of weights before the loop.
             if step == 0:
                 values = _lay_values(
-                    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, masked_ptr, token_ptr,
-                    kept_before_ptr, kept_after_ptr, counts, eps, ssq_parts, position, k, live,
-                    K, BATCH, SSQ_PAD, KV_SPLITS, HEAD_DIM, DENSE, BY_ROW, INPUT, LIST, SHARED, COUNT, PDL, dtype,
+                    values, source, masked_ptr, channels, counting, counts, eps, ssq_parts,
+                    shape, modes, LIST, SHARED, dtype,
                 )  # fmt: skip
         x = get_half(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
         acc = tl.dot(x, w, acc, input_precision="ieee")
     if BLOCKS < SPLITS:
         # A program without a block was not in the loop; and sums of the kernel before may still lie in scratch memory.
-        wait_for_previous_kernel(PDL)
-    place = (split * BATCH + rows)[:, None] * N + columns[None, :]
-    leave_partial(partial_ptr, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
+        wait_for_previous_kernel(modes.pdl)
+    place = (split * BATCH + rows)[:, None] * shape.n + columns[None, :]
+    leave_partial(memory.partial, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
 
-    add_up(
-        split, tile, projection, local, first, width, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, counter_ptr,
-        tl.float32, N0, N, TILES, BATCH, OUTPUT, HAS_BIAS, BLOCK_N, SPLITS, POLLERS, AT_ONCE, True,
-    )  # fmt: skip
+    add_up(split, tile, of, weights.bias, target, memory, tl.float32, shape, modes, cut, AT_ONCE, True)
 
 
 @triton.jit
 def _lay_values(
-    values, x_ptr, m_ptr, l_ptr, ssq_in_ptr, norm_weight, scale, threshold, masked_ptr, token_ptr, kept_before_ptr,
-    kept_after_ptr, counts, eps, ssq_parts, position, k, live,
-    K: tl.constexpr, BATCH: tl.constexpr, SSQ_PAD: tl.constexpr, KV_SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DENSE: tl.constexpr, BY_ROW: tl.constexpr, INPUT: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr,
-    COUNT: tl.constexpr, PDL: tl.constexpr, dtype: tl.constexpr,
+    values, source, masked_ptr, channels, counting, counts, eps, ssq_parts,
+    shape: tl.constexpr, modes: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Each row's values of the program's channels, 0 where it drops one, LIST apart; returns where, for ``get_half``.
 
-    Waits for the kernel before this one, and lets the next one start. COUNT: adds what the rows keep to the program's
-    own cell, if it ``counts``.
+    Waits for the kernel before this one, and lets the next one start. Adds what the rows keep to the program's own
+    cell, at which ``counting`` points, if it ``counts``.
     """
-    zero = wait_in_loop(ssq_parts, PDL)
+    BATCH: tl.constexpr = shape.batch
+    NORMED: tl.constexpr = source.norm is not None
+    COUNT: tl.constexpr = counting is not None
+    DENSE: tl.constexpr = modes.dense
+    position = channels.position
+    k = channels.k
+    live = channels.live
+    zero = wait_in_loop(ssq_parts, modes.pdl)
     kept_rows = position * 0
     kept_before = zero.to(tl.int64)
     if COUNT:
-        kept_before = tl.load(kept_before_ptr, mask=counts, other=0)
-    x_ptr += zero
-    m_ptr += zero
-    l_ptr += zero
-    ssq_in_ptr += zero
+        kept_before = tl.load(counting.before, mask=counts, other=0)
+    if source.stretches is not None:
+        stretches = source.stretches
+        stretches = Stretches(stretches.x + zero, stretches.maximum + zero, stretches.total + zero)
+    else:
+        x_ptr = source.x + zero
+    if NORMED:
+        ssq_ptr = source.ssq + zero
     for begin in tl.static_range(0, BATCH, _ROWS):
         # Several rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
         inputs = ()
         for row in tl.static_range(begin, begin + _ROWS):
             if row < BATCH:
-                if INPUT == FROM_ATTENTION:
-                    x = combined_attention(x_ptr, m_ptr, l_ptr, row, k, live, K, KV_SPLITS, HEAD_DIM, dtype)
+                if source.stretches is not None:
+                    x = combined_attention(stretches, row, k, live, shape, dtype)
                 else:
-                    x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
+                    x = tl.load(x_ptr + row * shape.k + k, mask=live, other=0.0)
                 inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
         squares = ()
-        if INPUT == FROM_HIDDEN:
+        if NORMED:
             if SHARED:
                 hold_reads(zero)
             for row in tl.static_range(begin, begin + _ROWS):
                 if row < BATCH:
-                    squares = squares + (load_squares(ssq_in_ptr, row, ssq_parts, SSQ_PAD),)  # noqa: RUF005
+                    squares = squares + (load_squares(ssq_ptr, row, ssq_parts, shape.ssq_pad),)  # noqa: RUF005
         if SHARED:
             hold_reads(zero)
         for row in tl.static_range(begin, begin + _ROWS):
             if row < BATCH:
                 x = inputs[row - begin]
-                if INPUT == FROM_HIDDEN:
-                    rstd = reciprocal_rms(squares[row - begin], eps, K)
-                    x = normalise(
-                        x.to(rstd.dtype), norm_weight.to(rstd.dtype), rstd, dtype, norm_weight.dtype == rstd.dtype
-                    )
+                if NORMED:
+                    rstd = reciprocal_rms(squares[row - begin], eps, shape.k)
+                    norm = channels.norm
+                    x = normalise(x.to(rstd.dtype), norm.to(rstd.dtype), rstd, dtype, norm.dtype == rstd.dtype)
                 if not DENSE:
-                    limit = threshold
-                    if BY_ROW:
-                        limit = threshold * tl.load(masked_ptr + row)
+                    limit = channels.threshold
+                    if masked_ptr is not None:
+                        limit = channels.threshold * tl.load(masked_ptr + row)
                     # A NaN is not below anything: it is kept.
-                    dropped = tl.abs(x.to(tl.float32)) * scale < limit
+                    dropped = tl.abs(x.to(tl.float32)) * channels.scale < limit
                     if COUNT:
-                        kept_rows += (live & ~dropped & (tl.load(token_ptr + row) >= 0)).to(tl.int32)
+                        kept_rows += (live & ~dropped & (tl.load(counting.token + row) >= 0)).to(tl.int32)
                     x = tl.where(dropped, 0.0, x).to(dtype)
                 x = tl.where(live, x, 0.0).to(dtype)
                 put_half(values, row * LIST + position, x, position < LIST, SHARED)
     if COUNT:  # noqa: SIM102 (resolved at compile time)
         if counts:
-            tl.store(kept_after_ptr, kept_before + tl.sum(kept_rows, axis=0))
+            tl.store(counting.after, kept_before + tl.sum(kept_rows, axis=0))
     return settled(values, SHARED)

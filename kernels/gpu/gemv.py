@@ -12,43 +12,39 @@ float32 ones (``precision`` says why), whose rows are launched one by one.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from ..precision import activation_dtype, rows_together, wide_dtype
-from .common import (
-    FROM_ATTENTION,
-    FROM_HIDDEN,
-    FROM_PLAIN,
-    TO_GELU,
-    TO_PLAIN,
-    TO_RESIDUAL,
-    TO_SILU,
-    exact_argument,
-)
+from .arguments import Counting, Memory, Modes, Shape, Source, Stretches, Target, Weights
+from .common import TO_GELU, TO_PLAIN, TO_RESIDUAL, TO_SILU, exact_argument
 from .gemm_kernel import masked_gemm_kernel
 from .gemv_kernel import sparse_gemv_kernel
 from .lists import ROOM_LIMIT_BESIDE, room_source
 from .partials import NOTHING
 
 __all__ = [
-    "INPUTS",
     "OUTPUTS",
     "GemvTile",
     "Group",
+    "Layout",
+    "Plan",
     "ProgramLists",
     "Scratch",
+    "count_tiles",
     "launch_gemv",
     "launch_kind",
+    "plan_launch",
     "program_lists",
     "sparse_gemv",
     "sums_at_once",
 ]
 
-INPUTS = {"plain": FROM_PLAIN.value, "hidden": FROM_HIDDEN.value, "attention": FROM_ATTENTION.value}
 OUTPUTS = {
     "plain": TO_PLAIN.value, "residual": TO_RESIDUAL.value, "silu": TO_SILU.value, "gelu_tanh": TO_GELU.value
 }  # fmt: skip
@@ -85,8 +81,8 @@ class GemvTile:
 
     Partial sums are added by the program of a tile that arrives last, or by ``pollers`` (a power of two) of its last
     splits, which wait for all others. One waits for programs that began before it. Several wait for each other too, so
-    those of all tiles must be fewer than the programs that a GPU runs at once; ``choose_tile`` keeps them below its
-    multiprocessors.
+    those of all tiles must have places on the GPU at once: one for each multiprocessor there always is.
+    ``choose_tile`` gives no more, and ``launch_gemv`` takes no more.
 
     Raises:
         ValueError: ``pollers`` is no power of two, or larger than ``splits``; or two threads would look at one sum:
@@ -126,6 +122,22 @@ class GemvTile:
         return triton.cdiv(width, self.block_n) * max(1, self.pollers)
 
 
+def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
+    """Tiles of ``block_n`` columns of projections so wide; none spans two of them."""
+    return sum(triton.cdiv(width, block_n) for width in widths)
+
+
+class Layout(NamedTuple):
+    """What a launch has to know of a group before it sees a number of it: as in ``Group``."""
+
+    in_features: int
+    widths: tuple[int, ...]
+    stride: int
+    dtype: torch.dtype
+    device: torch.device
+    dense: bool
+
+
 @dataclass(frozen=True)
 class Group:
     """Projections that read one input, their columns side by side.
@@ -156,6 +168,12 @@ class Group:
         """Sum of the projections' widths."""
         return sum(self.widths)
 
+    @cached_property
+    def layout(self) -> Layout:
+        """Its shape, type and place."""
+        weight = self.weight_t
+        return Layout(weight.shape[0], self.widths, weight.stride(0), weight.dtype, weight.device, self.dense)
+
 
 class Scratch:
     """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
@@ -169,17 +187,10 @@ class Scratch:
         self.value = torch.empty(1, dtype=activation_dtype(dtype), device=device)
 
     def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
-        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw.
-
-        Raises:
-            ValueError: several pollers on a CPU: the interpreter runs programs one after the other, and the first would
-                wait for ever.
-        """
-        if tile.pollers > 1 and group.weight_t.device.type != "cuda":
-            raise ValueError(f"expected one poller where there is no GPU, found {tile}")
+        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
         batch = rows_together(batch, group.weight_t.dtype)
-        tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
-        lists = program_lists(group, tile, batch)
+        tiles = count_tiles(group.widths, tile.block_n)
+        lists = program_lists(group.layout, tile, batch)
         in_scratch = 0 if lists.in_room else tiles * tile.splits * lists.length
         for name, size in (
             ("awaited" if tile.pollers else "partial", tile.splits * batch * group.out_features),
@@ -194,8 +205,7 @@ class Scratch:
                 setattr(self, name, torch.full((size,), content, dtype=held.dtype, device=held.device))
 
 
-@dataclass(frozen=True)
-class ProgramLists:
+class ProgramLists(NamedTuple):
     """What a program keeps of its channels: ``segment`` of them, a power of two, with ``length`` places in each list;
     ``in_room`` is PTX for the shared memory they lie in ("": in scratch memory)."""
 
@@ -204,13 +214,14 @@ class ProgramLists:
     in_room: str
 
 
-def program_lists(group: Group, tile: GemvTile, batch: int) -> ProgramLists:
+@lru_cache
+def program_lists(layout: Layout, tile: GemvTile, batch: int) -> ProgramLists:
     """The lists of a launch's programs."""
     # The interpreter has no shared memory, and float64 values do not fit there.
-    shared = group.weight_t.device.type != "cpu" and group.weight_t.dtype != torch.float32
-    if launch_kind(batch, dense=group.dense) == "batch":
-        return _values_of_many_rows(group, tile, batch, shared=shared)
-    chunks = triton.cdiv(group.in_features, tile.chunk)
+    shared = layout.device.type != "cpu" and layout.dtype != torch.float32
+    if launch_kind(batch, dense=layout.dense) == "batch":
+        return _values_of_many_rows(layout, tile, batch, shared=shared)
+    chunks = triton.cdiv(layout.in_features, tile.chunk)
     segment = triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
     # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
     length = segment + 3 * tile.unroll * tile.block_k + 1
@@ -219,10 +230,10 @@ def program_lists(group: Group, tile: GemvTile, batch: int) -> ProgramLists:
     return ProgramLists(segment, length, in_room)
 
 
-def _values_of_many_rows(group: Group, tile: GemvTile, batch: int, *, shared: bool) -> ProgramLists:
+def _values_of_many_rows(layout: Layout, tile: GemvTile, batch: int, *, shared: bool) -> ProgramLists:
     """No list of channels, as all are read: each row's values, beside the weights that are on their way."""
-    block_k, size = _gemm_block_k(tile), group.weight_t.element_size()
-    channels = triton.cdiv(triton.cdiv(group.in_features, block_k), tile.splits) * block_k
+    block_k, size = _gemm_block_k(tile), layout.dtype.itemsize
+    channels = triton.cdiv(triton.cdiv(layout.in_features, block_k), tile.splits) * block_k
     # Rows 16 bytes off a multiple of 64: threads that read eight of them side by side meet in no bank.
     length = channels + 8
     ahead = (tile.stages - 1) * block_k * tile.block_n * size
@@ -250,6 +261,73 @@ def _gemm_block_k(tile: GemvTile) -> int:
     return max(16, tile.block_k)  # tl.dot's smallest K
 
 
+class Plan(NamedTuple):
+    """What a launch is compiled for: its kernel, that many programs, and the numbers in it, as in ``arguments``."""
+
+    kernel: Any
+    programs: int
+    shape: Shape
+    modes: Modes
+    cut: GemvTile
+    lists: ProgramLists
+    at_once: int
+    options: dict[str, Any]
+
+
+def plan_launch(
+    layout: Layout, tile: GemvTile, batch: int, target: str, stretches: tuple[int, int], ssq_parts: int, pdl: bool
+) -> Plan:
+    """How a launch goes.
+
+    Args:
+        layout: of the group.
+        tile, batch, target, pdl: as for ``launch_gemv``; ``batch`` shares one launch.
+        stretches: the attention's, and the width of a head; (1, 1) if x does not come from there.
+        ssq_parts: columns of ``ssq_in``.
+    """
+    kind = launch_kind(batch, dense=layout.dense)
+    lists = program_lists(layout, tile, batch)
+    tiles = count_tiles(layout.widths, tile.block_n)
+    n0, n1, n2 = (*layout.widths, 0, 0)[:3]
+    # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
+    ssq_pad = max(32, triton.next_power_of_2(ssq_parts))
+    if kind == "batch":
+        kernel, cut = masked_gemm_kernel, replace(tile, block_k=_gemm_block_k(tile))
+    else:
+        # Leading rows stand in the segment's own piece of the list.
+        kernel = sparse_gemv_kernel
+        cut = replace(tile, lead=min(tile.lead, lists.segment // (tile.block_k * tile.unroll)))
+    return Plan(
+        kernel,
+        tiles * tile.splits,
+        Shape(layout.in_features, n0, n1, n2, n0 + n1 + n2, layout.stride, tiles, batch, *stretches, ssq_pad),
+        Modes(OUTPUTS[target], layout.dense, pdl),
+        cut,
+        lists,
+        sums_at_once(tile, batch, target, kind=kind),
+        {"num_warps": tile.warps, **({"launch_pdl": True} if pdl and tile.early else {})},
+    )
+
+
+@cache
+def _checked_plan(layout: Layout, tile: GemvTile, *arguments: Any) -> Plan:
+    """``plan_launch``, worked out once; refuses a launch that might wait for ever."""
+    waiting = tile.pollers * count_tiles(layout.widths, tile.block_n)
+    places = _places(layout.device)
+    if tile.pollers > 1 and waiting > places:
+        raise ValueError(
+            f"expected at most {places} programs that wait for each other on {layout.device}, found {waiting}: "
+            f"{tile.pollers} pollers for each tile of {tile}; take fewer pollers"
+        )
+    return plan_launch(layout, tile, *arguments)
+
+
+def _places(device: torch.device) -> int:
+    """Programs that certainly run at once: on a GPU one for each multiprocessor; the interpreter runs one after the
+    other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
 def launch_gemv(
     group: Group,
     x: Tensor,
@@ -270,7 +348,7 @@ def launch_gemv(
     kept: tuple[Tensor, Tensor, Tensor] | None = None,
     pdl: bool = False,
 ) -> None:
-    """Launch one group of projections on the current stream. Nothing is checked or allocated here.
+    """Launch one group of projections on the current stream. Shapes are not checked, nothing is allocated.
 
     Args:
         group: weights, scales and thresholds.
@@ -293,6 +371,9 @@ def launch_gemv(
             and of the next, each (launches, projections, splits) int64, to be added up over launches and splits.
             ``launches``: :func:`rows_together` says how many rows share one.
         pdl: programmatic dependent launch (compute capability 9.0 or later).
+
+    Raises:
+        ValueError: the tile's pollers are more than the device runs at once: they would wait for ever.
     """
     if rows_together(batch, group.weight_t.dtype) < batch:
         for i in range(batch):
@@ -307,79 +388,36 @@ def launch_gemv(
                 pdl=pdl,
             )  # fmt: skip
         return
-    widths = (*group.widths, 0, 0)[:3]
-    tiles = sum(triton.cdiv(width, tile.block_n) for width in group.widths)
+    layout = group.layout
     parts = 1 if ssq_in is None else ssq_in.shape[1]
-    unused = group.thresholds
-    kind = launch_kind(batch, dense=group.dense)
-    lists = program_lists(group, tile, batch)
-    arguments = (
-        x,
-        unused if softmax is None else softmax[0],
-        unused if softmax is None else softmax[1],
-        unused if ssq_in is None else ssq_in,
-        group.weight_t if norm is None else norm,
-        group.weight_t,
-        group.weight_t if group.bias is None else group.bias,
-        group.scales,
-        group.thresholds,
-        unused if masked is None else masked,
-        out,
-        unused if ssq_out is None else ssq_out,
+    stretches = (1, 1) if softmax is None else (softmax[0].shape[2], head_dim)
+    plan = _checked_plan(layout, tile, batch, target, stretches, parts, pdl)
+    in_scratch = plan.lists.in_room == ""
+    memory = Memory(
         scratch.awaited if tile.pollers else scratch.partial,
-        scratch.counter,
-        *((unused,) * 3 if kept is None else kept),
+        None if tile.pollers else scratch.counter,
+        scratch.index if in_scratch and plan.kernel is sparse_gemv_kernel else None,
+        scratch.value if in_scratch else None,
     )
-    constants = {
-        "K": group.in_features,
-        "N0": widths[0],
-        "N1": widths[1],
-        "N2": widths[2],
-        "STRIDE": group.weight_t.stride(0),
-        "TILES": tiles,
-        "BATCH": batch,
-        # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
-        "SSQ_PAD": max(32, triton.next_power_of_2(parts)),
-        "KV_SPLITS": 1 if softmax is None else softmax[0].shape[2],
-        "HEAD_DIM": head_dim,
-        "HAS_BIAS": group.bias is not None,
-        "DENSE": group.dense,
-        "BY_ROW": masked is not None,
-        "INPUT": INPUTS[source],
-        "OUTPUT": OUTPUTS[target],
-        "BLOCK_N": tile.block_n,
-        "SPLITS": tile.splits,
-        "POLLERS": tile.pollers,
-        "AT_ONCE": sums_at_once(tile, batch, target, kind=kind),
-        "SEGMENT": lists.segment,
-        "LIST": lists.length,
-        "ROOM": lists.in_room,
-        "COUNT": kept is not None,
-        "PDL": pdl,
-        "num_warps": tile.warps,
-    }
-    if pdl and tile.early:
-        constants["launch_pdl"] = True
-    grid = (tiles * tile.splits,)
-    eps = exact_argument(eps, wide_dtype(group.weight_t.dtype))
-    if kind == "batch":
-        masked_gemm_kernel[grid](
-            *arguments, scratch.value, eps, parts, BLOCK_K=_gemm_block_k(tile), STAGES=tile.stages, **constants
-        )
-        return
-    sparse_gemv_kernel[grid](
-        *arguments,
-        scratch.index,
-        scratch.value,
-        eps,
+    if source == "attention" and softmax is not None:
+        given = Source(None, None, None, Stretches(x, *softmax))
+    else:
+        given = Source(x, ssq_in, norm, None) if source == "hidden" else Source(x, None, None, None)
+    plan.kernel[(plan.programs,)](
+        given,
+        Weights(group.weight_t, group.bias, group.scales, group.thresholds),
+        masked,
+        Target(out, ssq_out),
+        memory,
+        None if kept is None else Counting(*kept),
+        exact_argument(eps, wide_dtype(layout.dtype)),
         parts,
-        BLOCK_K=tile.block_k,
-        CHUNK=tile.chunk,
-        UNROLL=tile.unroll,
-        TRIGGER=tile.trigger,
-        # They stand in the segment's own piece of the list.
-        LEAD=min(tile.lead, lists.segment // (tile.block_k * tile.unroll)),
-        **constants,
+        plan.shape,
+        plan.modes,
+        plan.cut,
+        plan.lists,
+        plan.at_once,
+        **plan.options,
     )
 
 

@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 
 from .common import (
-    FROM_ATTENTION,
-    FROM_HIDDEN,
     combined_attention,
     let_next_kernel_start,
     load_squares,
@@ -32,95 +30,71 @@ from .partials import add_up, leave_partial
 __all__ = ["sparse_gemv_kernel"]
 
 
-@triton.jit(
-    do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["token_ptr", "kept_before_ptr", "kept_after_ptr"]
-)
+@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
 def sparse_gemv_kernel(
-    x_ptr,  # (B, K) dtype; FROM_ATTENTION: (B, heads, KV_SPLITS, HEAD_DIM) wide
-    m_ptr,  # FROM_ATTENTION: (B, heads, KV_SPLITS) wide, log2 domain
-    l_ptr,  # the same shape
-    ssq_in_ptr,  # FROM_HIDDEN: (B, ssq_parts) wide
-    norm_ptr,  # FROM_HIDDEN: (K,) of the weights' type, or wide: 1 + weight
-    weight_ptr,  # (K, stride), channel-major; the projections' columns side by side
-    bias_ptr,  # (N0 + N1 + N2,) of the weights' type
-    scale_ptr,  # (projections, K) float32
-    threshold_ptr,  # (projections,) float32
-    masked_ptr,  # BY_ROW: (B,) float32, 1 for a row that is masked, 0 for one that keeps all its channels
-    out_ptr,  # TO_PLAIN: (B, N0 + N1 + N2); TO_RESIDUAL: (B, N0), read and written; TO_SILU: (B, N0); dtype
-    ssq_out_ptr,  # TO_RESIDUAL: (B, tiles * max(1, POLLERS)) wide
-    partial_ptr,  # scratch: (SPLITS, B, N0 + N1 + N2) integers as wide as the sums; POLLERS: NOTHING before and after
-    counter_ptr,  # (tiles,) int32, 0 before and after; no POLLERS
-    token_ptr,  # COUNT: (B,) int64, negative for a row that is not counted
-    kept_before_ptr,  # COUNT: (projections, SPLITS) int64
-    kept_after_ptr,  # COUNT: the same shape: before, and what this launch keeps
-    index_ptr,  # scratch: (programs, LIST) int32, unless ROOM
-    value_ptr,  # scratch: (programs, B, LIST) dtype, unless ROOM
-    eps,
-    ssq_parts,  # columns of ssq_in
-    K: tl.constexpr,
-    N0: tl.constexpr,
-    N1: tl.constexpr,
-    N2: tl.constexpr,
-    STRIDE: tl.constexpr,
-    TILES: tl.constexpr,
-    BATCH: tl.constexpr,
-    SSQ_PAD: tl.constexpr,
-    KV_SPLITS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    DENSE: tl.constexpr,
-    BY_ROW: tl.constexpr,
-    INPUT: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POLLERS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    SEGMENT: tl.constexpr,
-    CHUNK: tl.constexpr,
-    UNROLL: tl.constexpr,
-    TRIGGER: tl.constexpr,
-    LEAD: tl.constexpr,
-    LIST: tl.constexpr,
-    ROOM: tl.constexpr,
-    COUNT: tl.constexpr,
-    PDL: tl.constexpr,
+    source,  # groups of tensors, as in arguments.py
+    weights,
+    masked_ptr,  # (B,) float32, 1 for a row that is masked, 0 for one that keeps all its channels; None: all are
+    target,
+    memory,
+    counting,  # None: nothing is counted
+    eps,  # RMSNorm
+    ssq_parts,  # columns of source.ssq
+    shape: tl.constexpr,  # Shape
+    modes: tl.constexpr,  # Modes
+    cut: tl.constexpr,  # GemvTile, with no more leading rows than a segment has
+    lists: tl.constexpr,  # ProgramLists
+    AT_ONCE: tl.constexpr,  # splits whose sums are read in one turn
 ):
-    N: tl.constexpr = N0 + N1 + N2
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    wide: tl.constexpr = tl.float64 if partial_ptr.dtype.element_ty == tl.int64 else tl.float32
-    ONCE: tl.constexpr = norm_ptr.dtype.element_ty == wide
+    # A number that stands in a shape or counts a loop has to be a constant of its own.
+    K: tl.constexpr = shape.k
+    BATCH: tl.constexpr = shape.batch
+    DENSE: tl.constexpr = modes.dense
+    BLOCK_N: tl.constexpr = cut.block_n
+    BLOCK_K: tl.constexpr = cut.block_k
+    SPLITS: tl.constexpr = cut.splits
+    CHUNK: tl.constexpr = cut.chunk
+    UNROLL: tl.constexpr = cut.unroll
+    LEAD: tl.constexpr = cut.lead
+    SEGMENT: tl.constexpr = lists.segment
+    LIST: tl.constexpr = lists.length
+    NORMED: tl.constexpr = source.norm is not None
+    COUNT: tl.constexpr = counting is not None
+    dtype: tl.constexpr = target.out.dtype.element_ty
+    wide: tl.constexpr = tl.float64 if memory.partial.dtype.element_ty == tl.int64 else tl.float32
     program = tl.program_id(0)
-    tile = program % TILES
-    split = program // TILES
-    projection, local, first, width = tile_columns(tile, N0, N1, N2, BLOCK_N)
-    n = local * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = n < width
-    columns = first + n
-    weight_column_ptr = weight_ptr + columns
+    tile = program % shape.tiles
+    split = program // shape.tiles
+    of = tile_columns(tile, shape.n0, shape.n1, shape.n2, BLOCK_N)
+    n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_width = n < of.width
+    columns = of.first + n
+    weight_column_ptr = weights.weight_t + columns
 
     # --- this program's channels: x, which of them are kept, and their list
     position = tl.arange(0, SEGMENT)
     k = segment_channel(position, split, SPLITS, CHUNK)
     live = k < K
-    threshold = tl.load(threshold_ptr + projection)
+    threshold = tl.load(weights.thresholds + of.projection)
     count = segment_length(split, K, SPLITS, CHUNK)
-    scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
+    scale = tl.load(weights.scales + of.projection * K + k, mask=live, other=0.0)
     norm_weight = scale
-    if INPUT == FROM_HIDDEN:
-        norm_weight = tl.load(norm_ptr + k, mask=live, other=0.0).to(wide if ONCE else tl.float32)
+    if NORMED:
+        # Weights that are wide are multiplied by before the only rounding.
+        ONCE: tl.constexpr = source.norm.dtype.element_ty == wide
+        norm_weight = tl.load(source.norm + k, mask=live, other=0.0).to(wide if ONCE else tl.float32)
     # A projection's first tile counts for all of them, each program its own channels in a cell that is its own. What
     # stands there is read early: nothing waits for it.
-    counts = local == 0
-    cell = projection * SPLITS + split
+    counts = of.local == 0
+    cell = of.projection * SPLITS + split
     kept = program * 0
     kept_before = kept.to(tl.int64)
     if COUNT:
-        kept_before = tl.load(kept_before_ptr + cell, mask=counts, other=0)
+        kept_before = tl.load(counting.before + cell, mask=counts, other=0)
     STEP: tl.constexpr = BLOCK_K * UNROLL
     LEAD_ROWS: tl.constexpr = LEAD * STEP
     lane = tl.arange(0, BLOCK_K)
+    ROOM: tl.constexpr = lists.in_room
     SHARED: tl.constexpr = ROOM != ""
     spare = 0
     if SHARED:
@@ -128,8 +102,8 @@ def sparse_gemv_kernel(
         list_value = list_index + LIST * 4
         spare = list_value + BATCH * LIST * 4
     else:
-        list_index = index_ptr + program * LIST
-        list_value = value_ptr + program * BATCH * LIST
+        list_index = memory.list_index + program * LIST
+        list_value = memory.list_value + program * BATCH * LIST
     if SHARED:
         _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
     if LEAD_ROWS > 0:
@@ -137,41 +111,41 @@ def sparse_gemv_kernel(
         lead = ()
         for step in tl.static_range(LEAD):
             ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-            lead = lead + _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
-    wait_for_previous_kernel(PDL)
+            lead = lead + _rows(weight_column_ptr, ks, in_width, K, shape.stride, UNROLL)
+    wait_for_previous_kernel(modes.pdl)
     if not SHARED:
         # Not before: the kernel before this one may still read its lists in the same scratch memory.
         _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
-    if TRIGGER == 1:
-        let_next_kernel_start(PDL)
+    if cut.trigger == 1:
+        let_next_kernel_start(modes.pdl)
     # All rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
     inputs = ()
     squares = ()
     for row in tl.static_range(BATCH):
-        if INPUT == FROM_ATTENTION:
-            x = combined_attention(x_ptr, m_ptr, l_ptr, row, k, live, K, KV_SPLITS, HEAD_DIM, dtype)
+        if source.stretches is not None:
+            x = combined_attention(source.stretches, row, k, live, shape, dtype)
         else:
-            x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
+            x = tl.load(source.x + row * K + k, mask=live, other=0.0)
         inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
-        if INPUT == FROM_HIDDEN:
-            squares = squares + (load_squares(ssq_in_ptr, row, ssq_parts, SSQ_PAD),)  # noqa: RUF005
+        if NORMED:
+            squares = squares + (load_squares(source.ssq, row, ssq_parts, shape.ssq_pad),)  # noqa: RUF005
     keep = position < 0
     kept_rows = position * 0
     xs = ()
     for row in tl.static_range(BATCH):
         x = inputs[row]
-        if INPUT == FROM_HIDDEN:
+        if NORMED:
             rstd = reciprocal_rms(squares[row], eps, K)
             x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype, ONCE)
         if not DENSE:
             limit = threshold
-            if BY_ROW:
+            if masked_ptr is not None:
                 limit = threshold * tl.load(masked_ptr + row)
             # A NaN is not below anything: it is kept.
             keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < limit)
             keep = keep | keep_row
             if COUNT and (BATCH > 1 or LEAD_ROWS > 0):
-                kept_rows += (keep_row & (tl.load(token_ptr + row) >= 0)).to(tl.int32)
+                kept_rows += (keep_row & (tl.load(counting.token + row) >= 0)).to(tl.int32)
             x = x.to(wide)
             if LEAD_ROWS > 0 or BATCH > 1:
                 x = tl.where(keep_row, x, 0.0)
@@ -201,7 +175,7 @@ def sparse_gemv_kernel(
             if counts:
                 kept = tl.sum(kept_rows, axis=0)
         else:  # one row, and the list has all that it keeps
-            kept = tl.where(tl.load(token_ptr) >= 0, count, 0)
+            kept = tl.where(tl.load(counting.token) >= 0, count, 0)
 
     # --- the product
     sums = ()
@@ -209,7 +183,7 @@ def sparse_gemv_kernel(
         sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), wide),)  # noqa: RUF005
     # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
     ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-    ws = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+    ws = _rows(weight_column_ptr, ks, in_width, K, shape.stride, UNROLL)
     ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
     if LEAD_ROWS > 0:
         tl.debug_barrier()
@@ -220,7 +194,7 @@ def sparse_gemv_kernel(
             w = tl.where(used[:, None] | (BATCH > 1), lead[i], 0.0)
             sums = _add_products(sums, list_value, at, w.to(wide), BATCH, LIST, SHARED)
     for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
-        ahead = _rows(weight_column_ptr, ks, in_width, K, STRIDE, UNROLL)
+        ahead = _rows(weight_column_ptr, ks, in_width, K, shape.stride, UNROLL)
         ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
         # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
         # flight; it moves nothing across a barrier.
@@ -229,8 +203,8 @@ def sparse_gemv_kernel(
             at = start + i * BLOCK_K + lane
             sums = _add_products(sums, list_value, at, ws[i].to(wide), BATCH, LIST, SHARED)
         ws = ahead
-    if TRIGGER == 2:
-        let_next_kernel_start(PDL)
+    if cut.trigger == 2:
+        let_next_kernel_start(modes.pdl)
     for row in tl.static_range(BATCH):
         if SHARED and BLOCK_K > 1 and BLOCK_N >= 64:
             if row > 0:
@@ -238,14 +212,11 @@ def sparse_gemv_kernel(
             y = add_rows(sums[row], spare, BLOCK_K, BLOCK_N)
         else:
             y = tl.sum(sums[row], axis=0)
-        leave_partial(partial_ptr, (split * BATCH + row) * N + columns, y, in_width)
+        leave_partial(memory.partial, (split * BATCH + row) * shape.n + columns, y, in_width)
     if COUNT:
-        tl.store(kept_after_ptr + cell, kept_before + kept, mask=counts)
+        tl.store(counting.after + cell, kept_before + kept, mask=counts)
 
-    add_up(
-        split, tile, projection, local, first, width, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, counter_ptr,
-        wide, N0, N, TILES, BATCH, OUTPUT, HAS_BIAS, BLOCK_N, SPLITS, POLLERS, AT_ONCE, False,
-    )  # fmt: skip
+    add_up(split, tile, of, weights.bias, target, memory, wide, shape, modes, cut, AT_ONCE, False)
 
 
 @triton.jit

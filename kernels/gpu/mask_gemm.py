@@ -44,13 +44,13 @@ def _mask_gemm_kernel(
     N: tl.constexpr = N0 + N1 + N2
     WHOLE: tl.constexpr = K % BLOCK_K + N0 % BLOCK_N + N1 % BLOCK_N + N2 % BLOCK_N == 0
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    projection, local, first, width = tile_columns(tl.program_id(0), N0, N1, N2, BLOCK_N)
-    n = local * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_width = n < width
-    columns = first + n
+    of = tile_columns(tl.program_id(0), N0, N1, N2, BLOCK_N)
+    n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_width = n < of.width
+    columns = of.first + n
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = m < M
-    limit = tl.load(threshold_ptr + projection) * tl.load(masked_ptr + m, mask=there, other=0.0)
+    limit = tl.load(threshold_ptr + of.projection) * tl.load(masked_ptr + m, mask=there, other=0.0)
     lane = tl.arange(0, BLOCK_K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
@@ -60,12 +60,12 @@ def _mask_gemm_kernel(
         if WHOLE:
             w = tl.load(w_at)
             x = tl.load(x_at, mask=there[:, None], other=0.0)
-            scale = tl.load(scale_ptr + projection * K + k)
+            scale = tl.load(scale_ptr + of.projection * K + k)
         else:
             live = k < K
             w = tl.load(w_at, mask=live[:, None] & in_width[None, :], other=0.0)
             x = tl.load(x_at, mask=there[:, None] & live[None, :], other=0.0)
-            scale = tl.load(scale_ptr + projection * K + k, mask=live, other=0.0)
+            scale = tl.load(scale_ptr + of.projection * K + k, mask=live, other=0.0)
         # A NaN is not below anything: it is kept.
         x = tl.where(tl.abs(x.to(tl.float32)) * scale[None, :] < limit[:, None], 0.0, x).to(dtype)
         acc = tl.dot(x, w, acc)

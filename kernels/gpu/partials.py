@@ -38,57 +38,39 @@ def leave_partial(partial_ptr, place, y, mask):
 
 @triton.jit
 def add_up(
-    split,
-    tile,
-    projection,  # up to width from tile_columns
-    local,
-    first,
-    width,
-    partial_ptr,
-    bias_ptr,
-    out_ptr,
-    ssq_out_ptr,
-    counter_ptr,
-    wide: tl.constexpr,
-    N0: tl.constexpr,
-    N: tl.constexpr,
-    TILES: tl.constexpr,
-    BATCH: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    SPLITS: tl.constexpr,
-    POLLERS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-    TOGETHER: tl.constexpr,
-):
+    split, tile, of, bias_ptr, target, memory, wide: tl.constexpr,
+    shape: tl.constexpr, modes: tl.constexpr, cut: tl.constexpr, AT_ONCE: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
     """What each program ends with: one of its tile's, or a few, add up the partial sums of all and write the result,
-    row by row or, TOGETHER, all rows in one tensor."""
-    IN_PAIRS: tl.constexpr = OUTPUT >= TO_SILU
-    PARTS: tl.constexpr = POLLERS if POLLERS > 0 else 1
-    PART: tl.constexpr = BLOCK_N // PARTS
+    row by row or, TOGETHER, all rows in one tensor.
+
+    ``of``: the tile's ``Columns``; AT_ONCE: splits whose sums are read in one turn.
+    """
+    IN_PAIRS: tl.constexpr = modes.output >= TO_SILU
+    SPLITS: tl.constexpr = cut.splits
+    PARTS: tl.constexpr = cut.pollers if cut.pollers > 0 else 1
+    PART: tl.constexpr = cut.block_n // PARTS
+    counter_ptr = memory.counter
+    if counter_ptr is not None:
+        counter_ptr += of.local if IN_PAIRS else tile
     turn = _writers_turn(
-        split + projection * SPLITS if IN_PAIRS else split,
-        counter_ptr + local if IN_PAIRS else counter_ptr + tile,
+        split + of.projection * SPLITS if IN_PAIRS else split,
+        counter_ptr,
         SPLITS * 2 if IN_PAIRS else SPLITS,
-        POLLERS,
+        cut.pollers,
     )
     if turn >= 0:
-        n = local * BLOCK_N + turn * PART + tl.arange(0, PART)
-        live = n < width
-        # Of partial sums and bias; with gate and up gate's, N0 before up's.
-        columns = n if IN_PAIRS else first + n
+        n = of.local * cut.block_n + turn * PART + tl.arange(0, PART)
+        live = n < of.width
+        # Of partial sums and bias; with gate and up gate's, n0 before up's.
+        columns = n if IN_PAIRS else of.first + n
         place = tile * PARTS + turn
         if TOGETHER:
             _write_rows_together(
-                columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide, N0, N, BATCH, OUTPUT, HAS_BIAS,
-                PART, SPLITS, POLLERS, TILES * PARTS, AT_ONCE,
-            )  # fmt: skip
+                columns, live, place, bias_ptr, target, memory.partial, wide, shape, modes, cut, AT_ONCE
+            )
         else:
-            _write_row_by_row(
-                columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide, N0, N, BATCH, OUTPUT, HAS_BIAS,
-                PART, SPLITS, POLLERS, TILES * PARTS, AT_ONCE,
-            )  # fmt: skip
+            _write_row_by_row(columns, live, place, bias_ptr, target, memory.partial, wide, shape, modes, cut, AT_ONCE)
 
 
 @triton.jit
@@ -96,7 +78,7 @@ def _writers_turn(arrival, counter_ptr, ARRIVALS: tl.constexpr, POLLERS: tl.cons
     """Which part of its tile's columns this program writes, from 0; negative: none.
 
     ``arrival``: which of the ARRIVALS programs it is that leave sums for the tile (with gate and up, the two tiles);
-    the last POLLERS of them write. ``counter_ptr``: the tile's, 0 before and after.
+    the last POLLERS of them write. ``counter_ptr``: the tile's, 0 before and after; None with POLLERS.
     """
     if POLLERS > 0:
         turn = arrival - (ARRIVALS - POLLERS)
@@ -113,84 +95,88 @@ def _writers_turn(arrival, counter_ptr, ARRIVALS: tl.constexpr, POLLERS: tl.cons
 
 @triton.jit
 def _write_row_by_row(
-    columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide: tl.constexpr, N0: tl.constexpr,
-    N: tl.constexpr, BATCH: tl.constexpr, OUTPUT: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
-    SPLITS: tl.constexpr, POLLERS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    columns, live, place, bias_ptr, target, partial_ptr, wide: tl.constexpr,
+    shape: tl.constexpr, modes: tl.constexpr, cut: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """``columns``: those of partial sums and bias; ``place``: where the sums of squares go, TO_RESIDUAL only."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    IN_PAIRS: tl.constexpr = OUTPUT >= TO_SILU
-    OUT_N: tl.constexpr = N0 if IN_PAIRS else N
+    BATCH: tl.constexpr = shape.batch
+    PART: tl.constexpr = columns.shape[0]
+    SSQ_PARTS: tl.constexpr = shape.tiles * (cut.block_n // PART)
+    dtype: tl.constexpr = target.out.dtype.element_ty
+    IN_PAIRS: tl.constexpr = modes.output >= TO_SILU
+    OUT_N: tl.constexpr = shape.n0 if IN_PAIRS else shape.n
     EACH: tl.constexpr = 2 if IN_PAIRS else 1
     hidden = ()
-    if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
+    if modes.output == TO_RESIDUAL:  # on its way meanwhile
         for row in tl.static_range(BATCH):
-            hidden = hidden + (tl.load(out_ptr + row * N + columns, mask=live, other=0.0),)  # noqa: RUF005
+            hidden = hidden + (tl.load(target.out + row * shape.n + columns, mask=live, other=0.0),)  # noqa: RUF005
     # One sum for each row, or two: gate's, then up's.
     sums = ()
     for _ in tl.static_range(BATCH * EACH):
         sums = sums + (tl.zeros((PART,), wide),)  # noqa: RUF005
-    for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+    for start in tl.range(0, cut.splits, AT_ONCE, num_stages=1):
         # First all reads, so that one way to the L2 cache serves them, then the waiting.
         places = ()
         found = ()
         for i in tl.static_range(BATCH * EACH):
-            at, there = _places(partial_ptr, columns + i % EACH * N0, live, i // EACH, start, N, BATCH, SPLITS, AT_ONCE)
+            at, there = _places(partial_ptr, columns + i % EACH * shape.n0, live, i // EACH, start, shape, cut, AT_ONCE)
             places = places + ((at, there),)  # noqa: RUF005
-            found = found + (_look(at, there, POLLERS),)  # noqa: RUF005
+            found = found + (_look(at, there, cut.pollers),)  # noqa: RUF005
         added = ()
         for i in tl.static_range(BATCH * EACH):
             at, there = places[i]
-            added = added + (sums[i] + _take(found[i], at, there, wide, POLLERS),)  # noqa: RUF005
+            added = added + (sums[i] + _take(found[i], at, there, wide, cut.pollers),)  # noqa: RUF005
         sums = added
     for row in tl.static_range(BATCH):
-        y = _with_bias(sums[row * EACH], bias_ptr + columns, live, HAS_BIAS).to(dtype)
+        y = _with_bias(sums[row * EACH], bias_ptr, columns, live).to(dtype)
         if IN_PAIRS:
-            up = _with_bias(sums[row * EACH + 1], bias_ptr + N0 + columns, live, HAS_BIAS)
-            y = _activated_product(y, up, OUTPUT, wide, dtype)
-        if OUTPUT == TO_RESIDUAL:
+            up = _with_bias(sums[row * EACH + 1], bias_ptr, shape.n0 + columns, live)
+            y = _activated_product(y, up, modes.output, wide, dtype)
+        if modes.output == TO_RESIDUAL:
             y = (hidden[row].to(wide) + y.to(wide)).to(dtype)
             squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
-            tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=0))
-        tl.store(out_ptr + row * OUT_N + columns, y, mask=live)
+            tl.store(target.ssq + row * SSQ_PARTS + place, tl.sum(squares, axis=0))
+        tl.store(target.out + row * OUT_N + columns, y, mask=live)
 
 
 @triton.jit
 def _write_rows_together(
-    columns, live, place, partial_ptr, bias_ptr, out_ptr, ssq_out_ptr, wide: tl.constexpr, N0: tl.constexpr,
-    N: tl.constexpr, BATCH: tl.constexpr, OUTPUT: tl.constexpr, HAS_BIAS: tl.constexpr, PART: tl.constexpr,
-    SPLITS: tl.constexpr, POLLERS: tl.constexpr, PARTS: tl.constexpr, AT_ONCE: tl.constexpr,
+    columns, live, place, bias_ptr, target, partial_ptr, wide: tl.constexpr,
+    shape: tl.constexpr, modes: tl.constexpr, cut: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The same for many rows, which are waited for together."""
-    dtype: tl.constexpr = out_ptr.dtype.element_ty
-    IN_PAIRS: tl.constexpr = OUTPUT >= TO_SILU
-    OUT_N: tl.constexpr = N0 if IN_PAIRS else N
+    BATCH: tl.constexpr = shape.batch
+    PART: tl.constexpr = columns.shape[0]
+    SSQ_PARTS: tl.constexpr = shape.tiles * (cut.block_n // PART)
+    dtype: tl.constexpr = target.out.dtype.element_ty
+    IN_PAIRS: tl.constexpr = modes.output >= TO_SILU
+    OUT_N: tl.constexpr = shape.n0 if IN_PAIRS else shape.n
     ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
     row = tl.arange(0, ROWS)
     there = (row < BATCH)[:, None] & live[None, :]
-    out_at = out_ptr + row[:, None] * OUT_N + columns[None, :]
+    out_at = target.out + row[:, None] * OUT_N + columns[None, :]
     hidden = tl.zeros((ROWS, PART), dtype)
-    if OUTPUT == TO_RESIDUAL:  # on its way meanwhile
+    if modes.output == TO_RESIDUAL:  # on its way meanwhile
         hidden = tl.load(out_at, mask=there, other=0.0)
     y = tl.zeros((ROWS, PART), wide)
     up = tl.zeros((ROWS, PART), wide)
-    for start in tl.range(0, SPLITS, AT_ONCE, num_stages=1):
+    for start in tl.range(0, cut.splits, AT_ONCE, num_stages=1):
         split = start + tl.arange(0, AT_ONCE)
-        at = partial_ptr + (split[:, None] * BATCH + row[None, :])[:, :, None] * N + columns[None, None, :]
-        wanted = (split < SPLITS)[:, None, None] & there[None, :, :]
-        found = _look(at, wanted, POLLERS)
+        at = partial_ptr + (split[:, None] * BATCH + row[None, :])[:, :, None] * shape.n + columns[None, None, :]
+        wanted = (split < cut.splits)[:, None, None] & there[None, :, :]
+        found = _look(at, wanted, cut.pollers)
         if IN_PAIRS:
-            found_up = _look(at + N0, wanted, POLLERS)
-            up += _take(found_up, at + N0, wanted, wide, POLLERS)
-        y += _take(found, at, wanted, wide, POLLERS)
-    y = _with_bias(y, bias_ptr + columns[None, :], live[None, :], HAS_BIAS).to(dtype)
+            found_up = _look(at + shape.n0, wanted, cut.pollers)
+            up += _take(found_up, at + shape.n0, wanted, wide, cut.pollers)
+        y += _take(found, at, wanted, wide, cut.pollers)
+    y = _with_bias(y, bias_ptr, columns[None, :], live[None, :]).to(dtype)
     if IN_PAIRS:
-        up = _with_bias(up, bias_ptr + N0 + columns[None, :], live[None, :], HAS_BIAS)
-        y = _activated_product(y, up, OUTPUT, wide, dtype)
-    if OUTPUT == TO_RESIDUAL:
+        up = _with_bias(up, bias_ptr, shape.n0 + columns[None, :], live[None, :])
+        y = _activated_product(y, up, modes.output, wide, dtype)
+    if modes.output == TO_RESIDUAL:
         y = (hidden.to(wide) + y.to(wide)).to(dtype)
         squares = tl.where(there, y.to(wide) * y.to(wide), 0.0)
-        tl.store(ssq_out_ptr + row * PARTS + place, tl.sum(squares, axis=1), mask=row < BATCH)
+        tl.store(target.ssq + row * SSQ_PARTS + place, tl.sum(squares, axis=1), mask=row < BATCH)
     tl.store(out_at, y, mask=there)
 
 
@@ -209,20 +195,12 @@ def _activated_product(gate, up, OUTPUT: tl.constexpr, wide: tl.constexpr, dtype
 
 @triton.jit
 def _places(
-    partial_ptr,
-    columns,
-    live,
-    row,
-    start,
-    N: tl.constexpr,
-    BATCH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    partial_ptr, columns, live, row, start, shape: tl.constexpr, cut: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
     """Where AT_ONCE splits' partial sums of a row lie, and which of them there are."""
     split = start + tl.arange(0, AT_ONCE)
-    at = partial_ptr + (split * BATCH + row)[:, None] * N + columns[None, :]
-    return at, (split < SPLITS)[:, None] & live[None, :]
+    at = partial_ptr + (split * shape.batch + row)[:, None] * shape.n + columns[None, :]
+    return at, (split < cut.splits)[:, None] & live[None, :]
 
 
 @triton.jit
@@ -246,7 +224,7 @@ def _take(found, at, there, wide: tl.constexpr, POLLERS: tl.constexpr):
 
 
 @triton.jit
-def _with_bias(y, bias_ptr, live, HAS_BIAS: tl.constexpr):
-    if HAS_BIAS:
-        y += tl.load(bias_ptr, mask=live, other=0.0).to(tl.float32)
+def _with_bias(y, bias_ptr, columns, live):
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
     return y

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import triton
 
-from .gemv import GemvTile
+from .gemv import GemvTile, count_tiles
 from .lists import ROOM_LIMIT_BESIDE
 
 __all__ = [
@@ -84,12 +84,13 @@ def cache_file() -> Path:
 
 
 def default_tile(
-    multiprocessors: int, in_features: int, out_features: int, kind: str = "sparse", arch: int = 90
+    multiprocessors: int, in_features: int, widths: tuple[int, ...], kind: str = "sparse", arch: int = 90
 ) -> GemvTile:
     """A tile for a shape nobody measured: five to seven programs for each multiprocessor, segments of at least 64
     channels, no pollers; for the tensor cores one program for each multiprocessor at most."""
     if kind == "batch":
-        return _default_batch_tile(multiprocessors, in_features, out_features, arch)
+        return _default_batch_tile(multiprocessors, in_features, widths, arch)
+    out_features = sum(widths)
     # Every thread's load is 16 bytes, each warp reads its own row. Wide outputs start late: a launch that fills the
     # chip is spread unevenly if it starts among another's programs.
     block_n = 256 if out_features >= 512 else 64
@@ -100,8 +101,9 @@ def default_tile(
     return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=lead)
 
 
-def _default_batch_tile(multiprocessors: int, in_features: int, out_features: int, arch: int) -> GemvTile:
+def _default_batch_tile(multiprocessors: int, in_features: int, widths: tuple[int, ...], arch: int) -> GemvTile:
     """The narrowest of a few widths whose programs, one for each multiprocessor at most, leave few of them idle."""
+    out_features = sum(widths)
     wide = out_features >= 16384
     # Pieces of 16 KiB, of 32 KiB for the widest.
     pieces = [(64, 32)] if out_features < 2048 else [(128, 64), (256, 32), (512, 16)]
@@ -120,16 +122,16 @@ def _default_batch_tile(multiprocessors: int, in_features: int, out_features: in
     block_n, block_k, splits, _ = next(piece for piece in found if piece[3] >= 0.85 * most)
     warps = 8 if block_n >= 128 else 4
     # Those of gate and up cost more than they save: fewer programs add up more.
-    pollers = 0 if wide else most_pollers(multiprocessors, out_features, block_n, splits, warps)
+    pollers = 0 if wide else most_pollers(multiprocessors, widths, block_n, splits, warps)
     stages = 4 if arch not in ROOMY or block_n == 1024 else 6
     return GemvTile(block_n, block_k, splits, warps, stages=stages, unroll=1, pollers=pollers)
 
 
-def most_pollers(multiprocessors: int, out_features: int, block_n: int, splits: int, warps: int) -> int:
-    """Up to eight for each tile, as long as every one of them could have a multiprocessor of its own, and a sum to look
-    at for every thread; 0 if not even one could."""
+def most_pollers(multiprocessors: int, widths: tuple[int, ...], block_n: int, splits: int, warps: int) -> int:
+    """Up to eight for each tile of projections so wide, as long as every one of them could have a multiprocessor of its
+    own, and a sum to look at for every thread; 0 if not even one could."""
     sums = triton.next_power_of_2(splits) * block_n
-    most = min(MOST_POLLERS, splits, multiprocessors // triton.cdiv(out_features, block_n), sums // (32 * warps))
+    most = min(MOST_POLLERS, splits, multiprocessors // count_tiles(widths, block_n), sums // (32 * warps))
     return 1 << (most.bit_length() - 1) if most > 0 else 0
 
 
@@ -137,17 +139,17 @@ def choose_tile(
     arch: int,
     multiprocessors: int,
     in_features: int,
-    out_features: int,
+    widths: tuple[int, ...],
     kind: str = "sparse",
     rows: int = 1,
     dtype: torch.dtype = torch.bfloat16,
 ) -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
     than there is room for."""
-    tile = measured_tile(arch, in_features, out_features, kind, rows, dtype)
+    tile = measured_tile(arch, in_features, sum(widths), kind, rows, dtype)
     if tile is None:
-        return default_tile(multiprocessors, in_features, out_features, kind, arch)
-    most = most_pollers(multiprocessors, out_features, tile.block_n, tile.splits, tile.warps)
+        return default_tile(multiprocessors, in_features, widths, kind, arch)
+    most = most_pollers(multiprocessors, widths, tile.block_n, tile.splits, tile.warps)
     return tile if tile.pollers <= most else replace(tile, pollers=most)
 
 

@@ -84,8 +84,8 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
     log.info("tuning: a step takes %.1f us", best)
     kinds = _kinds(decoder, batch)
     for role in _ROLES:
-        outputs = getattr(first, role).out_features
-        for candidate in _neighbours(tiles[role], kinds[role], outputs, properties.multi_processor_count):
+        widths = getattr(first, role).widths
+        for candidate in _neighbours(tiles[role], kinds[role], widths, properties.multi_processor_count):
             try:
                 found = _time(decoder, batch, {**tiles, role: candidate})
             except OutOfResources:  # more shared memory or registers than a multiprocessor has
@@ -111,7 +111,7 @@ def _kinds(decoder: CudaDecoder, batch: int) -> dict[str, str]:
     return {role: launch_kind(together, dense=getattr(first, role).dense) for role in _ROLES}
 
 
-def _neighbours(tile: GemvTile, kind: str, out_features: int, multiprocessors: int) -> Iterator[GemvTile]:
+def _neighbours(tile: GemvTile, kind: str, widths: tuple[int, ...], multiprocessors: int) -> Iterator[GemvTile]:
     """Tiles around one: other widths at the same bytes per load, other numbers of splits, other ways to add up."""
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
@@ -119,7 +119,7 @@ def _neighbours(tile: GemvTile, kind: str, out_features: int, multiprocessors: i
         block_k = max(16 if kind == "batch" else 1, tile.block_k * tile.block_n // width)
         for factor in (0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0):
             splits = max(1, round(tile.splits * factor * width / tile.block_n))
-            most = most_pollers(multiprocessors, out_features, width, splits, tile.warps)
+            most = most_pollers(multiprocessors, widths, width, splits, tile.warps)
             for pollers in {min(tile.pollers, most)} if factor != 1.0 else {0, most // 2, most}:
                 candidate = replace(tile, block_n=width, block_k=block_k, splits=splits, pollers=pollers)
                 if candidate != tile:

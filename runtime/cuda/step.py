@@ -145,7 +145,7 @@ class DecodeStep:
         def tile(role: str, group: Group, kind: str) -> GemvTile:
             if tiles is not None and role in tiles:
                 return tiles[role]
-            return choose_tile(arch, multiprocessors, group.in_features, group.out_features, kind, together, dtype)
+            return choose_tile(arch, multiprocessors, group.in_features, group.widths, kind, together, dtype)
 
         roles = ("qkv", "o", "gate_up", "down")
         # Block by block: one of a role may be dense and another sparse, and their tiles differ.

@@ -149,7 +149,7 @@ def reserve(layer: Layer) -> None:
     scratch = _scratch(weight.device, weight.dtype)
     group = layer.group()
     for rows in range(1, SPARSE_ROWS + 1):
-        scratch.reserve(group, _tile(weight.device, weight.dtype, *group.weight_t.shape, rows), rows)
+        scratch.reserve(group, _tile(weight.device, weight.dtype, group.in_features, group.widths, rows), rows)
     # A kernel is not to be compiled while a graph is captured, and vLLM's own first batches may not need this one.
     kind = (weight.device, weight.dtype, group.in_features, len(layer.widths))
     if kind not in _compiled:
@@ -189,7 +189,7 @@ def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     group = layer.group()
     rows = len(x)
     out = x.new_empty(rows, layer.weight.shape[0])
-    tile = _tile(x.device, x.dtype, *group.weight_t.shape, rows)
+    tile = _tile(x.device, x.dtype, group.in_features, group.widths, rows)
     launch_gemv(
         group, x, out, _scratch(x.device, x.dtype), tile, batch=rows, masked=masked, pdl=_arch(x.device)[0] >= 90
     )
@@ -204,12 +204,12 @@ def _arch(device: torch.device) -> tuple[int, int]:
 
 
 @functools.cache
-def _tile(device: torch.device, dtype: torch.dtype, in_features: int, out_features: int, rows: int) -> Any:
+def _tile(device: torch.device, dtype: torch.dtype, in_features: int, widths: tuple[int, ...], rows: int) -> Any:
     from wisparse.kernels.gpu.gemv import launch_kind
     from wisparse.kernels.gpu.tiles import choose_tile
 
     kind = launch_kind(rows, dense=False)
-    return choose_tile(*_arch(device), in_features, out_features, kind, rows, dtype)
+    return choose_tile(*_arch(device), in_features, widths, kind, rows, dtype)
 
 
 @functools.cache
