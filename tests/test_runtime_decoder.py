@@ -53,7 +53,8 @@ def torch_decoder(folder: Path, max_seq_len: int | None = None, max_batch: int =
 def hugging_face(folder: Path) -> torch.nn.Module:
     from transformers import AutoModelForCausalLM
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # transformers 5.17 leaves out the cap on scores in the attention that it chooses itself.
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def random_tokens(count: int, vocab_size: int = 101, seed: int = 0) -> Tensor:
