@@ -127,7 +127,9 @@ class BlockFlow:
 
     def logits(self, final: Tensor) -> Tensor:
         """Rows of normalised hidden states (T, hidden_size) to float32 logits (T, V)."""
-        logits, cap = self.head(final).float() * self.config.logits_multiplier, self.config.logits_softcap
+        logits, times, cap = self.head(final).float(), self.config.logits_multiplier, self.config.logits_softcap
+        if times != 1.0:  # a copy of them is large
+            logits = logits * times
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
