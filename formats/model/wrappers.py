@@ -166,7 +166,7 @@ def _text_positions(plain: dict[str, Any]) -> None:
         plain[key] = kept
         if "rope_theta" in kept:
             plain.pop("rope_theta", None)
-        if key == "rope_scaling" and set(kept.values()) <= {"default"}:
+        if key == "rope_scaling" and all(value == "default" for value in kept.values()):
             del plain[key]
 
 
