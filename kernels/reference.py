@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["keep_mask", "kept", "scores", "sparse_linear"]
+__all__ = ["keep_mask", "kept", "scores", "soft_cap", "sparse_linear"]
 
 
 def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
@@ -79,3 +79,8 @@ def sparse_linear(
     # where, not a product: a dropped Inf must become 0, and Inf * 0 is NaN.
     masked = torch.where(keep_mask(x, channel_scale, threshold), x, x.new_zeros(()))
     return torch.nn.functional.linear(masked, weight, bias)
+
+
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap * tanh(x / cap): at most ``cap`` in size, and x where x is small; x itself without a cap."""
+    return x if cap is None else cap * torch.tanh(x / cap)

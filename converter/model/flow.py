@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.kernels.reference import soft_cap
 
 __all__ = ["BlockFlow", "input_device"]
 
@@ -130,7 +131,7 @@ class BlockFlow:
         logits, times, cap = self.head(final).float(), self.config.logits_multiplier, self.config.logits_softcap
         if times != 1.0:  # a copy of them is large
             logits = logits * times
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        return soft_cap(logits, cap)
 
 
 @contextmanager

@@ -252,10 +252,10 @@ class _Server:
             answering.cancel()
             raise
         self.metrics.first_token.observe(time.perf_counter() - began)
-        self.metrics.prompt_tokens.inc(sum(map(len, prompts)))
         prompt_tokens = sum(map(len, prompts))
-        chunks = self._chunks(answering, first, shape, call, prompt_tokens)
+        self.metrics.prompt_tokens.inc(prompt_tokens)
         if call.stream:
+            chunks = self._chunks(answering, first, shape, call, prompt_tokens)
             return _EventStream(chunks, answering.cancel, self.metrics)
         try:
             whole = await _unless_gone(request, self._collect(answering, first))

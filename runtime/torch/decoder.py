@@ -22,7 +22,7 @@ from torch.nn import functional
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model import model_config
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..cache import KVCache
 from ..decoder import Decoder, check_prompt
@@ -45,7 +45,6 @@ __all__ = [
     "read_block",
     "read_norm",
     "rms_norm",
-    "soft_cap",
 ]
 
 # Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt.
@@ -395,11 +394,6 @@ def finish_logits(config: ModelConfig, logits: Tensor) -> Tensor:
     if config.logits_multiplier != 1.0:
         logits = logits * config.logits_multiplier
     return soft_cap(logits, config.logits_softcap)
-
-
-def soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap): at most ``cap`` in size, and x where x is small; x itself without a cap."""
-    return x if cap is None else cap * torch.tanh(x / cap)
 
 
 def _maybe(norm: Norm | None, x: Tensor) -> Tensor:
