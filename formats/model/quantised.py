@@ -2,8 +2,8 @@
 
 ``weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]`` with ``g = k // group``; without groups a row has one scale.
 
-Four bits are stored as ``code`` in 0 … 15, two in a byte along K: channel 2j in the low half of byte j, channel 2j + 1
-in the high half; a row of odd length ends in a half that nothing reads. Whoever multiplies with them lays them out anew.
+Four bits are stored as ``code`` in 0 … 15, two in a byte along K: channel 2j in the low half of byte j, 2j + 1 in
+the high half; a row of odd length ends in a half that nothing reads. Whoever multiplies with them lays them out anew.
 """
 
 from __future__ import annotations
