@@ -16,6 +16,7 @@ from click.shell_completion import BashComplete
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 
 from wisparse import cli
+from wisparse.commands import convert
 from wisparse.formats import errors
 
 
@@ -213,6 +214,10 @@ def test_wisparse_convert_is_a_program_of_its_own(capsys: pytest.CaptureFixture[
         captured = capsys.readouterr()
         return exit_info.value.code or 0, captured.out, captured.err
 
+    # Also after the verb was run by itself, whose help option has one name.
+    with pytest.raises(SystemExit):
+        convert.command(["--help"])
+    capsys.readouterr()
     assert run("--version") == (0, f"wisparse-convert, version {cli.__version__}\n", "")
     for option in ("-h", "--help"):
         code, out, _ = run(option)

@@ -9,7 +9,6 @@ A traceback means a bug of ours; ``WISPARSE_DEBUG=1`` asks for one on expected f
 from __future__ import annotations
 
 import codecs
-import copy
 import difflib
 import errno
 import importlib
@@ -103,9 +102,16 @@ def convert_main(args: Sequence[str] | None = None) -> None:
 def _convert_program() -> click.Command:
     """The verb as a program of its own: it has a version, and the help option as the group gives it to its verbs."""
     verb: click.Command = importlib.import_module(".commands.convert", __package__).command
-    program = copy.copy(verb)
-    program.params = list(verb.params)
-    program.context_settings = {**cli.context_settings, **verb.context_settings}
+    # Not a copy: click keeps the help option that a command made once, and the group's has other names.
+    program = type(verb)(
+        verb.name,
+        callback=verb.callback,
+        params=list(verb.params),
+        help=verb.help,
+        epilog=verb.epilog,
+        short_help=verb.short_help,
+        context_settings={**cli.context_settings, **verb.context_settings},
+    )
     return click.version_option(__version__, prog_name="wisparse-convert")(program)
 
 
