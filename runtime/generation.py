@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.guard import arguments
 from wisparse.formats.prefill import sparse_from
 
+from .choosing import Chooser, Constraint, TokenScore, score, score_prompt
 from .decoder import Decoder, check_prompt
 from .rotary import switch_length
 from .sampling import SamplingSettings, resolve_seed, sample
@@ -37,6 +39,8 @@ class Request:
         sampling: how tokens are chosen.
         stop_ids: a token of these ends the sequence, and is its last.
         prefill: one of ``PREFILL_POLICIES``.
+        constraint: what the answer may say, at its beginning; for this request alone. None: anything.
+        score_prompt: tell what the model thought of the prompt's tokens too; needs ``sampling.logprobs``.
     """
 
     token_ids: Sequence[int]
@@ -44,6 +48,8 @@ class Request:
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
     stop_ids: frozenset[int] = frozenset()
     prefill: str = "dense"
+    constraint: Constraint | None = None
+    score_prompt: bool = False
 
 
 @dataclass(eq=False)
@@ -52,7 +58,10 @@ class Job:
 
     Attributes:
         sampling: the request's, with a seed.
+        chooser: how its tokens are chosen, at the newest one.
         token_ids: generated so far, a stop token included.
+        scores: what the model thought of each of them; empty unless ``sampling.logprobs`` asks for it.
+        prompt_scores: of the prompt's tokens, where the request asks for it.
         finish_reason: None while under way; ``stop`` (a stop token), ``length`` (``max_new_tokens`` reached or the
             context filled to its last position), ``cancelled`` or ``error``.
         prompt_seconds: the prefill's time, with the choice of the first token.
@@ -61,7 +70,10 @@ class Job:
 
     request: Request
     sampling: SamplingSettings
+    chooser: Chooser
     token_ids: list[int] = field(default_factory=list)
+    scores: list[TokenScore] = field(default_factory=list)
+    prompt_scores: list[TokenScore | None] | None = None
     finish_reason: str | None = None
     prompt_seconds: float = 0.0
     generation_seconds: float = 0.0
@@ -99,7 +111,7 @@ class Scheduler:
         self._decoder = decoder
         self._waiting: deque[Job] = deque()
         self._slots: list[Job | None] = [None] * decoder.max_batch
-        self._reading: Job | None = None  # whose prompt is being read
+        self._reading: Job | None = None  # whom alone a failure concerns: its prompt is being read, say
         self._switch = switch_length(decoder.config)
 
     @property
@@ -134,7 +146,11 @@ class Scheduler:
         if request.max_new_tokens is not None:
             arguments.integer("max_new_tokens", request.max_new_tokens, 1)
         sparse_from(request.prefill, len(request.token_ids))
-        job = Job(request, resolve_seed(request.sampling))
+        biased = max(request.sampling.logit_bias or (0,))
+        if biased >= vocab_size:
+            raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
+        sampling = resolve_seed(request.sampling)
+        job = Job(request, sampling, Chooser(sampling, request.token_ids, request.constraint))
         self._waiting.append(job)
         return job
 
@@ -146,8 +162,9 @@ class Scheduler:
     def give_up(self) -> list[Job]:
         """Go on after :meth:`step` has raised: drop whom it failed for.
 
-        If that was while a prompt was read, its job; else every job of the batch. What the other slots hold is
-        undefined by then: their jobs are queued again, first, and read anew with what they have generated.
+        If that was while a prompt was read or a grammar asked, its job; else every job of the batch. What the other
+        slots hold is undefined by then: their jobs are queued again, first, and read anew with what they have
+        generated.
 
         Returns:
             The jobs that ended so, with the reason ``error``.
@@ -188,8 +205,15 @@ class Scheduler:
         tokens = torch.tensor([*job.request.token_ids, *job.token_ids], dtype=torch.int64)
         dense = sparse_from(job.request.prefill, len(job.request.token_ids))
         self._reading = job
-        logits = self._decoder.prefill(self._slots.index(job), tokens, dense)
-        self._append(job, int(sample(logits[None], [job.sampling], [len(tokens)])[0]))
+        scored = job.request.score_prompt and job.sampling.logprobs is not None and job.prompt_scores is None
+        if scored:
+            every = self._decoder.logits(tokens, dense)
+            job.prompt_scores = score_prompt(every, job.request.token_ids, job.sampling.logprobs or 0)
+        if scored and job.request.max_new_tokens == 1:  # nothing is ever decoded from its slot
+            logits = every[-1]
+        else:
+            logits = self._decoder.prefill(self._slots.index(job), tokens, dense)
+        self._append(job, self._choose(logits[None], [job], [len(tokens)])[0])
         self._reading = None
 
     def _decode(self) -> list[Job]:
@@ -206,11 +230,32 @@ class Scheduler:
         if not rows:
             return []
         tokens = torch.tensor([job.token_ids[-1] if job else -1 for job in rows], dtype=torch.int64)
-        chosen = self._decoder.step(tokens, [job.sampling if job else _IDLE for job in rows]).tolist()
+        if all(job is None or job.chooser.plain for job in rows):
+            chosen = self._decoder.step(tokens, [job.sampling if job else _IDLE for job in rows]).tolist()
+        else:
+            logits = self._decoder.decode(tokens)
+            chosen = self._choose(logits, rows, self._decoder.lengths[: len(rows)])
         advanced = [(job, token) for job, token in zip(rows, chosen, strict=True) if job is not None]
         for job, token in advanced:
             self._append(job, token)
         return [job for job, _ in advanced]
+
+    def _choose(self, logits: Tensor, rows: Sequence[Job | None], positions: Sequence[int]) -> list[int]:
+        """The next token of each row of logits (B, V), which stay as they are; scored where that is asked for."""
+        given = logits
+        if any(job is not None and job.chooser.adjusts for job in rows):
+            logits = logits.clone()
+        before = self._reading
+        for row, job in zip(logits, rows, strict=True):
+            if job is not None and job.chooser.adjusts:
+                self._reading = job  # a grammar that fails here ends its own answer alone
+                job.chooser.adjust(row)
+        self._reading = before
+        chosen: list[int] = sample(logits, [job.sampling if job else _IDLE for job in rows], positions).tolist()
+        for row, job, token in zip(given, rows, chosen, strict=True):
+            if job is not None and job.sampling.logprobs is not None and token >= 0:
+                job.scores.append(score(row, token, job.sampling.logprobs))
+        return chosen
 
     def _filled(self, job: Job) -> int:
         """Positions of the job's slot that are filled: all but its newest token's."""
@@ -227,6 +272,7 @@ class Scheduler:
             job._began = now
         job.generation_seconds = now - job._began
         job.token_ids.append(token)
+        job.chooser.take(token)
         if token in job.request.stop_ids:
             self._finish(job, "stop")
         elif len(job.token_ids) == job.request.max_new_tokens or self._filled(job) == self._decoder.max_seq_len:

@@ -13,6 +13,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.prefill import sparse_from
 
+from .choosing import TokenScore
 from .decoder import Decoder
 from .generation import Job, Request, Scheduler, Tally
 from .memory import memory_errors, peak_bytes
@@ -48,6 +49,8 @@ class Generation:
         peak_memory_bytes: the most memory used so far: on a GPU the device's, else this process's.
         realised_sparsity: share of the projections' weights that were not needed at the sparse positions; None unless
             asked for. In a batch it is that of all answers together.
+        scores: what the model thought of each of ``token_ids``; None unless ``logprobs`` asks for it.
+        prompt_scores: of the prompt's tokens; None unless a request asks for it.
     """
 
     text: str
@@ -59,6 +62,8 @@ class Generation:
     generation_seconds: float
     peak_memory_bytes: int
     realised_sparsity: float | None = None
+    scores: tuple[TokenScore, ...] | None = None
+    prompt_scores: tuple[TokenScore | None, ...] | None = None
 
     @property
     def prompt_tok_per_s(self) -> float:
@@ -80,12 +85,14 @@ class Piece:
         token_id: the token.
         finish_reason: set on the last piece, as in ``Generation``.
         generation: the whole answer, on the last piece.
+        score: what the model thought of the token; None unless ``logprobs`` asks for it.
     """
 
     text: str
     token_id: int
     finish_reason: str | None = None
     generation: Generation | None = None
+    score: TokenScore | None = None
 
 
 class Writer:
@@ -115,6 +122,11 @@ class Writer:
     @property
     def text(self) -> str:
         return "".join(self._parts)
+
+    @property
+    def score(self) -> TokenScore | None:
+        """What the model thought of the newest token, where that is asked for."""
+        return self.job.scores[-1] if self.job.scores else None
 
 
 class Model:
@@ -190,7 +202,8 @@ class Model:
             prompt: a text, a conversation (messages with ``role`` and ``content``), token ids (also a numpy array or
                 a tensor of integers), or a list of any one of these.
             max_new_tokens: at most so many; None until the context is full.
-            temperature, top_k, top_p, min_p, seed: see :class:`SamplingSettings`; temperature 0 is greedy. A seed that
+            temperature, top_k, top_p, min_p, seed, repetition_penalty, frequency_penalty, presence_penalty,
+                logit_bias, logprobs: see :class:`SamplingSettings`; temperature 0 is greedy. A seed that
                 is given holds for each prompt of a list, which so gets the answer it gets alone; without one each gets
                 a fresh seed of its own, to be found in its :class:`Generation`.
             stop: the answer ends before any of these strings; a special token's name works too. None for none.
@@ -322,7 +335,7 @@ class Model:
         for writer, text in self._run(plan):
             done = writer.finish_reason is not None
             answer = self.answer(writer, plan.realised_sparsity) if done else None
-            yield Piece(text, writer.job.token_ids[-1], writer.finish_reason, answer)
+            yield Piece(text, writer.job.token_ids[-1], writer.finish_reason, answer, writer.score)
 
     def answer(self, writer: Writer, realised_sparsity: float | None = None) -> Generation:
         """The whole answer of a job that has ended."""
@@ -337,6 +350,8 @@ class Model:
             generation_seconds=job.generation_seconds,
             peak_memory_bytes=peak_bytes(self.decoder.device),
             realised_sparsity=realised_sparsity,
+            scores=None if job.sampling.logprobs is None else tuple(job.scores),
+            prompt_scores=None if job.prompt_scores is None else tuple(job.prompt_scores),
         )
 
     @contextmanager

@@ -1,31 +1,37 @@
 """The next token from the logits.
 
-The filters apply in the order of ``SamplingSettings``: temperature, top-k, top-p, min-p (the order of transformers);
-tokens as probable as the last one kept are kept too. The token is then the first id, in ascending order, at which the
-kept probabilities, renormalised and summed in float64, exceed a uniform random number. That number is a function of
-the seed and of the token's position alone: a sequence can be repeated, resumed, or decoded beside others, and stays
-the same.
+What a sequence's own history does to its logits comes first (``choosing``). The filters then apply in the order of
+``SamplingSettings``: temperature, top-k, top-p, min-p (the order of transformers); tokens as probable as the last one
+kept are kept too. The token is then the first id, in ascending order, at which the kept probabilities, renormalised and
+summed in float64, exceed a uniform random number. That number is a function of the seed and of the token's position
+alone: a sequence can be repeated, resumed, or decoded beside others, and stays the same.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
 
-__all__ = ["SamplingSettings", "resolve_seed", "sample", "uniform"]
+__all__ = ["MOST_LOGPROBS", "SamplingSettings", "resolve_seed", "sample", "uniform"]
+
+# How many of the most probable tokens may be told beside each token.
+MOST_LOGPROBS = 100
 
 _MASK = 2**64 - 1
+_MOST_BIASES = 10_000
 
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the next token is chosen from the logits; the order is that of the fields.
+    """How the next token is chosen from the logits; filters apply in the order of the fields, penalties before them.
 
     Attributes:
         temperature: the logits are divided by it; 0 takes the most probable token and ignores everything below.
@@ -34,6 +40,13 @@ class SamplingSettings:
         min_p: of those, keep what is at least this share of the most probable token's probability; 0 keeps all.
         seed: the random number of every position is a function of the seed and the position alone, so a sequence does
             not depend on its neighbours in a batch. It must be resolved (not None) by the time a decoder sees it.
+        repetition_penalty: logits of tokens that prompt or answer hold are divided by it where positive, else
+            multiplied, as transformers does; 1 changes nothing.
+        frequency_penalty, presence_penalty: taken off the logits of tokens that the answer holds, once for each time,
+            and once; OpenAI's, -2 to 2.
+        logit_bias: token id -> what is added to its logit, -100 to 100.
+        logprobs: tell each token's log-probability, and those of so many of the most probable ones, as the model gives
+            them: before penalties, bias, grammar, temperature and filters. None tells none.
     """
 
     temperature: float = 0.0
@@ -41,9 +54,14 @@ class SamplingSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        checked = {
+        checked: dict[str, Any] = {
             "temperature": arguments.number(
                 "temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000"
             ),
@@ -51,6 +69,15 @@ class SamplingSettings:
             "top_p": arguments.number("top_p", self.top_p, 0.0, 1.0, "a number above 0, at most 1", above=True),
             "min_p": arguments.number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1"),
             "seed": None if self.seed is None else arguments.integer("seed", self.seed, 0, 2**63 - 1),
+            "repetition_penalty": arguments.number(
+                "repetition_penalty", self.repetition_penalty, 0.0, 100.0, "a number above 0, at most 100", above=True
+            ),
+            "frequency_penalty": _penalty("frequency_penalty", self.frequency_penalty),
+            "presence_penalty": _penalty("presence_penalty", self.presence_penalty),
+            "logit_bias": _biases(self.logit_bias),
+            "logprobs": None
+            if self.logprobs is None
+            else arguments.integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
         }
         for name, value in checked.items():  # as Python's own numbers, whoever's they were
             object.__setattr__(self, name, value)
@@ -59,6 +86,32 @@ class SamplingSettings:
     def greedy(self) -> bool:
         """Whether the most probable token is taken."""
         return self.temperature == 0.0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change before a token is chosen from them."""
+        penalties = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+        return penalties or self.logit_bias is not None
+
+
+def _penalty(name: str, value: Any) -> float:
+    return arguments.number(name, value, -2.0, 2.0, "a number from -2 to 2")
+
+
+def _biases(given: Any) -> dict[int, float] | None:
+    if given is None:
+        return None
+    if not isinstance(given, Mapping) or len(given) > _MOST_BIASES:
+        raise UsageError(
+            f"logit_bias: expected a mapping of up to {_MOST_BIASES:,} token ids to numbers, "
+            f"found {arguments.found(given)}"
+        )
+    return {
+        arguments.integer("logit_bias", token, 0, 2**31 - 1): arguments.number(
+            "logit_bias", bias, -100.0, 100.0, "numbers from -100 to 100"
+        )
+        for token, bias in given.items()
+    } or None
 
 
 def resolve_seed(settings: SamplingSettings) -> SamplingSettings:

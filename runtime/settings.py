@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
 from wisparse.formats.guard import arguments
@@ -33,6 +32,11 @@ class GenerationSettings:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    logprobs: int | None = None
     stop: str | Sequence[str] | None = None
     system_prompt: str | None = None
     chat_template: bool | None = None
@@ -54,7 +58,7 @@ class GenerationSettings:
     @property
     def sampling(self) -> SamplingSettings:
         """How the next token is chosen."""
-        return SamplingSettings(self.temperature, self.top_k, self.top_p, self.min_p, self.seed)
+        return SamplingSettings(**{field.name: getattr(self, field.name) for field in fields(SamplingSettings)})
 
     @property
     def stop_texts(self) -> list[str]:
@@ -71,6 +75,11 @@ class GenerationArguments(TypedDict, total=False):
     top_p: float
     min_p: float
     seed: int | None
+    repetition_penalty: float
+    frequency_penalty: float
+    presence_penalty: float
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     stop: str | Sequence[str] | None
     system_prompt: str | None
     chat_template: bool | None
@@ -83,7 +92,7 @@ def spelled_out(function: F) -> F:
     signature = inspect.signature(function)
     keywords = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)
-        for field in dataclasses.fields(GenerationSettings)
+        for field in fields(GenerationSettings)
     ]
     parameters = [*list(signature.parameters.values())[:-1], *keywords]
     function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]

@@ -80,6 +80,10 @@ def _seed(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**63
 
 
+def _penalty(value: Any) -> bool:
+    return isinstance(value, (int, float, np.floating)) and value is not True and -2 <= value <= 2
+
+
 # Argument of generate -> what of STRANGE it takes all the same.
 GENERATE: dict[str, list[Callable[[Any], bool]]] = {
     "max_new_tokens": [lambda value: type(value) is int and value > 0],
@@ -88,6 +92,11 @@ GENERATE: dict[str, list[Callable[[Any], bool]]] = {
     "top_p": [],
     "min_p": [],
     "seed": [_seed],
+    "repetition_penalty": [lambda value: type(value) is float and 0 < value < 100],
+    "frequency_penalty": [_penalty],
+    "presence_penalty": [_penalty],
+    "logit_bias": [lambda value: type(value) is dict],
+    "logprobs": [],
     "stop": [_full_text, lambda value: type(value) is list and value == []],
     "system_prompt": [lambda value: _text(value) and len(value) < 100],  # else longer than the context
     "chat_template": [lambda value: value is True],

@@ -183,11 +183,12 @@ class Engine:
         text = ticket.writer.take()
         reason = ticket.writer.finish_reason
         if reason is None:
-            ticket.deliver(Piece(text, job.token_ids[-1]))
+            ticket.deliver(Piece(text, job.token_ids[-1], score=ticket.writer.score))
             return
         self._scheduler.cancel(job)
         del self._jobs[job]
-        self._end(ticket, Piece(text, job.token_ids[-1], reason, self.model.answer(ticket.writer)))
+        answer = self.model.answer(ticket.writer)
+        self._end(ticket, Piece(text, job.token_ids[-1], reason, answer, ticket.writer.score))
 
     def _give_up(self, error: WisparseError) -> None:
         for job in self._scheduler.give_up():
