@@ -17,7 +17,6 @@ from typing import Any
 
 import openai
 import pytest
-import uvicorn
 from bundle_maker import make_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,8 +24,9 @@ from hypothesis import strategies as st
 import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.model import Model
+from wisparse.runtime.serve import answering, wire
 from wisparse.runtime.serve import app as module
-from wisparse.runtime.serve.app import ServeSettings, make_app, open_socket
+from wisparse.runtime.serve.app import ServeSettings, http_server, make_app, open_socket
 from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat, read_completion
 
 NAME = "example"
@@ -57,8 +57,7 @@ class Running:
         self.port = self._listener.getsockname()[1]
         model = wisparse.load(bundle, dtype="float32", backend="torch", max_batch=3, max_seq_len=256)
         self.text = model.tokenizer
-        app = make_app(model, self.settings)
-        self._server = uvicorn.Server(uvicorn.Config(app, log_level="warning", h11_max_incomplete_event_size=32768))
+        self._server = http_server(make_app(model, self.settings))
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
         self._thread.start()
 
@@ -125,10 +124,34 @@ def test_a_stream_joins_to_the_whole(server: Running, model: Model) -> None:
     )  # fmt: skip
     assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected.text
     assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]][-1] == expected.finish_reason
-    assert len(chunks) > 3
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
+
+
+def test_what_comes_together_goes_out_together(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wisparse.runtime.torch.decoder import TorchDecoder
+
+    read = threading.Event()
+    decode = TorchDecoder.decode
+
+    def after_the_first(self: Any, token_ids: Any) -> Any:
+        assert read.wait(60)
+        return decode(self, token_ids)
+
+    expected = model.generate("def f(x):", max_new_tokens=40).text
+    monkeypatch.setattr(TorchDecoder, "decode", after_the_first)
+    monkeypatch.setattr(answering, "_GATHER_SECONDS", 600.0)
+    stream = server.client().completions.create(
+        model=NAME, prompt="def f(x):", max_tokens=40, temperature=0, stream=True
+    )
+    found = []
+    for chunk in stream:
+        found.append(chunk.choices[0].text)
+        read.set()
+    # The first piece at once; the rest when the answer ends, long before the ten minutes are over.
+    assert len(found) == 2
+    assert "".join(found) == expected
 
 
 def test_token_ids_and_several_prompts(server: Running, model: Model) -> None:
@@ -371,7 +394,8 @@ def test_a_client_that_goes_takes_its_request_with_it(server: Running, stream: b
 
 
 def test_a_client_that_does_not_read_is_dropped(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(answering, "_GATHER_SECONDS", 0.0)
     # Events so large that the sockets' buffers fill: every token's comes with a name of 60 kB.
     monkeypatch.setattr(module.Shape, "piece", lambda self, index, text, reason: b"data: " + b"x" * 300_000 + b"\n\n")
     gone = server.metric("wisparse_cancelled_total")
@@ -388,7 +412,7 @@ def test_a_client_that_does_not_read_is_dropped(server: Running, model: Model, m
 
 
 def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.3)
     one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     one.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"

@@ -3,8 +3,8 @@
     body -> protocol.read_* -> token ids -> engine.submit ... pieces -> answers.Shape -> wire
 
 Text becomes token ids in a thread apart (a chat template is a stranger's program, and may take its time); pieces come
-from the engine's thread into the event loop's queue. A client that goes away, or does not read for half a minute, takes
-its request with it.
+from the engine's thread (``answering``). A client that goes away, or does not read for half a minute, takes its request
+with it (``wire``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
@@ -27,24 +27,25 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 from wisparse.formats.guard.safe_json import parse_json
 
 from ..model import Generation, Model, Piece
+from .answering import Answering
 from .answers import DONE, Shape, event, to_json
-from .engine import Engine, QueueFullError, Ticket
+from .engine import Engine, QueueFullError
 from .metrics import Metrics
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
+from .wire import PATIENCE_SECONDS, EventStream, unless_gone
 
-__all__ = ["ServeSettings", "make_app", "open_socket", "serve"]
+__all__ = ["ServeSettings", "http_server", "make_app", "open_socket", "serve"]
 
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 8 * 2**20
-# A client has so long to send its body, and to take what is sent to it.
-_PATIENCE_SECONDS = 30.0
+# How often the tokens of an answer that is not streamed are looked at.
+_COLLECT_SECONDS = 1.0
 _ELSEWHERE = ("/v1/embeddings", "/v1/images/generations", "/v1/audio/transcriptions", "/v1/audio/speech",
               "/v1/responses", "/v1/moderations")  # fmt: skip
 
@@ -88,11 +89,17 @@ def open_socket(settings: ServeSettings) -> socket.socket:
 
 def serve(model: Model, settings: ServeSettings, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C, then finish those under way; the model is held meanwhile."""
+    http_server(make_app(model, settings)).run(sockets=[listener])
+
+
+def http_server(app: Starlette) -> uvicorn.Server:
+    """What speaks HTTP for the application."""
+    # Of uvicorn's parsers only h11 bounds a request's headers; left to itself it takes httptools where there is one.
     config = uvicorn.Config(
-        make_app(model, settings), log_level="warning", access_log=False, timeout_graceful_shutdown=60,
-        h11_max_incomplete_event_size=32 * 1024, server_header=False,
+        app, http="h11", h11_max_incomplete_event_size=32 * 1024, log_level="warning", access_log=False,
+        timeout_graceful_shutdown=60, server_header=False,
     )  # fmt: skip
-    uvicorn.Server(config).run(sockets=[listener])
+    return uvicorn.Server(config)
 
 
 def make_app(model: Model, settings: ServeSettings) -> Starlette:
@@ -116,55 +123,6 @@ def make_app(model: Model, settings: ServeSettings) -> Starlette:
         lifespan=server.lifespan,
         exception_handlers={404: _not_found, 405: _wrong_method},
     )
-
-
-class _Answering:
-    """The pieces of one request's answers, as they come from the engine's thread."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[int, Piece | WisparseError]] = asyncio.Queue()
-        self._tickets: list[Ticket] = []
-
-    def submit(self, model: Model, call: Call, prompts: Sequence[Sequence[int]]) -> None:
-        """Queue every answer of a call."""
-        for token_ids in prompts:
-            for copy in range(call.n):
-                seed = call.sampling.seed
-                sampling = call.sampling if seed is None else replace(call.sampling, seed=(seed + copy) % 2**63)
-                request, stops = model.request(token_ids, call.max_tokens, sampling, call.stop, model.prefill)
-                index = len(self._tickets)
-                self._tickets.append(self._engine.submit(request, stops, self._receiver(index)))
-
-    def _receiver(self, index: int) -> Callable[[Piece | WisparseError], None]:
-        def deliver(item: Piece | WisparseError) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
-
-        return deliver
-
-    async def next(self) -> list[tuple[int, Piece]]:
-        """What has come since the last call, one piece at least.
-
-        Raises:
-            WisparseError: what ended an answer.
-        """
-        items = [await self._queue.get()]
-        while not self._queue.empty():
-            items.append(self._queue.get_nowait())
-        for _, item in items:
-            if isinstance(item, WisparseError):
-                raise item
-        return items  # type: ignore[return-value]
-
-    def cancel(self) -> None:
-        """Take back what has not ended."""
-        for ticket in self._tickets:
-            self._engine.cancel(ticket)
-
-    def __len__(self) -> int:
-        return len(self._tickets)
 
 
 class _Server:
@@ -243,11 +201,11 @@ class _Server:
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._texts, self._encode, call)
-        answering = _Answering(self._running)
+        answering = Answering(self._running)
         try:
             answering.submit(self._model, call, prompts)
             # Whatever can be wrong with a request is known by its first token, before a status is sent.
-            first = await _unless_gone(request, answering.next())
+            first = await unless_gone(request, answering.next())
         except BaseException:
             answering.cancel()
             raise
@@ -256,14 +214,14 @@ class _Server:
         self.metrics.prompt_tokens.inc(prompt_tokens)
         if call.stream:
             chunks = self._chunks(answering, first, shape, call, prompt_tokens)
-            return _EventStream(chunks, answering.cancel, self.metrics)
+            return EventStream(chunks, answering.cancel, self.metrics)
         try:
-            whole = await _unless_gone(request, self._collect(answering, first))
+            whole = await unless_gone(request, self._collect(answering, first))
         finally:
             answering.cancel()
         return _json(shape.whole(whole, prompt_tokens))
 
-    async def _collect(self, answering: _Answering, first: list[tuple[int, Piece]]) -> list[Generation]:
+    async def _collect(self, answering: Answering, first: list[tuple[int, Piece]]) -> list[Generation]:
         """The answers, when all have ended."""
         done: dict[int, Generation] = {}
         items = first
@@ -271,10 +229,10 @@ class _Server:
             self._count(items, done)
             if len(done) == len(answering):
                 return [done[index] for index in sorted(done)]
-            items = await answering.next()
+            items = await answering.next(_COLLECT_SECONDS)
 
     async def _chunks(
-        self, answering: _Answering, first: list[tuple[int, Piece]], shape: Shape, call: Call, prompt_tokens: int
+        self, answering: Answering, first: list[tuple[int, Piece]], shape: Shape, call: Call, prompt_tokens: int
     ) -> AsyncIterator[bytes]:
         """The stream's events, each batch of pieces as one."""
         done: dict[int, Generation] = {}
@@ -282,7 +240,7 @@ class _Server:
         items = first
         while True:
             self._count(items, done)
-            yield b"".join(shape.piece(index, piece.text, piece.finish_reason) for index, piece in items)
+            yield b"".join(shape.piece(index, text, reason) for index, text, reason in _joined(items))
             if len(done) == len(answering):
                 break
             try:
@@ -327,7 +285,7 @@ class _Server:
             raise ApiError(415, "expected a body of type application/json", code="unsupported_media_type")
         data = bytearray()
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
+            async with asyncio.timeout(PATIENCE_SECONDS):
                 async for chunk in request.stream():
                     data += chunk
                     if len(data) > _MOST_BYTES:
@@ -336,7 +294,7 @@ class _Server:
                         )
         except TimeoutError as error:
             raise ApiError(
-                408, f"the body did not come within {_PATIENCE_SECONDS:g} seconds", code="request_timeout"
+                408, f"the body did not come within {PATIENCE_SECONDS:g} seconds", code="request_timeout"
             ) from error
         body = parse_json(bytes(data), "body", UsageError)
         if body.get("model") is not None:
@@ -372,62 +330,6 @@ class _Server:
             )  # fmt: skip
 
 
-class _EventStream(Response):
-    """Server-sent events; when the client goes, or does not read, ``cancel`` is called."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, chunks: AsyncIterator[bytes], cancel: Callable[[], None], metrics: Metrics) -> None:
-        self.status_code = 200
-        self.background = None
-        self.body = b""
-        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._chunks, self._cancel, self._metrics = chunks, cancel, metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def run() -> None:
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for chunk in self._chunks:
-                if chunk:
-                    async with asyncio.timeout(_PATIENCE_SECONDS):
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-        try:
-            await _until_gone(receive, run())
-        except (ClientDisconnect, TimeoutError):
-            self._metrics.cancelled.inc()
-        finally:
-            self._cancel()
-
-
-async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The work's result, unless the client goes before it is there.
-
-    Raises:
-        ClientDisconnect: it has gone; the work is cancelled.
-    """
-    return await _until_gone(request.receive, work)
-
-
-async def _until_gone(receive: Receive, work: Awaitable[Any]) -> Any:
-    async def gone() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
 def _defaults(model: Model) -> Defaults:
     """The model's own sampling settings, where its generation config has them."""
     data = model.bundle.read_bytes("generation_config.json")
@@ -444,6 +346,17 @@ def _defaults(model: Model) -> Defaults:
         top_k=int(number("top_k", plain.top_k, 0, 2**31)),
         top_p=number("top_p", plain.top_p, 1e-9, 1.0),
     )
+
+
+def _joined(items: Sequence[tuple[int, Piece]]) -> list[tuple[int, str, str | None]]:
+    """Each answer's pieces as one: its index, text and reason to end, if it has either."""
+    texts: dict[int, list[str]] = {}
+    reasons: dict[int, str | None] = {}
+    for index, piece in items:
+        texts.setdefault(index, []).append(piece.text)
+        reasons[index] = piece.finish_reason
+    joined = [(index, "".join(parts), reasons[index]) for index, parts in texts.items()]
+    return [(index, text, reason) for index, text, reason in joined if text or reason is not None]
 
 
 def _as_api_error(error: WisparseError) -> ApiError:
