@@ -43,6 +43,7 @@ __all__ = ["LOCAL_TASKS", "PAPER_TASKS", "QUESTIONS", "WisparseLM", "evaluate_ta
 
 # The tasks that ship with the project, as the harness reads them.
 LOCAL_TASKS = Path(__file__).with_name("tasks")
+OWN_TASKS = ("interpreter_lines", "interpreter_chains", "greedy_loops")
 
 # The paper's six tasks by the harness's names, and their folders in it: its index of all tasks takes 10 s and more.
 PAPER_TASKS = {
@@ -58,6 +59,10 @@ PAPER_TASKS = {
 QUESTIONS = "num_questions"
 
 _DEFAULT_NEW_TOKENS = 256
+
+# Standard errors of means have a closed form, which the harness computes only where it may also draw for other metrics;
+# for those it draws so often, here and not in processes of its own that print.
+_DRAWS, _DRAW_HERE = 1000, "DISABLE_MULTIPROC"
 
 # What the harness reports beside the metrics.
 _NO_METRIC = ("sample_len", "sample_count")
@@ -313,6 +318,7 @@ def evaluate_tasks(
     else:
         # The harness asks once, the metric it uses for this (code_eval) asks once more, through the environment.
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
+    os.environ.setdefault(_DRAW_HERE, "1")
     adapter = WisparseLM(model, prefill=prefill)
     if tally is not None:
         adapter.tally = tally
@@ -326,7 +332,7 @@ def evaluate_tasks(
                 num_fewshot=num_fewshot,
                 limit=limit,
                 log_samples=False,
-                bootstrap_iters=0,
+                bootstrap_iters=_DRAWS,
                 apply_chat_template=apply_chat_template,
                 random_seed=seed,
                 numpy_random_seed=seed,
@@ -349,7 +355,7 @@ def evaluate_tasks(
 
 
 def _brings_its_data(tasks: Sequence[str], manager: Any) -> bool:
-    """Whether every task makes its questions itself, as interpreter_lines does, and none is fetched."""
+    """Whether every task makes its questions itself, as those of the project do, and none is fetched."""
     entries = [manager.task_index.get(task) for task in tasks]
     return all(entry is not None and "custom_dataset" in (entry.cfg or {}) for entry in entries)
 
@@ -419,7 +425,7 @@ def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike
     if unknown:
         raise UsageError(
             f"unknown task {found(unknown[0])}: expected a task of lm-evaluation-harness (lm_eval ls tasks), "
-            "interpreter_lines, or a YAML task under --include-path"
+            f"{', '.join(OWN_TASKS)}, or a YAML task under --include-path"
         )
     return manager
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import socket
+import statistics
 import subprocess
 import sys
 import time
@@ -24,6 +26,8 @@ from wisparse.formats.errors import AccessError, UsageError
 from wisparse.formats.prefill import sparse_from
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
+from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, loops, make_prompts
+from wisparse.runtime.tasks.interpreter_chains import COUNT, SEED, STEPS, make_chains
 from wisparse.runtime.tasks.interpreter_lines import load_problems
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
@@ -269,8 +273,74 @@ def test_interpreter_lines(model: Model) -> None:
         == one.answer
         for one in load_problems(12)
     ]
-    assert found == {"interpreter_lines": {"num_questions": 12, "exact_match": sum(right) / 12}}
-    assert sum(right) > 0
+    error = pytest.approx(statistics.stdev(right) / math.sqrt(12))
+    wanted = {"num_questions": 12, "exact_match": sum(right) / 12, "exact_match_stderr": error}
+    assert found == {"interpreter_lines": wanted}
+    assert 0 < sum(right) < 12
+
+
+def test_interpreter_chains(model: Model) -> None:
+    """A program counts if the model, going on from its own values, gets every line right."""
+    found = evaluate_tasks(model, ["interpreter_chains"], prefill="all", limit=2)["interpreter_chains"]
+    chains = make_chains(COUNT, SEED)[:2]
+    lines = []
+    for chain in chains:
+        session = chain.session
+        for source, answer in zip(chain.sources, chain.answers, strict=True):
+            session += f">>> {source}\n"
+            given = model.generate(session, max_new_tokens=48, stop="\n", prefill="all", chat_template=False).text
+            lines.append(given == answer)
+            session += f"{answer}\n"
+    assert found["num_questions"] == 2
+    assert found["lines"] == pytest.approx(sum(lines) / len(lines))
+    assert 0 < found["lines"] < 1
+    whole = [all(lines[first : first + STEPS]) for first in range(0, len(lines), STEPS)]
+    assert found["exact_match"] == sum(whole) / 2
+    assert {"exact_match_stderr", "lines_stderr"} <= set(found)
+
+
+def test_chains_are_what_python_prints() -> None:
+    chains = make_chains(60, 3)
+    assert chains == make_chains(60, 3)
+    assert chains != make_chains(60, 4)
+    assert {chain.kind for chain in chains} == {"arithmetic", "list", "word"}
+    for chain in chains:
+        assert len(chain.sources) == len(chain.answers) == STEPS
+        assert chain.session.count(">>>") == STEPS
+        assert [repr(eval(source)) for source in chain.sources] == chain.answers
+        for before, after in zip(chain.answers, chain.sources[1:], strict=False):
+            assert before in after, "each line goes on from the value before"
+
+
+def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
+
+    def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
+        assert [request.args[0] for request in requests] == make_prompts(COUNT, SEED)[:3]
+        wanted = {"until": [], "max_gen_toks": MAX_NEW_TOKENS, "do_sample": False}
+        assert [request.args[1] for request in requests] == 3 * [wanted]
+        return [64 * "round ", "ends.", 64 * "and "]
+
+    monkeypatch.setattr(WisparseLM, "generate_until", answers)
+    found = evaluate_tasks(model, ["greedy_loops"], limit=3)["greedy_loops"]
+    assert found == {"num_questions": 3, "loops": 2 / 3, "loops_stderr": pytest.approx(1 / 3)}
+
+
+def test_what_a_loop_is() -> None:
+    piece = "".join(chr(33 + i) for i in range(64))
+    assert loops("once " + 3 * piece)
+    assert loops("    " * 60)
+    assert not loops(2 * piece + piece[:-1] + "!"), "the last character differs"
+    assert not loops(piece * 3 + "."), "it has left the loop"
+    assert not loops(3 * piece[:60]), "too short to tell"
+    assert not loops("".join(chr(33 + i % 65) for i in range(400))), "the piece is too long"
+
+
+def test_prompts_to_loop_on() -> None:
+    prompts = make_prompts(500, 0)
+    assert len(set(prompts)) == 500
+    assert prompts[:100] == make_prompts(100, 0)
+    assert not any("{" in prompt for prompt in prompts)
 
 
 def test_a_users_own_task(model: Model, tmp_path: Path) -> None:

@@ -54,7 +54,12 @@ _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs th
     help="Which tokens of a text or prompt are sparse: none, the last half, all; may be given several times.  "
     "[default: half and all for texts, half for tasks]",
 )
-@click.option("--tasks", metavar="NAME,...", help="Run tasks of lm-evaluation-harness, or interpreter_lines.")
+@click.option(
+    "--tasks",
+    metavar="NAME,...",
+    help="Run tasks of lm-evaluation-harness, or those that ship with this: interpreter_lines, interpreter_chains, "
+    "greedy_loops.",
+)
 @click.option("--include-path", type=FOLDER_OR_ID, multiple=True, metavar="DIR", help="Folder with further YAML tasks.")
 @click.option("--num-fewshot", type=click.IntRange(min=0), help="Solved examples per question.  [default: the task's]")
 @click.option("--limit", type=click.IntRange(1, 2**63 - 1), help="At most so many questions per task.")
