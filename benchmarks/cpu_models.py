@@ -16,7 +16,7 @@ from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
 from wisparse.formats.write import write_bundle
 
 __all__ = ["LLAMA_1B", "calibrated_bundle", "random_checkpoint"]
@@ -91,16 +91,14 @@ def calibrated_bundle(source: Path, out: Path, sparsity: float, num_tokens: int 
         module.register_forward_pre_hook(record(projection.name, module.weight))
     generator = torch.Generator().manual_seed(0)
     model(torch.randint(0, checkpoint.config.vocab_size, (1, num_tokens), generator=generator), use_cache=False)
+    entries = tuple(ProjectionRecipe(p.name, sparsity, 0.5, masks[p.name].threshold, sparsity) for p in projections)
     recipe = Recipe(
         base_model=source.name,
         base_revision=None,
         method="benchmark",
-        sparsity=sparsity,
-        projections=tuple(
-            ProjectionRecipe(p.name, sparsity, 0.5, masks[p.name].threshold, sparsity) for p in projections
-        ),
-        block_sparsities=(sparsity,) * checkpoint.config.num_blocks,
+        default=sparsity,
+        rungs=(Rung(sparsity, entries, (sparsity,) * checkpoint.config.num_blocks),),
         calibration=CalibrationRecord("random tokens", 1, num_tokens, num_tokens, 0, "0" * 64),
         versions={"torch": torch.__version__},
     )
-    return write_bundle(checkpoint, recipe, masks, out)
+    return write_bundle(checkpoint, recipe, {sparsity: masks}, out)

@@ -40,7 +40,7 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
     from wisparse.formats.errors import BundleError
     from wisparse.formats.model.expected import expected_tensors
     from wisparse.formats.model.model_config import ModelConfig
-    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
     from wisparse.formats.write import write_bundle
 
     config_dict = {**SHAPES[shape], "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "dtype": "bfloat16"}
@@ -76,13 +76,13 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
         typical = {"o_proj": 0.05, "down_proj": 0.02}.get(projection.role, 0.67)
         scale = torch.rand(projection.in_features, generator=generator) + 0.5
         masks[projection.name] = ProjectionMask(scale, float(torch.tensor(typical)), _SPARSITY)
+    entries = tuple(ProjectionRecipe(n, m.sparsity, 0.5, m.threshold, m.sparsity) for n, m in masks.items())
     recipe = Recipe(
-        base_model=f"random/{shape}", base_revision=None, method="wisparse", sparsity=_SPARSITY,
-        projections=tuple(ProjectionRecipe(n, m.sparsity, 0.5, m.threshold, m.sparsity) for n, m in masks.items()),
-        block_sparsities=(_SPARSITY,) * config.num_blocks,
+        base_model=f"random/{shape}", base_revision=None, method="wisparse", default=_SPARSITY,
+        rungs=(Rung(_SPARSITY, entries, (_SPARSITY,) * config.num_blocks),),
         calibration=CalibrationRecord("self", 1, 8, 8, 0, "ab" * 32),
     )  # fmt: skip
-    write_bundle(source, recipe, masks, folder)  # type: ignore[arg-type]
+    write_bundle(source, recipe, {_SPARSITY: masks}, folder)  # type: ignore[arg-type]
     empty.rmdir()
 
 

@@ -91,7 +91,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> N
     from wisparse.formats.checkpoint import TensorInfo
     from wisparse.formats.errors import BundleError
     from wisparse.formats.model.expected import expected_tensors
-    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
     from wisparse.formats.write import write_bundle
     from wisparse.runtime.cuda.decoder import CudaDecoder
 
@@ -124,15 +124,15 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> N
         def chunks(self, name: str, chunk_bytes: int):
             yield from random.checkpoint.tensor(name, device).flatten().cpu().split(chunk_bytes // 2)
 
+    entries = tuple(ProjectionRecipe(n, m.sparsity, 0.5, m.threshold, m.sparsity) for n, m in masks.items())
     recipe = Recipe(
-        base_model=f"random/{shape}", base_revision=None, method="wisparse", sparsity=SPARSITY,
-        projections=tuple(ProjectionRecipe(n, m.sparsity, 0.5, m.threshold, m.sparsity) for n, m in masks.items()),
-        block_sparsities=(SPARSITY,) * config.num_blocks,
+        base_model=f"random/{shape}", base_revision=None, method="wisparse", default=SPARSITY,
+        rungs=(Rung(SPARSITY, entries, (SPARSITY,) * config.num_blocks),),
         calibration=CalibrationRecord("self", 1, 256, 256, 0, "ab" * 32),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         source = Source(endless_source(Path(folder, "source"), config.vocab_size))
-        write_bundle(source, recipe, masks, out)  # type: ignore[arg-type]
+        write_bundle(source, recipe, {SPARSITY: masks}, out)  # type: ignore[arg-type]
 
 
 def _environment() -> dict[str, str]:

@@ -292,27 +292,26 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     import numpy as np
     import torch
 
-    from wisparse.formats.bundle import Bundle
+    from wisparse.formats.bundle import Bundle, ProjectionMask
     from wisparse.formats.guard.safetensors_header import build_header
     from wisparse.formats.model.expected import expected_tensors
     from wisparse.formats.model.model_config import ModelConfig
-    from wisparse.formats.record.manifest import Manifest, recipe_digest
-    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+    from wisparse.formats.record.manifest import Manifest
+    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+    from wisparse.formats.sidecar import sidecar_bytes
 
     model = ModelConfig.from_dict(config)
     packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
               "up_proj": "gate_up_proj"}  # fmt: skip
-    projections, arrays = [], {}
+    projections, masks = [], {}
     for projection in model.projections():
         parent, _, role = projection.name.rpartition(".")
         threshold = float(np.float32(thresholds[f"{parent}.{packed.get(role, role)}"]))
         projections.append(ProjectionRecipe(projection.name, 0.5, 0.0, threshold, 0.5))
-        arrays[f"{projection.name}.channel_scale"] = np.ones(projection.in_features, "<f4")
-        arrays[f"{projection.name}.threshold"] = np.array(threshold, "<f4")
-        arrays[f"{projection.name}.sparsity"] = np.array(0.5, "<f4")
+        masks[projection.name] = ProjectionMask(torch.ones(projection.in_features), threshold, 0.5)
     recipe = Recipe(
-        base_model="random/weights", base_revision=None, method="teal", sparsity=0.5, projections=tuple(projections),
-        block_sparsities=(0.5,) * model.num_blocks,
+        base_model="random/weights", base_revision=None, method="teal", default=0.5,
+        rungs=(Rung(0.5, tuple(projections), (0.5,) * model.num_blocks),),
         calibration=CalibrationRecord("self", 1, 64, 48, 0, "0" * 64), versions={"torch": torch.__version__},
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
@@ -331,12 +330,8 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     files[weights] = "0" * 64
     index = {"metadata": {"total_size": size}, "weight_map": dict.fromkeys(shapes, weights)}
     write("model.safetensors.index.json", json.dumps(index).encode())
-    header, _ = build_header(
-        {name: (torch.float32, array.shape) for name, array in arrays.items()},
-        {"format": "wisparse", "format_version": "1", "recipe_sha256": recipe_digest(recipe)},
-    )
-    write("wisparse.safetensors", header + b"".join(array.tobytes() for array in arrays.values()))
-    entry = {"format_version": 1, "sparsity": 0.5, "sidecar": "wisparse.safetensors"}
+    write("wisparse.safetensors", sidecar_bytes(model.projections(), recipe, [masks]))
+    entry = {"format_version": 2, "sparsity": 0.5, "sparsities": [0.5], "sidecar": "wisparse.safetensors"}
     write("config.json", json.dumps(config | {"wisparse": entry}).encode())
     (folder / "wisparse.json").write_bytes(Manifest(recipe, files, dict.fromkeys(shapes, 0)).to_bytes())
     Bundle.open(folder)

@@ -31,7 +31,7 @@ from wisparse.formats.guard.places import expand
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.record.card import Evaluation, read_inherited, render_card
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
 from wisparse.formats.write import BUNDLE, write_bundle
 
 from .model.fingerprint import Hashes, small_digests, weight_digests
@@ -401,9 +401,8 @@ def _recipe(
         base_model=fetched.name,
         base_revision=fetched.commit,
         method=settings.method,
-        sparsity=settings.sparsity,
-        projections=entries,
-        block_sparsities=tuple(blocks),
+        default=settings.sparsity,
+        rungs=(Rung(settings.sparsity, entries, tuple(blocks)),),
         calibration=CalibrationRecord(
             source=tokens.source,
             num_samples=tokens.num_samples,
@@ -450,7 +449,7 @@ def _write(
     write_bundle(
         checkpoint,
         recipe,
-        masks,
+        {recipe.default: masks},
         settings.output_dir,
         dtype=settings.dtype,
         max_shard_size=settings.max_shard_size,

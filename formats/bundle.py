@@ -1,4 +1,4 @@
-"""A sparse bundle, opened: dense weights, one mask per projection, the recipe they come from. See FORMAT.md.
+"""A sparse bundle, opened: dense weights, one mask per projection and rung, the recipe they come from. See FORMAT.md.
 
 ``Bundle.open`` checks everything that can be checked without reading the weights; each weight is checked when it is
 read (``bundle.checkpoint.tensor``).
@@ -12,32 +12,22 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
-from .errors import BundleError
+from .errors import BundleError, UsageError
 from .guard.files import PARTIAL, list_files, read_bounded, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import parse_json, read_json
-from .guard.safetensors_header import DTYPES, Header, read_header
+from .guard.safetensors_header import read_header
 from .model.model_config import ModelConfig, Projection
-from .record.manifest import (
-    MANIFEST,
-    MAX_MANIFEST_BYTES,
-    MAX_SPARSITY,
-    SIDECAR,
-    Manifest,
-    recipe_digest,
-    require_version,
-)
+from .record.manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, require_version
 from .record.recipe import Recipe
+from .sidecar import ProjectionMask, check_header, read_masks
 
-__all__ = ["MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "check_mask", "is_document"]
+__all__ = ["MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "is_document"]
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 # For scale: Llama 3's tokenizer.json has 17 MB.
@@ -56,8 +46,6 @@ SMALL_FILES: Mapping[str, int] = {
 }
 # Of any file but the weights.
 MAX_FILE_BYTES = 256 << 20
-# What CATS and R-Sparse had beside the three tensors of every projection, while a bundle could hold them.
-_FORMER = (".low_rank_out", ".low_rank_in", ".gate_threshold")
 _LIMITS = {**SMALL_FILES, INDEX: MAX_INDEX_BYTES, SIDECAR: MAX_FILE_BYTES}
 _JSON = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 _MAX_FILES = 10_000
@@ -65,38 +53,50 @@ _MAX_FILES = 10_000
 # Files for people: they decide nothing, and editing a model card must not break a bundle.
 _DOCUMENT = re.compile(r"(README|LICEN[SC]E|USE_POLICY|NOTICE)[^/]*|conversion_report\.json|figures/.*|\..*")
 _WEIGHTS = re.compile(r".*\.(safetensors|bin|pt|pth|pkl|pickle|ckpt)", re.IGNORECASE)
-_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
-
-
-@dataclass(frozen=True)
-class ProjectionMask:
-    """What decides which channels of one projection are kept.
-
-    Attributes:
-        channel_scale: (K,) float32, finite and positive.
-        threshold: keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value.
-        sparsity: fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well.
-    """
-
-    channel_scale: Tensor
-    threshold: float
-    sparsity: float
+# Two sparsities this close are the same one, written or computed differently.
+_SAME_SPARSITY = 1e-6
 
 
 @dataclass(frozen=True)
 class Bundle:
     """A checked bundle; make one with ``Bundle.open``.
 
-    ``masks`` has one entry per projection of the model, under the projection's name, in the order of execution.
+    Attributes:
+        rungs: sparsity -> masks, ascending: one mask per projection of the model, under the projection's name, in the
+            order of execution.
+        sparsity: of the rung in force, one of ``rungs``, or 0 for the dense model.
     """
 
     folder: Path
     config: ModelConfig
     config_dict: Mapping[str, Any]
     recipe: Recipe
-    masks: Mapping[str, ProjectionMask]
+    rungs: Mapping[float, Mapping[str, ProjectionMask]]
+    sparsity: float
     checkpoint: Checkpoint
     manifest: Manifest
+
+    @cached_property
+    def masks(self) -> Mapping[str, ProjectionMask]:
+        """Of the rung in force; at 0 none of them drops anything."""
+        if self.sparsity in self.rungs:
+            return self.rungs[self.sparsity]
+        first = next(iter(self.rungs.values()))
+        return {name: ProjectionMask(mask.channel_scale, 0.0, 0.0) for name, mask in first.items()}
+
+    def at(self, sparsity: float) -> Bundle:
+        """The same bundle with another rung in force, 0 for the dense model.
+
+        Raises:
+            UsageError: it has no such rung.
+        """
+        number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool)
+        for rung in (*self.rungs, 0.0):
+            if number and abs(rung - sparsity) < _SAME_SPARSITY:
+                return replace(self, sparsity=rung)
+        known = [f"{rung:g}" if float(f"{rung:g}") == rung else repr(rung) for rung in self.rungs if rung]
+        listed = f"one of the bundle's rungs, {', '.join(known)}, or " if known else ""
+        raise UsageError(f"sparsity: expected {listed}0 for the dense model, found {sparsity!r:.60}")
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Bundle:
@@ -138,7 +138,7 @@ def _open(folder: Path) -> Bundle:
         raise BundleError(f"{shown(folder)}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
     manifest = Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
     config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
-    _check_config_entry(config_dict, manifest.recipe)
+    _check_config_entry(config_dict, manifest)
     checkpoint = Checkpoint.open(folder, error=BundleError, checksums=manifest.crc32)
     _check_names(folder, checkpoint, manifest)
     for name in (INDEX, *SMALL_FILES):
@@ -149,8 +149,9 @@ def _open(folder: Path) -> Bundle:
                 raise BundleError(f"{name}: changed while the bundle was opened; open it again")
     projections = {projection.name: projection for projection in checkpoint.config.projections()}
     _check_recipe(projections, checkpoint.config, manifest.recipe)
-    masks = _read_masks(folder, projections, manifest)
-    return Bundle(folder, checkpoint.config, config_dict, manifest.recipe, masks, checkpoint, manifest)
+    rungs = _read_rungs(folder, projections, manifest)
+    recipe = manifest.recipe
+    return Bundle(folder, checkpoint.config, config_dict, recipe, rungs, recipe.default, checkpoint, manifest)
 
 
 def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
@@ -164,13 +165,18 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     return data
 
 
-def _check_config_entry(config_dict: Mapping[str, Any], recipe: Recipe) -> None:
+def _check_config_entry(config_dict: Mapping[str, Any], manifest: Manifest) -> None:
     entry = config_dict.get("wisparse")
     if not isinstance(entry, dict):
         raise BundleError(f"config.json: expected an object under 'wisparse', found {entry!r:.80}")
-    require_version(entry.get("format_version"), "config.json")
-    for key, wanted in (("sidecar", SIDECAR), ("sparsity", recipe.sparsity)):
-        if entry.get(key) != wanted or isinstance(entry.get(key), bool):
+    require_version(entry.get("format_version"), "config.json", manifest.version)
+    recipe = manifest.recipe
+    expected: dict[str, Any] = {"sidecar": SIDECAR, "sparsity": recipe.default}
+    if manifest.version > 1:
+        expected["sparsities"] = list(recipe.sparsities)
+    for key, wanted in expected.items():
+        found = entry.get(key)
+        if found != wanted or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
             raise BundleError(f"config.json: wisparse.{key}: expected {wanted!r}, found {entry.get(key)!r:.80}")
 
 
@@ -197,104 +203,31 @@ def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> No
 
 
 def _check_recipe(projections: Mapping[str, Projection], config: ModelConfig, recipe: Recipe) -> None:
-    found = [entry.name for entry in recipe.projections]
-    if found != list(projections):
-        missing = [name for name in projections if name not in found]
-        extra = [name for name in found if name not in projections]
-        what = f"no entry for {missing[0]}" if missing else f"unknown or repeated {(extra or found)[0]!r:.200}"
-        raise BundleError(
-            f"{MANIFEST}: projections: expected the model's {len(projections)} in their order, {what}; convert again"
-        )
-    if len(recipe.block_sparsities) != config.num_blocks:
-        raise BundleError(
-            f"{MANIFEST}: block_sparsities: expected {config.num_blocks} values, found {len(recipe.block_sparsities)}"
-        )
+    for rung in recipe.rungs:
+        at = f" of the rung {rung.sparsity!r:.20}" if len(recipe.rungs) > 1 else ""
+        found = [entry.name for entry in rung.projections]
+        if found != list(projections):
+            missing = [name for name in projections if name not in found]
+            extra = [name for name in found if name not in projections]
+            what = f"no entry for {missing[0]}" if missing else f"unknown or repeated {(extra or found)[0]!r:.200}"
+            raise BundleError(
+                f"{MANIFEST}: projections{at}: expected the model's {len(projections)} in their order, {what}; "
+                "convert again"
+            )
+        if len(rung.block_sparsities) != config.num_blocks:
+            raise BundleError(
+                f"{MANIFEST}: block_sparsities{at}: expected {config.num_blocks} values, "
+                f"found {len(rung.block_sparsities)}"
+            )
 
 
-def _read_masks(folder: Path, projections: Mapping[str, Projection], manifest: Manifest) -> dict[str, ProjectionMask]:
+def _read_rungs(
+    folder: Path, projections: Mapping[str, Projection], manifest: Manifest
+) -> dict[float, dict[str, ProjectionMask]]:
     header = read_header(folder, SIDECAR, BundleError)
-    _check_sidecar_header(header, projections, manifest.recipe)
+    check_header(header, projections, manifest)
     # Checked once more on exactly these bytes, so that nothing can change between the check and the use.
     data = _read_checked(folder, SIDECAR, manifest)
     if header.identity.size != len(data):
         raise BundleError(f"{SIDECAR}: changed while it was read; open it again")
-    recipes = {entry.name: entry for entry in manifest.recipe.projections}
-
-    def values(name: str) -> Tensor:
-        entry = header.entries[name]
-        array = np.frombuffer(data, dtype="<f4", count=(entry.end - entry.start) // 4, offset=entry.start)
-        return torch.from_numpy(array.astype(np.float32)).reshape(entry.shape)
-
-    masks = {}
-    for name in projections:
-        mask = ProjectionMask(
-            channel_scale=values(f"{name}.channel_scale"),
-            threshold=float(values(f"{name}.threshold")),
-            sparsity=float(values(f"{name}.sparsity")),
-        )
-        check_mask(name, mask, BundleError)
-        entry = recipes[name]
-        for key, found in (("threshold", mask.threshold), ("sparsity", mask.sparsity)):
-            if float(np.float32(getattr(entry, key))) != found:
-                raise BundleError(
-                    f"{name}: {MANIFEST} says {key} {getattr(entry, key)!r}, {SIDECAR} says {found!r}; convert again"
-                )
-        # What the recipe's double says, rounded once: 0.35 stays 0.35 for whoever prints it.
-        masks[name] = replace(mask, sparsity=float(entry.sparsity))
-    return masks
-
-
-def _check_sidecar_header(header: Header, projections: Mapping[str, Projection], recipe: Recipe) -> None:
-    metadata = header.metadata
-    if metadata.get("format") != "wisparse":
-        raise BundleError(f"{SIDECAR}: format: expected 'wisparse', found {metadata.get('format')!r:.80}")
-    version = metadata.get("format_version", "")
-    require_version(int(version) if version.isascii() and version.isdigit() and len(version) < 9 else version, SIDECAR)
-    if metadata.get("recipe_sha256") != recipe_digest(recipe):
-        raise BundleError(f"{SIDECAR} and {MANIFEST} do not belong together (recipe_sha256 differs); convert again")
-    expected: dict[str, tuple[int, ...]] = {}
-    for name, projection in projections.items():
-        expected |= {
-            f"{name}.channel_scale": (projection.in_features,),
-            f"{name}.threshold": (),
-            f"{name}.sparsity": (),
-        }
-    for tensor, shape in expected.items():
-        name, _, what = tensor.rpartition(".")
-        entry = header.entries.get(tensor)
-        if entry is None:
-            raise BundleError(f"{name}: expected {what} {shape}, found nothing in {SIDECAR}; convert again")
-        if entry.shape != shape:
-            raise BundleError(f"{name}: expected {what} {shape}, found {entry.shape}; convert again")
-        if DTYPES.get(entry.code) is not torch.float32:
-            raise BundleError(f"{name}: expected {what} in F32, found {entry.code}; convert again")
-    for tensor in header.entries:
-        if tensor.endswith(_FORMER):
-            raise BundleError(
-                f"{SIDECAR}: {tensor!r:.200}: gate masks and low-rank paths (methods cats and rsparse) are no longer "
-                "part of a bundle; convert the model again with another --method"
-            )
-        if tensor not in expected:
-            raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
-
-
-def check_mask(name: str, mask: ProjectionMask, error: type[Exception]) -> None:
-    """Raise ``error`` unless every value of ``mask`` is in its range.
-
-    Subnormal numbers are out of range: back ends that flush them to zero would disagree about the mask.
-    """
-    scale = mask.channel_scale
-    if scale.dtype is not torch.float32 or scale.dim() != 1:
-        raise error(f"{name}: channel_scale: expected float32 (K,), found {scale.dtype} {tuple(scale.shape)}")
-    low, high = (float(value) for value in torch.aminmax(scale))
-    if not (low >= _SMALLEST_NORMAL and high < float("inf")):
-        raise error(f"{name}: channel_scale: expected finite positive values, found {low:g} to {high:g}; convert again")
-    threshold = mask.threshold
-    if not (threshold == 0 or _SMALLEST_NORMAL <= threshold < float("inf")):
-        raise error(f"{name}: threshold: expected a finite number, 0 or more, found {threshold:g}; convert again")
-    if not 0 <= mask.sparsity <= MAX_SPARSITY:
-        raise error(
-            f"{name}: sparsity: expected a number in [0, {MAX_SPARSITY}], found {mask.sparsity:g}; convert again"
-        )
-    if mask.sparsity == 0 and threshold != 0:
-        raise error(f"{name}: sparsity 0 means dense: expected threshold 0, found {threshold:g}; convert again")
+    return read_masks(header, data, manifest)

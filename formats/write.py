@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bundle import SMALL_FILES, ProjectionMask, check_mask
+from .bundle import SMALL_FILES
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .guard.files import file_digest, list_files, read_bounded
@@ -28,8 +28,10 @@ from .guard.folder import Kind, check_target, replaced_folder
 from .guard.safe_json import dump_json
 from .guard.safetensors_header import build_header
 from .model.expected import LM_HEAD
-from .record.manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, is_file_name, listed_files, recipe_digest
-from .record.recipe import FORMAT_VERSION, Recipe
+from .model.model_config import ModelConfig
+from .record.manifest import MANIFEST, SIDECAR, Manifest, check_rungs, is_file_name, listed_files
+from .record.recipe import FORMAT_VERSION, Recipe, Rung
+from .sidecar import ProjectionMask, check_mask, sidecar_bytes
 from .verify import verify_files
 
 __all__ = ["BUNDLE", "check_output", "copied_files", "estimate_bytes", "parse_size", "write_bundle"]
@@ -55,7 +57,7 @@ BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 def write_bundle(
     source: Checkpoint,
     recipe: Recipe,
-    masks: Mapping[str, ProjectionMask],
+    rungs: Mapping[float, Mapping[str, ProjectionMask]],
     out: str | os.PathLike[str],
     *,
     dtype: str = "auto",
@@ -68,8 +70,8 @@ def write_bundle(
 
     Args:
         source: the dense model; its weights are copied byte for byte where ``dtype`` keeps theirs.
-        recipe: what was decided; one entry per projection of the model, in their order.
-        masks: projection name -> mask, agreeing with the recipe.
+        recipe: what was decided; of each rung one entry per projection of the model, in their order.
+        rungs: sparsity -> projection name -> mask, agreeing with the recipe.
         out: the folder to make.
         dtype: ``auto`` (each tensor as it is), ``bfloat16``, ``float16`` or ``float32``.
         max_shard_size: bytes of tensors per weight file, a number or a text such as ``5GB``.
@@ -87,14 +89,14 @@ def write_bundle(
     """
     out = Path(os.path.abspath(out))
     extra_files = dict(extra_files or {})
-    _check_arguments(source, recipe, masks, dtype, extra_files)
+    _check_arguments(source, recipe, rungs, dtype, extra_files)
     shards = _plan(source, dtype, parse_size(max_shard_size))
     check_output(out, overwrite, source=source.folder)
     copied = dict(copied_files(source.folder, source.error))
     weights = [_shard_name(index, len(shards)) for index in range(len(shards))]
     names = [*weights, INDEX, SIDECAR, *copied, *extra_files, "config.json", MANIFEST]
     with replaced_folder(out, BUNDLE, names, overwrite=overwrite) as partial:
-        _require_space(out, estimate_bytes(source, dtype))
+        _require_space(out, estimate_bytes(source, dtype, len(rungs)))
         writer = _Writer(partial)
         crc32: dict[str, int] = {}
         for file, tensors in zip(weights, shards, strict=True):
@@ -102,7 +104,7 @@ def write_bundle(
         if source.tied and LM_HEAD in source.tensors:
             _check_tied(source)
         writer.write(INDEX, _index(source, shards, dtype))
-        writer.write(SIDECAR, _sidecar(source, recipe, masks))
+        writer.write(SIDECAR, sidecar_bytes(source.config.projections(), recipe, list(rungs.values())))
         for name, data in {**copied, **extra_files}.items():
             writer.write(name, data)
         writer.write("config.json", _config(source, recipe, dtype))
@@ -128,10 +130,10 @@ def check_output(out: str | os.PathLike[str], overwrite: bool, *, source: str | 
     check_target(out, BUNDLE, overwrite)
 
 
-def estimate_bytes(source: Checkpoint, dtype: str = "auto") -> int:
+def estimate_bytes(source: Checkpoint, dtype: str = "auto", num_rungs: int = 1) -> int:
     """Bytes a bundle of ``source`` takes on disk, within about a percent."""
     weights = sum(_nbytes(source.tensors[name], dtype) for name in _written(source))
-    sidecar = sum(4 * projection.in_features + 512 for projection in source.config.projections())
+    sidecar = num_rungs * sum(4 * projection.in_features + 512 for projection in source.config.projections())
     small = sum(os.stat(source.folder / name).st_size for name in SMALL_FILES if (source.folder / name).is_file())
     return weights + sidecar + small + (1 << 20)
 
@@ -253,20 +255,6 @@ def _index(source: Checkpoint, shards: list[list[str]], dtype: str) -> bytes:
     return dump_json({"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
-def _sidecar(source: Checkpoint, recipe: Recipe, masks: Mapping[str, ProjectionMask]) -> bytes:
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for projection in source.config.projections():
-        mask = masks[projection.name]
-        arrays[f"{projection.name}.channel_scale"] = mask.channel_scale.detach().cpu().contiguous().numpy()
-        arrays[f"{projection.name}.threshold"] = np.array(mask.threshold)
-        arrays[f"{projection.name}.sparsity"] = np.array(mask.sparsity)
-    header, _ = build_header(
-        {name: (torch.float32, array.shape) for name, array in arrays.items()},
-        {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": recipe_digest(recipe)},
-    )
-    return header + b"".join(array.astype("<f4").tobytes() for array in arrays.values())
-
-
 def _config(source: Checkpoint, recipe: Recipe, dtype: str) -> bytes:
     config = dict(source.config_dict)
     # It names Python files of the source's repository, which are not part of a bundle.
@@ -274,7 +262,12 @@ def _config(source: Checkpoint, recipe: Recipe, dtype: str) -> bytes:
     if dtype != "auto":
         spelled = [key for key in ("dtype", "torch_dtype") if key in config]
         config |= dict.fromkeys(spelled or ["dtype"], dtype)
-    config["wisparse"] = {"format_version": FORMAT_VERSION, "sparsity": recipe.sparsity, "sidecar": SIDECAR}
+    config["wisparse"] = {
+        "format_version": FORMAT_VERSION,
+        "sparsity": recipe.default,
+        "sparsities": list(recipe.sparsities),
+        "sidecar": SIDECAR,
+    }
     return dump_json(config)
 
 
@@ -294,38 +287,17 @@ def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str
 def _check_arguments(
     source: Checkpoint,
     recipe: Recipe,
-    masks: Mapping[str, ProjectionMask],
+    rungs: Mapping[float, Mapping[str, ProjectionMask]],
     dtype: str,
     extra_files: Mapping[str, bytes],
 ) -> None:
     if dtype != "auto" and dtype not in _DTYPES:
         raise UsageError(f"dtype: expected auto, {', '.join(_DTYPES)}, found {dtype!r}")
-    projections = list(source.config.projections())
-    names = [projection.name for projection in projections]
-    if [entry.name for entry in recipe.projections] != names or set(masks) != set(names):
-        raise UsageError(
-            f"expected a recipe and a mask for each of the model's {len(names)} projections, in their order; "
-            f"found {len(recipe.projections)} and {len(masks)}"
-        )
-    if len(recipe.block_sparsities) != source.config.num_blocks:
-        raise UsageError(
-            f"block_sparsities: expected {source.config.num_blocks} values, found {len(recipe.block_sparsities)}"
-        )
-    if not 0 <= recipe.sparsity <= MAX_SPARSITY:
-        raise UsageError(f"sparsity: expected a number in [0, {MAX_SPARSITY}], found {recipe.sparsity}")
-    for projection, entry in zip(projections, recipe.projections, strict=True):
-        mask = masks[projection.name]
-        if tuple(mask.channel_scale.shape) != (projection.in_features,):
-            raise UsageError(
-                f"{projection.name}: expected channel_scale ({projection.in_features},), "
-                f"found {tuple(mask.channel_scale.shape)}"
-            )
-        check_mask(projection.name, mask, UsageError)
-        for key in ("threshold", "sparsity"):
-            if np.float32(getattr(entry, key)) != np.float32(getattr(mask, key)):
-                raise UsageError(
-                    f"{projection.name}: {key}: the recipe says {getattr(entry, key)}, the mask {getattr(mask, key)}"
-                )
+    check_rungs(recipe, UsageError)
+    if tuple(rungs) != recipe.sparsities:
+        raise UsageError(f"expected masks of the recipe's rungs {recipe.sparsities}, found {tuple(rungs)}")
+    for rung in recipe.rungs:
+        _check_rung(source.config, rung, rungs[rung.sparsity])
     try:
         json.dumps(recipe.to_dict(), allow_nan=False)
     except (TypeError, ValueError) as reason:
@@ -333,6 +305,31 @@ def _check_arguments(
     for name in extra_files:
         if not is_file_name(name) or name in SMALL_FILES or name in (MANIFEST, INDEX, SIDECAR):
             raise UsageError(f"extra_files: {name!r:.100} cannot be added to a bundle")
+
+
+def _check_rung(config: ModelConfig, rung: Rung, masks: Mapping[str, ProjectionMask]) -> None:
+    projections = list(config.projections())
+    names = [projection.name for projection in projections]
+    if [entry.name for entry in rung.projections] != names or set(masks) != set(names):
+        raise UsageError(
+            f"expected a recipe and a mask for each of the model's {len(names)} projections, in their order; "
+            f"found {len(rung.projections)} and {len(masks)}"
+        )
+    if len(rung.block_sparsities) != config.num_blocks:
+        raise UsageError(f"block_sparsities: expected {config.num_blocks} values, found {len(rung.block_sparsities)}")
+    for projection, entry in zip(projections, rung.projections, strict=True):
+        mask = masks[projection.name]
+        sizes = {"channel_scale": projection.in_features, "output_bias": projection.out_features}
+        for what, size in sizes.items():
+            values = getattr(mask, what)
+            if values is not None and tuple(values.shape) != (size,):
+                raise UsageError(f"{projection.name}: expected {what} ({size},), found {tuple(values.shape)}")
+        check_mask(projection.name, mask, UsageError)
+        for key in ("threshold", "sparsity"):
+            if np.float32(getattr(entry, key)) != np.float32(getattr(mask, key)):
+                raise UsageError(
+                    f"{projection.name}: {key}: the recipe says {getattr(entry, key)}, the mask {getattr(mask, key)}"
+                )
 
 
 def _require_space(out: Path, needed: int) -> None:

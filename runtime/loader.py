@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import time
@@ -117,8 +116,7 @@ def without_masks(model: Model, *, weights: str = "native") -> Model:
         model: a loaded bundle; device, dtype, context and slots are taken from it.
         weights: as for `load`.
     """
-    masks = {name: dataclasses.replace(mask, threshold=0.0, sparsity=0.0) for name, mask in model.bundle.masks.items()}
-    bundle = dataclasses.replace(model.bundle, masks=masks)
+    bundle = model.bundle.at(0)
     twin = model.decoder
     decoder = make_decoder(
         bundle,

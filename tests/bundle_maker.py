@@ -9,33 +9,57 @@ import torch
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.model.model_config import Projection
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
 from wisparse.formats.write import write_bundle
 
 
 @torch.inference_mode()
-def make_bundle(source: Path, out: Path, sparsity: float = 0.5, seed: int = 0, max_shard_size: str = "5GB") -> Path:
-    """A bundle of ``source`` with random channel scales and the thresholds that drop ``sparsity`` of the channels."""
+def make_bundle(
+    source: Path, out: Path, *sparsities: float, seed: int = 0, max_shard_size: str = "5GB", bias: float = 0.0
+) -> Path:
+    """A bundle of ``source`` with random channel scales and the thresholds that drop as many of the channels.
+
+    Args:
+        sparsities: of the rungs, ascending, the last one the default; without them one of 0.5.
+        bias: the size of random output biases, of every other projection; 0 for none.
+    """
     from transformers import AutoModelForCausalLM
 
     checkpoint = Checkpoint.open(source)
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    masks: dict[str, ProjectionMask] = {}
+    sparsities = sparsities or (0.5,)
+    rungs: dict[float, dict[str, ProjectionMask]] = {sparsity: {} for sparsity in sparsities}
     projections = list(checkpoint.config.projections())
-    scales = {p.name: torch.exp(0.3 * torch.randn(p.in_features, generator=generator)) for p in projections}
 
-    def record(name: str):
+    def random_scale(width: int) -> torch.Tensor:
+        return torch.exp(0.3 * torch.randn(width, generator=generator))
+
+    scales = [{p.name: random_scale(p.in_features) for p in projections} for _ in sparsities]
+
+    def record(projection: Projection, index: int):
+        name = projection.name
+
         def hook(module: Any, args: Any) -> None:
-            score = (args[0][0, 4:].abs() * scales[name]).flatten()
             # The last projection stays dense: a bundle may hold such.
             dense = name == projections[-1].name
-            threshold = 0.0 if dense else float(torch.quantile(score, sparsity))
-            masks[name] = ProjectionMask(scales[name], threshold, 0.0 if dense else sparsity)
+            for scale, (sparsity, masks) in zip(scales, rungs.items(), strict=True):
+                score = (args[0][0, 4:].abs() * scale[name]).flatten()
+                threshold = 0.0 if dense else float(torch.quantile(score, sparsity))
+                added = torch.randn(projection.out_features, generator=generator) * bias
+                masks[name] = ProjectionMask(
+                    scale[name],
+                    threshold,
+                    0.0 if dense else sparsity,
+                    added if bias and index % 2 and not dense else None,
+                )
 
         return hook
 
-    handles = [model.get_submodule(p.name).register_forward_pre_hook(record(p.name)) for p in projections]
+    handles = [
+        model.get_submodule(p.name).register_forward_pre_hook(record(p, index)) for index, p in enumerate(projections)
+    ]
     tokens = torch.randint(3, checkpoint.config.vocab_size, (1, 48), generator=generator)
     model(tokens, use_cache=False)
     for handle in handles:
@@ -44,13 +68,20 @@ def make_bundle(source: Path, out: Path, sparsity: float = 0.5, seed: int = 0, m
         base_model="org/source",
         base_revision=None,
         method="wisparse",
-        sparsity=sparsity,
-        projections=tuple(
-            ProjectionRecipe(p.name, masks[p.name].sparsity, 0.5, masks[p.name].threshold, masks[p.name].sparsity)
-            for p in projections
+        default=sparsities[-1],
+        rungs=tuple(
+            Rung(
+                sparsity,
+                tuple(
+                    ProjectionRecipe(p.name, mask.sparsity, 0.5, mask.threshold, mask.sparsity)
+                    for p in projections
+                    if (mask := masks[p.name])
+                ),
+                (sparsity,) * checkpoint.config.num_blocks,
+            )
+            for sparsity, masks in rungs.items()
         ),
-        block_sparsities=(sparsity,) * checkpoint.config.num_blocks,
         calibration=CalibrationRecord("self", 1, 48, 48, seed, "0" * 64),
         versions={"torch": "2.0"},
     )
-    return write_bundle(checkpoint, recipe, masks, out, max_shard_size=max_shard_size)
+    return write_bundle(checkpoint, recipe, rungs, out, max_shard_size=max_shard_size)

@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 from hostile_mutations import MUTATIONS, TEXT_MUTATIONS
-from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
+from tiny_bundle import as_version_1, resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle
@@ -87,9 +87,15 @@ def build(folder: Path) -> list[Path]:
     bundles = []
     for name, (config, dtype) in kinds.items():
         model = write_tiny_model(folder / f"{name}-model", config, dtype=dtype)
+        rungs = (0.3, 0.5, 0.7) if name == "qwen3" else (0.5,)
+        card = {"README.md": b"# Card\n"}
         bundles.append(
-            write_tiny_bundle(folder / name, model, max_shard_size="24KB", extra_files={"README.md": b"# Card\n"})
+            write_tiny_bundle(
+                folder / name, model, *rungs, bias=len(rungs) > 1, max_shard_size="24KB", extra_files=card
+            )
         )
+        if name == "phi3":
+            as_version_1(bundles[-1])
     return bundles
 
 
@@ -97,9 +103,11 @@ def meaning(bundle: Bundle) -> str:
     """Digest of all that decides what a bundle answers."""
     digest = hashlib.sha256()
     digest.update(json.dumps([bundle.config_dict, bundle.recipe.to_dict()], sort_keys=True).encode())
-    for name, mask in bundle.masks.items():
-        digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r}".encode())
-        digest.update(mask.channel_scale.numpy().tobytes())
+    for masks in bundle.rungs.values():
+        for name, mask in masks.items():
+            digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r}".encode())
+            digest.update(mask.channel_scale.numpy().tobytes())
+            digest.update(b"" if mask.output_bias is None else mask.output_bias.numpy().tobytes())
     for name in bundle.checkpoint.tensors:
         tensor = bundle.checkpoint.tensor(name)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

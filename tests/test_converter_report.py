@@ -15,7 +15,7 @@ from wisparse.converter.quality.block_sensitivity import BlockSensitivity
 from wisparse.converter.quality.evaluation import Measured, Quality
 from wisparse.converter.quality.report import REPORT, expectation, make_report, render_report, verdict
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
 
 
 def config(model_type: str = "llama", num_blocks: int = 3) -> ModelConfig:
@@ -40,7 +40,8 @@ def recipe(of: ModelConfig, **changes: object) -> Recipe:
         for one in of.projections()
     )
     calibration = CalibrationRecord("self", 2, 8, 14, 0, "sha256:0")
-    made = Recipe("org/model", "abc", "wisparse", 0.5, projections, (0.5,) * of.num_blocks, calibration)
+    rung = Rung(0.5, projections, (0.5,) * of.num_blocks)
+    made = Recipe("org/model", "abc", "wisparse", 0.5, (rung,), calibration)
     return dataclasses.replace(made, **changes)
 
 

@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 from tiny_bundle import (
+    as_version_1,
     change_tensor,
     join_safetensors,
     resign,
@@ -27,20 +29,22 @@ from tiny_bundle import (
 from wisparse.commands.inspect import command as inspect_command
 from wisparse.commands.verify import command as verify_command
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import AccessError, BundleError, WisparseError
+from wisparse.formats.errors import AccessError, BundleError, UsageError, WisparseError
 from wisparse.formats.verify import verify_bundle
 
 SHARD = "model-00001-of-00001.safetensors"
 SIDECAR = "wisparse.safetensors"
 INDEX = "model.safetensors.index.json"
 O_PROJ = "model.layers.1.self_attn.o_proj"
+BIASED, DENSE = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture(scope="module")
 def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("intact")
     model = write_tiny_model(folder / "model")
-    return write_tiny_bundle(folder / "bundle", model, extra_files={"README.md": b"# Card", "figures/a.png": b"png"})
+    extra = {"README.md": b"# Card", "figures/a.png": b"png"}
+    return write_tiny_bundle(folder / "bundle", model, 0.3, 0.5, 0.7, bias=True, extra_files=extra)
 
 
 @pytest.fixture
@@ -64,15 +68,35 @@ def _rename(header: dict[str, Any], old: str, new: str) -> None:
     header[new] = header.pop(old)
 
 
+def _row(folder: Path, name: str, values: Any) -> None:
+    """Overwrite what a tensor of the sidecar holds for the rung 0.5."""
+    change_tensor(folder / SIDECAR, name, values, row=1)
+
+
 def _cut_scale(folder: Path) -> None:
-    """A channel_scale of 4 instead of 16, the file otherwise in order."""
+    """A channel_scale of 3 x 4 instead of 3 x 16, the file otherwise in order."""
     header, data = split_safetensors((folder / SIDECAR).read_bytes())
     start, end = header[f"{O_PROJ}.channel_scale"]["data_offsets"]
-    header[f"{O_PROJ}.channel_scale"].update(shape=[4], data_offsets=[start, start + 16])
+    header[f"{O_PROJ}.channel_scale"].update(shape=[3, 4], data_offsets=[start, start + 48])
     for name, entry in header.items():
         if name != "__metadata__" and entry["data_offsets"][0] >= end:
-            entry["data_offsets"] = [offset - (end - start - 16) for offset in entry["data_offsets"]]
-    (folder / SIDECAR).write_bytes(join_safetensors(header, data[: start + 16] + data[end:]))
+            entry["data_offsets"] = [offset - (end - start - 48) for offset in entry["data_offsets"]]
+    (folder / SIDECAR).write_bytes(join_safetensors(header, data[: start + 48] + data[end:]))
+
+
+def _drop_a_rung(folder: Path) -> None:
+    """Where it is written as text; the sidecar still has its rows."""
+    _json(folder, "wisparse.json", lambda d: d["rungs"].pop())
+    _json(folder, "config.json", lambda d: d["wisparse"]["sparsities"].pop())
+
+
+def _swap_rungs(folder: Path) -> None:
+    """The rows of the sidecar in another order than the recipe's rungs."""
+    header, data = split_safetensors((folder / SIDECAR).read_bytes())
+    for what in ("threshold", "sparsity", "channel_scale"):
+        start, end = header[f"{O_PROJ}.{what}"]["data_offsets"]
+        rows = np.frombuffer(data[start:end], "<f4").reshape(3, -1)
+        change_tensor(folder / SIDECAR, f"{O_PROJ}.{what}", rows[[0, 0, 2]])
 
 
 def test_intact(intact: Path) -> None:
@@ -88,36 +112,36 @@ def test_intact(intact: Path) -> None:
 
 # Rules that hold whatever the digests say: all of these are re-signed.
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "scale-shape": (_cut_scale, rf"{O_PROJ}: expected channel_scale \(16,\), found \(4,\); convert again"),
+    "scale-shape": (_cut_scale, rf"{O_PROJ}: expected channel_scale \(3, 16\), found \(3, 4\); convert again"),
     "scale-dtype": (
         lambda f: _header(f, SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(dtype="I32")),
         rf"{O_PROJ}: expected threshold in F32, found I32",
     ),
     "scale-nan": (
-        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.channel_scale", [np.nan] + [1] * 15),
+        lambda f: _row(f, f"{O_PROJ}.channel_scale", [np.nan] + [1] * 15),
         f"{O_PROJ}: channel_scale: expected finite positive values",
     ),
     "scale-zero": (
-        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.channel_scale", [0] + [1] * 15),
+        lambda f: _row(f, f"{O_PROJ}.channel_scale", [0] + [1] * 15),
         f"{O_PROJ}: channel_scale: expected finite positive values",
     ),
     "scale-negative": (
-        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.channel_scale", [-1] + [1] * 15),
+        lambda f: _row(f, f"{O_PROJ}.channel_scale", [-1] + [1] * 15),
         f"{O_PROJ}: channel_scale: expected finite positive values",
     ),
-    "threshold-inf": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", np.inf), "expected a finite number"),
-    "threshold-nan": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", np.nan), "expected a finite number"),
-    "threshold-negative": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", -1), "0 or more, found -1"),
-    "threshold-denormal": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", 1e-40), "finite number"),
+    "threshold-inf": (lambda f: _row(f, f"{O_PROJ}.threshold", np.inf), "expected a finite number"),
+    "threshold-nan": (lambda f: _row(f, f"{O_PROJ}.threshold", np.nan), "expected a finite number"),
+    "threshold-negative": (lambda f: _row(f, f"{O_PROJ}.threshold", -1), "0 or more, found -1"),
+    "threshold-denormal": (lambda f: _row(f, f"{O_PROJ}.threshold", 1e-40), "finite number"),
     "threshold-other": (
-        lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.threshold", 0.125),
+        lambda f: _row(f, f"{O_PROJ}.threshold", 0.125),
         f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.125",
     ),
-    "sparsity-high": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.sparsity", 0.96), r"expected a number in \[0, 0"),
-    "sparsity-zero": (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.sparsity", 0), "sparsity 0 means dense"),
+    "sparsity-high": (lambda f: _row(f, f"{O_PROJ}.sparsity", 0.96), r"expected a number in \[0, 0"),
+    "sparsity-zero": (lambda f: _row(f, f"{O_PROJ}.sparsity", 0), "sparsity 0 means dense"),
     "sidecar-misnamed": (
         lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{O_PROJ}.threshold", f"{O_PROJ}.treshold")),
-        rf"{O_PROJ}: expected threshold \(\), found nothing",
+        rf"{O_PROJ}: expected threshold \(3,\), found nothing",
     ),
     "sidecar-extra": (
         lambda f: _header(f, SIDECAR, lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
@@ -129,23 +153,23 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "sidecar-version": (
         lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format_version="3")),
-        "the bundle has format version 3, this wisparse reads version 1",
+        "the bundle has format version 3, this wisparse reads versions 1 to 2",
     ),
     "sidecar-no-version": (
         lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].pop("format_version")),
-        "format_version: expected 1",
+        "format_version: expected 2",
     ),
     "newer": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=2)),
-        "the bundle has format version 2, this wisparse reads version 1; install a newer wisparse",
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=3)),
+        "the bundle has format version 3, this wisparse reads versions 1 to 2; install a newer wisparse",
     ),
     "newer-config": (
-        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=2)),
-        "config.json: the bundle has format version 2",
+        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=3)),
+        "config.json: the bundle has format version 3",
     ),
     "version-text": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version="1")),
-        "format_version: expected 1, found '1'",
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version="2")),
+        "format_version: expected 2, found '2'",
     ),
     "config-no-key": (lambda f: _json(f, "config.json", lambda d: d.pop("wisparse")), "expected an object under"),
     "config-sidecar": (
@@ -156,6 +180,92 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(sparsity=0.4)),
         "wisparse.sparsity: expected 0.5, found 0.4",
     ),
+    "config-sparsities": (
+        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(sparsities=[0.3, 0.5])),
+        r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found \[0\.3, 0\.5\]",
+    ),
+    "config-sparsities-none": (
+        lambda f: _json(f, "config.json", lambda d: d["wisparse"].pop("sparsities")),
+        r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found None",
+    ),
+    "config-older": (
+        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=1)),
+        r"config\.json: format_version: expected 2 as in wisparse\.json, found 1",
+    ),
+    "sidecar-older": (
+        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format_version="1")),
+        r"wisparse\.safetensors: format_version: expected 2 as in wisparse\.json, found 1",
+    ),
+    "older": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=1)),
+        r"wisparse\.json: projections: expected a list, found None",
+    ),
+    "default-other": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(default=0.4)),
+        r"wisparse\.json: default: expected one of the rungs 0\.3, 0\.5, 0\.7, found 0\.4",
+    ),
+    "default-none": (lambda f: _json(f, "wisparse.json", lambda d: d.pop("default")), "default: expected a number in"),
+    "rungs-none": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(rungs=[])),
+        "rungs: expected a list of 1 to 16",
+    ),
+    "rungs-many": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(rungs=[*d["rungs"]] * 6)),
+        "rungs: expected a list of 1 to 16",
+    ),
+    "rungs-fewer": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"].pop()),
+        r"wisparse\.sparsities: expected \[0\.3, 0\.5\], found \[0\.3, 0\.5, 0\.7\]",
+    ),
+    "rungs-fewer-everywhere": (
+        _drop_a_rung,
+        r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\), found \(3, 16\)",
+    ),
+    "rungs-unordered": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"].reverse()),
+        r"rungs: expected ascending sparsities, none twice, found 0\.7, 0\.5, 0\.3",
+    ),
+    "rungs-twice": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][2].update(sparsity=0.5)),
+        r"rungs: expected ascending sparsities, none twice, found 0\.3, 0\.5, 0\.5",
+    ),
+    "rungs-high": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][2].update(sparsity=0.96)),
+        r"rungs\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
+    ),
+    "rungs-text": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"].__setitem__(0, "x")),
+        r"rungs\[0\]: expected an object, found 'x'",
+    ),
+    "rungs-swapped": (_swap_rungs, f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4"),
+    "rung-of-zero": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][0].update(sparsity=0)),
+        r"k_proj: sparsity: expected 0 at the rung 0, found 0\.3",
+    ),
+    "bias-nan": (
+        lambda f: _row(f, f"{BIASED}.output_bias", [np.nan] + [0] * 15),
+        f"{BIASED}: output_bias: expected finite values",
+    ),
+    "bias-inf": (
+        lambda f: _row(f, f"{BIASED}.output_bias", [0] * 15 + [-np.inf]),
+        f"{BIASED}: output_bias: expected finite values",
+    ),
+    "bias-shape": (
+        lambda f: _header(f, SIDECAR, lambda h: h[f"{BIASED}.output_bias"].update(shape=[3, 4, 4])),
+        rf"{BIASED}: expected output_bias \(3, 16\), found \(3, 4, 4\)",
+    ),
+    "bias-dtype": (
+        lambda f: _header(f, SIDECAR, lambda h: h[f"{BIASED}.output_bias"].update(dtype="I32")),
+        rf"{BIASED}: expected output_bias in F32, found I32",
+    ),
+    "bias-of-none": (
+        lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{BIASED}.output_bias", "model.norm.output_bias")),
+        "unexpected tensor 'model.norm.output_bias'",
+    ),
+    "bias-of-dense": (
+        lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{BIASED}.output_bias", f"{DENSE}.output_bias")),
+        f"{DENSE}: sparsity 0 means dense: expected no output_bias",
+    ),
     "config-quantised": (
         lambda f: _json(f, "config.json", lambda d: d.update(quantization_config={"quant_method": "x"})),
         "quantised",
@@ -165,24 +275,26 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "rope_parameters.factor: expected a positive number, found 'x'",
     ),
     "recipe-missing": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["projections"].pop(3)),
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][1]["projections"].pop(3)),
         r"no entry for model\.layers\.0\.self_attn\.o_proj",
     ),
     "recipe-twice": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["projections"].append(d["projections"][0])),
+        lambda f: _json(
+            f, "wisparse.json", lambda d: d["rungs"][1]["projections"].append(d["rungs"][1]["projections"][0])
+        ),
         "unknown or repeated",
     ),
     "recipe-sparsity": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["projections"][3].update(sparsity=1.0)),
-        r"projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][1]["projections"][3].update(sparsity=1.0)),
+        r"rungs\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
     ),
     "recipe-type": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(calibration=[])),
         "calibration: expected an object",
     ),
     "recipe-blocks": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["block_sparsities"].pop()),
-        "block_sparsities: expected 2 values, found 1",
+        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][1]["block_sparsities"].pop()),
+        r"block_sparsities of the rung 0\.5: expected 2 values, found 1",
     ),
     "files-missing": (lambda f: _json(f, "wisparse.json", lambda d: d["files"].pop(SHARD)), f"no entry for {SHARD}"),
     "files-tokenizer": (
@@ -215,6 +327,70 @@ def test_broken_rule(name: str, bundle: Path) -> None:
         Bundle.open(bundle)
 
 
+def test_version_1_is_one_rung(tmp_path: Path) -> None:
+    """What was written before there were rungs, read as it always was."""
+    model = write_tiny_model(tmp_path / "model")
+    new = Bundle.open(write_tiny_bundle(tmp_path / "new", model))
+    old = Bundle.open(as_version_1(write_tiny_bundle(tmp_path / "old", model)))
+    verify_bundle(tmp_path / "old")
+    assert (old.manifest.version, new.manifest.version) == (1, 2)
+    assert old.recipe == new.recipe
+    assert (list(old.rungs), old.sparsity) == ([0.5], 0.5)
+    for name, mask in old.masks.items():
+        assert torch.equal(mask.channel_scale, new.masks[name].channel_scale)
+        assert (mask.threshold, mask.sparsity) == (new.masks[name].threshold, new.masks[name].sparsity)
+        assert mask.output_bias is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda f: _header(f, SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(shape=[1])),
+            rf"{O_PROJ}: expected threshold \(\), found \(1,\)",
+        ),
+        (
+            lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{O_PROJ}.channel_scale", f"{O_PROJ}.output_bias")),
+            rf"{O_PROJ}: expected channel_scale \(16,\), found nothing",
+        ),
+        (
+            lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=2)),
+            r"config\.json: format_version: expected 1 as in wisparse\.json, found 2",
+        ),
+        (lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=2)), "default: expected a number in"),
+        (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.sparsity", 0.96), r"expected a number in \[0, 0\.95\]"),
+    ],
+)
+def test_broken_rule_of_version_1(change: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
+    bundle = as_version_1(write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model")))
+    change(bundle)
+    resign(bundle)
+    with pytest.raises(BundleError, match=message):
+        Bundle.open(bundle)
+
+
+def test_another_rung_is_the_same_bundle(intact: Path) -> None:
+    bundle = Bundle.open(intact)
+    assert (list(bundle.rungs), bundle.sparsity) == ([0.3, 0.5, 0.7], 0.5)
+    for sparsity in (0.3, 0.5, 0.7):
+        other = bundle.at(sparsity)
+        assert other.checkpoint is bundle.checkpoint
+        assert (other.sparsity, other.masks) == (sparsity, bundle.rungs[sparsity])
+        assert {mask.sparsity for mask in other.masks.values()} == {0.0, sparsity}
+    assert bundle.at(0.1 + 0.2).sparsity == 0.3  # which is not 0.3
+    dense = bundle.at(0)
+    assert list(dense.masks) == list(bundle.masks)
+    assert all((m.threshold, m.sparsity, m.output_bias) == (0, 0, None) for m in dense.masks.values())
+
+
+@pytest.mark.parametrize("sparsity", [0.4, -0.3, 1, float("nan"), float("inf"), True, "0.3", None])
+def test_a_rung_that_the_bundle_lacks(sparsity: Any, intact: Path) -> None:
+    with pytest.raises(
+        UsageError, match=r"one of the bundle's rungs, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
+    ):
+        Bundle.open(intact).at(sparsity)
+
+
 def test_resigned_without_a_change_is_valid(bundle: Path) -> None:
     resign(bundle)
     assert verify_bundle(bundle).notes == ()
@@ -228,7 +404,7 @@ def test_projection_without_an_entry(bundle: Path) -> None:
     kept = {key: entry for key, entry in header.items() if not key.startswith(name)}
     (bundle / SIDECAR).write_bytes(join_safetensors(kept, data[:first]))
     resign(bundle)
-    with pytest.raises(BundleError, match=rf"{name}: expected channel_scale \(24,\), found nothing"):
+    with pytest.raises(BundleError, match=rf"{name}: expected channel_scale \(3, 24\), found nothing"):
         Bundle.open(bundle)
 
 
@@ -410,7 +586,12 @@ def test_inspect_command(tmp_path: Path) -> None:
         assert cell in lines[-1]
     document = json.loads(CliRunner().invoke(inspect_command, [str(bundle), "--json"]).stdout)
     assert document["model"]["num_blocks"] == 2
-    assert len(document["projections"]) == 8
+    assert [len(rung["projections"]) for rung in document["rungs"]] == [8]
+
+
+def test_inspect_names_the_rungs(intact: Path) -> None:
+    stdout = CliRunner().invoke(inspect_command, [str(intact)]).stdout
+    assert "rungs        30.0%, 50.0% (the default), 70.0%\n" in stdout
 
 
 def test_inspect_prints_no_control_characters(bundle: Path) -> None:

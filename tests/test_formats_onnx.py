@@ -313,7 +313,7 @@ def test_a_wrong_graph_is_noticed_and_not_written(bundle: Path, tmp_path: Path, 
         masks[name] = dataclasses.replace(mask, channel_scale=mask.channel_scale.flip(0))
     else:
         rotary = dataclasses.replace(rotary, frequencies=rotary.frequencies * 1.2)
-    wrong = dataclasses.replace(right, masks=masks)
+    wrong = dataclasses.replace(right, rungs={right.sparsity: masks})
     with pytest.raises(WisparseError, match="does not agree with our runtime"):
         export_onnx(
             wrong,

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from tiny_bundle import (
     CLASSES,
     tiny_config,
-    tiny_masks,
     tiny_recipe,
+    tiny_rungs,
     write_tiny_bundle,
     write_tiny_model,
 )
@@ -32,6 +32,7 @@ from wisparse.formats import write as write_room
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.record.recipe import Recipe, Rung
 from wisparse.formats.verify import verify_bundle
 from wisparse.formats.write import check_output, estimate_bytes, parse_size, write_bundle
 
@@ -65,20 +66,28 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
     stored = data.draw(st.sampled_from(list(DTYPES.values())))
     write_tiny_model(folder / "model", config, dtype=stored, shards=data.draw(st.integers(1, 3)))
     source = Checkpoint.open(folder / "model")
-    masks = tiny_masks(source.config, data.draw(st.sampled_from([0.0, 0.3, 0.5, 0.95])))
-    recipe = tiny_recipe(source.config, masks, base_model=data.draw(st.text(max_size=8)))
+    sparsities = data.draw(st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.95]), unique=True, min_size=1).map(sorted))
+    rungs = tiny_rungs(source.config, *sparsities, bias=data.draw(st.booleans()))
+    recipe = tiny_recipe(source.config, rungs, base_model=data.draw(st.text(max_size=8)))
     dtype = data.draw(st.sampled_from(["auto", *DTYPES]))
     size = data.draw(st.integers(1, 20_000))
-    write_bundle(source, recipe, masks, folder / "out", dtype=dtype, max_shard_size=size)
+    write_bundle(source, recipe, rungs, folder / "out", dtype=dtype, max_shard_size=size)
 
     bundle = Bundle.open(folder / "out")
     verify_bundle(folder / "out")
     assert bundle.recipe == recipe
     assert bundle.config == dataclasses.replace(source.config, dtype=bundle.config.dtype)
-    assert list(bundle.masks) == [projection.name for projection in source.config.projections()]
-    for name, mask in bundle.masks.items():
-        assert torch.equal(mask.channel_scale, masks[name].channel_scale)
-        assert (mask.threshold, mask.sparsity) == (masks[name].threshold, masks[name].sparsity)
+    assert list(bundle.rungs) == sparsities
+    assert bundle.masks is bundle.rungs[bundle.recipe.default]
+    for sparsity, masks in rungs.items():
+        read = bundle.at(sparsity).masks
+        assert list(read) == [projection.name for projection in source.config.projections()]
+        for name, mask in read.items():
+            assert torch.equal(mask.channel_scale, masks[name].channel_scale)
+            assert (mask.threshold, mask.sparsity) == (masks[name].threshold, masks[name].sparsity)
+            assert (mask.output_bias is None) == (masks[name].output_bias is None)
+            if mask.output_bias is not None:
+                assert torch.equal(mask.output_bias, masks[name].output_bias)
     expected = stored if dtype == "auto" else DTYPES[dtype]
     for name in bundle.checkpoint.tensors:
         tensor = bundle.checkpoint.tensor(name)
@@ -120,7 +129,7 @@ def test_files(model: Path, tmp_path: Path) -> None:
     assert set(content) == copied | written | set(extra)
     assert all(content[name] == (model / name).read_bytes() for name in copied)
     assert all(content[name] == extra[name] for name in extra)
-    sparse = {"format_version": 1, "sparsity": 0.5, "sidecar": "wisparse.safetensors"}
+    sparse = {"format_version": 2, "sparsity": 0.5, "sparsities": [0.5], "sidecar": "wisparse.safetensors"}
     assert json.loads(content["config.json"]) == {
         **{key: value for key, value in config.items() if key != "auto_map"},
         "wisparse": sparse,
@@ -220,15 +229,19 @@ def test_overwrite_replaces_only_bundles(model: Path, tmp_path: Path) -> None:
         (lambda m: _set(m, threshold=0.25), "threshold: the recipe says"),
         (lambda m: _set(m, sparsity=0.96), r"sparsity: expected a number in \[0, 0\.95\]"),
         (lambda m: _set(m, sparsity=0.0), "sparsity 0 means dense: expected threshold 0"),
+        (lambda m: _set(m, output_bias=torch.zeros(1)), r"expected output_bias \(16,\), found \(1,\)"),
+        (lambda m: _set(m, output_bias=torch.zeros(16).double()), r"output_bias: expected float32 \(N,\)"),
+        (lambda m: _set(m, output_bias=torch.full((16,), torch.nan)), "output_bias: expected finite values"),
+        (lambda m: _set(m, output_bias=torch.ones(16), sparsity=0.0, threshold=0.0), "expected no output_bias"),
     ],
 )
 def test_masks_that_do_not_fit(change: Any, message: str, model: Path, tmp_path: Path) -> None:
     source = Checkpoint.open(model)
-    masks = tiny_masks(source.config)
-    recipe = tiny_recipe(source.config, masks)
-    change(masks)
+    rungs = tiny_rungs(source.config, 0.3, 0.5)
+    recipe = tiny_recipe(source.config, rungs)
+    change(rungs[0.5])
     with pytest.raises(UsageError, match=message):
-        write_bundle(source, recipe, masks, tmp_path / "out")
+        write_bundle(source, recipe, rungs, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -240,17 +253,29 @@ def _set(masks: dict[str, ProjectionMask], **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sparsity": 0.96}, r"sparsity: expected a number in \[0, 0\.95\]"),
-        ({"block_sparsities": (0.5,)}, "block_sparsities: expected 2 values, found 1"),
-        ({"search": {"loss": float("nan")}}, "expected JSON values only"),
-        ({"search": {"path": Path()}}, "expected JSON values only"),
+        (lambda r: {"default": 0.4}, r"default: expected one of the rungs 0\.3, 0\.5, found 0\.4"),
+        (lambda r: {"rungs": ()}, "rungs: expected 1 to 16, found 0"),
+        (lambda r: {"rungs": r.rungs[::-1]}, r"expected ascending sparsities, none twice, found 0\.5, 0\.3"),
+        (lambda r: {"rungs": (*r.rungs, r.rungs[1])}, "expected ascending sparsities, none twice"),
+        (lambda r: {"rungs": r.rungs[1:]}, r"expected masks of the recipe's rungs \(0\.5,\), found \(0\.3, 0\.5\)"),
+        (lambda r: {"rungs": (_rung(r, sparsity=-0.1), r.rungs[1])}, r"sparsity: expected a number in \[0, 0\.95\]"),
+        (lambda r: {"rungs": (_rung(r, sparsity=float("nan")), r.rungs[1])}, "sparsity: expected a number in"),
+        (lambda r: {"rungs": (_rung(r, sparsity=0), r.rungs[1])}, r"sparsity: expected 0 at the rung 0, found 0\.3"),
+        (lambda r: {"rungs": (_rung(r, block_sparsities=(0.5,)), r.rungs[1])}, "expected 2 values, found 1"),
+        (lambda r: {"search": {"loss": float("nan")}}, "expected JSON values only"),
+        (lambda r: {"search": {"path": Path()}}, "expected JSON values only"),
     ],
 )
-def test_recipe_that_does_not_fit(changes: dict, message: str, model: Path, tmp_path: Path) -> None:
+def test_recipe_that_does_not_fit(changes: Any, message: str, model: Path, tmp_path: Path) -> None:
     source = Checkpoint.open(model)
-    masks = tiny_masks(source.config)
+    rungs = tiny_rungs(source.config, 0.3, 0.5)
+    recipe = tiny_recipe(source.config, rungs)
     with pytest.raises(UsageError, match=message):
-        write_bundle(source, tiny_recipe(source.config, masks, **changes), masks, tmp_path / "out")
+        write_bundle(source, dataclasses.replace(recipe, **changes(recipe)), rungs, tmp_path / "out")
+
+
+def _rung(recipe: Recipe, **changes: Any) -> Rung:
+    return dataclasses.replace(recipe.rungs[0], **changes)
 
 
 @pytest.mark.parametrize("name", ["config.json", "wisparse.json", "../x", "/x", "a/b/c", ".hidden", "a\nb", ""])

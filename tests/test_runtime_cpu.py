@@ -18,7 +18,7 @@ from runtime_models import FAMILIES, make_checkpoint
 from torch import Tensor
 
 import wisparse
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.kernels.cpu import team as cpu_team
 from wisparse.kernels.reference import keep_mask
@@ -78,12 +78,6 @@ def example_bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory
     return make_bundle(example_model, tmp_path_factory.mktemp("cpu") / "bundle", 0.4)
 
 
-def dense(bundle: Bundle) -> Bundle:
-    """The same weights without masks."""
-    masks = {name: ProjectionMask(mask.channel_scale, 0.0, 0.0) for name, mask in bundle.masks.items()}
-    return dataclasses.replace(bundle, masks=masks)
-
-
 def cpu_decoder(bundle: Bundle, dtype: torch.dtype = torch.float32, max_batch: int = 1, **settings: str) -> CpuDecoder:
     return CpuDecoder(bundle, device=CPU, dtype=dtype, max_seq_len=100, max_batch=max_batch, **settings)
 
@@ -109,7 +103,7 @@ PROMPTS = [tokens(5, seed=1), tokens(28, seed=2), tokens(12, seed=3)]
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decodes_as_the_reference_does(tiny_bundles: dict[str, Bundle], variant: str) -> None:
     steps = tokens(25, 3)  # crosses the window, and for phi3-long the switch of the rotary factors
-    bundle = dense(tiny_bundles[variant])
+    bundle = tiny_bundles[variant].at(0)
     mine = decode_all(cpu_decoder(bundle, max_batch=3), PROMPTS, steps)
     wanted = decode_all(torch_decoder(bundle, max_batch=3), PROMPTS, steps)
     torch.testing.assert_close(mine, wanted, atol=3e-4, rtol=1e-4)
@@ -158,7 +152,7 @@ def test_sparse_greedy_tokens_equal_the_references(
     mine = greedy(cpu_decoder(bundle, max_batch=3))[clear]
     assert torch.equal(mine.argmax(-1), wanted[clear].argmax(-1))
     torch.testing.assert_close(mine, wanted[clear], atol=3e-4, rtol=1e-4)
-    assert not torch.allclose(wanted[0], greedy(torch_decoder(dense(bundle), max_batch=3))[0], atol=0.01)
+    assert not torch.allclose(wanted[0], greedy(torch_decoder(bundle.at(0), max_batch=3))[0], atol=0.01)
 
 
 @pytest.mark.usefixtures("as_many_threads_as_asked_for")
@@ -199,7 +193,7 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_low_precision_is_no_worse_than_the_references(example_bundle: Path, dtype: torch.dtype) -> None:
-    bundle = dense(Bundle.open(example_bundle))
+    bundle = Bundle.open(example_bundle).at(0)
     steps, prompt = tokens(20, 1), tokens(16, seed=5)
     exact = decode_all(torch_decoder(bundle), [prompt], steps)
     mine = (decode_all(cpu_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
@@ -212,7 +206,7 @@ def test_low_precision_of_a_sandwich_is_no_worse_than_the_references(
     tiny_bundles: dict[str, Bundle], dtype: torch.dtype
 ) -> None:
     """Norms by 1 + weight on both sides of each half, and an embedding's multiplier that bfloat16 cannot hold."""
-    bundle = dense(tiny_bundles["gemma3"])
+    bundle = tiny_bundles["gemma3"].at(0)
     bundle = dataclasses.replace(bundle, config=dataclasses.replace(bundle.config, embedding_multiplier=7.77))
     assert float(torch.tensor(7.77, dtype=torch.bfloat16)) != 7.77
     steps, prompt = tokens(20, 1), tokens(16, seed=5)
@@ -224,7 +218,7 @@ def test_low_precision_of_a_sandwich_is_no_worse_than_the_references(
 
 def test_int8_decodes_the_weights_it_prefills_with(tiny_bundles: dict[str, Bundle]) -> None:
     for variant in ("llama-bias", "phi3-partial", "gemma2", "olmo2"):
-        decoder = cpu_decoder(dense(tiny_bundles[variant]), weights="int8")
+        decoder = cpu_decoder(tiny_bundles[variant].at(0), weights="int8")
         sequence = tokens(20, seed=4)
         whole = decoder.logits(sequence, len(sequence))
         decoder.prefill(0, sequence[:1], 1)
@@ -233,7 +227,7 @@ def test_int8_decodes_the_weights_it_prefills_with(tiny_bundles: dict[str, Bundl
 
 
 def test_int8_costs_little_quality(example_bundle: Path) -> None:
-    bundle = dense(Bundle.open(example_bundle))
+    bundle = Bundle.open(example_bundle).at(0)
     sequence = tokens(90, seed=6)
     full = torch_decoder(bundle).logits(sequence, 90).log_softmax(-1)
     rounded = cpu_decoder(bundle, weights="int8").logits(sequence, 90).log_softmax(-1)

@@ -7,6 +7,7 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.model.architectures import ARCHITECTURES
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
 from wisparse.formats.write import write_bundle
 
 __all__ = [
+    "as_version_1",
     "byte_tokenizer",
     "change_tensor",
     "join_safetensors",
@@ -32,6 +34,7 @@ __all__ = [
     "tiny_config",
     "tiny_masks",
     "tiny_recipe",
+    "tiny_rungs",
     "write_tiny_bundle",
     "write_tiny_model",
 ]
@@ -136,17 +139,34 @@ def tiny_masks(config: ModelConfig, sparsity: float = 0.5, seed: int = 1) -> dic
     return masks
 
 
-def tiny_recipe(config: ModelConfig, masks: Mapping[str, ProjectionMask], **changes: Any) -> Recipe:
-    """A recipe that agrees with ``masks``."""
+def tiny_rungs(config: ModelConfig, *sparsities: float, bias: bool = False) -> dict[float, dict[str, ProjectionMask]]:
+    """`tiny_masks` for each of ``sparsities`` (without any: 0.5), with an output bias for every third projection."""
+    rungs: dict[float, dict[str, ProjectionMask]] = {}
+    for index, sparsity in enumerate(sparsities or (0.5,)):
+        masks = rungs[sparsity] = tiny_masks(config, sparsity, index + 1)
+        generator = torch.Generator().manual_seed(index)
+        for number, projection in enumerate(config.projections()):
+            if bias and sparsity and number % 3 == 0 and number:
+                added = torch.randn(projection.out_features, generator=generator) / 4
+                masks[projection.name] = replace(masks[projection.name], output_bias=added)
+    return rungs
+
+
+def tiny_recipe(config: ModelConfig, rungs: Mapping[float, Mapping[str, ProjectionMask]], **changes: Any) -> Recipe:
+    """A recipe that agrees with ``rungs``; the default is the middle one."""
     fields: dict[str, Any] = {
         "base_model": "someone/tiny",
         "base_revision": None,
         "method": "wisparse",
-        "sparsity": 0.5,
-        "projections": tuple(
-            ProjectionRecipe(name, mask.sparsity, 0.5, mask.threshold, mask.sparsity) for name, mask in masks.items()
+        "default": list(rungs)[len(rungs) // 2],
+        "rungs": tuple(
+            Rung(
+                sparsity,
+                tuple(ProjectionRecipe(name, m.sparsity, 0.5, m.threshold, m.sparsity) for name, m in masks.items()),
+                (sparsity,) * config.num_blocks,
+            )
+            for sparsity, masks in rungs.items()
         ),
-        "block_sparsities": (0.5,) * config.num_blocks,
         "calibration": CalibrationRecord("self", 2, 8, 16, 0, "ab" * 32),
         "search": {"method": "none", "history": [1.5, 1.25]},
         "versions": {"torch": "2"},
@@ -154,13 +174,32 @@ def tiny_recipe(config: ModelConfig, masks: Mapping[str, ProjectionMask], **chan
     return Recipe(**(fields | changes))
 
 
-def write_tiny_bundle(
-    folder: Path, model: Path, *, masks: Mapping[str, ProjectionMask] | None = None, **settings: Any
-) -> Path:
-    """A bundle of ``model`` in ``folder``, with ``tiny_masks`` or others; ``settings`` go to ``write_bundle``."""
+def write_tiny_bundle(folder: Path, model: Path, *sparsities: float, bias: bool = False, **settings: Any) -> Path:
+    """A bundle of ``model`` in ``folder``, with the ``tiny_rungs``; ``settings`` go to ``write_bundle``."""
     source = Checkpoint.open(model)
-    masks = tiny_masks(source.config) if masks is None else masks
-    return write_bundle(source, tiny_recipe(source.config, masks), masks, folder, **settings)
+    rungs = tiny_rungs(source.config, *sparsities, bias=bias)
+    return write_bundle(source, tiny_recipe(source.config, rungs), rungs, folder, **settings)
+
+
+def as_version_1(folder: Path) -> Path:
+    """Make of a bundle of one rung what the first version of the format had for it."""
+    manifest = json.loads((folder / "wisparse.json").read_text())
+    (rung,) = manifest.pop("rungs")
+    del manifest["default"]
+    (folder / "wisparse.json").write_text(json.dumps(manifest | rung | {"format_version": 1}))
+    config = json.loads((folder / "config.json").read_text())
+    del config["wisparse"]["sparsities"]
+    config["wisparse"]["format_version"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    sidecar = folder / "wisparse.safetensors"
+    header, data = split_safetensors(sidecar.read_bytes())
+    header["__metadata__"]["format_version"] = "1"
+    for name, entry in header.items():
+        if name != "__metadata__":
+            entry["shape"] = entry["shape"][1:]
+    sidecar.write_bytes(join_safetensors(header, data))
+    resign(folder)
+    return folder
 
 
 def resign(folder: Path, *, recipe: bool = True) -> None:
@@ -196,10 +235,14 @@ def join_safetensors(header: Mapping[str, Any], data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def change_tensor(file: Path, name: str, values: Any) -> None:
-    """Overwrite one tensor's values in place; the digests are left as they were."""
+def change_tensor(file: Path, name: str, values: Any, row: int | None = None) -> None:
+    """Overwrite one tensor's values, or one row of them, in place; the digests are left as they were."""
     header, data = split_safetensors(file.read_bytes())
     start, end = header[name]["data_offsets"]
     new = np.asarray(values, dtype="<f4").tobytes()
+    if row is not None:
+        start += len(new) * row
+        end = start + len(new)
+    assert start < header[name]["data_offsets"][1]
     assert len(new) == end - start
     file.write_bytes(join_safetensors(header, data[:start] + new + data[end:]))

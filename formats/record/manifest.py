@@ -11,20 +11,23 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from ..errors import BundleError
 from ..guard.safe_json import dump_json, read_json
-from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe
+from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe, Rung
 
 __all__ = [
     "MANIFEST",
+    "MAX_RUNGS",
     "MAX_SPARSITY",
     "SIDECAR",
     "Manifest",
+    "check_rungs",
     "has_masks",
     "is_file_name",
     "listed_files",
@@ -36,6 +39,8 @@ SIDECAR = "wisparse.safetensors"
 # No projection is dropped entirely: beyond this the error is that of removing the projection, and thresholds rest on
 # the extreme tail of the scores.
 MAX_SPARSITY = 0.95
+# Steps of a dial; each costs a bundle one row of numbers a projection.
+MAX_RUNGS = 16
 MAX_MANIFEST_BYTES = 32 << 20
 
 _FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
@@ -49,17 +54,19 @@ class Manifest:
         recipe: what the conversion decided.
         sha256: file name -> hex digest, for every file of the bundle but ``wisparse.json`` itself.
         crc32: weight tensor -> crc32 of its bytes.
+        version: of the format; what is written has the newest.
     """
 
     recipe: Recipe
     sha256: Mapping[str, str]
     crc32: Mapping[str, int]
+    version: int = FORMAT_VERSION
 
     def to_bytes(self) -> bytes:
         """The file; equal manifests give equal bytes."""
         return dump_json(
             {
-                **self.recipe.to_dict(),
+                **self.recipe.to_dict(self.version),
                 "tensors": {name: {"crc32": f"{value:08x}"} for name, value in self.crc32.items()},
                 "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)},
             }
@@ -70,16 +77,16 @@ class Manifest:
         """Read a parsed ``wisparse.json``; keys it does not know are left for later versions of the format.
 
         Raises:
-            BundleError: a newer format version, or a missing or ill-typed value.
+            BundleError: a newer format version, a missing or ill-typed value, or rungs out of order.
         """
-        require_version(document.get("format_version"), MANIFEST)
-        recipe = _recipe(document)
+        version = require_version(document.get("format_version"), MANIFEST)
+        recipe = _recipe(document, version)
         sha256 = _files(document)
         crc32 = {
             name: int(_hex(entry, "crc32", 8, f"tensors.{name!r:.200}"), 16)
             for name, entry in _object(document, "tensors").items()
         }
-        return cls(recipe, sha256, crc32)
+        return cls(recipe, sha256, crc32, version)
 
 
 def listed_files(folder: Path) -> dict[str, str]:
@@ -116,36 +123,70 @@ def has_masks(folder: Path) -> bool:
     return any((folder / name).exists() for name in (MANIFEST, SIDECAR))
 
 
-def recipe_digest(recipe: Recipe) -> str:
+def recipe_digest(recipe: Recipe, version: int = FORMAT_VERSION) -> str:
     """sha256 of the recipe as compact JSON with sorted keys; it ties the sidecar to its recipe."""
-    text = json.dumps(recipe.to_dict(), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(
+        recipe.to_dict(version), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    )
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
 
-def require_version(value: Any, where: str) -> None:
-    """Raise BundleError unless ``value`` is the format version this code reads."""
+def require_version(value: Any, where: str, same: int | None = None) -> int:
+    """``value``, if it is a format version that this code reads, and the ``same`` as the rest of the bundle has.
+
+    Raises:
+        BundleError: otherwise.
+    """
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BundleError(f"{where}: format_version: expected {FORMAT_VERSION}, found {value!r:.60}")
+        raise BundleError(f"{where}: format_version: expected {same or FORMAT_VERSION}, found {value!r:.60}")
     if value > FORMAT_VERSION:
         raise BundleError(
-            f"{where}: the bundle has format version {value!r:.60}, this wisparse reads version {FORMAT_VERSION}; "
-            "install a newer wisparse"
+            f"{where}: the bundle has format version {value!r:.60}, this wisparse reads versions 1 to "
+            f"{FORMAT_VERSION}; install a newer wisparse"
         )
+    if value != (same or value):
+        raise BundleError(f"{where}: format_version: expected {same} as in {MANIFEST}, found {value}; convert again")
+    return value
 
 
-def _recipe(document: Mapping[str, Any]) -> Recipe:
-    projections = document.get("projections")
-    if not isinstance(projections, list):
-        raise _wrong("projections", "a list", projections)
+def check_rungs(recipe: Recipe, error: Callable[[str], Exception]) -> None:
+    """Raise ``error(text)`` unless the rungs are in order, each in its range, and the default is one of them."""
+    found = recipe.sparsities
+    listed = ", ".join(f"{sparsity!r:.20}" for sparsity in found)
+    if not 1 <= len(found) <= MAX_RUNGS:
+        raise error(f"rungs: expected 1 to {MAX_RUNGS}, found {len(found)}; convert again")
+    for sparsity in found:
+        if not 0 <= sparsity <= MAX_SPARSITY:
+            raise error(f"sparsity: expected a number in [0, {MAX_SPARSITY}], found {sparsity!r:.20}")
+    if any(low >= high for low, high in pairwise(found)):
+        raise error(f"rungs: expected ascending sparsities, none twice, found {listed}; convert again")
+    if recipe.default not in found:
+        raise error(f"default: expected one of the rungs {listed}, found {recipe.default!r:.20}; convert again")
+    for rung in recipe.rungs:
+        if rung.sparsity == 0 and (odd := next((entry for entry in rung.projections if entry.sparsity), None)):
+            raise error(
+                f"{odd.name:.200}: sparsity: expected 0 at the rung 0, found {odd.sparsity!r:.20}; convert again"
+            )
+
+
+def _recipe(document: Mapping[str, Any], version: int) -> Recipe:
+    if version == 1:
+        rungs = [_rung(document, "")]
+        default = rungs[0].sparsity
+    else:
+        default = _number(document, "default", "", high=MAX_SPARSITY)
+        listed = document.get("rungs")
+        if not isinstance(listed, list) or not 1 <= len(listed) <= MAX_RUNGS:
+            raise _wrong("rungs", f"a list of 1 to {MAX_RUNGS}", listed)
+        rungs = [_rung(entry, f"rungs[{index}]") for index, entry in enumerate(listed)]
     revision = document.get("base_revision")
     calibration = _object(document, "calibration")
-    return Recipe(
+    recipe = Recipe(
         base_model=_text(document.get("base_model"), "base_model"),
         base_revision=None if revision is None else _text(revision, "base_revision"),
         method=_text(document.get("method"), "method"),
-        sparsity=_number(document, "sparsity", "", high=MAX_SPARSITY),
-        projections=tuple(_projection(entry, index) for index, entry in enumerate(projections)),
-        block_sparsities=_fractions(document.get("block_sparsities")),
+        default=default,
+        rungs=tuple(rungs),
         calibration=CalibrationRecord(
             source=_text(calibration.get("source"), "calibration.source"),
             num_samples=_count(calibration, "num_samples"),
@@ -158,10 +199,25 @@ def _recipe(document: Mapping[str, Any]) -> Recipe:
         versions={key: _text(value, f"versions.{key}") for key, value in _object(document, "versions").items()},
         vision_tensors_left_out=_count(document, "vision_tensors_left_out", "", default=0),
     )
+    check_rungs(recipe, lambda text: BundleError(f"{MANIFEST}: {text}"))
+    return recipe
 
 
-def _projection(entry: Any, index: int) -> ProjectionRecipe:
-    where = f"projections[{index}]"
+def _rung(entry: Any, where: str) -> Rung:
+    if not isinstance(entry, dict):
+        raise _wrong(where, "an object", entry)
+    inside = f"{where}." if where else ""
+    projections = entry.get("projections")
+    if not isinstance(projections, list):
+        raise _wrong(f"{inside}projections", "a list", projections)
+    return Rung(
+        sparsity=_number(entry, "sparsity", where, high=MAX_SPARSITY),
+        projections=tuple(_projection(one, f"{inside}projections[{index}]") for index, one in enumerate(projections)),
+        block_sparsities=_fractions(entry.get("block_sparsities"), f"{inside}block_sparsities"),
+    )
+
+
+def _projection(entry: Any, where: str) -> ProjectionRecipe:
     if not isinstance(entry, dict):
         raise _wrong(where, "an object", entry)
     return ProjectionRecipe(
@@ -173,10 +229,10 @@ def _projection(entry: Any, index: int) -> ProjectionRecipe:
     )
 
 
-def _fractions(values: Any) -> tuple[float, ...]:
+def _fractions(values: Any, where: str) -> tuple[float, ...]:
     if not isinstance(values, list):
-        raise _wrong("block_sparsities", "a list", values)
-    return tuple(_number({"block": value}, "block", "block_sparsities", high=1.0) for value in values)
+        raise _wrong(where, "a list", values)
+    return tuple(_number({"block": value}, "block", where, high=1.0) for value in values)
 
 
 def _object(document: Mapping[str, Any], key: str) -> dict[str, Any]:

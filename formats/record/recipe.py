@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["FORMAT_VERSION", "CalibrationRecord", "ProjectionRecipe", "Recipe"]
+__all__ = ["FORMAT_VERSION", "CalibrationRecord", "ProjectionRecipe", "Recipe", "Rung"]
 
-FORMAT_VERSION = 1
+# Version 1 held one sparsity; it is still read.
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ class ProjectionRecipe:
 
 
 @dataclass(frozen=True)
+class Rung:
+    """One sparsity of a bundle.
+
+    Attributes:
+        sparsity: the target, a fraction of the parameters of all projections in scope, in [0, 0.95].
+        projections: one entry per projection of the model, in the order of execution.
+        block_sparsities: parameter-weighted sparsity of every block.
+    """
+
+    sparsity: float
+    projections: tuple[ProjectionRecipe, ...]
+    block_sparsities: tuple[float, ...]
+
+
+@dataclass(frozen=True)
 class CalibrationRecord:
     """Which text the thresholds rest on. ``digest`` is the sha256 of the token ids."""
 
@@ -54,8 +70,8 @@ class Recipe:
         base_model: Hub id or folder name of the source; never a path of the machine that converted it.
         base_revision: commit of the source, where it came from the Hub.
         method: ``wisparse``, ``teal``, …
-        sparsity: the target, a fraction of the parameters of all projections in scope.
-        block_sparsities: parameter-weighted sparsity of every block.
+        default: sparsity of the rung that is in force unless another is asked for.
+        rungs: at least one, in ascending sparsity, no two of them equal.
         search: settings and outcome of the search, JSON values only.
         versions: of the libraries that took part.
         vision_tensors_left_out: how many tensors of the source are not its text model's; on disk only if any.
@@ -64,13 +80,36 @@ class Recipe:
     base_model: str
     base_revision: str | None
     method: str
-    sparsity: float
-    projections: tuple[ProjectionRecipe, ...]
-    block_sparsities: tuple[float, ...]
+    default: float
+    rungs: tuple[Rung, ...]
     calibration: CalibrationRecord
     search: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     vision_tensors_left_out: int = 0
+
+    @property
+    def sparsities(self) -> tuple[float, ...]:
+        """Of all rungs, ascending."""
+        return tuple(rung.sparsity for rung in self.rungs)
+
+    @property
+    def sparsity(self) -> float:
+        """Of the default rung."""
+        return self.default
+
+    @property
+    def projections(self) -> tuple[ProjectionRecipe, ...]:
+        """Of the default rung."""
+        return self.at(self.default).projections
+
+    @property
+    def block_sparsities(self) -> tuple[float, ...]:
+        """Of the default rung."""
+        return self.at(self.default).block_sparsities
+
+    def at(self, sparsity: float) -> Rung:
+        """The rung of exactly this sparsity, one of ``sparsities``."""
+        return next(rung for rung in self.rungs if rung.sparsity == sparsity)
 
     @property
     def text_only(self) -> str | None:
@@ -78,9 +117,13 @@ class Recipe:
         count = self.vision_tensors_left_out
         return f"text only: {count} tensor{'s' * (count > 1)} of the vision tower left out" if count else None
 
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready, with ``format_version`` first."""
-        document = {"format_version": FORMAT_VERSION, **asdict(self)}
+    def to_dict(self, version: int = FORMAT_VERSION) -> dict[str, Any]:
+        """JSON-ready, with ``format_version`` first; as version 1 had it, where there is one rung."""
+        document = {"format_version": version, **asdict(self)}
+        if version == 1:
+            del document["default"]
+            (rung,) = document.pop("rungs")
+            document |= rung
         if not self.vision_tensors_left_out:
             del document["vision_tensors_left_out"]
         return document

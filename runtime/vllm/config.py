@@ -97,7 +97,7 @@ class WisparseConfig(QuantizationConfig):
                 "convert the unquantised model"
             )
         bundle = Bundle.open(fetch_bundle(model_name, revision))
-        self._sparsity, self._masks = bundle.recipe.sparsity, bundle.masks
+        self._sparsity, self._masks = bundle.sparsity, bundle.masks
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Ours for the linear layers inside blocks, vLLM's own for all else.

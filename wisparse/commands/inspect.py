@@ -68,7 +68,8 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
             f"{model['model_type']}, {model['num_blocks']} blocks, hidden {model['hidden_size']}, "
             f"MLP {model['intermediate_size']}, {model['num_bytes'] / 1e6:,.1f} MB {'/'.join(model['dtypes'])}",
         ),
-        ("method", f"{recipe.method}, target sparsity {recipe.sparsity:.1%}"),
+        ("method", recipe.method),
+        ("rungs", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
         (
             "calibration",
             f"{calibration.source}: {calibration.num_samples} x {calibration.seq_len} = "
