@@ -52,3 +52,9 @@ class KVCache:
         self.keys[block, slot, :, start:stop] = keys
         self.values[block, slot, :, start:stop] = values
         return self.keys[block, slot, :, :stop], self.values[block, slot, :, :stop]
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Fill ``target`` with the first ``length`` positions of ``source``."""
+        for tensor in (self.keys, self.values):
+            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        self.lengths[target] = length

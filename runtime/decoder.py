@@ -4,7 +4,7 @@ A decoder takes token ids and gives logits or the next ids; it knows nothing of 
 one sequence each, in a cache allocated once. ``torch.decoder`` is the readable reference that the faster ones must
 agree with.
 
-    prefill(slot, prompt)  ->  logits of the prompt's last position
+    prefill(slot, prompt)  ->  logits of the prompt's last position      (at once, or piece by piece)
     step(last ids)         ->  next ids                      (decode, then sample; on the device where that is faster)
 """
 
@@ -28,7 +28,7 @@ from .sampling import SamplingSettings, sample
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["WEIGHTS", "Decoder", "check_prompt", "make_decoder"]
+__all__ = ["WEIGHTS", "Decoder", "check_part", "check_prompt", "make_decoder", "next_piece"]
 
 # How weights are held: as the dtype says, or rounded at load.
 WEIGHTS = ("native", "int8")
@@ -42,9 +42,9 @@ class Decoder(Protocol):
     Implementations subclass it. They are constructed as ``Implementation(bundle, device=..., dtype=..., weights=...,
     max_seq_len=..., max_batch=...)`` by :func:`make_decoder`, which has asked ``refusal`` before.
 
-    Not safe to call from several threads at once; ``Model`` holds a lock around it. After any exception, also a
-    KeyboardInterrupt, inside ``prefill``, ``decode`` or ``step`` the slots are undefined until their next ``prefill``,
-    and ``prefill`` must then work.
+    Not safe to call from several threads at once: ``engine`` sees to it that one at a time does. After any exception,
+    also a KeyboardInterrupt, inside ``prefill``, ``decode`` or ``step`` the slots are undefined until their next
+    ``prefill`` from position 0, and that must then work.
 
     Attributes:
         name: ``torch``, ``numba`` or ``triton``.
@@ -52,6 +52,10 @@ class Decoder(Protocol):
         device, dtype: where the weights are, and their floating type; activations between projections have this type.
         max_batch: number of slots.
         max_seq_len: positions of one slot, at most ``config.max_position_embeddings``.
+        piece: positions of a prompt that are read in one go: the pieces of a prompt begin at multiples of it.
+        grain: a slot's first positions can serve another prompt up to a multiple of it. Where that is the piece,
+            what comes after is the same to the last bit whether they were read anew or not: each piece is computed
+            from the same matrices either way. On a GPU it is 1, and products of other shapes round otherwise.
     """
 
     name: ClassVar[str]
@@ -60,6 +64,8 @@ class Decoder(Protocol):
     dtype: torch.dtype
     max_batch: int
     max_seq_len: int
+    piece: int
+    grain: int
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
@@ -74,8 +80,10 @@ class Decoder(Protocol):
         """Positions filled in each of the ``max_batch`` slots, counted on the host (no device synchronisation)."""
         ...
 
-    def prefill(self, slot: int, token_ids: Tensor, sparse_from: int) -> Tensor:
-        """Forget what the slot held, and read a prompt into it.
+    def prefill(
+        self, slot: int, token_ids: Tensor, sparse_from: int, *, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        """Read a prompt into a slot, or a part of it; what the slot held from ``start`` on is forgotten.
 
         Positions before ``sparse_from`` run dense, the others with the bundle's masks (policy ``dense``: T, ``half``:
         T - T // 2, ``all``: 0). Memory must not grow with T**2.
@@ -87,9 +95,12 @@ class Decoder(Protocol):
             slot: 0 to ``max_batch`` - 1.
             token_ids: (T,) int64, on any device, 1 <= T <= ``max_seq_len``, every id in [0, vocab_size).
             sparse_from: 0 to T.
+            start: positions before it stand in the slot already: read from the same tokens, with the same positions
+                sparse and (``longrope``) the same factors. Below ``stop``.
+            stop: positions from it on are left for later calls; None for T.
 
         Returns:
-            (V,) float32 on ``device``: logits of the last position. Valid until the decoder's next call.
+            (V,) float32 on ``device``: logits of the last position read. Valid until the decoder's next call.
 
         Raises:
             ContextLengthError: T is 0 or above ``max_seq_len`` (see :func:`check_prompt`).
@@ -99,9 +110,8 @@ class Decoder(Protocol):
     def decode(self, token_ids: Tensor) -> Tensor:
         """Append one token to each of the slots 0..B-1, with the bundle's masks.
 
-        A negative id marks an idle row: nothing is appended to its slot, whose contents are undefined until its next
-        ``prefill``; its row of the result is undefined too (it must cost no error, even if the slot is full or was
-        never filled).
+        A negative id marks an idle row: its slot stays as it is; its row of the result is undefined (it must cost no
+        error, even if the slot is full or was never filled).
 
         ``longrope``: the position's own factors (long beyond ``original_max_position_embeddings``). Keys cached with
         the short factors would not fit them, so the caller prefills the sequence anew at that point, as transformers
@@ -115,6 +125,15 @@ class Decoder(Protocol):
 
         Raises:
             ContextLengthError: a slot that is not idle holds ``max_seq_len`` positions already.
+        """
+        ...
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Fill a slot with the first ``length`` positions of another one.
+
+        Args:
+            source, target: slots.
+            length: 1 to the positions that ``source`` holds.
         """
         ...
 
@@ -134,13 +153,15 @@ class Decoder(Protocol):
             (B,) int64, on ``device`` or on the CPU; idle rows hold anything.
         """
         logits = self.decode(token_ids)
-        return sample(logits, settings, self.lengths[: len(settings)])
+        active = next((row for row, token in enumerate(token_ids.tolist()) if token >= 0), 0)  # the first one
+        chosen = sample(logits[active:], settings[active:], self.lengths[active : len(settings)])
+        return chosen if active == 0 else torch.cat((chosen.new_full((active,), -1), chosen))
 
-    def prepare(self, rows: int, first: int, last: int, *, sampled: bool = False) -> None:
+    def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
         """Do now what the first of some steps would do before it runs: compile kernels, capture graphs.
 
         Args:
-            rows: slots of the steps.
+            slots: those that are not idle in the steps.
             first, last: how many positions the longest of them holds after the first step and after the last.
             sampled: whether tokens are drawn.
         """
@@ -190,6 +211,26 @@ def check_prompt(length: int, max_seq_len: int) -> None:
             f"the prompt has {length} tokens and the context holds {max_seq_len}: "
             "shorten it, or load with a larger max_seq_len if the model allows one"
         )
+
+
+def check_part(token_ids: Tensor, max_seq_len: int, start: int, stop: int | None) -> int:
+    """``stop`` of a prefill, its default resolved.
+
+    Raises:
+        ContextLengthError: the prompt does not fit.
+        UsageError: not ``0 <= start < stop <= T``.
+    """
+    total = len(token_ids)
+    check_prompt(total, max_seq_len)
+    stop = total if stop is None else stop
+    if not 0 <= start < stop <= total:
+        raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
+    return stop
+
+
+def next_piece(start: int, piece: int) -> int:
+    """Where the piece that position ``start`` lies in ends."""
+    return (start // piece + 1) * piece
 
 
 # Back end -> its decoder. Imported when chosen: numba and triton cost seconds.

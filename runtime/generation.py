@@ -1,8 +1,10 @@
 """The generation loop, on token ids: prompts in, one more token per sequence and step out.
 
-A scheduler keeps the decoder's slots busy. A step is either one waiting prompt's prefill or one token for every
-sequence under way; a sequence that ends frees its slot for the next prompt. Sequences may be added, and taken back, at
-any time. Nothing here depends on what else is in the batch, so a sequence is the same alone and among others.
+A scheduler keeps the decoder's slots busy. A step is either a piece of a prompt or one token for every sequence under
+way; a sequence that ends frees its slot for the next prompt. While prompts are read, a piece's worth of their positions
+comes between two tokens of the others. What a slot still holds of an earlier prompt is not read again (``prefix``).
+Sequences may be added, and taken back, at any time. Nothing here depends on what else is in the batch or was before, so
+a sequence is the same alone and among others.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from wisparse.formats.guard import arguments
 from wisparse.formats.prefill import sparse_from
 
 from .choosing import Chooser, Constraint, TokenScore, score, score_prompt
-from .decoder import Decoder, check_prompt
+from .decoder import Decoder, check_prompt, next_piece
+from .prefix import Prefixes
 from .rotary import switch_length
 from .sampling import SamplingSettings, resolve_seed, sample
 
@@ -64,7 +67,8 @@ class Job:
         prompt_scores: of the prompt's tokens, where the request asks for it.
         finish_reason: None while under way; ``stop`` (a stop token), ``length`` (``max_new_tokens`` reached or the
             context filled to its last position), ``cancelled`` or ``error``.
-        prompt_seconds: the prefill's time, with the choice of the first token.
+        cached_tokens: of the prompt's, how many a slot held already.
+        prompt_seconds: from the prompt's first piece to the first token, on the clock.
         generation_seconds: from the first token to the newest, on the clock: whatever happens between two steps counts.
     """
 
@@ -75,6 +79,7 @@ class Job:
     scores: list[TokenScore] = field(default_factory=list)
     prompt_scores: list[TokenScore | None] | None = None
     finish_reason: str | None = None
+    cached_tokens: int = 0
     prompt_seconds: float = 0.0
     generation_seconds: float = 0.0
     _began: float = 0.0
@@ -98,6 +103,25 @@ class Tally:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+@dataclass
+class _Reading:
+    """A sequence on its way into its slot.
+
+    Attributes:
+        tokens: (T,) int64, the prompt and what was generated after it.
+        sparse_from: its first sparse position.
+        at: the next position to read.
+        began: when its first piece was.
+    """
+
+    job: Job
+    slot: int
+    tokens: Tensor
+    sparse_from: int
+    at: int
+    began: float
+
+
 class Scheduler:
     """Runs jobs on one decoder. Not thread-safe; the decoder must serve nobody else meanwhile.
 
@@ -111,25 +135,16 @@ class Scheduler:
         self._decoder = decoder
         self._waiting: deque[Job] = deque()
         self._slots: list[Job | None] = [None] * decoder.max_batch
-        self._reading: Job | None = None  # whom alone a failure concerns: its prompt is being read, say
+        self._reading: _Reading | None = None
+        self._inside: Job | None = None  # whom alone a failure concerns: its prompt is being read, say
+        self._read_since = 0  # positions, since the last step of the others
         self._switch = switch_length(decoder.config)
+        self._prefixes = Prefixes(decoder.max_batch, decoder.grain, self._switch)
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
         return bool(self._waiting) or any(self._slots)
-
-    def prepare(self) -> None:
-        """Have the decoder compile and capture what the waiting jobs will need, so that no step has to."""
-        limit = self._decoder.max_seq_len
-        lengths = [len(job.request.token_ids) for job in self._waiting]
-        new = [limit if job.request.max_new_tokens is None else job.request.max_new_tokens for job in self._waiting]
-        # An answer's last token is never read.
-        last = max((length + count - 1 for length, count in zip(lengths, new, strict=True)), default=0)
-        if last > min(lengths, default=0):
-            rows = min(len(self._waiting), len(self._slots))
-            sampled = any(not job.sampling.greedy for job in list(self._waiting)[:rows])
-            self._decoder.prepare(rows, min(lengths) + 1, min(last, limit), sampled=sampled)
 
     def submit(self, request: Request) -> Job:
         """Queue a request.
@@ -162,69 +177,134 @@ class Scheduler:
     def give_up(self) -> list[Job]:
         """Go on after :meth:`step` has raised: drop whom it failed for.
 
-        If that was while a prompt was read or a grammar asked, its job; else every job of the batch. What the other
-        slots hold is undefined by then: their jobs are queued again, first, and read anew with what they have
-        generated.
+        If that was while a prompt was read or a grammar asked, its job; else every job of the batch. What the slots
+        hold is undefined by then: the other jobs are queued again, first, and read anew with what they have generated.
 
         Returns:
             The jobs that ended so, with the reason ``error``.
         """
-        failed = [self._reading] if self._reading is not None else [job for job in self._slots if job is not None]
-        others = [job for job in self._slots if job is not None and job not in failed]
-        self._slots = [None] * len(self._slots)
-        self._waiting.extendleft(reversed(others))
-        self._reading = None
+        running = [job for job in self._slots if job is not None]
+        failed = running if self._inside is None else [self._inside]
         for job in failed:
             job.finish_reason = "error"
+        self.start_over()
         return failed
 
+    def start_over(self) -> None:
+        """Go on after something else has used the decoder, or stopped it in the middle of a step: every job of the
+        batch is queued again, first, and read anew."""
+        self._waiting.extendleft(job for job in reversed(self._slots) if job is not None and job.finish_reason is None)
+        self._slots = [None] * len(self._slots)
+        self._reading = self._inside = None
+        self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """What slots hold of earlier prompts is not used again."""
+        self._prefixes.forget()
+
     def step(self) -> list[Job]:
-        """Do one prefill if a prompt waits and a slot is free, else decode.
+        """Read a piece of a prompt if one waits and a slot is free and the others had their token, else decode.
 
         Returns:
-            The jobs that got a token: the last of their ``token_ids``.
+            The jobs that got a token: the last of their ``token_ids``. After a piece that is not a prompt's last none.
         """
-        if self._waiting and None in self._slots:
-            job = self._waiting.popleft()
-            self._slots[self._slots.index(None)] = job
-            start = time.perf_counter()
-            first = not job.token_ids
-            self._prefill(job)
-            if first:
-                job.prompt_seconds = job._began - start
-            self._ended = time.perf_counter()
-            return [job]
+        if self._reading is None and self._waiting and None in self._slots:
+            self._admit(self._waiting.popleft())
+        if self._reading is not None:
+            others = sum(job is not None for job in self._slots) > 1
+            if not others or self._read_since < self._decoder.piece:
+                advanced = self._read(self._reading)
+                self._ended = time.perf_counter()
+                return advanced
+        self._read_since = 0
         advanced = self._decode()
         before, self._ended = self._ended, time.perf_counter()
         self.tally.tokens += len(advanced)
         self.tally.seconds += self._ended - before
         return advanced
 
-    def _prefill(self, job: Job) -> None:
-        """Read a job's prompt, and what it has generated so far, into its slot; append one token."""
-        tokens = torch.tensor([*job.request.token_ids, *job.token_ids], dtype=torch.int64)
-        dense = sparse_from(job.request.prefill, len(job.request.token_ids))
-        self._reading = job
-        scored = job.request.score_prompt and job.sampling.logprobs is not None and job.prompt_scores is None
-        if scored:
-            every = self._decoder.logits(tokens, dense)
-            job.prompt_scores = score_prompt(every, job.request.token_ids, job.sampling.logprobs or 0)
-        if scored and job.request.max_new_tokens == 1:  # nothing is ever decoded from its slot
-            logits = every[-1]
+    def _admit(self, job: Job) -> None:
+        """Give a job a slot."""
+        tokens = [*job.request.token_ids, *job.token_ids]
+        sparse = sparse_from(job.request.prefill, len(job.request.token_ids))
+        idle = [slot for slot, other in enumerate(self._slots) if other is None]
+        slot, source, length = self._prefixes.choose(tokens, sparse, idle)
+        self._slots[slot] = job
+        self._inside = job
+        if len(idle) == 1 or not self._waiting:  # whoever comes with it is there by now
+            self._prepare()
+        began = time.perf_counter()
+        if source != slot:
+            self._decoder.copy(source, slot, length)
+        self._inside = None
+        self._prefixes.note(slot, tokens[:length], len(tokens), sparse)
+        if not job.token_ids:
+            job.cached_tokens = length
+        self._reading = _Reading(job, slot, torch.tensor(tokens, dtype=torch.int64), sparse, length, began)
+
+    def _prepare(self) -> None:
+        """Have the decoder compile and capture what the batch will need, so that no step has to."""
+        limit = self._decoder.max_seq_len
+        jobs = [job for job in self._slots if job is not None]
+        lengths = [self._filled(job) + 1 for job in jobs]
+        # An answer's last token is never read.
+        lasts = [
+            limit if most is None else min(len(job.request.token_ids) + most - 1, limit)
+            for job, most in zip(jobs, (job.request.max_new_tokens for job in jobs), strict=True)
+        ]
+        if max(lasts) > min(lengths):
+            sampled = any(not job.sampling.greedy for job in jobs)
+            slots = [slot for slot, job in enumerate(self._slots) if job is not None]
+            self._decoder.prepare(slots, min(lengths) + 1, max(lasts), sampled=sampled)
+
+    def _read(self, reading: _Reading) -> list[Job]:
+        """Read the next piece of a sequence; after its last one append a token."""
+        job, total = reading.job, len(reading.tokens)
+        stop = min(next_piece(reading.at, self._decoder.piece), total)
+        self._inside = job
+        logits = self._score_prompt(reading)
+        if logits is not None:
+            stop = total
         else:
-            logits = self._decoder.prefill(self._slots.index(job), tokens, dense)
-        self._append(job, self._choose(logits[None], [job], [len(tokens)])[0])
-        self._reading = None
+            logits = self._decoder.prefill(
+                reading.slot, reading.tokens, reading.sparse_from, start=reading.at, stop=stop
+            )
+            # Beyond the prompt it is the answer, which is none of the next prompt's.
+            held = job.request.token_ids[:stop]
+            self._prefixes.note(reading.slot, list(held), total, reading.sparse_from)
+        self._read_since += stop - reading.at
+        reading.at = stop
+        first = not job.token_ids
+        if stop == total:
+            chosen = self._choose(logits[None], [job], [total])[0]
+            self._reading = None
+            self._append(job, chosen)
+        self._inside = None
+        if stop < total:
+            return []
+        if first:
+            job.prompt_seconds = job._began - reading.began
+        return [job]
+
+    def _score_prompt(self, reading: _Reading) -> Tensor | None:
+        """Score a prompt's tokens if that is asked for; the last position's logits if nothing else is needed."""
+        job = reading.job
+        if not job.request.score_prompt or job.sampling.logprobs is None or job.prompt_scores is not None:
+            return None
+        every = self._decoder.logits(reading.tokens, reading.sparse_from)
+        job.prompt_scores = score_prompt(every, job.request.token_ids, job.sampling.logprobs)
+        # Of a single token nothing is ever decoded from the slot.
+        return every[-1] if job.request.max_new_tokens == 1 else None
 
     def _decode(self) -> list[Job]:
-        # LongRoPE's cached keys do not fit once a sequence outgrows the short factors: read it anew, which gives its
-        # next token too. The others wait for the next step.
-        outgrown = [job for job in self._slots if job is not None and self._filled(job) == self._switch]
-        for job in outgrown:
-            self._prefill(job)
-        if outgrown:
-            return outgrown
-        rows = list(self._slots)
+        reading = None if self._reading is None else self._reading.job
+        rows = [None if job is reading else job for job in self._slots]
+        # LongRoPE's cached keys do not fit once a sequence outgrows the short factors: it is read anew, which gives its
+        # next token too.
+        for slot, job in enumerate(rows):
+            if job is not None and self._filled(job) == self._switch:
+                rows[slot] = self._slots[slot] = None
+                self._waiting.appendleft(job)
         while rows and rows[-1] is None:
             rows.pop()
         if not rows:
@@ -245,12 +325,12 @@ class Scheduler:
         given = logits
         if any(job is not None and job.chooser.adjusts for job in rows):
             logits = logits.clone()
-        before = self._reading
+        before = self._inside
         for row, job in zip(logits, rows, strict=True):
             if job is not None and job.chooser.adjusts:
-                self._reading = job  # a grammar that fails here ends its own answer alone
+                self._inside = job  # a grammar that fails here ends its own answer alone
                 job.chooser.adjust(row)
-        self._reading = before
+        self._inside = before
         chosen: list[int] = sample(logits, [job.sampling if job else _IDLE for job in rows], positions).tolist()
         for row, job, token in zip(given, rows, chosen, strict=True):
             if job is not None and job.sampling.logprobs is not None and token >= 0:
@@ -281,6 +361,10 @@ class Scheduler:
     def _finish(self, job: Job, reason: str) -> None:
         job.finish_reason = reason
         if job in self._slots:
-            self._slots[self._slots.index(job)] = None
+            slot = self._slots.index(job)
+            self._slots[slot] = None
+            self._prefixes.touch(slot)
+            if self._reading is not None and self._reading.job is job:
+                self._reading = None
         else:
             self._waiting = deque(other for other in self._waiting if other is not job)

@@ -319,7 +319,6 @@ class Model:
         """Run a plan to its end; yields every token's writer and text."""
         with self._held(plan.thread), memory_errors(self.decoder.device, "for this prompt"):
             self.decoder.measure_sparsity(plan.measure_sparsity)
-            plan.scheduler.prepare()
             while plan.scheduler.busy:
                 for job in plan.scheduler.step():
                     writer = plan.writers[job]

@@ -19,7 +19,6 @@ from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.decoder import make_decoder
 from wisparse.runtime.generation import Request, Scheduler
 from wisparse.runtime.sampling import SamplingSettings
-from wisparse.runtime.torch import decoder as torch_decoder_module
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 
@@ -149,28 +148,24 @@ def test_longrope_switches_where_transformers_does(policy: str, tiny_bundle: Cal
     assert greedy_by_decoder(torch_decoder(folder), tokens, policy, 16) != expected
 
 
-def test_longrope_prefill_uses_one_set_of_factors(
-    tiny_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_longrope_prefill_uses_one_set_of_factors(tiny_bundle: Callable[[str], Path]) -> None:
     decoder = torch_decoder(tiny_bundle("phi3-long"))
     tokens = random_tokens(40)
     expected = decoder.logits(tokens, 40)
-    monkeypatch.setattr(torch_decoder_module, "_PIECE", 8)
+    decoder.piece = 8
     assert (decoder.logits(tokens, 40) - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["llama", "mistral-window"])
-def test_pieces_of_a_long_prompt_join(
-    variant: str, tiny_bundle: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pieces_of_a_long_prompt_join(variant: str, tiny_bundle: Callable[[str], Path]) -> None:
     decoder = torch_decoder(tiny_bundle(variant))
     tokens = random_tokens(50)
     for start in (0, 21, 24, 50):  # inside a piece, and on a border
         expected = decoder.logits(tokens, start)
-        monkeypatch.setattr(torch_decoder_module, "_PIECE", 8)
+        decoder.piece = 8
         assert (decoder.logits(tokens, start) - expected).abs().max() < 1e-4
         assert (decoder.prefill(0, tokens, start) - expected[-1]).abs().max() < 1e-4
-        monkeypatch.undo()
+        decoder.piece = 128
 
 
 def test_a_bundle_in_many_files(tmp_path: Path) -> None:

@@ -175,10 +175,10 @@ def test_no_memory_for_a_prompt_is_that_requests_failure(
     expected = model_free_answer(engine, "def f(x):", 24)
     prefill = model.decoder.prefill
 
-    def scarce(slot: int, token_ids: torch.Tensor, sparse_from: int) -> torch.Tensor:
+    def scarce(slot: int, token_ids: torch.Tensor, sparse_from: int, **part: int) -> torch.Tensor:
         if len(token_ids) == 17 and sparse_from == 17:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return prefill(slot, token_ids, sparse_from)
+        return prefill(slot, token_ids, sparse_from, **part)
 
     monkeypatch.setattr(model.decoder, "prefill", scarce)
     good, _ = ask(engine, "def f(x):", 24)

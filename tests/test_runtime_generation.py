@@ -454,7 +454,7 @@ def test_output_that_is_no_number_is_an_error(tiny: Bundle, monkeypatch: pytest.
     scheduler = tiny_scheduler(tiny)
     scheduler.submit(Request([5]))
     decoder = scheduler._decoder
-    monkeypatch.setattr(decoder, "prefill", lambda *args: torch.full((101,), torch.nan))
+    monkeypatch.setattr(decoder, "prefill", lambda *args, **part: torch.full((101,), torch.nan))
     with pytest.raises(WisparseError, match="not a number"):
         scheduler.step()
 

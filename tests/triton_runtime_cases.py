@@ -125,6 +125,30 @@ def test_a_prompt_is_read_in_pieces(dtype, monkeypatch):
     torch.testing.assert_close(pieces, exact, rtol=0, atol=0 if dtype == torch.float32 else 5e-2)
 
 
+def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(launches):
+    """Part of a prompt in a slot, the rest later, or copied from another slot; a step's rows are the fewest that reach
+    from the first slot that is not idle to the last one."""
+    fast, slow = both(max_batch=4)
+    found: list[list] = [[], []]
+    for decoder, seen in zip((fast, slow), found, strict=True):
+        whole = decoder.prefill(0, PROMPT, 5)
+        seen.append(whole.argmax().item())
+        decoder.prefill(3, PROMPT, 5, stop=2)
+        assert torch.equal(decoder.prefill(3, PROMPT, 5, start=2), whole)
+        decoder.copy(3, 1, 4)
+        assert decoder.lengths == [5, 4, 0, 5]
+        assert torch.equal(decoder.prefill(1, PROMPT, 5, start=4), whole)
+        for tokens in ([-1, -1, -1, 7], [-1, 8, -1, -1], [9, -1, -1, -1], [9, 3, -1, 4]):
+            for _ in range(2):
+                chosen = decoder.step(torch.tensor(tokens), [GREEDY] * 4).tolist()
+                tokens = [new if old >= 0 else -1 for old, new in zip(tokens, chosen, strict=True)]
+            seen.append(tokens)
+        seen.append(decoder.decode(torch.tensor([-1, -1, -1, 3]))[3].argmax().item())
+        seen.append(decoder.lengths)
+    assert found[0] == found[1]
+    assert {step.rows for step in launches} == {1, 4}
+
+
 def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():
     fast, slow = both(max_batch=2)
     for decoder in (fast, slow):

@@ -27,12 +27,12 @@ from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
 from ..cache import KVCache
-from ..decoder import Decoder, check_prompt
+from ..decoder import Decoder, check_part, check_prompt
 from ..rotary import Rotary
 from ..sampling import SamplingSettings
 from ..torch.decoder import finish_logits
 from .graph import Landing
-from .prefill import read_sequence
+from .prefill import piece_size, read_sequence
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
 from .weights import load_weights
 
@@ -46,6 +46,7 @@ class CudaDecoder(Decoder):
     """See :class:`runtime.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
 
     name: ClassVar[str] = "triton"
+    grain = 1
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class CudaDecoder(Decoder):
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
             self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
+        self.piece = piece_size(self.config, dtype)
         self._steps: dict[tuple[int, int, int], DecodeStep] = {}
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, and the step.
         self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep] | None = None
@@ -94,23 +96,34 @@ class CudaDecoder(Decoder):
         return list(self._cache.lengths)
 
     @torch.inference_mode()
-    def prefill(self, slot: int, token_ids: Tensor, sparse_from: int) -> Tensor:
-        check_prompt(len(token_ids), self.max_seq_len)
+    def prefill(
+        self, slot: int, token_ids: Tensor, sparse_from: int, *, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._forget_ahead()
         self._cache.lengths[slot] = 0
         last = torch.empty(0, device=self.device)  # a prompt has at least one piece
-        for hidden in self._read(self._cache, slot, token_ids, sparse_from):
+        for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
             last = hidden[-1:]
-        self._cache.lengths[slot] = len(token_ids)
-        self._positions[slot : slot + 1].fill_(len(token_ids))
+        self._cache.lengths[slot] = stop
+        self._positions[slot : slot + 1].fill_(stop)
         return self._logits(last)[0]
+
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._forget_ahead()
+        self._cache.copy(source, target, length)
+        self._positions[target : target + 1].fill_(length)
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
         steps = self._replay(token_ids)
-        if len(steps) == 1:
+        if list(steps) == [0] and steps[0].rows >= len(token_ids):
             return finish_logits(self.config, steps[0].logits[: len(token_ids)])
-        return finish_logits(self.config, torch.cat([step.logits for step in steps])[: len(token_ids)])
+        logits = torch.zeros(self.max_batch + MAX_ROWS, self.config.vocab_size, device=self.device)
+        for first, step in steps.items():
+            logits[first : first + step.rows] = step.logits
+        return finish_logits(self.config, logits[: len(token_ids)])
 
     @torch.inference_mode()
     def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
@@ -118,33 +131,35 @@ class CudaDecoder(Decoder):
         does not wait for the host to read the token. If something else is asked for next, that step is forgotten."""
         batch, settings = len(token_ids), list(settings)
         greedy = all(setting.greedy for setting in settings)
-        if batch > MAX_ROWS or not (greedy or self.dtype in SAMPLED_DTYPES):
-            return super().step(token_ids, settings)
         tokens = token_ids.tolist()
+        if batch > MAX_ROWS or max(tokens) < 0 or not (greedy or self.dtype in SAMPLED_DTYPES):
+            return super().step(token_ids, settings)
         if self._ahead is not None and self._ahead[:2] == (tokens, settings):
             step = self._ahead[2]
             self._ahead = None
             self._count(tokens)
         else:
-            (step,) = self._replay(token_ids, settings)
+            (step,) = self._replay(token_ids, settings).values()
+        first, following = self._step_of(tokens)
         self._landing.send(step.tokens)
         lengths = self._cache.lengths
         room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
-        follows = room and self._step_of(batch) is step
+        follows = room and following is step
         if follows:
-            step.replay(settings, count=self._counting)
-        chosen = self._landing.read(batch)
+            step.replay(settings[first : first + step.rows], count=self._counting)
+        chosen = torch.full((batch,), -1)
+        landed = min(step.rows, batch - first)
+        chosen[first : first + landed] = self._landing.read(landed)
         if follows:
             self._ahead = chosen.tolist(), settings, step
         return chosen
 
     @torch.inference_mode()
-    def prepare(self, rows: int, first: int, last: int, *, sampled: bool = False) -> None:
-        sampled = sampled and self.dtype in SAMPLED_DTYPES and rows <= MAX_ROWS
-        for start in range(0, rows, MAX_ROWS):
-            count = triton.next_power_of_2(min(rows - start, MAX_ROWS))
+    def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
+        sampled = sampled and self.dtype in SAMPLED_DTYPES and max(slots) < MAX_ROWS
+        for start, rows in _blocks(slots):
             for context in contexts_between(first, last):
-                self.step_for(count, start, context).prepare(sampled=sampled, count=self._counting)
+                self.step_for(rows, start, context).prepare(sampled=sampled, count=self._counting)
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
@@ -153,7 +168,7 @@ class CudaDecoder(Decoder):
         scratch = KVCache(self.config, 1, total, self.device, self._activations)
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
-        for hidden in self._read(scratch, 0, token_ids, sparse_from):
+        for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
             result[start : start + len(hidden)] = self._logits(hidden)
             start += len(hidden)
         return result
@@ -192,8 +207,8 @@ class CudaDecoder(Decoder):
             )  # fmt: skip
         return self._steps[key]
 
-    def _replay(self, token_ids: Tensor, settings: Sequence[SamplingSettings] = ()) -> list[DecodeStep]:
-        """Append the tokens, with settings at most ``MAX_ROWS``; the steps that did so, ``MAX_ROWS`` slots each."""
+    def _replay(self, token_ids: Tensor, settings: Sequence[SamplingSettings] = ()) -> dict[int, DecodeStep]:
+        """Append the tokens, with settings at most ``MAX_ROWS``; the steps that did so, by the first of their slots."""
         batch = len(token_ids)
         if not 1 <= batch <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
@@ -203,21 +218,25 @@ class CudaDecoder(Decoder):
             if token >= 0 and lengths[slot] >= self.max_seq_len:
                 raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
         self._forget_ahead()
-        steps = []
+        steps = {}
         for first in range(0, batch, MAX_ROWS):
-            count = min(batch - first, MAX_ROWS)
-            step = self._step_of(count, first)
-            padded = tokens[first : first + count] + [-1] * (step.rows - count)
+            group = [-1] * first + tokens[first : first + MAX_ROWS]
+            if max(group) < 0:
+                continue
+            start, step = self._step_of(group)
+            padded = (group + [-1] * step.rows)[start : start + step.rows]
             step.tokens.copy_(torch.tensor(padded), non_blocking=True)
-            step.replay(settings, count=self._counting)
-            steps.append(step)
+            step.replay(settings[start : start + step.rows], count=self._counting)
+            steps[start] = step
         self._count(tokens)
         return steps
 
-    def _step_of(self, count: int, first: int = 0) -> DecodeStep:
-        """The step for the next token of slots ``first`` to ``first + count - 1``."""
-        context = max(self._cache.lengths[first : first + count]) + 1
-        return self.step_for(triton.next_power_of_2(count), first, context)
+    def _step_of(self, tokens: Sequence[int]) -> tuple[int, DecodeStep]:
+        """The step that appends one more token to the slots whose ``tokens`` are not negative, and its first slot."""
+        active = [slot for slot, token in enumerate(tokens) if token >= 0]
+        ((first, rows),) = _blocks(active)
+        context = max(self._cache.lengths[slot] for slot in active) + 1
+        return first, self.step_for(rows, first, context)
 
     @property
     def _counting(self) -> bool:
@@ -237,12 +256,15 @@ class CudaDecoder(Decoder):
             self._ahead = None
             self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
 
-    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int):
+    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
         total = len(token_ids)
         if not 0 <= sparse_from <= total:
             raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
         ids = token_ids.to(self.device)
-        return read_sequence(self.weights, self.config, self._rotaries, cache, slot, ids, sparse_from, self._observer())
+        return read_sequence(
+            self.weights, self.config, self._rotaries, cache, slot, ids, sparse_from, range(start, stop), self.piece,
+            self._observer(),
+        )  # fmt: skip
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
@@ -264,3 +286,19 @@ class CudaDecoder(Decoder):
                 self._prompt_weights += keep.numel() * width
 
         return count
+
+
+def _blocks(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """The first slot and the rows of each step that serves ``slots``: at most ``MAX_ROWS`` slots each.
+
+    Rows are a power of two, as few as reach from the lowest to the highest, and begin at a multiple of themselves: so
+    there are few different steps, each of which has graphs of its own.
+    """
+    found = []
+    for group in sorted({slot // MAX_ROWS for slot in slots}):
+        inside = [slot for slot in slots if slot // MAX_ROWS == group]
+        rows = 1
+        while min(inside) // rows != max(inside) // rows:
+            rows *= 2
+        found.append((min(inside) // rows * rows, rows))
+    return found

@@ -20,18 +20,26 @@ from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
 from ..cache import KVCache
+from ..decoder import next_piece
 from ..rotary import Rotary, query_scales
 from ..torch.decoder import activate, add_half, capped_attention, embed, place
 from .weights import CudaWeights
 
-__all__ = ["read_sequence", "run_blocks"]
+__all__ = ["piece_size", "read_sequence", "run_blocks"]
 
-# Prompts are read in pieces: bounds the activations of a long one.
-_PIECE = 2048
+# Prompts are read in pieces: bounds the activations of a long one, and the time that other sequences wait for theirs.
+_PIECE = 1024
 # With a sliding window an explicit (piece, context) mask is needed; in float64, or capped, scores are kept as well.
 _SHORT_PIECE = 512
 
 Observer = Callable[[Group, Tensor, int], None]
+
+
+def piece_size(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Positions that are read in one go, for weights of a type."""
+    windows = any(block.window is not None for block in config.blocks)
+    short = dtype == torch.float32 or windows or config.attention_softcap is not None
+    return _SHORT_PIECE if short else _PIECE
 
 
 def read_sequence(
@@ -42,23 +50,25 @@ def read_sequence(
     slot: int,
     token_ids: Tensor,
     sparse_from: int,
+    places: range,
+    size: int,
     observe: Observer | None = None,
 ) -> Iterator[Tensor]:
-    """Fill a slot of the cache from position 0; yields hidden states piece by piece, (piece, H).
+    """Fill some positions of a slot; yields hidden states piece by piece, (piece, H).
 
     Args:
         token_ids: (T,) int64 on the weights' device.
         sparse_from: positions from here on are masked.
+        places: positions to fill, one after the other; those before stand in the slot.
+        size: of a piece; pieces begin at multiples of it.
         observe: called with each group, its input (piece, K) and the first masked row, before the product.
     """
-    total = len(token_ids)
-    windows = any(block.window is not None for block in config.blocks)
-    short = weights.embedding.dtype == torch.float32 or windows or config.attention_softcap is not None
-    size = _SHORT_PIECE if short else _PIECE
-    for start in range(0, total, size):
-        piece = token_ids[start : start + size]
+    start, total = places.start, len(token_ids)
+    while start < places.stop:
+        piece = token_ids[start : min(next_piece(start, size), places.stop)]
         first_sparse = min(max(sparse_from - start, 0), len(piece))
         yield run_blocks(weights, config, rotaries, cache, slot, piece, start, total, first_sparse, observe)
+        start += len(piece)
 
 
 def run_blocks(

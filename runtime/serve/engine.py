@@ -139,7 +139,6 @@ class Engine:
                     continue
                 try:
                     with memory_errors(self.model.decoder.device, "for this prompt"):
-                        self._scheduler.prepare()
                         advanced = self._scheduler.step()
                 except WisparseError as error:
                     self._give_up(error)

@@ -25,7 +25,7 @@ from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..cache import KVCache
-from ..decoder import Decoder, check_prompt
+from ..decoder import Decoder, check_part, check_prompt, next_piece
 from ..rotary import Rotary, query_scales, rotate
 
 if TYPE_CHECKING:
@@ -47,8 +47,9 @@ __all__ = [
     "rms_norm",
 ]
 
-# Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt.
-_PIECE = 512
+# Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt, and the time
+# that other sequences wait for theirs. What a chat's turns share is read again up to a piece.
+PIECE = 128
 
 
 class _Projection:
@@ -148,6 +149,7 @@ class TorchDecoder(Decoder):
     """See :class:`runtime.decoder.Decoder`; any device, any floating dtype."""
 
     name: ClassVar[str] = "torch"
+    piece = grain = PIECE
 
     def __init__(
         self,
@@ -183,12 +185,14 @@ class TorchDecoder(Decoder):
         return list(self._cache.lengths)
 
     @torch.inference_mode()
-    def prefill(self, slot: int, token_ids: Tensor, sparse_from: int) -> Tensor:
-        check_prompt(len(token_ids), self.max_seq_len)
+    def prefill(
+        self, slot: int, token_ids: Tensor, sparse_from: int, *, start: int = 0, stop: int | None = None
+    ) -> Tensor:
+        stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._cache.lengths[slot] = 0
-        for hidden in self._read(self._cache, slot, token_ids, sparse_from):
+        for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
             last = hidden[-1:]
-        self._cache.lengths[slot] = len(token_ids)
+        self._cache.lengths[slot] = stop
         return self._logits(last)[0]
 
     @torch.inference_mode()
@@ -201,7 +205,6 @@ class TorchDecoder(Decoder):
                 raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
         for slot, token in enumerate(tokens):
             if token < 0:
-                lengths[slot] = 0
                 rows.append(torch.zeros(1, self.config.vocab_size, device=self.device))
                 continue
             one = torch.tensor([token], device=self.device)
@@ -211,13 +214,17 @@ class TorchDecoder(Decoder):
         return torch.cat(rows)
 
     @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        self._cache.copy(source, target, length)
+
+    @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
         total = len(token_ids)
         check_prompt(total, self.max_seq_len)
         scratch = KVCache(self.config, 1, total, self.device, self.dtype)
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
-        for hidden in self._read(scratch, 0, token_ids, sparse_from):
+        for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
             result[start : start + len(hidden)] = self._logits(hidden)
             start += len(hidden)
         return result
@@ -245,15 +252,16 @@ class TorchDecoder(Decoder):
         for name in ("_embedding", "_blocks", "_norm", "_head", "_cache"):
             self.__dict__.pop(name, None)
 
-    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int):
-        """Run a whole sequence through the blocks; yields its hidden states piece by piece, (piece, H)."""
+    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
+        """Run positions of a sequence through the blocks; yields their hidden states piece by piece, (piece, H)."""
         total = len(token_ids)
         if not 0 <= sparse_from <= total:
             raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
-        for start in range(0, total, _PIECE):
-            piece = token_ids[start : start + _PIECE].to(self.device)
+        while start < stop:
+            piece = token_ids[start : min(next_piece(start, self.piece), stop)].to(self.device)
             first_sparse = min(max(sparse_from - start, 0), len(piece))
             yield self._forward(cache, slot, piece, start=start, total=total, first_sparse=first_sparse)
+            start += len(piece)
 
     def _forward(
         self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int

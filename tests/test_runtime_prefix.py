@@ -1,0 +1,258 @@
+"""Prompts in pieces, and what is kept of earlier ones: nobody's tokens depend on either."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bundle_maker import make_bundle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runtime_models import make_checkpoint
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UsageError
+from wisparse.runtime.decoder import Decoder, make_decoder
+from wisparse.runtime.generation import Job, Request, Scheduler
+from wisparse.runtime.prefix import Prefixes
+from wisparse.runtime.sampling import SamplingSettings
+
+# With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
+VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
+PIECE = 8
+
+
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
+    folder = tmp_path_factory.mktemp("prefix")
+    return {
+        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name))
+        for name in VARIANTS
+    }
+
+
+def small_pieces(bundle: Bundle, backend: str = "torch", max_batch: int = 1, max_seq_len: int = 64) -> Decoder:
+    decoder = make_decoder(
+        bundle,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        max_seq_len=max_seq_len,
+        max_batch=max_batch,
+        backend=backend,
+    )
+    decoder.piece = decoder.grain = PIECE
+    return decoder
+
+
+def tokens_of(length: int, seed: int = 0) -> list[int]:
+    return torch.randint(3, 101, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("sparse_from", [45, 20, 0])
+def test_a_prompt_in_pieces_is_the_prompt_read_at_once(
+    bundles: dict[str, Bundle], variant: str, backend: str, sparse_from: int
+) -> None:
+    decoder = small_pieces(bundles[variant], backend, max_batch=3)
+    prompt = torch.tensor(tokens_of(45))
+    whole = decoder.prefill(0, prompt, sparse_from).clone()
+    for start, stop in ((0, 8), (8, 32), (32, 40), (40, 45)):
+        last = decoder.prefill(1, prompt, sparse_from, start=start, stop=stop).clone()
+        assert decoder.lengths[1] == stop
+    decoder.prefill(2, prompt, sparse_from, stop=40)
+    decoder.copy(1, 2, 32)
+    assert decoder.lengths[2] == 32
+    copied = decoder.prefill(2, prompt, sparse_from, start=32)
+    assert torch.equal(last, whole)
+    assert torch.equal(copied, whole)
+    rows = decoder.decode(torch.tensor([5, 5, -1]))[:2].clone()
+    assert torch.equal(rows[0], rows[1])
+    assert torch.equal(decoder.decode(torch.tensor([-1, -1, 5]))[2], rows[0])  # idle, it was left as it was
+    for start, stop in ((-1, 5), (5, 5), (0, 46)):
+        with pytest.raises(UsageError, match=r"0 <= start < stop <= 45"):
+            decoder.prefill(0, prompt, sparse_from, start=start, stop=stop)
+
+
+def finish(scheduler: Scheduler, request: Request) -> Job:
+    job = scheduler.submit(request)
+    while scheduler.busy:
+        scheduler.step()
+    return job
+
+
+@pytest.mark.parametrize("backend", ["torch", "numba"])
+def test_the_next_turn_reads_what_is_new(bundles: dict[str, Bundle], backend: str) -> None:
+    decoder = small_pieces(bundles["llama"], backend)
+    scheduler, first = Scheduler(decoder), tokens_of(21)
+    answer = finish(scheduler, Request(first, 9))
+    assert answer.cached_tokens == 0
+    read: list[tuple[int, int]] = []
+    prefill = decoder.prefill
+
+    def watched(slot: int, ids: torch.Tensor, dense: int, *, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        read.append((start, stop or len(ids)))
+        return prefill(slot, ids, dense, start=start, stop=stop)
+
+    decoder.prefill = watched  # type: ignore[method-assign]
+    second = [*first, *answer.token_ids, *tokens_of(6, 1)]
+    again = finish(scheduler, Request(second, 5))
+    # The prompt's whole pieces serve again. The answer was decoded with the masks: it is read again, densely.
+    assert again.cached_tokens == 16
+    assert read == [(16, 24), (24, 32), (32, 36)]
+    decoder.prefill = prefill  # type: ignore[method-assign]
+    assert again.token_ids == finish(Scheduler(decoder), Request(second, 5)).token_ids
+    # The same prompt once more: its last position has to be read for what follows it.
+    assert finish(scheduler, Request(second[:32], 5)).cached_tokens == 24
+
+
+def test_positions_serve_only_whom_they_were_read_for() -> None:
+    def length(held: list[int], held_from: int, tokens: list[int], sparse_from: int, grain: int = 1) -> int:
+        prefixes = Prefixes(1, grain, 30)
+        prefixes.note(0, held, len(held), held_from)
+        return prefixes.choose(tokens, sparse_from, [0])[2]
+
+    prompt = list(range(20))
+    assert length(prompt, 20, [*prompt, 50], 21) == 20
+    assert length(prompt, 20, prompt, 20) == 19
+    assert length(prompt, 20, [*prompt[:9], 50, *prompt], 30) == 9
+    assert length(prompt, 20, [*prompt, 50], 21, grain=8) == 16
+    # Sparse positions serve only where the same ones are sparse.
+    assert length(prompt, 10, [*prompt, 50, 51], 11) == 10
+    assert length(prompt, 10, prompt, 10) == 19
+    assert length(prompt, 0, [*prompt, 50], 0) == 20
+    assert length(prompt, 0, [*prompt, 50], 21) == 0
+    # Beyond 30 tokens every position is turned otherwise.
+    assert length(prompt, 20, [*prompt, *range(50, 62)], 32) == 0
+    assert length(list(range(600)), 600, [*range(599), 7], 600) == 599
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    prefixes = Prefixes(3, 1, None)
+
+    def take(tokens: list[int], idle: tuple[int, ...] = (0, 1, 2)) -> tuple[int, int, int]:
+        chosen = prefixes.choose(tokens, len(tokens), idle)
+        prefixes.note(chosen[0], tokens, len(tokens), len(tokens))
+        return chosen
+
+    system = list(range(100, 110))
+    assert take([*system, 1]) == (0, 0, 0)
+    assert take([*system, 2]) == (1, 0, 10)  # a free slot is left, and the first conversation stays
+    assert take([5, 5, 5]) == (2, 2, 0)
+    assert take([*system, 1, 4, 4]) == (0, 0, 11)  # goes on
+    assert take([6, 6, 6]) == (1, 1, 0)  # the oldest
+    assert take([*system, 1, 4, 4, 4], (1, 2)) == (2, 0, 13)  # whose slot is busy
+    prefixes.touch(1)
+    assert take([8]) == (0, 0, 0)
+    prefixes.forget()
+    assert take([8, 9]) == (0, 0, 0)
+
+
+def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None:
+    decoder = small_pieces(bundles["llama"], max_batch=3)
+    alone = [finish(Scheduler(decoder), Request(tokens_of(n, n), 20)).token_ids for n in (3, 40, 5)]
+    scheduler = Scheduler(decoder)
+    jobs = [scheduler.submit(Request(tokens_of(3, 3), 20))]
+    scheduler.step()
+    jobs += [scheduler.submit(Request(tokens_of(n, n), 20)) for n in (40, 5)]
+    events = []
+    while scheduler.busy:
+        got = [jobs.index(job) for job in scheduler.step()]
+        events.append(got)
+    # A piece of the long prompt, a token of whoever runs, and so on; the short one waits its turn and then goes along.
+    assert events[:12] == [[], [0], [], [0], [], [0], [], [0], [1], [0, 1], [2], [0, 1, 2]]
+    assert [job.token_ids for job in jobs] == alone
+    assert all(job.prompt_seconds > 0 for job in jobs)
+
+
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("ask"), st.integers(0, 5), st.integers(1, 12), st.sampled_from([0.0, 1.0])),
+        st.tuples(st.just("step"), st.integers(1, 6)),
+        st.tuples(st.just("cancel"), st.integers(0, 9)),
+        st.tuples(st.just("start over")),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(
+    actions=ACTIONS,
+    variant=st.sampled_from(["llama", "phi3-long", "gemma3"]),
+    policy=st.sampled_from(["dense", "half", "all"]),
+    max_batch=st.integers(1, 3),
+)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
+    bundles: dict[str, Bundle],
+    decoders: dict[tuple[str, int], Decoder],
+    actions: list[tuple[Any, ...]],
+    variant: str,
+    policy: str,
+    max_batch: int,
+) -> None:
+    key = variant, max_batch
+    decoder = decoders.setdefault(key, small_pieces(bundles[variant], max_batch=max_batch))
+    scheduler = Scheduler(decoder)
+    jobs: list[Job] = []
+    # Every turn of two conversations that begin alike, and of a third.
+    shared = tokens_of(19)
+    prompts = [
+        shared,
+        shared + tokens_of(9, 1),
+        shared + tokens_of(9, 2),
+        shared[:17],
+        tokens_of(25, 3),
+        tokens_of(2, 4),
+    ]
+    for action, *values in actions:
+        if action == "ask":
+            which, count, temperature = values
+            earlier = [job for job in jobs if job.finish_reason == "length" and len(job.request.token_ids) < 30]
+            # Now and then the next turn of what was answered.
+            prompt = prompts[which]
+            if which == 5 and earlier:
+                prompt = [*earlier[-1].request.token_ids, *earlier[-1].token_ids, 7]
+            jobs.append(scheduler.submit(Request(prompt, count, SamplingSettings(temperature, seed=3), prefill=policy)))
+        elif action == "step":
+            for _ in range(values[0]):
+                scheduler.step()
+        elif action == "cancel" and values[0] < len(jobs):
+            scheduler.cancel(jobs[values[0]])
+        elif action == "start over":
+            scheduler.start_over()
+    while scheduler.busy:
+        scheduler.step()
+    assert scheduler._slots == [None] * max_batch
+    assert scheduler._reading is None
+    for job in jobs:
+        alone = finish(Scheduler(decoder), job.request).token_ids
+        if job.finish_reason == "cancelled":
+            assert job.token_ids == alone[: len(job.token_ids)]
+        else:
+            assert job.token_ids == alone
+
+
+@pytest.fixture(scope="module")
+def decoders() -> dict[tuple[str, int], Decoder]:
+    return {}
+
+
+def test_the_pieces_of_the_real_model(example_model: Path, tmp_path: Path) -> None:
+    """The pieces that ship, on a prompt of several: the next turn's tokens are those of the whole conversation."""
+    bundle = Bundle.open(make_bundle(example_model, tmp_path / "bundle", 0.5))
+    decoder = make_decoder(
+        bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=1024, backend="numba", max_batch=2
+    )
+    assert decoder.piece == decoder.grain == 128
+    generator = torch.Generator().manual_seed(5)
+    first = torch.randint(3, 8192, (700,), generator=generator).tolist()
+    scheduler = Scheduler(decoder)
+    answer = finish(scheduler, Request(first, 20))
+    second = [*first, *answer.token_ids, *first[:30]]
+    found = finish(scheduler, Request(second, 20))
+    assert found.cached_tokens == 640
+    assert found.token_ids == finish(Scheduler(decoder), Request(second, 20)).token_ids
