@@ -54,7 +54,7 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
 
         def __init__(self, folder: Path) -> None:
             self.config, self.config_dict, self.folder = config, config_dict, folder
-            self.tied, self.error = config.tie_word_embeddings, BundleError
+            self.tied, self.error, self.quantised = config.tie_word_embeddings, BundleError, {}
             self.tensors = {
                 name: TensorInfo(name, "none", size, torch.bfloat16, 0, 2 * int(np.prod(size)))
                 for name, size in expected_tensors(config).items()

@@ -24,6 +24,7 @@ from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.wrappers import is_wrapper, text_config
+from wisparse.formats.quantisation.config import read_quantisation
 from wisparse.formats.record.manifest import has_masks
 from wisparse.formats.write import check_output, copied_files, parse_size
 
@@ -223,7 +224,10 @@ def _read_config(folder: Path) -> tuple[ModelConfig, str | None]:
         raise UnsupportedModelError(
             f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
         )
-    return ModelConfig.from_dict(text_config(config)), config["model_type"] if is_wrapper(config) else None
+    plain = text_config(config)
+    read = ModelConfig.from_dict(plain)
+    read_quantisation(plain, read)
+    return read, config["model_type"] if is_wrapper(config) else None
 
 
 def _calibration(

@@ -3,6 +3,9 @@
 Headers are checked against the table of what the architecture holds before anything is allocated; a tensor is read
 with plain reads into memory of its known size. Nothing is memory-mapped: a file truncated meanwhile is then an error
 and not a crash. Pickle is never loaded.
+
+Of a quantised checkpoint some weights are stored as several tensors (`quantisation`). ``tensors``, ``chunks`` and what
+else deals in bytes know what is stored; ``shape``, ``matrix`` and ``tensor`` know the weights it stands for.
 """
 
 from __future__ import annotations
@@ -24,13 +27,16 @@ from .guard.crc import combine_crc32
 from .guard.files import FileIdentity, open_regular, require_folder
 from .guard.places import folder_kind, shown
 from .guard.safe_json import read_json
-from .guard.safetensors_header import DTYPES, Header, read_header
+from .guard.safetensors_header import DTYPES, STORED_DTYPES, Entry, Header, read_header
 from .model.expected import LM_HEAD, expected_tensors, is_derived
 from .model.model_config import ModelConfig
+from .model.quantised import QuantizedMatrix
 from .model.wrappers import is_wrapper, text_config, text_name
+from .quantisation.config import read_quantisation
+from .quantisation.packings import Packing, Part
 from .record.manifest import has_masks
 
-__all__ = ["INDEX", "Checkpoint", "TensorInfo", "is_finite"]
+__all__ = ["INDEX", "Checkpoint", "StoredWeight", "TensorInfo", "is_finite"]
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,8 +45,16 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 16 << 20
-# Bits of a number, and infinity's pattern.
+# Bits of a number, and infinity's pattern. Integers are all finite; fp8 has no infinity, and its NaN is looked for
+# where the weight is put together.
 _INFINITY = {torch.float32: (32, 0x7F800000), torch.bfloat16: (16, 0x7F80), torch.float16: (16, 0x7C00)}
+# Small tensors that say how the others are to be read: looked at before any weight is.
+_READ_FIRST = ("weight_shape", "g_idx")
+# Last parts of names that only tensors of quantised weights have.
+_OF_QUANTISED = (
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    *("qweight", "qzeros", "scales", "g_idx", "input_scale"),
+)
 # Small enough that the bytes are still in the cache when their checksum is taken.
 _READ_BYTES = 1 << 20
 
@@ -58,6 +72,23 @@ class TensorInfo:
 
 
 @dataclass(frozen=True)
+class StoredWeight:
+    """How a weight (rows, columns) is stored in few bits."""
+
+    packing: Packing
+    rows: int
+    columns: int
+
+    def parts(self) -> dict[str, Part]:
+        """Last part of a tensor's name -> what it has to look like.
+
+        Raises:
+            ValueError: a weight of this shape cannot be stored so.
+        """
+        return self.packing.parts(self.rows, self.columns)
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A checked checkpoint; make one with ``Checkpoint.open``.
 
@@ -66,7 +97,9 @@ class Checkpoint:
         config_dict: ``config.json`` as it stands; of a wrapper (`wrappers`) what its text model's would be.
         config: the dimensions read from it.
         tensors: name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight``
-            where a tied checkpoint stores it nevertheless. Names are those of a plain text model.
+            where a tied checkpoint stores it nevertheless. Names are those of a plain text model. Where a weight is
+            stored in few bits, the tensors that stand for it take its place.
+        quantised: name of every weight that is stored in few bits -> how.
         vision_tensors: how many tensors of a wrapper are not the text model's; 0 for a plain model.
         error: class of the error raised for a file that turns out damaged.
         checksums: name -> crc32 the bytes of a tensor must have; empty where nothing is known.
@@ -76,6 +109,7 @@ class Checkpoint:
     config_dict: Mapping[str, Any]
     config: ModelConfig
     tensors: Mapping[str, TensorInfo]
+    quantised: Mapping[str, StoredWeight]
     vision_tensors: int
     error: type[WisparseError]
     checksums: Mapping[str, int]
@@ -98,7 +132,8 @@ class Checkpoint:
             checksums: crc32 per tensor, checked whenever one is read.
 
         Raises:
-            error: damaged, quantised, pickled, already sparse, or tensors that do not fit the config.
+            error: damaged, quantised in a way not known, pickled, already sparse, or tensors that do not fit the
+                config.
             AccessError: no such folder, or no permission.
         """
         folder = Path(folder)
@@ -115,6 +150,7 @@ class Checkpoint:
         try:
             config_dict = stored_config if is_bundle else text_config(stored_config)
             config = ModelConfig.from_dict(config_dict)
+            packings = read_quantisation(config_dict, config)
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
         weight_map = _weight_map(folder, is_bundle, error)
@@ -123,17 +159,23 @@ class Checkpoint:
         if wrapped:
             config_dict = text_config(stored_config, stored)
             config = ModelConfig.from_dict(config_dict)
-        tensors = _tensors(config, weight_map, stored, headers, is_bundle, error)
-        return cls(
+        expected = expected_tensors(config)
+        quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
+        tensors = _tensors(config, quantised, weight_map, stored, headers, is_bundle, error)
+        opened = cls(
             folder=folder,
             config_dict=config_dict,
             config=config,
             tensors=tensors,
+            quantised=quantised,
             vision_tensors=len(weight_map) - len(stored),
             error=error,
             checksums=checksums or {},
             _identities={name: header.identity for name, header in headers.items()},
         )
+        for name in quantised:
+            opened._check_first(name)
+        return opened
 
     @property
     def tied(self) -> bool:
@@ -169,13 +211,84 @@ class Checkpoint:
             yield torch.from_numpy(chunk).view(info.dtype)
         self._require(name, checksum)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating type of the projections' weights; of quantised ones that which the config states."""
+        first = next(self.config.projections()).name + ".weight"
+        if first not in self.quantised:
+            return self.tensors[first].dtype
+        stated = getattr(torch, self.config.dtype, None)
+        return stated if stated in _INFINITY else torch.bfloat16
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, of a quantised weight the weight's."""
+        stored = self.quantised.get(name)
+        return self.tensors[name].shape if stored is None else (stored.rows, stored.columns)
+
+    def matrix(self, name: str) -> Tensor | QuantizedMatrix:
+        """A weight as it is stored: in codes if it is quantised, else as `tensor` gives it; on the CPU.
+
+        Raises:
+            error: as `tensor`, or codes and scales that make no weight.
+            ResourceError: not enough memory.
+        """
+        return self._decode(name) if name in self.quantised else self._stored(name)
+
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
-        """Read one tensor into fresh memory.
+        """Read one tensor into fresh memory; a quantised weight is widened to `dtype`.
 
         Raises:
             error: no such tensor, truncated, changed, NaN or infinity, or not the bytes its checksum stands for.
             ResourceError: not enough memory.
         """
+        found = self.matrix(name)
+        if isinstance(found, Tensor):
+            return found.to(device)
+        return self._widened(name, found).to(device)
+
+    def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
+        """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in `dtype`. Each
+        piece is valid until the next.
+
+        Raises:
+            error: as `chunks` and `matrix`.
+        """
+        if name not in self.quantised:
+            info = self.tensors[name]
+            for flat in self.chunks(name, rows * info.shape[1] * info.dtype.itemsize):
+                yield flat.view(-1, info.shape[1])
+            return
+        matrix = self._decode(name)
+        for first in range(0, matrix.shape[0], rows):
+            yield self._widened(name, matrix.rows(first, first + rows))
+
+    def _widened(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        weight = matrix.dequantise(self.dtype)
+        if not is_finite(weight):
+            raise self.error(f"{name}: its codes and scales make numbers beyond {self.dtype}; the model is damaged")
+        return weight
+
+    def _decode(self, name: str) -> QuantizedMatrix:
+        weight = self.quantised[name]
+        try:
+            return weight.packing.decode(self._parts_of(name), weight.rows, weight.columns)
+        except ValueError as reason:
+            raise self.error(f"{name}: {reason}") from None
+
+    def _check_first(self, name: str) -> None:
+        """Look at the small tensors that say how a weight is to be read, before any weight is."""
+        weight = self.quantised[name]
+        try:
+            weight.packing.check(self._parts_of(name, _READ_FIRST), weight.rows, weight.columns)
+        except ValueError as reason:
+            raise self.error(f"{name}: {reason}") from None
+
+    def _parts_of(self, name: str, only: Iterable[str] | None = None) -> dict[str, Tensor]:
+        prefix = name.removesuffix("weight")
+        parts = self.quantised[name].parts() if only is None else only
+        return {part: self._stored(prefix + part) for part in parts if prefix + part in self.tensors}
+
+    def _stored(self, name: str) -> Tensor:
         info = self.tensors.get(name)
         if info is None:
             raise self.error(f"{name}: not among the tensors of {self.folder.name}")
@@ -185,7 +298,7 @@ class Checkpoint:
         except MemoryError:
             raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
         self._require(name, self._fill(buffer, info, 0, 0))
-        return torch.from_numpy(buffer).view(info.dtype).reshape(info.shape).to(device)
+        return torch.from_numpy(buffer).view(info.dtype).reshape(info.shape)
 
     def read_part(self, name: str, offset: int, memory: Tensor) -> int:
         """Fill ``memory``, (n,) uint8 on the CPU, with the tensor's bytes from ``offset`` on; for several readers at
@@ -241,6 +354,8 @@ def is_finite(values: Tensor) -> bool:
 
 
 def _finite(data: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> bool:
+    if dtype not in _INFINITY:
+        return True
     # Bit patterns in their order: infinity and NaN come last, negative ones last of all. Two maxima are twenty times
     # faster than isfinite().all(), and wake no threads.
     bits, infinity = _INFINITY[dtype]
@@ -287,8 +402,17 @@ def _stored_names(weight_map: Mapping[str, str], wrapped: bool, error: type[Wisp
     return stored
 
 
+def _expected(config: ModelConfig, is_bundle: bool, has_head: bool) -> dict[str, tuple[int, ...]]:
+    """What the architecture holds, and the second copy of tied embeddings that a source may have."""
+    expected = expected_tensors(config)
+    if config.tie_word_embeddings and has_head and not is_bundle:
+        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    return expected
+
+
 def _tensors(
     config: ModelConfig,
+    quantised: Mapping[str, StoredWeight],
     weight_map: Mapping[str, str],
     stored: Mapping[str, str],
     headers: Mapping[str, Header],
@@ -302,30 +426,64 @@ def _tensors(
                 raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
     if config.num_blocks > len(stored):
         raise error(f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(stored)} tensors")
-    expected = expected_tensors(config)
-    if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
-        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    missing = [name for name in expected if name not in stored]
-    extra = [name for name in stored if name not in expected and not (is_derived(name) and not is_bundle)]
+    parts = _parts(_expected(config, is_bundle, LM_HEAD in stored), quantised, stored, error)
+    missing = [name for name in parts if name not in stored]
+    extra = [name for name in stored if name not in parts and not (is_derived(name) and not is_bundle)]
     if missing or extra:
-        parts = [
+        what_differs = [
             f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
             for what, names in (("missing", missing), ("unexpected", extra))
             if names
         ]
-        raise error(f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(parts)}")
+        # A weight that the config has in few bits and the files do not, or the reverse.
+        lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
+        but = "; quantization_config does not say what the files hold" if lies else ""
+        raise error(
+            f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(what_differs)}{but}"
+        )
     found: dict[str, TensorInfo] = {}
-    for name, shape in expected.items():
+    for name, part in parts.items():
         file = weight_map[stored[name]]
         entry = headers[file].entries.get(stored[name])
         if entry is None:
             raise error(f"{file}: {stored[name]} is missing, the index places it there")
-        if entry.code not in DTYPES:
-            raise error(
-                f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights cannot be used: "
-                "take the unquantised checkpoint"
-            )
-        if entry.shape != shape:
-            raise error(f"{name}: expected shape {shape}, found {entry.shape}; config.json and weights do not fit")
-        found[name] = TensorInfo(name, file, shape, DTYPES[entry.code], entry.start, entry.end - entry.start)
+        _check_entry(name, entry, part, error)
+        found[name] = TensorInfo(
+            name, file, entry.shape, STORED_DTYPES[entry.code], entry.start, entry.end - entry.start
+        )
     return found
+
+
+def _parts(
+    expected: Mapping[str, tuple[int, ...]],
+    quantised: Mapping[str, StoredWeight],
+    stored: Mapping[str, str],
+    error: type[WisparseError],
+) -> dict[str, Part]:
+    """Name of every tensor that has to be there, or may be and is -> what it has to look like, in order."""
+    found: dict[str, Part] = {}
+    for name, shape in expected.items():
+        weight = quantised.get(name)
+        if weight is None:
+            found[name] = Part((shape,), tuple(DTYPES))
+            continue
+        prefix = name.removesuffix("weight")
+        try:
+            parts = weight.parts()
+        except ValueError as reason:
+            raise error(f"{name}: {reason}") from None
+        found |= {prefix + part: what for part, what in parts.items() if what.required or prefix + part in stored}
+    return found
+
+
+def _check_entry(name: str, entry: Entry, part: Part, error: type[WisparseError]) -> None:
+    if entry.code not in part.codes:
+        if part.codes == tuple(DTYPES):
+            raise error(
+                f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights need a quantization_config "
+                "that says how they are stored: take a checkpoint that has one, or the unquantised checkpoint"
+            )
+        raise error(f"{name}: expected {' or '.join(part.codes)}, found {entry.code}; see quantization_config")
+    if entry.shape not in part.shapes:
+        expected = " or ".join(str(shape) for shape in part.shapes)
+        raise error(f"{name}: expected shape {expected}, found {entry.shape}; config.json and weights do not fit")

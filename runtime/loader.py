@@ -105,8 +105,7 @@ def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:
     """The floating type that a name stands for; ``auto`` is that of the bundle's weights."""
     if dtype != "auto":
         return _DTYPES[dtype]
-    first = next(bundle.config.projections()).name
-    return bundle.checkpoint.tensors[f"{first}.weight"].dtype
+    return bundle.checkpoint.dtype
 
 
 def without_masks(model: Model, *, weights: str = "native") -> Model:

@@ -12,6 +12,7 @@ import torch
 
 from wisparse.formats.errors import ResourceError
 from wisparse.formats.machine.memory import available_bytes
+from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.precision import activation_dtype
 
@@ -33,10 +34,10 @@ def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str) -> int:
     """What a bundle's weights take in memory, as numbers of ``dtype``; matrices rounded to int8 have one byte a number
     and a float32 scale a row. The files may hold another type."""
     total = 0
-    for name, info in bundle.checkpoint.tensors.items():
-        numbers = math.prod(info.shape)
-        if weights == "int8" and len(info.shape) == 2 and "embed" not in name:
-            total += numbers + 4 * info.shape[0]
+    for name, shape in expected_tensors(bundle.config).items():
+        numbers = math.prod(shape)
+        if weights == "int8" and len(shape) == 2 and "embed" not in name:
+            total += numbers + 4 * shape[0]
         else:
             total += numbers * dtype.itemsize
     return total

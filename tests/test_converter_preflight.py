@@ -182,7 +182,7 @@ def test_unknown_architecture(settings: ConvertSettings, model: Path) -> None:
 
 
 def test_quantised_source(settings: ConvertSettings, model: Path) -> None:
-    (model / "config.json").write_text(json.dumps(tiny_config() | {"quantization_config": {"quant_method": "awq"}}))
+    (model / "config.json").write_text(json.dumps(tiny_config() | {"quantization_config": {"quant_method": "hqq"}}))
     assert "quantised" in refused(settings, UnsupportedModelError)
 
 

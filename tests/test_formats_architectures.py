@@ -128,7 +128,6 @@ def test_sliding_windows() -> None:
         ({"model_type": "llamma"}, "did you mean 'llama'"),
         ({"model_type": "gpt2"}, "known ones: llama, mistral"),
         ({"model_type": None}, "unsupported architecture"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
         ({"model_type": "hrm_text"}, "model_type 'hrm_text'; known ones"),  # near to no other name
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh'"),

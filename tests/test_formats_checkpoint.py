@@ -123,7 +123,7 @@ def test_a_bundle_is_told_by_its_own_files_and_not_by_an_entry_of_the_config(tmp
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantised by HQQ: its scales"),
         ({"model_type": "gpt2"}, "unsupported architecture"),
         ({"hidden_size": 32}, r"expected shape \(258, 32\), found \(258, 16\)"),
         ({"num_hidden_layers": 3}, "missing 9 tensors"),

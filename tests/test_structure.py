@@ -26,6 +26,7 @@ SUB_ROOMS = {
     "formats/machine": {"errors", "guard"},
     "formats/model": {"errors"},
     "formats/onnx": {"bundle", "checkpoint", "errors", "guard", "model"},
+    "formats/quantisation": {"errors", "model"},
     "formats/record": {"errors", "guard"},
     "kernels/cpu": {"compiling"},
     "kernels/gpu": {"precision"},

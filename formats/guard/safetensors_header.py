@@ -22,10 +22,18 @@ from ..errors import WisparseError
 from .files import FileIdentity, identity, open_regular
 from .safe_json import parse_json
 
-__all__ = ["DTYPES", "Entry", "Header", "build_header", "read_header"]
+__all__ = ["DTYPES", "STORED_DTYPES", "Entry", "Header", "build_header", "read_header"]
 
+# Of weights that are numbers, and of what else stands for weights in few bits.
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_CODES = {dtype: code for code, dtype in DTYPES.items()}
+STORED_DTYPES: Mapping[str, torch.dtype] = {
+    **DTYPES,
+    "I8": torch.int8,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+_CODES = {dtype: code for code, dtype in STORED_DTYPES.items()}
 
 # Bytes of every type the format knows, so that a quantised file is recognised as such and not as a damaged one.
 _BITS = {"BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64}

@@ -124,17 +124,12 @@ class ModelConfig:
         """Read the dimensions from a parsed ``config.json``.
 
         Raises:
-            UnsupportedModelError: unknown ``model_type``, quantised weights, an activation or rotary scaling this
-                project does not implement, or a missing or nonsensical dimension.
+            UnsupportedModelError: unknown ``model_type``, an activation or rotary scaling this project does not
+                implement, or a missing or nonsensical dimension.
         """
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
-        if config.get("quantization_config"):
-            raise UnsupportedModelError(
-                "the model is quantised (config.json has quantization_config); "
-                "expected bf16, fp16 or fp32 weights: use the unquantised checkpoint"
-            )
         if config.get("use_bidirectional_attention"):
             raise UnsupportedModelError(
                 f"unsupported architecture: model_type {model_type!r} with use_bidirectional_attention is an encoder, "

@@ -146,6 +146,11 @@ def text_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     plain = {**wrapper.defaults, **given}
     plain |= {key: config[key] for key in _TOP_LAST if key in config and given.get(key) is None}
     plain |= {key: config[key] for key in _TOP_FIRST if config.get(key) is not None}
+    if plain.get("quantization_config"):
+        raise UnsupportedModelError(
+            f"the model is quantised, which is not known of text models inside {model_type}: use the unquantised "
+            "checkpoint"
+        )
     _text_positions(plain)
     tied = _tied(config, given, names)
     if tied is not None:

@@ -120,18 +120,17 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
         ResourceError: not enough memory.
     """
     checkpoint = bundle.checkpoint
-    n, k = checkpoint.tensors[name].shape
+    n, k = checkpoint.shape(name)
     quantized = weights == "int8"
     try:
         data = aligned_empty((k, n) if transposed else (n, k), torch.int8 if quantized else dtype)
     except (OSError, MemoryError, RuntimeError):
         raise ResourceError(f"{name}: not enough memory for its {n} x {k} weights") from None
     scale = torch.empty(n) if quantized else None
-    row_bytes = k * checkpoint.tensors[name].dtype.itemsize
-    rows = max(_ROW_STEP, _PIECE_BYTES // row_bytes // _ROW_STEP * _ROW_STEP)
+    rows = max(_ROW_STEP, _PIECE_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
     first = 0
-    for flat in checkpoint.chunks(name, rows * row_bytes):
-        piece = flat.view(-1, k).to(dtype)
+    for stored in checkpoint.row_pieces(name, rows):
+        piece = stored.to(dtype)
         last = first + len(piece)
         if scale is not None:
             quantize_into(piece, data, scale, first, transposed=transposed)

@@ -98,7 +98,7 @@ def _reads(
     checkpoint: Any, names: Iterable[str], device: torch.device
 ) -> AbstractContextManager[Callable[[str], Tensor]]:
     """``read(name)`` for the tensors of a checkpoint, or of whatever else makes them up."""
-    if isinstance(checkpoint, Checkpoint):
+    if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
         return staged_reads(checkpoint, names, device)
     return nullcontext(lambda name: checkpoint.tensor(name, device).to(device))
 

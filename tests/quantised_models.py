@@ -1,0 +1,216 @@
+"""Tiny quantised checkpoints: by the package compressed-tensors, GPTQ's and AWQ's written from their descriptions."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from wisparse.formats.model.quantised import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, unpack_int4
+
+__all__ = ["PUBLISHED", "change_config", "change_tensors", "compressed", "quantise_model"]
+
+Parts = dict[str, Tensor]
+Pack = Callable[[Tensor], Parts]
+
+
+def quantise_model(
+    plain: Path, out: Path, pack: Pack, config: Mapping[str, Any], dtype: torch.dtype | None = None
+) -> Path:
+    """A copy of the model in ``plain`` whose projections are stored as ``pack`` has them; biases and norms stay."""
+    out.mkdir(parents=True)
+    for file in plain.iterdir():
+        if file.suffix != ".safetensors":
+            (out / file.name).write_bytes(file.read_bytes())
+    tensors: Parts = {}
+    for name, tensor in load_file(plain / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            parts = pack(tensor.float())
+            tensors |= {name.removesuffix("weight") + part: value.contiguous() for part, value in parts.items()}
+        else:
+            tensors[name] = tensor if dtype is None else tensor.to(dtype)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    change_config(out, lambda d: d.update(quantization_config=dict(config), dtype=_name(dtype, d["dtype"])))
+    return out
+
+
+def change_config(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change ``config.json`` in place."""
+    document = json.loads((folder / "config.json").read_text())
+    change(document)
+    (folder / "config.json").write_text(json.dumps(document))
+
+
+def change_tensors(folder: Path, change: Callable[[Parts], Any]) -> None:
+    """Change the tensors of the only file of weights."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _name(dtype: torch.dtype | None, given: str) -> str:
+    return given if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def compressed(
+    form: str, weights: Mapping[str, Any], activations: Mapping[str, Any] | None = None
+) -> tuple[Pack, dict[str, Any]]:
+    """How compressed-tensors stores a weight, and the ``quantization_config`` for it.
+
+    Scales come from our own rounding; codes, packing and what is said about them from the package.
+    """
+    from compressed_tensors.compressors.base import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    args = QuantizationArgs(**weights)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=form)
+    compressor = BaseCompressor.get_value_from_registry(form)
+
+    def pack(weight: Tensor) -> Parts:
+        scale, zero = _scale_and_zero(weight, args)
+        given = {"weight": weight, "weight_scale": scale}
+        if not args.symmetric:
+            given["weight_zero_point"] = zero
+        return compressor.compress(given, scheme)
+
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": json.loads(args.model_dump_json()),
+                "input_activations": activations,
+                "output_activations": None,
+            }
+        },
+    }
+    return pack, config
+
+
+def _scale_and_zero(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
+    rows, columns = weight.shape
+    if args.strategy == "block":
+        (r, c) = args.block_structure
+        padded = torch.nn.functional.pad(weight, (0, -columns % c, 0, -rows % r))
+        blocks = padded.unflatten(0, (-1, r)).unflatten(2, (-1, c))
+        scale = blocks.abs().amax((1, 3)) / 448
+        return scale, torch.zeros_like(scale)
+    if args.type == "float":
+        scale = quantise_fp8(weight, per_row=args.strategy == "channel").scales
+        return (scale[0] if args.strategy == "tensor" else scale), torch.zeros(1)
+    rounded = quantise_int4 if args.num_bits == 4 else quantise_int8
+    if args.strategy == "tensor":
+        weight = weight.reshape(1, -1)
+    matrix = rounded(weight, group=args.group_size, zero_points=not args.symmetric)
+    zeros = torch.zeros(matrix.scales.shape, dtype=torch.int8)
+    if matrix.zeros is not None:
+        zeros = (matrix.zeros.to(torch.int16) - (8 if args.num_bits == 4 else 0)).to(torch.int8)
+    if args.strategy == "tensor":
+        return matrix.scales[0], zeros[0]
+    return matrix.scales, zeros
+
+
+def int4_parts(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Codes (N, K), scales (N, G), zero points (N, G), as numpy has them."""
+    zeros = torch.full(matrix.scales.shape, 8, dtype=torch.uint8) if matrix.zeros is None else matrix.zeros
+    return unpack_int4(matrix.codes, matrix.shape[1]).numpy(), matrix.scales.numpy(), zeros.numpy()
+
+
+def words(values: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """(R, 8 W) codes to (R, W) int32 words; the code at place ``order[i]`` of eight goes to bits 4 i to 4 i + 3."""
+    rows, count = values.shape
+    found = np.zeros((rows, count // 8), np.uint64)
+    for r in range(rows):
+        for w in range(count // 8):
+            for i, place in enumerate(order):
+                found[r, w] |= np.uint64(int(values[r, 8 * w + place]) << (4 * i))
+    return found.astype(np.uint32).view(np.int32).copy()
+
+
+def gptq(weight: Tensor, group: int = 8, symmetric: bool = True, offset: int = 1) -> Parts:
+    """As GPTQ stores a weight: transposed, codes in words along the input, zero points less one along the output."""
+    columns = weight.shape[1]
+    matrix = quantise_int4(weight, group=group, zero_points=not symmetric, scale_dtype=torch.float16)
+    codes, scales, zeros = int4_parts(matrix)
+    return {
+        "qweight": torch.from_numpy(words(codes).T.copy()),
+        "qzeros": torch.from_numpy(words((zeros.T.astype(np.int64) - offset) % 16)),
+        "scales": torch.from_numpy(scales.T.copy()).half(),
+        "g_idx": torch.tensor([k // group for k in range(columns)], dtype=torch.int32),
+    }
+
+
+def awq(weight: Tensor, group: int = 8) -> Parts:
+    """As AutoAWQ's ``gemm`` stores a weight: codes and zero points in words along the output, even places first."""
+    codes, scales, zeros = int4_parts(quantise_int4(weight, group=group, zero_points=True, scale_dtype=torch.float16))
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    return {
+        "qweight": torch.from_numpy(words(codes.T, order)),
+        "qzeros": torch.from_numpy(words(zeros.T, order)),
+        "scales": torch.from_numpy(scales.T.copy()).half(),
+    }
+
+
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": False, "sym": True}
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 8, "zero_point": True, "version": "gemm"}
+
+
+def _int(bits: int, strategy: str, symmetric: bool = True) -> dict[str, Any]:
+    found = {"num_bits": bits, "type": "int", "strategy": strategy, "symmetric": symmetric}
+    return found | ({"group_size": 8} if strategy == "group" else {})
+
+
+def _fp8(strategy: str) -> dict[str, Any]:
+    found = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
+    return found | ({"block_structure": [5, 8]} if strategy == "block" else {})
+
+
+def _block_fp8() -> tuple[Pack, dict[str, Any]]:
+    pack, _ = compressed("float-quantized", _fp8("block"))
+
+    def renamed(weight: Tensor) -> Parts:
+        parts = pack(weight)
+        return {"weight": parts["weight"], "weight_scale_inv": parts["weight_scale"]}
+
+    return renamed, {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [5, 8], "activation_scheme": "dynamic"}
+
+
+def _tensor_fp8() -> tuple[Pack, dict[str, Any]]:
+    pack, _ = compressed("float-quantized", _fp8("tensor"))
+
+    def with_input(weight: Tensor) -> Parts:
+        parts = pack(weight)
+        return {"weight": parts["weight"], "weight_scale": parts["weight_scale"][0], "input_scale": torch.tensor(0.5)}
+
+    return with_input, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+PUBLISHED: Mapping[str, Callable[[], tuple[Pack, dict[str, Any]]]] = {
+    "pack int4 groups": lambda: compressed("pack-quantized", _int(4, "group")),
+    "pack int4 groups, zero points": lambda: compressed("pack-quantized", _int(4, "group", False)),
+    "pack int4 rows": lambda: compressed("pack-quantized", _int(4, "channel")),
+    "pack int8 rows": lambda: compressed("pack-quantized", _int(8, "channel")),
+    "pack int8 groups, zero points": lambda: compressed("pack-quantized", _int(8, "group", False)),
+    "int8 rows": lambda: compressed("int-quantized", _int(8, "channel")),
+    "int8 rows, zero points": lambda: compressed("int-quantized", _int(8, "channel", False)),
+    "int8 tensor": lambda: compressed("int-quantized", _int(8, "tensor")),
+    "fp8 tensor": lambda: compressed("float-quantized", _fp8("tensor")),
+    "fp8 rows": lambda: compressed("float-quantized", _fp8("channel")),
+    "fp8 blocks": lambda: compressed("float-quantized", _fp8("block")),
+    "fp8 blocks, as DeepSeek's": _block_fp8,
+    "fp8 tensor, with activations' scales": _tensor_fp8,
+    "gptq": lambda: (gptq, _GPTQ),
+    "gptq, zero points": lambda: (lambda w: gptq(w, symmetric=False), _GPTQ | {"sym": False}),
+    "gptq, second version": lambda: (lambda w: gptq(w, offset=0), _GPTQ | {"checkpoint_format": "gptq_v2"}),
+    "awq": lambda: (awq, _AWQ),
+}
