@@ -22,6 +22,7 @@ from torch import Tensor
 from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model.model_config import ModelConfig
 
+from .cache import bytes_per_position
 from .decoder import Decoder
 from .loader import without_masks
 from .memory import peak_bytes, weight_bytes
@@ -216,7 +217,7 @@ def _bytes_per_step(config: ModelConfig, dtype: torch.dtype, weights: str, spars
     projections = sum(projection.num_parameters for projection in config.projections())
     head = config.vocab_size * config.hidden_size
     context = workload.prompt_length + workload.new_tokens // 2
-    cache = 2 * config.num_blocks * config.kv_size * context * workload.batch * dtype.itemsize
+    cache = bytes_per_position(config, dtype) * context * workload.batch
     return round((projections * (1 - sparsity) + head) * width) + cache
 
 

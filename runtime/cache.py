@@ -1,39 +1,77 @@
-"""Keys and values of the positions seen so far, allocated once.
+"""Keys and values of the positions seen so far, allocated once; of recurrent blocks, their state instead.
 
-Memory of one position: ``2 * num_blocks * num_kv_heads * head_dim`` numbers (``bytes_per_position``).
+Memory of one position: ``2 * num_kv_heads * head_dim`` numbers in each block that has attention
+(``bytes_per_position``).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import ResourceError
+from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
 
-__all__ = ["KVCache", "bytes_per_position"]
+__all__ = ["DeltaState", "KVCache", "bytes_per_position"]
 
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one position of one slot takes over all blocks."""
-    return 2 * config.num_blocks * config.kv_size * dtype.itemsize
+    return 2 * _num_attention(config) * config.kv_size * dtype.itemsize
+
+
+def _num_attention(config: ModelConfig) -> int:
+    return sum(not block.recurrent for block in config.blocks)
+
+
+@dataclass(frozen=True)
+class DeltaState:
+    """What one recurrent block remembers of one sequence.
+
+    Attributes:
+        inputs: (taps - 1, mixed_size), the convolution's last inputs, zero before the first position.
+        state: (value_heads, key_dim, value_dim) float32 (float64 where everything is).
+    """
+
+    inputs: Tensor
+    state: Tensor
+
+    def clear(self) -> None:
+        """As before the first position."""
+        self.inputs.zero_()
+        self.state.zero_()
+
+    def take(self, other: DeltaState) -> None:
+        """Become a copy of another one."""
+        self.inputs.copy_(other.inputs)
+        self.state.copy_(other.state)
 
 
 class KVCache:
     """``max_batch`` slots of ``max_seq_len`` positions.
 
     Attributes:
-        keys, values: (num_blocks, max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond ``lengths``.
+        keys, values: (blocks with attention, max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
+            ``lengths``.
+        states: slot by slot, block -> the state of a recurrent one. It holds for the whole of what was read: unlike
+            keys and values, it cannot be taken back to an earlier position.
         lengths: positions filled, slot by slot.
     """
 
     def __init__(
         self, config: ModelConfig, max_batch: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (config.num_blocks, max_batch, config.num_kv_heads, max_seq_len, config.head_dim)
+        self._places = {}
+        for index, block in enumerate(config.blocks):
+            if not block.recurrent:
+                self._places[index] = len(self._places)
+        shape = (len(self._places), max_batch, config.num_kv_heads, max_seq_len, config.head_dim)
         try:
             self.keys = torch.empty(shape, dtype=dtype, device=device)
             self.values = torch.empty(shape, dtype=dtype, device=device)
+            self.states = [_states(config, device, dtype) for _ in range(max_batch)]
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
             size = bytes_per_position(config, dtype) * max_batch * max_seq_len
             raise ResourceError(
@@ -42,6 +80,19 @@ class KVCache:
             ) from error
         self.lengths = [0] * max_batch
 
+    def begin(self, slot: int, start: int) -> None:
+        """A slot's positions from ``start`` on are read now; ``lengths`` is 0 until that is done.
+
+        Raises:
+            UsageError: it has recurrent blocks, and their state is that of another position.
+        """
+        if start == 0:
+            for state in self.states[slot].values():
+                state.clear()
+        else:
+            self._check_states(slot, start)
+        self.lengths[slot] = 0
+
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``keys`` and ``values`` (num_kv_heads, T, head_dim) at ``start``; ``lengths`` is the caller's.
 
@@ -49,12 +100,38 @@ class KVCache:
             The slot's keys and values up to the end of what was written, (num_kv_heads, start + T, head_dim).
         """
         stop = start + keys.shape[1]
-        self.keys[block, slot, :, start:stop] = keys
-        self.values[block, slot, :, start:stop] = values
-        return self.keys[block, slot, :, :stop], self.values[block, slot, :, :stop]
+        place = self._places[block]
+        self.keys[place, slot, :, start:stop] = keys
+        self.values[place, slot, :, start:stop] = values
+        return self.keys[place, slot, :, :stop], self.values[place, slot, :, :stop]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill ``target`` with the first ``length`` positions of ``source``."""
+        self._check_states(source, length)
         for tensor in (self.keys, self.values):
             tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        for block, state in self.states[source].items():
+            self.states[target][block].take(state)
         self.lengths[target] = length
+
+    def _check_states(self, slot: int, position: int) -> None:
+        if self.states[slot] and position != self.lengths[slot]:
+            raise UsageError(
+                f"slot {slot}: the state of its recurrent blocks is that of {self.lengths[slot]} positions, "
+                f"expected {position}"
+            )
+
+
+def _states(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[int, DeltaState]:
+    delta = config.delta_net
+    if delta is None:
+        return {}
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return {
+        index: DeltaState(
+            torch.zeros(delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
+            torch.zeros(delta.value_heads, delta.key_dim, delta.value_dim, dtype=wide, device=device),
+        )
+        for index, block in enumerate(config.blocks)
+        if block.recurrent
+    }

@@ -101,6 +101,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.7}}),
 }
 
+# Some of their blocks are recurrent, which the plain back end runs alone.
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3.5": (
+        "qwen3_5_text",
+        {
+            "head_dim": 24,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 12,
+            "linear_value_head_dim": 20,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+        },
+    ),
+}
+
 # name -> (model_type, settings)
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -187,6 +203,15 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
         {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True},
         {**_QWEN_VISION, "intermediate_size": 24, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
     ),
+    "qwen3.5": (
+        "qwen3_5",
+        {},
+        {
+            **HYBRIDS["qwen3.5"][1],
+            "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 1], "mrope_interleaved": True},
+        },
+        {**_QWEN_VISION, "intermediate_size": 24, "out_hidden_size": 64, "num_position_embeddings": 16},
+    ),
     "qwen3-vl": (
         "qwen3_vl",
         {},
@@ -227,7 +252,7 @@ def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", voc
     """A model of 3 blocks with random weights, saved as transformers saves it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model_type, settings = VARIANTS[variant]
+    model_type, settings = {**VARIANTS, **HYBRIDS}[variant]
     settings = {"num_key_value_heads": 2, **settings}
     config = AutoConfig.for_model(
         model_type,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from runtime_models import FAMILIES, make_checkpoint
+from runtime_models import FAMILIES, HYBRIDS, make_checkpoint
 from tiny_bundle import byte_tokenizer
 
 from wisparse.converter.bench.sensitivity import backward
@@ -14,7 +14,7 @@ from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import SourceModel, load_source
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SourceModel:
     folder = make_checkpoint(request.param, tmp_path_factory.mktemp("source"))
     byte_tokenizer().save(str(folder / "tokenizer.json"))
@@ -81,7 +81,8 @@ def test_inputs_are_what_the_projections_multiply(source: SourceModel, ids: torc
         for index in range(source.config.num_blocks):
             names = [projection.name for projection in source.config.projections(index)]
             sharing, first = first_inputs(flow, masked, index, hidden, names)
-            assert sharing == names[: names.index(names[0].rpartition(".")[0] + ".o_proj")]
+            last = next(place for place, name in enumerate(names) if name.endswith((".o_proj", ".out_proj")))
+            assert sharing == names[:last]
             inputs, hidden = block_inputs(flow, masked, index, hidden, names)
             assert torch.equal(first, inputs[names[0]])
             for name in names:

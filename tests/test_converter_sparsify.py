@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from bundle_maker import make_bundle
-from runtime_models import VARIANTS, make_checkpoint
+from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -33,7 +33,7 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return make_bundle(example_model, tmp_path_factory.mktemp("sparsify") / "bundle")
 
 
-@pytest.fixture(scope="module", params=VARIANTS)
+@pytest.fixture(scope="module", params=[*VARIANTS, *HYBRIDS])
 def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     return make_bundle(make_checkpoint(request.param, folder / "source"), folder / "bundle")

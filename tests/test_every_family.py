@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runtime_models import FAMILIES, WRAPPERS, make_checkpoint, make_wrapper
+from runtime_models import FAMILIES, HYBRIDS, WRAPPERS, make_checkpoint, make_wrapper
 from safetensors import safe_open
 from tiny_bundle import VOCAB, byte_tokenizer
 
@@ -21,7 +21,7 @@ from wisparse.formats.verify import verify_bundle
 # The default search goes backward and forward through the masked model, the other one from block to block.
 SEARCHES = ("refine", "additive")
 QUICK = (("gemma3", "refine"), ("granite", "refine"))
-CASES = [(variant, search) for variant in FAMILIES for search in SEARCHES]
+CASES = [(variant, search) for variant in (*FAMILIES, *HYBRIDS) for search in SEARCHES]
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in CASES]
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from bundle_maker import make_bundle
-from runtime_models import VARIANTS, make_checkpoint
+from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
@@ -110,7 +110,7 @@ def greedy_by_decoder(decoder: TorchDecoder, tokens: Tensor, policy: str, count:
     return ids
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
 def test_dense_logits_equal_transformers(variant: str, tiny_bundle: Callable[[str], Path]) -> None:
     folder = tiny_bundle(variant)
     tokens = random_tokens(48)
@@ -126,7 +126,7 @@ def test_dense_logits_equal_transformers(variant: str, tiny_bundle: Callable[[st
 
 
 @pytest.mark.parametrize("policy", PREFILL_POLICIES)
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*VARIANTS, *HYBRIDS])
 def test_sparse_greedy_tokens_equal_transformers(variant: str, policy: str, tiny_bundle: Callable[[str], Path]) -> None:
     folder = tiny_bundle(variant)
     tokens = random_tokens(9, seed=1)

@@ -8,6 +8,7 @@ Source: the paper's Figs. 2, 4 and 5.
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,7 +107,7 @@ def _sensitivity(report: Mapping[str, Any]) -> Any:
 def _sparsity(report: Mapping[str, Any]) -> Any:
     blocks = report["blocks"]
     num_blocks = len(blocks)
-    roles = list(blocks[0]["projections"])
+    roles = _roles(blocks)
     figure, (top, bottom) = _figure(num_blocks, rows=2, height=7.2, height_ratios=(3, 2))
     positions = range(num_blocks)
     top.bar([x - 0.2 for x in positions], _column(blocks, "self_attn"), 0.4, color=_ATTENTION, label="self-attention")
@@ -118,14 +119,14 @@ def _sparsity(report: Mapping[str, Any]) -> Any:
     top.set_ylabel("sparsity")
     _block_axis(top, num_blocks, label=False)
     top.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.12))
-    grid = [[block["projections"][role]["sparsity"] for block in blocks] for role in roles]
+    grid = [_by_block(blocks, role, "sparsity") for role in roles]
     image = bottom.imshow(grid, aspect="auto", cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
     bottom.grid(False)
     bottom.set_yticks(range(len(roles)), roles)
     _block_axis(bottom, num_blocks)
     if num_blocks <= 40:
         for y, row in enumerate(grid):
-            for x, value in enumerate(row):
+            for x, value in ((x, value) for x, value in enumerate(row) if not math.isnan(value)):
                 colour = "white" if value < 0.55 else "black"
                 bottom.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=bottom, format=lambda value, _: f"{value:.0%}", pad=0.01, label="sparsity")
@@ -136,15 +137,16 @@ def _sparsity(report: Mapping[str, Any]) -> Any:
 def _alpha(report: Mapping[str, Any]) -> Any:
     blocks = report["blocks"]
     num_blocks = len(blocks)
-    roles = list(blocks[0]["projections"])
+    roles = _roles(blocks)
+    mlp = ("gate_proj", "up_proj", "gate_up_proj", "down_proj")
     modules = (
-        ("self-attention", [role for role in roles if role in ("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj")]),
-        ("MLP", [role for role in roles if role in ("gate_proj", "up_proj", "gate_up_proj", "down_proj")]),
+        ("self-attention", [role for role in roles if role not in mlp]),
+        ("MLP", [role for role in roles if role in mlp]),
     )
     figure, axes = _figure(num_blocks, columns=2, sharey=True)
     for axis, (name, members) in zip(axes, modules, strict=True):
         for i, role in enumerate(members):
-            values = [block["projections"][role]["alpha"] for block in blocks]
+            values = _by_block(blocks, role, "alpha")
             axis.plot(values, marker=_MARKERS[i], color=_COLOURS[i], markersize=5, linewidth=1.2, label=role)
         axis.set_title(name, fontsize=11)
         _block_axis(axis, num_blocks, crowded=32)
@@ -183,6 +185,16 @@ def _quality(report: Mapping[str, Any]) -> Any:
         f"Quality against sparsity, every token sparse\n{report['model']['base_model'].rsplit('/', 1)[-1]}", fontsize=12
     )
     return figure
+
+
+def _roles(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Of all blocks: a hybrid model's recurrent ones have others."""
+    return list(dict.fromkeys(role for block in blocks for role in block["projections"]))
+
+
+def _by_block(blocks: Sequence[Mapping[str, Any]], role: str, key: str) -> list[float]:
+    """NaN, which is not drawn, where a block has no such projection."""
+    return [block["projections"].get(role, {}).get(key, math.nan) for block in blocks]
 
 
 def _column(blocks: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -6,6 +6,8 @@ some families:
     attention   o(softmax(cap(scale * q k^T)) v)         q, k normalised, turned by the block's rotary embedding
     MLP         down(activation(gate) * up)
 
+In a hybrid model some blocks have a recurrent half instead of attention (`delta_net`).
+
 ``ARCHITECTURES`` says for every ``model_type`` what stands where; ``ModelConfig`` (`model_config`) says it for one
 model, block by block. Every executor reads these two and no executor knows a family's name, so that a family which
 needs no new arithmetic is one more row. Names are Hugging Face's.
@@ -70,6 +72,10 @@ class Architecture:
         qk_norm: how q and k are normalised, if they are.
         activation: which config key names the MLP's activation.
         activations: what the names there stand for.
+        attention_gate: ``q_proj`` gives each head its query and then a gate of the same width, whose sigmoid multiplies
+            what attention gives that head.
+        recurrent: blocks that ``layer_types`` calls ``linear_attention`` (or all but every n-th,
+            ``full_attention_interval``) have a gated DeltaNet where others have attention (`delta_net`).
         interleaved: rotary embeddings turn neighbours, not halves.
         local_theta: config key with the rotary base of blocks with a sliding window, where that is another one; None
             where all blocks share one rotary embedding.
@@ -97,6 +103,8 @@ class Architecture:
     qk_norm: QKNorm | None = None
     activation: str = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
+    attention_gate: bool = False
+    recurrent: bool = False
     interleaved: bool = False
     local_theta: str | None = None
     unrotated: Literal["full", "listed"] | None = None
@@ -175,6 +183,24 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         qk_norm=QKNorm(),
         sliding="use_sliding_window",
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096, "max_window_layers": 28},
+    ),
+    "qwen3_5_text": Architecture(
+        "Qwen3_5ForCausalLM",
+        norm_offset=True,
+        **_BIASES,
+        qk_norm=QKNorm(),
+        attention_gate=True,
+        recurrent=True,
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "partial_rotary_factor": 0.25,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "linear_conv_kernel_dim": 4,
+        },
     ),
     "phi3": Architecture("Phi3ForCausalLM", qkv=_QKV[1], gate_up=_GATE_UP[1], defaults={"rms_norm_eps": 1e-5}),
     "gemma": Architecture(

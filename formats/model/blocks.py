@@ -20,14 +20,18 @@ class Block:
     Attributes:
         window: how many positions it attends to, itself included; None for all.
         rotary: which of ``ModelConfig.rotaries`` turns its queries and keys; None where nothing does.
+        recurrent: it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding.
     """
 
     window: int | None
     rotary: int | None
+    recurrent: bool = False
 
 
 def read_blocks(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> tuple[Block, ...]:
     """Every block of a model, in order; raises UnsupportedModelError for a nonsensical list, window or period."""
+    if arch.recurrent:
+        return tuple(Block(None, None if one else 0, one) for one in _recurrent(config, num_blocks))
     windows = _windows(config, arch, num_blocks)
     unrotated: set[int] = set()
     if arch.unrotated == "full" and any(window is not None for window in windows):
@@ -39,6 +43,19 @@ def read_blocks(config: Mapping[str, Any], arch: Architecture, num_blocks: int) 
         Block(window, None if index in unrotated else 0 if window is None else local)
         for index, window in enumerate(windows)
     )
+
+
+def _recurrent(config: Mapping[str, Any], num_blocks: int) -> list[bool]:
+    kinds = listed(config, "layer_types", num_blocks)
+    if kinds is None:
+        every = dimension(config, "full_attention_interval", default=4)
+        return [(index + 1) % every != 0 for index in range(num_blocks)]
+    for kind in kinds:
+        if kind not in ("linear_attention", "full_attention"):
+            raise UnsupportedModelError(
+                f"config.json: layer_types: expected linear_attention or full_attention, found {kind!r:.80}"
+            )
+    return [kind == "linear_attention" for kind in kinds]
 
 
 def _rotated(config: Mapping[str, Any], num_blocks: int) -> list[Any]:

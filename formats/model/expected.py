@@ -18,8 +18,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
     arch = config.architecture
     # Which norm a decoder meets before each of these projections, and after.
-    before = {arch.qkv[0]: arch.norms.attention_input, arch.gate_up[0]: arch.norms.mlp_input}
-    after = {"o_proj": arch.norms.attention_output, "down_proj": arch.norms.mlp_output}
+    first, last = arch.norms.attention_input, arch.norms.attention_output
+    before = {arch.qkv[0]: first, "in_proj_qkv": first, arch.gate_up[0]: arch.norms.mlp_input}
+    after = {"o_proj": last, "out_proj": last, "down_proj": arch.norms.mlp_output}
     for block in range(config.num_blocks):
         prefix = f"model.layers.{block}."
         for projection in config.projections(block):
@@ -28,6 +29,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if projection.role == "o_proj" and arch.qk_norm is not None:
                 for name, size in zip(arch.qk_norm.names, (config.q_size, config.kv_size), strict=True):
                     expected[f"{prefix}self_attn.{name}.weight"] = (config.head_dim if arch.qk_norm.per_head else size,)
+            if projection.role == "out_proj" and config.delta_net is not None:
+                others = config.delta_net.tensors(config.hidden_size)
+                expected |= {f"{prefix}linear_attn.{name}": shape for name, shape in others.items()}
             expected[projection.name + ".weight"] = (projection.out_features, projection.in_features)
             if projection.bias:
                 expected[projection.name + ".bias"] = (projection.out_features,)
@@ -40,5 +44,10 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def is_derived(name: str) -> bool:
-    """Whether a tensor only repeats what the config says: old Llama checkpoints carry their rotary frequencies."""
-    return name.startswith("model.layers.") and name.endswith(".self_attn.rotary_emb.inv_freq")
+    """Whether a tensor adds nothing to what decoding computes.
+
+    Old Llama checkpoints carry their rotary frequencies, which the config says; Qwen3.5's carry a block that guesses
+    several tokens at once, which transformers leaves out as well.
+    """
+    repeated = name.startswith("model.layers.") and name.endswith(".self_attn.rotary_emb.inv_freq")
+    return repeated or name.startswith("mtp.")

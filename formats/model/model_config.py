@@ -10,6 +10,7 @@ from ..errors import UnsupportedModelError
 from .architectures import ARCHITECTURES, Activation, Architecture, Power
 from .blocks import Block, read_blocks
 from .config_values import dimension, number, switch
+from .delta_net import DeltaNet, read_delta_net
 from .positions import RopeConfig, read_rope
 from .refusals import why_refused
 
@@ -47,6 +48,7 @@ class ModelConfig:
         attention_softcap, logits_softcap: c in c * tanh(x / c), or None.
         embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each half's output (before it is
             added) and logits are multiplied by. The first is rounded to the activations' type before it is used.
+        delta_net: of the recurrent blocks; None where there are none.
         query_scaling: (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
     """
 
@@ -75,6 +77,7 @@ class ModelConfig:
     residual_multiplier: float
     logits_multiplier: float
     query_scaling: tuple[float, int] | None
+    delta_net: DeltaNet | None = None
 
     @property
     def architecture(self) -> Architecture:
@@ -98,7 +101,7 @@ class ModelConfig:
         """
         arch = self.architecture
         qkv_sizes = {
-            "q_proj": self.q_size,
+            "q_proj": self.q_size * (2 if arch.attention_gate else 1),
             "k_proj": self.kv_size,
             "v_proj": self.kv_size,
             "qkv_proj": self.q_size + 2 * self.kv_size,
@@ -110,14 +113,25 @@ class ModelConfig:
         }
         for index in range(self.num_blocks) if block is None else (block,):
             attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-            for role in arch.qkv:
-                yield Projection(attention + role, index, role, self.hidden_size, qkv_sizes[role], self.qkv_bias)
-            yield Projection(attention + "o_proj", index, "o_proj", self.q_size, self.hidden_size, self.o_bias)
+            if self.delta_net is not None and self.blocks[index].recurrent:
+                yield from self._recurrent_projections(index, self.delta_net)
+            else:
+                for role in arch.qkv:
+                    yield Projection(attention + role, index, role, self.hidden_size, qkv_sizes[role], self.qkv_bias)
+                yield Projection(attention + "o_proj", index, "o_proj", self.q_size, self.hidden_size, self.o_bias)
             for role in arch.gate_up:
                 yield Projection(mlp + role, index, role, self.hidden_size, mlp_sizes[role], self.mlp_bias)
             yield Projection(
                 mlp + "down_proj", index, "down_proj", self.intermediate_size, self.hidden_size, self.mlp_bias
             )
+
+    def _recurrent_projections(self, index: int, delta: DeltaNet) -> Iterator[Projection]:
+        for role, inputs, outputs in (
+            ("in_proj_qkv", self.hidden_size, delta.mixed_size),
+            ("in_proj_z", self.hidden_size, delta.value_size),
+            ("out_proj", delta.value_size, self.hidden_size),
+        ):
+            yield Projection(f"model.layers.{index}.linear_attn.{role}", index, role, inputs, outputs, False)
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
@@ -188,6 +202,7 @@ class ModelConfig:
             residual_multiplier=power(arch.residual_multiplier, 1.0),
             logits_multiplier=power(arch.logits_multiplier, 1.0),
             query_scaling=_query_scaling(config) if arch.query_scaling else None,
+            delta_net=read_delta_net(config) if any(block.recurrent for block in blocks) else None,
         )
 
 

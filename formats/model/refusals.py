@@ -26,8 +26,7 @@ _FAMILIES = (
     ),
     (
         "a recurrent or state-space model, whose blocks are no attention and MLP",
-        r".*mamba.*|rwkv.*|zamba.*|bamba|recurrent_gemma|nemotron_h|xlstm|hyena|retnet|lfm[23]|.*hybrid|falcon_h1|"
-        r"qwen3_5_text",
+        r".*mamba.*|rwkv.*|zamba.*|bamba|recurrent_gemma|nemotron_h|xlstm|hyena|retnet|lfm[23]|.*hybrid|falcon_h1",
     ),
     (
         "a model of speech, sound or pictures",

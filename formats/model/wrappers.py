@@ -66,6 +66,17 @@ WRAPPERS: Mapping[str, Wrapper] = {
     ),
     "qwen2_vl": Wrapper({"qwen2_vl_text": "qwen2"}, _QWEN2_VL_DEFAULTS, flat=True),
     "qwen2_5_vl": Wrapper({"qwen2_5_vl_text": "qwen2"}, _QWEN2_VL_DEFAULTS, flat=True),
+    "qwen3_5": Wrapper(
+        {"qwen3_5_text": "qwen3_5_text"},
+        {
+            "vocab_size": 248320,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 32,
+            "num_attention_heads": 16,
+            "max_position_embeddings": 32768,
+        },
+    ),
     "qwen3_vl": Wrapper(
         {"qwen3_vl_text": "qwen3"},
         {

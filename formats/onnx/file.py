@@ -93,7 +93,7 @@ def export_onnx(
     Raises:
         UsageError: ``out`` exists (with ``overwrite``: and is no export, or holds other files too), an unknown opset or
             dtype.
-        UnsupportedModelError: a weight does not fit into float16.
+        UnsupportedModelError: a weight does not fit into float16, or some blocks are recurrent.
         ResourceError: the disk is full.
     """
     if opset not in OPSETS:
@@ -102,6 +102,11 @@ def export_onnx(
         dtype = bundle.config.dtype if bundle.config.dtype in DTYPES else "float32"
     if dtype not in DTYPES:
         raise UsageError(f"dtype: expected auto, {' or '.join(DTYPES)}, found {dtype!r}")
+    if bundle.config.delta_net is not None:
+        raise UnsupportedModelError(
+            f"{bundle.config.model_type}: expected blocks with attention, found recurrent ones, which have no ONNX "
+            "export yet; run the bundle with wisparse generate"
+        )
     out = Path(os.path.abspath(out))
     check_target(out, EXPORT, overwrite)
     small = {name: content for name in SMALL_FILES if (content := bundle.read_bytes(name)) is not None}

@@ -80,6 +80,8 @@ class CpuDecoder(TorchDecoder):
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         if device.type != "cpu":
             return f"it runs on the CPU, the device is {device.type}"
+        if config.delta_net is not None:
+            return "it has no recurrent blocks"
         return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
 
     def decode(self, token_ids: Tensor) -> Tensor:

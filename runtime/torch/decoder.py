@@ -27,6 +27,7 @@ from wisparse.kernels.reference import keep_mask, soft_cap
 from ..cache import KVCache
 from ..decoder import Decoder, check_part, check_prompt, next_piece
 from ..rotary import Rotary, query_scales, rotate
+from .delta_net import DeltaWeights, read_delta_weights
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
@@ -112,7 +113,8 @@ class Norm:
 class Block:
     """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N).
 
-    A norm that the architecture does not have is None.
+    A norm that the architecture does not have is None. A recurrent block has ``delta``; its ``qkv`` are the products of
+    the DeltaNet's input (queries, keys and values; then the gate), its ``o`` that of its output.
     """
 
     facts: model_config.Block
@@ -126,6 +128,7 @@ class Block:
     down: MaskedLinear
     q_norm: Norm | None
     k_norm: Norm | None
+    delta: DeltaWeights | None = None
 
     @property
     def projections(self) -> list[MaskedLinear]:
@@ -149,7 +152,8 @@ class TorchDecoder(Decoder):
     """See :class:`runtime.decoder.Decoder`; any device, any floating dtype."""
 
     name: ClassVar[str] = "torch"
-    piece = grain = PIECE
+    piece = PIECE
+    grain = PIECE
 
     def __init__(
         self,
@@ -174,6 +178,8 @@ class TorchDecoder(Decoder):
         self._head = self._embedding if tied else bundle.checkpoint.tensor("lm_head.weight", device).to(dtype)
         self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
         self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
+        if self.config.delta_net is not None:
+            self.grain = max_seq_len + 1  # recurrent blocks' states cannot be taken back: no beginning serves again
         self._sparse_positions = 0
 
     @classmethod
@@ -189,7 +195,7 @@ class TorchDecoder(Decoder):
         self, slot: int, token_ids: Tensor, sparse_from: int, *, start: int = 0, stop: int | None = None
     ) -> Tensor:
         stop = check_part(token_ids, self.max_seq_len, start, stop)
-        self._cache.lengths[slot] = 0
+        self._cache.begin(slot, start)
         for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
             last = hidden[-1:]
         self._cache.lengths[slot] = stop
@@ -275,11 +281,20 @@ class TorchDecoder(Decoder):
         x = embed(config, self._embedding, token_ids)
         for index, block in enumerate(self._blocks):
             n = _maybe(block.attention_input, x)
-            parts = _fan_out(block.qkv, n, first_sparse, (config.q_size, config.kv_size, config.kv_size))
-            q, k, v = place(config, block, parts, tables, scales)
-            keys, values = cache.write(index, slot, start, k, v)
-            attended = _attention(config, q, keys, values, start, block.facts.window)
-            half = block.o(attended.transpose(0, 1).reshape(count, config.q_size), first_sparse)
+            if block.delta is not None:
+                mixed, gate = (projection(n, first_sparse) for projection in block.qkv)
+                attended = block.delta(n, mixed, gate, cache.states[slot][index])
+            else:
+                parts = _fan_out(block.qkv, n, first_sparse, (config.q_size, config.kv_size, config.kv_size))
+                gate = None
+                if config.architecture.attention_gate:
+                    parts[0], gate = _split_gate(config, parts[0])
+                q, k, v = place(config, block, parts, tables, scales)
+                keys, values = cache.write(index, slot, start, k, v)
+                attended = _attention(config, q, keys, values, start, block.facts.window)
+                attended = attended.transpose(0, 1).reshape(count, config.q_size)
+                attended = attended if gate is None else attended * gate.sigmoid()
+            half = block.o(attended, first_sparse)
             x = add_half(config, x, half, block.attention_output)
             m = _maybe(block.mlp_input, x)
             gate, up = _fan_out(block.gate_up, m, first_sparse, (config.intermediate_size,) * 2)
@@ -314,19 +329,21 @@ def read_block(
     def norm(name: str | None) -> Norm | None:
         return None if name is None else read_norm(bundle, prefix + name, device, dtype)
 
-    q_norm, k_norm = (None, None) if arch.qk_norm is None else arch.qk_norm.names
+    recurrent = bundle.config.blocks[index].recurrent
+    q_norm, k_norm = (None, None) if arch.qk_norm is None or recurrent else arch.qk_norm.names
     return Block(
         facts=bundle.config.blocks[index],
         attention_input=norm(arch.norms.attention_input),
         attention_output=norm(arch.norms.attention_output),
         mlp_input=norm(arch.norms.mlp_input),
         mlp_output=norm(arch.norms.mlp_output),
-        qkv=[by_role[role] for role in arch.qkv],
-        o=by_role["o_proj"],
+        qkv=[by_role[role] for role in (("in_proj_qkv", "in_proj_z") if recurrent else arch.qkv)],
+        o=by_role["out_proj" if recurrent else "o_proj"],
         gate_up=[by_role[role] for role in arch.gate_up],
         down=by_role["down_proj"],
         q_norm=norm(q_norm and f"self_attn.{q_norm}"),
         k_norm=norm(k_norm and f"self_attn.{k_norm}"),
+        delta=read_delta_weights(bundle, index, device, dtype),
     )
 
 
@@ -402,6 +419,12 @@ def finish_logits(config: ModelConfig, logits: Tensor) -> Tensor:
     if config.logits_multiplier != 1.0:
         logits = logits * config.logits_multiplier
     return soft_cap(logits, config.logits_softcap)
+
+
+def _split_gate(config: ModelConfig, fused: Tensor) -> tuple[Tensor, Tensor]:
+    """Each head's query and then its gate, (T, 2 * q_size), to queries and gates, (T, q_size) each."""
+    query, gate = fused.view(len(fused), config.num_heads, 2 * config.head_dim).chunk(2, dim=-1)
+    return query.reshape(len(fused), config.q_size), gate.reshape(len(fused), config.q_size)
 
 
 def _maybe(norm: Norm | None, x: Tensor) -> Tensor:

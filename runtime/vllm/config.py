@@ -87,7 +87,7 @@ class WisparseConfig(QuantizationConfig):
 
         Raises:
             UsageError: a version of vLLM that is not known.
-            UnsupportedModelError: quantised weights.
+            UnsupportedModelError: quantised weights, or recurrent blocks.
             BundleError, AccessError: as ``Bundle.open``.
         """
         require_known_version(vllm.__version__)
@@ -97,6 +97,11 @@ class WisparseConfig(QuantizationConfig):
                 "convert the unquantised model"
             )
         bundle = Bundle.open(fetch_bundle(model_name, revision))
+        if bundle.config.delta_net is not None:
+            raise UnsupportedModelError(
+                f"{bundle.config.model_type}: expected blocks with attention, found recurrent ones, which the plug-in "
+                "cannot mask yet; run the bundle dense: VLLM_PLUGINS=''"
+            )
         self._sparsity, self._masks = bundle.sparsity, bundle.masks
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:

@@ -1,0 +1,146 @@
+"""The recurrent half of a hybrid model's blocks, in plain PyTorch: a gated DeltaNet (``formats.model.delta_net``).
+
+A chunk of positions is computed together. Within one, with G the sum of the log decays up to and including a position,
+
+    (I + A) U = beta (V - exp(G) K S),     A_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i
+    O         = exp(G) Q S + B U,          B_ij = (q_i . k_j) exp(G_i - G_j)        for j <= i
+    S        <- exp(G_last) S + (exp(G_last - G) K)^T U
+
+which is the rule applied position by position: row i of U is what position i adds to the state along its key. One
+position is a chunk of one. Names are Hugging Face's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from wisparse.formats.model.delta_net import DeltaNet
+
+from ..cache import DeltaState
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+__all__ = ["DeltaWeights", "apply_delta_rule", "read_delta_weights"]
+
+_CHUNK = 64
+_LENGTH_EPS = 1e-6  # of the squared length by which queries and keys are divided
+
+
+@dataclass(frozen=True)
+class DeltaWeights:
+    """All of a recurrent half but its products in scope.
+
+    Attributes:
+        a, b: (value_heads, H), how fast a head forgets and how much it takes in, of each position.
+        kernel: (mixed_size, 1, taps).
+        log_rate, dt_bias: (value_heads,).
+        norm: (value_dim,), over each head's output.
+    """
+
+    config: DeltaNet
+    a: Tensor
+    b: Tensor
+    kernel: Tensor
+    log_rate: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, memory: DeltaState) -> Tensor:
+        """Positions that follow those in ``memory``, which is moved on.
+
+        Args:
+            x: (T, H), the half's input.
+            mixed: (T, mixed_size), the output of ``in_proj_qkv``.
+            gate: (T, value_size), the output of ``in_proj_z``.
+
+        Returns:
+            (T, value_size), the input of ``out_proj``.
+        """
+        delta, wide = self.config, _wide(x.dtype)
+        seen = torch.cat((memory.inputs, mixed))
+        memory.inputs.copy_(seen[len(mixed) :])
+        mixed = functional.silu(functional.conv1d(seen.t()[None], self.kernel, groups=delta.mixed_size)[0].t())
+        q, k, v = (
+            part.view(len(x), -1, size).transpose(0, 1).to(wide)
+            for part, size in zip(
+                mixed.split((delta.key_size, delta.key_size, delta.value_size), dim=-1),
+                (delta.key_dim, delta.key_dim, delta.value_dim),
+                strict=True,
+            )
+        )
+        q, k = (_unit(part).repeat_interleave(delta.value_heads // delta.key_heads, dim=0) for part in (q, k))
+        beta = functional.linear(x, self.b).sigmoid().to(wide).t()
+        steps = functional.softplus(functional.linear(x, self.a).to(wide) + self.dt_bias)
+        log_decay = (-self.log_rate.to(wide).exp() * steps).t()
+        out = apply_delta_rule(q * delta.key_dim**-0.5, k, v, log_decay, beta, memory.state)
+        return self._finish(out.transpose(0, 1).to(x.dtype), gate).reshape(len(x), delta.value_size)
+
+    def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
+        """(T, value_heads, value_dim): normalised by head, then gated, rounded where transformers rounds."""
+        wide = _wide(out.dtype)
+        normed = out.to(wide)
+        normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
+        normed = self.norm * normed.to(out.dtype)
+        return (normed * functional.silu(gate.view_as(out).to(wide))).to(out.dtype)
+
+
+def read_delta_weights(bundle: Bundle, index: int, device: torch.device, dtype: torch.dtype) -> DeltaWeights | None:
+    """Those of block ``index``; None if it is not a recurrent one."""
+    config = bundle.config
+    if config.delta_net is None or not config.blocks[index].recurrent:
+        return None
+
+    def read(name: str) -> Tensor:
+        return bundle.checkpoint.tensor(f"model.layers.{index}.linear_attn.{name}", device).to(dtype)
+
+    return DeltaWeights(
+        config.delta_net,
+        a=read("in_proj_a.weight"),
+        b=read("in_proj_b.weight"),
+        kernel=read("conv1d.weight"),
+        log_rate=read("A_log"),
+        dt_bias=read("dt_bias"),
+        norm=read("norm.weight"),
+        eps=config.rms_norm_eps,
+    )
+
+
+def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
+    """The gated delta rule over T positions; ``state`` (heads, key_dim, value_dim) is moved on in place.
+
+    Args:
+        q, k: (heads, T, key_dim), k of length 1.
+        v: (heads, T, value_dim).
+        log_decay: (heads, T), 0 or less.
+        beta: (heads, T), between 0 and 1.
+
+    Returns:
+        (heads, T, value_dim).
+    """
+    outputs = []
+    for chunk in zip(*(part.split(_CHUNK, dim=1) for part in (q, k, v, log_decay, beta)), strict=True):
+        q_, k_, v_, decay, beta_ = chunk
+        total = decay.cumsum(1)[..., None]  # G
+        since = (total - total.transpose(1, 2)).tril().exp().tril()
+        first = beta_[..., None] * (v_ - total.exp() * (k_ @ state))
+        system = beta_[..., None] * (k_ @ k_.transpose(1, 2)) * since
+        added = torch.linalg.solve_triangular(system, first, upper=False, unitriangular=True)
+        outputs.append(total.exp() * (q_ @ state) + ((q_ @ k_.transpose(1, 2)) * since) @ added)
+        last = total[:, -1:]
+        state.copy_(last.exp() * state + ((last - total).exp() * k_).transpose(1, 2) @ added)
+    return torch.cat(outputs, dim=1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _LENGTH_EPS)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
