@@ -63,7 +63,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, max_batch: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._places = {}
+        self._places: dict[int, int] = {}
         for index, block in enumerate(config.blocks):
             if not block.recurrent:
                 self._places[index] = len(self._places)

@@ -152,8 +152,7 @@ class TorchDecoder(Decoder):
     """See :class:`runtime.decoder.Decoder`; any device, any floating dtype."""
 
     name: ClassVar[str] = "torch"
-    piece = PIECE
-    grain = PIECE
+    piece = grain = PIECE
 
     def __init__(
         self,
