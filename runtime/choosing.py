@@ -137,15 +137,15 @@ def score(logits: Tensor, token: int, count: int) -> TokenScore:
     return _scores(logits[None], [token], count)[0]
 
 
-def score_prompt(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenScore | None]:
-    """What the model thought of each token of a prompt; of the first it had nothing to think from.
+def score_prompt(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenScore]:
+    """What the model thought of each token of a prompt but the first, of which it had nothing to think from.
 
     Args:
         logits: (T, V) float32, of every position.
         token_ids: T of them.
         count: most probable tokens to tell beside each.
     """
-    scores: list[TokenScore | None] = [None]
+    scores: list[TokenScore] = []
     for start in range(0, len(token_ids) - 1, _TOGETHER):
         following = token_ids[start + 1 : start + 1 + _TOGETHER]
         scores += _scores(logits[start : start + len(following)], following, count)

@@ -64,7 +64,7 @@ class Job:
         chooser: how its tokens are chosen, at the newest one.
         token_ids: generated so far, a stop token included.
         scores: what the model thought of each of them; empty unless ``sampling.logprobs`` asks for it.
-        prompt_scores: of the prompt's tokens, where the request asks for it.
+        prompt_scores: of the prompt's tokens but the first, where the request asks for it.
         finish_reason: None while under way; ``stop`` (a stop token), ``length`` (``max_new_tokens`` reached or the
             context filled to its last position), ``cancelled`` or ``error``.
         cached_tokens: of the prompt's, how many a slot held already.
@@ -77,7 +77,7 @@ class Job:
     chooser: Chooser
     token_ids: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
-    prompt_scores: list[TokenScore | None] | None = None
+    prompt_scores: list[TokenScore] | None = None
     finish_reason: str | None = None
     cached_tokens: int = 0
     prompt_seconds: float = 0.0

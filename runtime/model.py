@@ -50,7 +50,7 @@ class Generation:
         realised_sparsity: share of the projections' weights that were not needed at the sparse positions; None unless
             asked for. In a batch it is that of all answers together.
         scores: what the model thought of each of ``token_ids``; None unless ``logprobs`` asks for it.
-        prompt_scores: of the prompt's tokens; None unless a request asks for it.
+        prompt_scores: of the prompt's tokens but the first; None unless a request asks for it.
     """
 
     text: str
@@ -63,7 +63,7 @@ class Generation:
     peak_memory_bytes: int
     realised_sparsity: float | None = None
     scores: tuple[TokenScore, ...] | None = None
-    prompt_scores: tuple[TokenScore | None, ...] | None = None
+    prompt_scores: tuple[TokenScore, ...] | None = None
 
     @property
     def prompt_tok_per_s(self) -> float:
@@ -86,6 +86,7 @@ class Piece:
         finish_reason: set on the last piece, as in ``Generation``.
         generation: the whole answer, on the last piece.
         score: what the model thought of the token; None unless ``logprobs`` asks for it.
+        prompt_scores: on the first piece, of the prompt's tokens but the first; None unless a request asks for it.
     """
 
     text: str
@@ -93,6 +94,7 @@ class Piece:
     finish_reason: str | None = None
     generation: Generation | None = None
     score: TokenScore | None = None
+    prompt_scores: Sequence[TokenScore] | None = None
 
 
 class Writer:
@@ -179,6 +181,14 @@ class Model:
         if self.text is None:
             raise UsageError("this bundle has no tokenizer: give token ids")
         return self.text
+
+    def spell(self, token: int) -> str:
+        """One token as it stands within a text, special ones by their names; empty if there is no tokenizer."""
+        if self.text is None:
+            return ""
+        # Many tokenizers drop a leading space at the beginning of a text, so the token is looked at behind itself.
+        once, twice = (self.text.decode([token] * count, skip_special_tokens=False) for count in (1, 2))
+        return twice[len(once) :]
 
     @property
     def max_seq_len(self) -> int:

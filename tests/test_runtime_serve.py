@@ -17,6 +17,7 @@ from typing import Any
 
 import openai
 import pytest
+import torch
 from bundle_maker import make_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.runtime.model import Model
 from wisparse.runtime.serve import answering, wire
 from wisparse.runtime.serve import app as module
+from wisparse.runtime.serve.answers import Growing
 from wisparse.runtime.serve.app import ServeSettings, http_server, make_app, open_socket
 from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat, read_completion
 
@@ -169,6 +171,68 @@ def test_token_ids_and_several_prompts(server: Running, model: Model) -> None:
     assert [choice.text for choice in several.choices] == again
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_completion(server: Running, model: Model, stream: bool) -> None:
+    wanted = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
+    bias = {"5": -3.0}
+    expected = model.generate("import os", max_new_tokens=8, logprobs=2, logit_bias={5: -3.0}, **wanted)
+    more = {"repetition_penalty": wanted.pop("repetition_penalty")}
+    found = server.client().completions.create(
+        model=NAME, prompt="import os", max_tokens=8, temperature=0, logprobs=2, logit_bias=bias, stream=stream,
+        extra_body=more, **wanted,
+    )  # fmt: skip
+    parts = [chunk.choices[0] for chunk in found] if stream else [found.choices[0]]
+    text = "".join(part.text for part in parts)
+    scored = [part.logprobs for part in parts if part.logprobs is not None]
+    assert text == expected.text
+    assert expected.scores is not None
+    assert [one for part in scored for one in part.token_logprobs] == pytest.approx(
+        [s.logprob for s in expected.scores]
+    )
+    tokens = [one for part in scored for one in part.tokens]
+    assert "".join(tokens) == text
+    offsets = [one for part in scored for one in part.text_offset]
+    assert [text[start:].startswith(token) for start, token in zip(offsets, tokens, strict=True)] == [True] * 8
+    tops = [one for part in scored for one in part.top_logprobs]
+    assert [max(top.values()) for top in tops] == pytest.approx([s.top[0][1] for s in expected.scores])
+    assert all(token in top for token, top in zip(tokens, tops, strict=True))
+
+
+def test_what_lm_eval_asks(server: Running, model: Model) -> None:
+    """The request of its ``local-completions``, and what it takes from the answer."""
+    texts = ["def f(x):\n    return x", "import os\nimport sys"]
+    prompts = [model.tokenizer.encode(text) for text in texts]
+    for most in (1, 0):
+        status, found = server.post(
+            "/v1/completions",
+            {"model": NAME, "prompt": prompts, "temperature": 0, "max_tokens": most, "logprobs": 1, "seed": 1234,
+             "echo": True},
+        )  # fmt: skip
+        assert status == 200
+        for choice, text, ids in zip(found["choices"], texts, prompts, strict=True):
+            rows = model.decoder.logits(torch.tensor(ids), len(ids)).log_softmax(-1)
+            expected = [float(row[token]) for row, token in zip(rows, ids[1:], strict=False)]
+            logprobs = choice["logprobs"]
+            assert len(logprobs["tokens"]) == len(ids) + most
+            assert logprobs["token_logprobs"][0] is None
+            assert logprobs["token_logprobs"][1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+            for top, row, own in zip(logprobs["top_logprobs"][1:], rows, expected, strict=False):
+                assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+                assert (max(top.values()) == pytest.approx(own)) == (float(row.max()) == own)
+            assert choice["text"].startswith(text)
+            assert (choice["text"] == text) == (most == 0)
+            assert choice["finish_reason"] == "length"
+        assert found["usage"]["completion_tokens"] == 2 * most
+        assert found["usage"]["prompt_tokens"] == sum(map(len, prompts))
+    chunks = list(
+        server.client().completions.create(
+            model=NAME, prompt=texts[0], max_tokens=2, temperature=0, logprobs=1, echo=True, stream=True
+        )
+    )
+    assert chunks[0].choices[0].text.startswith(texts[0])
+    assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in chunks) == len(prompts[0]) + 2  # type: ignore[union-attr, arg-type]
+
+
 @pytest.fixture(scope="module")
 def chat_server(bundle: Path, tmp_path_factory: pytest.TempPathFactory, example_model: Path) -> Iterator[Running]:
     source = tmp_path_factory.mktemp("chat") / "source"
@@ -204,6 +268,27 @@ def test_a_conversation(chat_server: Running, model: Model) -> None:
     assert found.choices[0].message.content == loud
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_a_chat(chat_server: Running, model: Model, stream: bool) -> None:
+    expected = model.generate("user: 1 + 1\nassistant:", max_new_tokens=6, logprobs=3)
+    found = chat_server.client().chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "1 + 1"}], max_tokens=6, temperature=0, logprobs=True,
+        top_logprobs=3, stream=stream,
+    )  # fmt: skip
+    parts = [chunk.choices[0] for chunk in found] if stream else [found.choices[0]]
+    entries = [entry for part in parts if part.logprobs for entry in part.logprobs.content or ()]
+    assert expected.scores is not None
+    assert [entry.logprob for entry in entries] == pytest.approx([score.logprob for score in expected.scores])
+    assert "".join(entry.token for entry in entries) == expected.text
+    assert b"".join(bytes(entry.bytes or ()) for entry in entries).decode() == expected.text
+    for entry, score in zip(entries, expected.scores, strict=True):
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx([value for _, value in score.top])
+    status, refused = chat_server.post(
+        "/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}
+    )
+    assert (status, refused["error"]["param"]) == (400, "logprobs")
+
+
 def test_a_model_without_a_template_says_so(chat_server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chat_server.text, "template", None)
     status, body = chat_server.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
@@ -235,7 +320,7 @@ BAD = [
     ({"prompt": [1, "a"]}, "prompt"),
     ({"prompt": [True]}, "prompt"),
     ({}, "prompt"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
     ({"prompt": "a", "max_tokens": 2.5}, "max_tokens"),
     ({"prompt": "a", "max_tokens": True}, "max_tokens"),
     ({"prompt": "a", "temperature": -1}, "temperature"),
@@ -250,10 +335,15 @@ BAD = [
     ({"prompt": "a", "stream": 1}, "stream"),
     ({"prompt": "a", "stream_options": 3}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
-    ({"prompt": "a", "logprobs": 2}, "logprobs"),
-    ({"prompt": "a", "echo": True}, "echo"),
-    ({"prompt": "a", "logit_bias": {"5": 1}}, "logit_bias"),
-    ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "echo": 1}, "echo"),
+    ({"prompt": "a", "logit_bias": {"a": 1}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"5": 101}}, "logit_bias"),
+    ({"prompt": "a", "logit_bias": {"999999": 1}}, "logit_bias"),
+    ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
+    ({"prompt": "a", "frequency_penalty": "1"}, "frequency_penalty"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
     ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
 ]
@@ -397,7 +487,7 @@ def test_a_client_that_does_not_read_is_dropped(server: Running, model: Model, m
     monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(answering, "_GATHER_SECONDS", 0.0)
     # Events so large that the sockets' buffers fill: every token's comes with a name of 60 kB.
-    monkeypatch.setattr(module.Shape, "piece", lambda self, index, text, reason: b"data: " + b"x" * 300_000 + b"\n\n")
+    monkeypatch.setattr(Growing, "piece", lambda self, index, pieces: b"data: " + b"x" * 300_000 + b"\n\n")
     gone = server.metric("wisparse_cancelled_total")
     one = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "stream": True})
     deadline = time.monotonic() + 60
@@ -469,6 +559,11 @@ _FIELDS = [
     "seed",
     "max_tokens",
     "logprobs",
+    "top_logprobs",
+    "echo",
+    "logit_bias",
+    "presence_penalty",
+    "repetition_penalty",
     "tools",
     "stream_options",
     "user",

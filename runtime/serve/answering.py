@@ -17,6 +17,7 @@ from dataclasses import replace
 from wisparse.formats.errors import WisparseError
 
 from ..model import Model, Piece
+from .answers import unsaid
 from .engine import Engine, Ticket
 from .protocol import Call
 
@@ -46,12 +47,16 @@ class Answering:
             for copy in range(call.n):
                 seed = call.sampling.seed
                 sampling = call.sampling if seed is None else replace(call.sampling, seed=(seed + copy) % 2**63)
-                request, stops = model.request(token_ids, call.max_tokens, sampling, call.stop, model.prefill)
+                most = 1 if call.silent else call.max_tokens  # a prompt gives a token, wanted or not
+                request, stops = model.request(token_ids, most, sampling, call.stop, model.prefill)
+                request = replace(request, score_prompt=call.echo)
                 index = len(self._tickets)
-                self._tickets.append(self._engine.submit(request, stops, self._receiver(index)))
+                self._tickets.append(self._engine.submit(request, stops, self._receiver(index, call.silent)))
 
-    def _receiver(self, index: int) -> Callable[[Piece | WisparseError], None]:
+    def _receiver(self, index: int, silent: bool) -> Callable[[Piece | WisparseError], None]:
         def deliver(item: Piece | WisparseError) -> None:
+            if silent and isinstance(item, Piece):
+                item = unsaid(item)
             self._items.append((index, item))
             if self._waiting or isinstance(item, WisparseError) or item.finish_reason is not None:
                 self._waiting = False

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..model import Generation
+from ..choosing import TokenScore
+from ..model import Generation, Piece
 
-__all__ = ["DONE", "Shape", "event", "to_json", "usage"]
+__all__ = ["DONE", "Shape", "event", "to_json", "unsaid", "usage"]
 
 DONE = b"data: [DONE]\n\n"
+
+# What JSON has for the logarithm of nothing, as OpenAI writes it.
+_NEVER = -9999.0
 
 
 @dataclass(frozen=True)
@@ -23,10 +28,16 @@ class Shape:
     Attributes:
         chat: the answer is a message, not a text.
         model: the name it is given under.
+        spell: a token's text.
+        echo: what is put before each answer, where that was asked for: its prompt, and that one's first token.
+        scored: log-probabilities are told.
     """
 
     chat: bool
     model: str
+    spell: Callable[[int], str]
+    echo: Sequence[tuple[str, int]] = ()
+    scored: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -34,35 +45,126 @@ class Shape:
         """A finished answer, or several; the prompts had ``prompt_tokens`` together."""
         choices = []
         for index, answer in enumerate(answers):
-            content: dict[str, Any] = {"text": answer.text}
+            prompt, scores = self.prompt(index, answer.prompt_scores)
+            content: dict[str, Any] = {"text": prompt + answer.text}
             if self.chat:
                 content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
-            choices.append({"index": index, **content, "logprobs": None, "finish_reason": answer.finish_reason})
+            logprobs, _ = self.logprobs([*scores, *(answer.scores or ())])
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason})
         return {**self._head("chat.completion"), "choices": choices, "usage": usage(answers, prompt_tokens)}
 
-    def opening(self, index: int) -> bytes | None:
-        """What comes before an answer's first piece: a chat says whose turn it is."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None) if self.chat else None
-
-    def piece(self, index: int, text: str, finish_reason: str | None) -> bytes:
-        """A piece of an answer; the last one has a reason, and in a chat it is a chunk of its own."""
-        if not self.chat:
-            return self._chunk(index, {"text": text}, finish_reason)
-        chunks = self._chunk(index, {"content": text}, None) if text else b""
-        return chunks if finish_reason is None else chunks + self._chunk(index, {}, finish_reason)
+    def growing(self, count: int) -> Growing:
+        """The stream of so many answers."""
+        return Growing(self, count)
 
     def usage(self, answers: Sequence[Generation], prompt_tokens: int) -> bytes:
         """The chunk that ``stream_options.include_usage`` asks for."""
         return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(answers, prompt_tokens)})
 
-    def _chunk(self, index: int, content: Mapping[str, Any], finish_reason: str | None) -> bytes:
+    def prompt(self, index: int, scores: Sequence[TokenScore] | None) -> tuple[str, list[TokenScore | int]]:
+        """An answer's prompt: its text and its tokens' scores, where they are told; of the first only the id."""
+        if not self.echo:
+            return "", []
+        text, first = self.echo[index]
+        return text, [] if scores is None else [first, *scores]
+
+    def logprobs(self, scores: Sequence[TokenScore | int], offset: int = 0) -> tuple[dict[str, Any] | None, int]:
+        """Tokens with their scores, the first of which is at this character; and the character after the last."""
+        if not self.scored:
+            return None, offset
+        if self.chat:
+            entries = [self._entry(score) for score in scores if isinstance(score, TokenScore)]
+            return {"content": entries, "refusal": None}, offset
+        tokens = [self.spell(score if isinstance(score, int) else score.token_id) for score in scores]
+        *offsets, end = itertools.accumulate(map(len, tokens), initial=offset)
+        known = [None if isinstance(score, int) else score for score in scores]
+        found = {
+            "tokens": tokens,
+            "token_logprobs": [None if score is None else _finite(score.logprob) for score in known],
+            "top_logprobs": [None if score is None else self._top(score) for score in known],
+            "text_offset": offsets,
+        }
+        return found, end
+
+    def _top(self, score: TokenScore) -> dict[str, float]:
+        """The most probable tokens, and the token itself; the likelier of two that are written alike."""
+        found: dict[str, float] = {}
+        for token, logprob in (*score.top, (score.token_id, score.logprob)):
+            found.setdefault(self.spell(token), _finite(logprob))
+        return found
+
+    def _entry(self, score: TokenScore) -> dict[str, Any]:
+        top = [self._spelled(token, logprob) for token, logprob in score.top]
+        return {**self._spelled(score.token_id, score.logprob), "top_logprobs": top}
+
+    def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
+        text = self.spell(token)
+        # A token may be part of a character, of which there is no text.
+        return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    def chunk(
+        self,
+        index: int,
+        content: Mapping[str, Any],
+        finish_reason: str | None = None,
+        logprobs: Mapping[str, Any] | None = None,
+    ) -> bytes:
         content = {"delta": content} if self.chat else content
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": finish_reason}
+        choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})
 
     def _head(self, kind: str) -> dict[str, Any]:
         prefix, kind = ("chatcmpl-", kind) if self.chat else ("cmpl-", "text_completion")
         return {"id": prefix + self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+class Growing:
+    """Some answers of one request, piece by piece."""
+
+    def __init__(self, shape: Shape, count: int) -> None:
+        self._shape = shape
+        self._begun = [False] * count
+        self._ends = [0] * count  # of each answer's tokens so far, in characters
+
+    def opening(self) -> bytes:
+        """What comes before an answer's first piece: a chat says whose turn it is."""
+        role = {"role": "assistant", "content": ""}
+        return b"".join(self._shape.chunk(index, role) for index in range(len(self._begun)) if self._shape.chat)
+
+    def events(self, items: Sequence[tuple[int, Piece]]) -> bytes:
+        """What has come, in order: those pieces of an answer that came together as one."""
+        pieces: dict[int, list[Piece]] = {}
+        for index, piece in items:
+            pieces.setdefault(index, []).append(piece)
+        return b"".join(self.piece(index, together) for index, together in pieces.items())
+
+    def piece(self, index: int, pieces: Sequence[Piece]) -> bytes:
+        """Some pieces of an answer; the last one has a reason, and in a chat that is a chunk of its own."""
+        shape, reason = self._shape, pieces[-1].finish_reason
+        text, scores = "", []
+        if not self._begun[index]:
+            text, scores = shape.prompt(index, pieces[0].prompt_scores)
+            self._begun[index] = True
+        text += "".join(piece.text for piece in pieces)
+        scores += [piece.score for piece in pieces if piece.score is not None]
+        logprobs, self._ends[index] = shape.logprobs(scores, self._ends[index])
+        if not shape.chat:
+            return shape.chunk(index, {"text": text}, reason, logprobs) if text or scores or reason else b""
+        chunks = shape.chunk(index, {"content": text}, None, logprobs) if text or scores else b""
+        return chunks + shape.chunk(index, {}, reason) if reason else chunks
+
+
+def unsaid(piece: Piece) -> Piece:
+    """The piece of an answer that was to have no token: without the one that ended its prompt."""
+    answer = piece.generation
+    if answer is not None:
+        scores = None if answer.scores is None else ()
+        answer = replace(answer, text="", token_ids=(), finish_reason="length", scores=scores)
+    return replace(piece, text="", finish_reason="length", generation=answer, score=None)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _NEVER)
 
 
 def usage(answers: Sequence[Generation], prompt_tokens: int) -> dict[str, Any]:

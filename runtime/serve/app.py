@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 import socket
@@ -46,6 +47,8 @@ log = logging.getLogger(__name__)
 _MOST_BYTES = 8 * 2**20
 # How often the tokens of an answer that is not streamed are looked at.
 _COLLECT_SECONDS = 1.0
+# Tokens whose text is kept for the next who asks for log-probabilities.
+_SPELLED = 1 << 16
 _ELSEWHERE = ("/v1/embeddings", "/v1/images/generations", "/v1/audio/transcriptions", "/v1/audio/speech",
               "/v1/responses", "/v1/moderations")  # fmt: skip
 
@@ -132,6 +135,7 @@ class _Server:
         self._defaults = _defaults(model)
         self._created = int(time.time())
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
+        self._spell = functools.lru_cache(_SPELLED)(model.spell)
         self._engine: Engine | None = None
         self.metrics = Metrics(lambda: self._running.state)
 
@@ -190,17 +194,20 @@ class _Server:
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
         call = read_chat(body, self._defaults, self._model.decoder.max_batch)
-        return await self._answer(request, call, Shape(True, self._settings.name))
+        return await self._answer(request, call, chat=True)
 
     async def complete(self, request: Request) -> Response:
         body = await self._body(request)
         call = read_completion(body, self._defaults, self._model.decoder.max_batch)
-        return await self._answer(request, call, Shape(False, self._settings.name))
+        return await self._answer(request, call, chat=False)
 
-    async def _answer(self, request: Request, call: Call, shape: Shape) -> Response:
+    async def _answer(self, request: Request, call: Call, *, chat: bool) -> Response:
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._texts, self._encode, call)
+        shape = Shape(
+            chat, self._settings.name, self._spell, self._echo(call, prompts), call.sampling.logprobs is not None
+        )
         answering = Answering(self._running)
         try:
             answering.submit(self._model, call, prompts)
@@ -236,11 +243,12 @@ class _Server:
     ) -> AsyncIterator[bytes]:
         """The stream's events, each batch of pieces as one."""
         done: dict[int, Generation] = {}
-        yield b"".join(filter(None, (shape.opening(index) for index in range(len(answering)))))
+        growing = shape.growing(len(answering))
+        yield growing.opening()
         items = first
         while True:
             self._count(items, done)
-            yield b"".join(shape.piece(index, text, reason) for index, text, reason in _joined(items))
+            yield growing.events(items)
             if len(done) == len(answering):
                 break
             try:
@@ -260,6 +268,17 @@ class _Server:
                 if len(piece.generation.token_ids) > 1:
                     seconds = piece.generation.generation_seconds / (len(piece.generation.token_ids) - 1)
                     self.metrics.token_time.observe(seconds)
+
+    def _echo(self, call: Call, prompts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
+        """Of each answer to come its prompt's text and first token, where they are told."""
+        if not call.echo:
+            return []
+        decode = self._model.tokenizer.decode
+        texts = [
+            prompt if isinstance(prompt, str) else decode(ids, skip_special_tokens=False)
+            for prompt, ids in zip(call.prompts, prompts, strict=True)
+        ]
+        return [(text, ids[0]) for text, ids in zip(texts, prompts, strict=True) for _ in range(call.n)]
 
     def _encode(self, call: Call) -> list[list[int]]:
         """Token ids of a call's prompts."""
@@ -345,18 +364,8 @@ def _defaults(model: Model) -> Defaults:
         temperature=number("temperature", plain.temperature, 0.0, 100.0),
         top_k=int(number("top_k", plain.top_k, 0, 2**31)),
         top_p=number("top_p", plain.top_p, 1e-9, 1.0),
+        repetition_penalty=number("repetition_penalty", plain.repetition_penalty, 0.01, 100.0),
     )
-
-
-def _joined(items: Sequence[tuple[int, Piece]]) -> list[tuple[int, str, str | None]]:
-    """Each answer's pieces as one: its index, text and reason to end, if it has either."""
-    texts: dict[int, list[str]] = {}
-    reasons: dict[int, str | None] = {}
-    for index, piece in items:
-        texts.setdefault(index, []).append(piece.text)
-        reasons[index] = piece.finish_reason
-    joined = [(index, "".join(parts), reasons[index]) for index, parts in texts.items()]
-    return [(index, text, reason) for index, text, reason in joined if text or reason is not None]
 
 
 def _as_api_error(error: WisparseError) -> ApiError:
@@ -365,7 +374,8 @@ def _as_api_error(error: WisparseError) -> ApiError:
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), param="messages", code="context_length_exceeded")
     if isinstance(error, UsageError):
-        return ApiError(400, str(error))
+        named = str(error).partition(":")[0]
+        return ApiError(400, str(error), param=named if named.isidentifier() else None)
     log.warning("a request failed: %s", error)
     return ApiError(500, str(error), kind="server_error")
 

@@ -181,13 +181,14 @@ class Engine:
         assert ticket.writer is not None  # it has a job, so it has a writer
         text = ticket.writer.take()
         reason = ticket.writer.finish_reason
+        prompt_scores = job.prompt_scores if len(job.token_ids) == 1 else None
         if reason is None:
-            ticket.deliver(Piece(text, job.token_ids[-1], score=ticket.writer.score))
+            ticket.deliver(Piece(text, job.token_ids[-1], score=ticket.writer.score, prompt_scores=prompt_scores))
             return
         self._scheduler.cancel(job)
         del self._jobs[job]
         answer = self.model.answer(ticket.writer)
-        self._end(ticket, Piece(text, job.token_ids[-1], reason, answer, ticket.writer.score))
+        self._end(ticket, Piece(text, job.token_ids[-1], reason, answer, ticket.writer.score, prompt_scores))
 
     def _give_up(self, error: WisparseError) -> None:
         for job in self._scheduler.give_up():

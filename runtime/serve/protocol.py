@@ -7,7 +7,7 @@ name unless its value changes nothing; fields that change nothing about the answ
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..sampling import SamplingSettings
@@ -18,30 +18,25 @@ _STOPS = 16
 _LONGEST_STOP = 1000
 _TEMPERATURE = 100.0
 _SEED = 2**63 - 1
+_LOGPROBS = 20
+_BIASES = 1024
 
 # What would change the answer, and the values that would not.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "grammar": ("",),
     "guided_json": (),
     "json_schema": (),
-    "logit_bias": ({},),
-    "logprobs": (False, 0),
     "modalities": (["text"],),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
     "sparsity": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
-    "top_logprobs": (0,),
     "web_search_options": (),
 }
 _ROLES = ("system", "developer", "user", "assistant")
@@ -71,6 +66,7 @@ class Defaults:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    repetition_penalty: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +78,7 @@ class Call:
         template: further variables for the chat template.
         n: answers to each prompt.
         max_tokens: None until the context is full.
+        echo: put the prompt before its answer.
     """
 
     prompts: tuple[Any, ...]
@@ -92,6 +89,12 @@ class Call:
     stream: bool
     include_usage: bool
     template: Mapping[str, Any]
+    echo: bool = False
+
+    @property
+    def silent(self) -> bool:
+        """Whether what the model thinks of the prompt is all that is asked for."""
+        return self.max_tokens == 0
 
 
 def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
@@ -109,7 +112,13 @@ def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
         raise _bad("chat_template_kwargs", "an object of further template variables", template)
     given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     conversation = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    return _call(body, (conversation,), defaults, most, _integer(body, given, None, 1, _SEED), template)
+    top = _integer(body, "top_logprobs", 0, 0, _LOGPROBS)
+    logprobs = top if _switch(body, "logprobs", False) else None
+    if logprobs is None and top:
+        raise _bad("logprobs", "true, as top_logprobs asks for some", body.get("logprobs"))
+    max_tokens = _integer(body, given, None, 1, _SEED)
+    sampling = _sampling(body, defaults, logprobs)
+    return _call(body, (conversation,), sampling, most, max_tokens, template)
 
 
 def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
@@ -126,13 +135,45 @@ def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> C
         prompts = tuple(prompt)
     else:
         raise _bad("prompt", "a text, a list of token ids, or a list of either", prompt)
-    return _call(body, prompts, defaults, most, _integer(body, "max_tokens", 16, 1, _SEED), {})
+    sampling = _sampling(body, defaults, _integer(body, "logprobs", None, 0, _LOGPROBS))
+    max_tokens = _integer(body, "max_tokens", 16, 0, _SEED)
+    call = _call(body, prompts, sampling, most, max_tokens, {})
+    return replace(call, echo=_switch(body, "echo", False))
+
+
+def _sampling(body: Mapping[str, Any], defaults: Defaults, logprobs: int | None) -> SamplingSettings:
+    seed = _integer(body, "seed", None, -_SEED, _SEED)
+    return SamplingSettings(
+        temperature=_number(body, "temperature", defaults.temperature, 0.0, _TEMPERATURE),
+        top_k=max(_integer(body, "top_k", defaults.top_k, -1, _SEED) or 0, 0),  # -1: all, as vLLM has it
+        top_p=_number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-9,  # 0: the likeliest alone
+        min_p=_number(body, "min_p", 0.0, 0.0, 1.0),
+        seed=None if seed is None else seed % (_SEED + 1),
+        repetition_penalty=_number(body, "repetition_penalty", defaults.repetition_penalty, 0.01, 100.0),
+        frequency_penalty=_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        presence_penalty=_number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        logit_bias=_biases(body),
+        logprobs=logprobs,
+    )
+
+
+def _biases(body: Mapping[str, Any]) -> dict[int, float]:
+    """``logit_bias``: an object, whose keys are token ids as texts."""
+    expected = f"an object of up to {_BIASES} token ids with numbers from -100 to 100"
+    given = _checked(
+        body, "logit_bias", {}, lambda value: isinstance(value, dict) and len(value) <= _BIASES, expected
+    )  # fmt: skip
+    for token, bias in given.items():
+        id_like = token.isascii() and token.isdigit() and len(token) < 10
+        if not id_like or type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise _bad("logit_bias", expected, {token: bias})
+    return {int(token): float(bias) for token, bias in given.items()}
 
 
 def _call(
     body: Mapping[str, Any],
     prompts: tuple[Any, ...],
-    defaults: Defaults,
+    sampling: SamplingSettings,
     most: int,
     max_tokens: int | None,
     template: Mapping[str, Any],
@@ -145,14 +186,6 @@ def _call(
     assert n is not None  # it has a default
     if n * len(prompts) > most:
         raise _bad("prompt", f"at most {most} answers in one request", f"{len(prompts)} prompts with n = {n}")
-    seed = _integer(body, "seed", None, -_SEED, _SEED)
-    sampling = SamplingSettings(
-        temperature=_number(body, "temperature", defaults.temperature, 0.0, _TEMPERATURE),
-        top_k=max(_integer(body, "top_k", defaults.top_k, -1, _SEED) or 0, 0),  # -1: all, as vLLM has it
-        top_p=_number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-9,  # 0: the likeliest alone
-        min_p=_number(body, "min_p", 0.0, 0.0, 1.0),
-        seed=None if seed is None else seed % (_SEED + 1),
-    )
     return Call(
         prompts=prompts,
         sampling=sampling,
