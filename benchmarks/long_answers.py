@@ -25,7 +25,7 @@ import torch
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.loader import load, without_masks
+from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, loops, make_prompts
 from wisparse.runtime.tasks.interpreter_chains import STEPS, make_chains
@@ -109,8 +109,9 @@ def main() -> None:
         with load(folder, **options) as model:
             base, backend = recipe.base_model, model.decoder.name
             if base not in dense:
-                with without_masks(model) as plain:
-                    dense[base] = measure(plain, args.chains, args.prompts)
+                rung, model.sparsity = model.sparsity, 0
+                dense[base] = measure(model, args.chains, args.prompts)
+                model.sparsity = rung
                 add(base, 0.0, None, dense[base])
             add(base, recipe.sparsity, recipe.calibration.source, measure(model, args.chains, args.prompts))
     document = {

@@ -19,13 +19,12 @@ from dataclasses import asdict, dataclass, field
 import torch
 from torch import Tensor
 
-from wisparse.formats.machine.memory import available_bytes
+from wisparse.formats.errors import UsageError
 from wisparse.formats.model.model_config import ModelConfig
 
 from .cache import bytes_per_position
 from .decoder import Decoder
-from .loader import without_masks
-from .memory import peak_bytes, weight_bytes
+from .memory import peak_bytes
 from .model import Model
 from .sampling import SamplingSettings
 from .timing import read_bandwidth_gbps, wait
@@ -80,7 +79,7 @@ class Comparison:
     weights: str
     workload: Workload
     read_gbps: float
-    interleaved: bool
+    sparsity: float
     dense: Speed
     sparse: Speed
     kernels: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -96,10 +95,9 @@ class Comparison:
 
 
 def compare(model: Model, workload: Workload, *, weights: str = "native", kernels: bool = False) -> Comparison:
-    """Time a loaded bundle and its dense twin; closes ``model``.
+    """Time a loaded bundle at its rung and with its masks off.
 
-    Runs alternate between the two where both fit into memory, so that a change of the machine's speed meets both;
-    otherwise one follows the other, which ``interleaved`` tells.
+    Runs alternate between the two, so that a change of the machine's speed meets both.
 
     Args:
         model: loaded with at least ``workload.batch`` slots and room for prompt and new tokens.
@@ -107,45 +105,38 @@ def compare(model: Model, workload: Workload, *, weights: str = "native", kernel
         kernels: time the sparse step's kernels one by one as well.
 
     Raises:
-        UsageError: ``kernels`` with a decoder that has none to show.
+        UsageError: a model at sparsity 0, or ``kernels`` with a decoder that has none to show.
     """
     decoder = model.decoder
     device, config = decoder.device, decoder.config
     bandwidth = read_bandwidth_gbps(device)
-    sparsity = _realised(decoder, workload)
+    if model.sparsity == 0:
+        raise UsageError("sparsity: expected a rung to compare with the dense model, found 0")
+    realised = _realised(decoder, workload)
     table: dict[str, dict[str, float]] = {}
     if kernels:
         from .cuda.kernel_times import time_kernels
 
-        table = time_kernels(decoder, batch=workload.batch, sparsity=sparsity)
-    interleaved = available_bytes(device) > 2 * weight_bytes(model.bundle, decoder.dtype, weights)
-    if interleaved:
-        twin = without_masks(model, weights=weights)
-        sparse_runs, dense_runs = [], []
-        _run(decoder, workload)
-        _run(twin.decoder, workload)
-        for _ in range(workload.runs):
-            sparse_runs.append(_run(decoder, workload))
-            dense_runs.append(_run(twin.decoder, workload))
-        model.close()
-    else:
-        _run(decoder, workload)
-        sparse_runs = [_run(decoder, workload) for _ in range(workload.runs)]
-        model.close()
-        twin = without_masks(model, weights=weights)
-        _run(twin.decoder, workload)
-        dense_runs = [_run(twin.decoder, workload) for _ in range(workload.runs)]
-    twin.close()
+        table = time_kernels(decoder, batch=workload.batch, sparsity=realised)
+    rung = model.sparsity
+    found: dict[float, list[tuple[float, float]]] = {rung: [], 0.0: []}
+    for run in range(1 + workload.runs):
+        for sparsity, runs in found.items():
+            model.sparsity = sparsity
+            timed = _run(decoder, workload)
+            if run:  # the first only warms up
+                runs.append(timed)
+    model.sparsity = rung
 
-    def speed(runs: list[tuple[float, float]], realised: float) -> Speed:
-        needed = _bytes_per_step(config, decoder.dtype, weights, realised, workload)
+    def speed(runs: list[tuple[float, float]], unread: float) -> Speed:
+        needed = _bytes_per_step(config, decoder.dtype, weights, unread, workload)
         step_ms = statistics.median(seconds for _, seconds in runs) / workload.new_tokens * 1e3
         rates = tuple(workload.batch * workload.new_tokens / seconds for _, seconds in runs)
         return Speed(
             tok_per_s=statistics.median(rates),
             step_ms=step_ms,
             prefill_tok_per_s=statistics.median(workload.batch * workload.prompt_length / s for s, _ in runs),
-            realised_sparsity=realised,
+            realised_sparsity=unread,
             bytes_per_step=needed,
             gbps=needed / step_ms * 1e-6,
             ideal_ms=needed / bandwidth * 1e-6,
@@ -160,9 +151,9 @@ def compare(model: Model, workload: Workload, *, weights: str = "native", kernel
         weights=weights,
         workload=workload,
         read_gbps=bandwidth,
-        interleaved=interleaved,
-        dense=speed(dense_runs, 0.0),
-        sparse=speed(sparse_runs, sparsity),
+        sparsity=rung,
+        dense=speed(found[0.0], 0.0),
+        sparse=speed(found[rung], realised),
         kernels=table,
     )
 

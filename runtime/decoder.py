@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
@@ -26,7 +26,7 @@ from .memory import memory_errors
 from .sampling import SamplingSettings, sample
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
+    from wisparse.formats.bundle import Bundle, ProjectionMask
 
 __all__ = ["WEIGHTS", "Decoder", "check_part", "check_prompt", "make_decoder", "next_piece"]
 
@@ -176,6 +176,17 @@ class Decoder(Protocol):
 
         Returns:
             (T, V) float32 on ``device``.
+        """
+        ...
+
+    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
+        """Put other masks in force: another rung of the same bundle, or none that drops anything.
+
+        Costs milliseconds, as no weight is touched. The slots are empty afterwards (what they held was computed with
+        other masks), and nothing is counted.
+
+        Args:
+            masks: projection name -> mask, for every projection.
         """
         ...
 

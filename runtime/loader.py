@@ -1,4 +1,4 @@
-"""Loading: from a folder or a Hub id to a model that answers, and from that to its dense self."""
+"""Loading: from a folder or a Hub id to a model that answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text.edge import Text
 
-__all__ = ["load", "pick_dtype", "without_masks"]
+__all__ = ["load", "pick_dtype"]
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,7 @@ def load(
     dtype: str = "auto",
     backend: str = "auto",
     weights: str = "native",
+    sparsity: float | None = None,
     prefill: str = "dense",
     max_seq_len: int | None = None,
     max_batch: int = 1,
@@ -52,6 +53,8 @@ def load(
         backend: ``auto`` (the fastest that can run it; the choice and its reason are logged), ``torch``, ``numba`` or
             ``triton``.
         weights: ``native``, or ``int8`` where the back end has it.
+        sparsity: one of the bundle's rungs, or 0 for the dense model; None: the bundle's default. ``model.sparsity``
+            changes it between two answers.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
         max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
             of the memory that the weights leave free can hold.
@@ -61,7 +64,7 @@ def load(
     Raises:
         AccessError: no such folder or repository, no permission, no network.
         BundleError: damaged, inconsistent or too new.
-        UsageError: arguments that contradict each other.
+        UsageError: arguments that contradict each other, or a sparsity that the bundle lacks.
         ResourceError: not enough memory.
     """
     arguments.place("bundle", bundle)
@@ -76,6 +79,8 @@ def load(
     start = time.perf_counter()
     folder = fetch_bundle(bundle, revision)
     opened = Bundle.open(folder)
+    if sparsity is not None:
+        opened = opened.at(sparsity)
     chosen = pick_dtype(opened, dtype)
     text = Text.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     if max_seq_len is None:
@@ -106,24 +111,3 @@ def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:
     if dtype != "auto":
         return _DTYPES[dtype]
     return bundle.checkpoint.dtype
-
-
-def without_masks(model: Model, *, weights: str = "native") -> Model:
-    """A dense twin of ``model``, which may be closed already: weights are read anew, one of the two can be in memory.
-
-    Args:
-        model: a loaded bundle; device, dtype, context and slots are taken from it.
-        weights: as for `load`.
-    """
-    bundle = model.bundle.at(0)
-    twin = model.decoder
-    decoder = make_decoder(
-        bundle,
-        device=twin.device,
-        dtype=twin.dtype,
-        max_seq_len=twin.max_seq_len,
-        backend=twin.name,
-        weights=weights,
-        max_batch=twin.max_batch,
-    )
-    return Model(bundle, decoder, model.text, model.prefill)

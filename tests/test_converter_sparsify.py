@@ -43,9 +43,11 @@ def load(folder: Path, **kwargs: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
 
 
-def runtime_tokens(folder: Path, prompt: list[int], count: int, sparse_from: int) -> list[int]:
+def runtime_tokens(
+    folder: Path, prompt: list[int], count: int, sparse_from: int, sparsity: float | None = None
+) -> list[int]:
     """Greedy tokens of our own decoder."""
-    bundle = Bundle.open(folder)
+    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
     logits = decoder.prefill(0, torch.tensor(prompt), sparse_from)
     tokens = [int(logits.argmax())]
@@ -83,6 +85,23 @@ def test_tokens_of_our_runtime_on_every_architecture(tiny: Path, policy: str) ->
     expected = [runtime_tokens(tiny, prompt, 16, sparse_from(policy, len(prompt))) for prompt in prompts]
     assert [generate(model, [prompt], 16)[0] for prompt in prompts] == expected
     assert generate(model, prompts, 16) == expected  # left-padded, in one batch
+
+
+@pytest.mark.parametrize("policy", ["dense", "half", "all"])
+def test_every_rung(policy: str, tmp_path: Path) -> None:
+    """With output biases, which are added on the sparse tokens alone."""
+    folder = make_bundle(make_checkpoint("qwen2", tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5, bias=0.5)
+    model = load(folder)
+    prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18]]
+    for sparsity in (0.5, 0.3, 0.0):
+        sparsify(model, folder, sparsity=sparsity, prefill=policy)
+        starts = [sparse_from(policy, len(prompt)) for prompt in prompts]
+        expected = [runtime_tokens(folder, p, 12, start, sparsity) for p, start in zip(prompts, starts, strict=True)]
+        assert generate(model, prompts, 12) == expected
+    with pytest.raises(
+        UsageError, match=r"one of the bundle's rungs, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"
+    ):
+        sparsify(model, folder, sparsity=0.4)
 
 
 def test_masks_change_something(tiny: Path) -> None:

@@ -61,13 +61,13 @@ def exported(bundle: Path) -> Path:
     return export(bundle, bundle.with_name("exported"))
 
 
-def export(folder: Path, out: Path, **kwargs: object) -> Path:
-    opened = Bundle.open(folder)
+def export(folder: Path, out: Path, sparsity: float | None = None, **kwargs: object) -> Path:
+    opened = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
     return export_onnx(opened, out, rotary_tables(opened.config), **kwargs).folder
 
 
-def runtime_tokens(folder: Path, prompt: list[int], count: int) -> list[int]:
-    bundle = Bundle.open(folder)
+def runtime_tokens(folder: Path, prompt: list[int], count: int, sparsity: float | None = None) -> list[int]:
+    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
     tokens = [int(decoder.prefill(0, torch.tensor(prompt), len(prompt)).argmax())]
     while len(tokens) < count:
@@ -101,6 +101,30 @@ def test_longrope_takes_long_prompts_and_says_what_it_cannot(tmp_path: Path) -> 
     long = [5 + index % 90 for index in range(48)]
     found = OnnxDecoder(tmp_path / "out").generate([long], 16)[0]
     assert found == runtime_tokens(bundle, long, 16)
+
+
+@pytest.mark.parametrize("variant", ["qwen2", "phi3"])
+def test_every_rung(variant: str, tmp_path: Path) -> None:
+    """With output biases, which are added where the masks are in force."""
+    folder = make_bundle(make_checkpoint(variant, tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5, bias=0.5)
+    seen = set()
+    for sparsity in (0.0, 0.3, 0.5):
+        expected = [runtime_tokens(folder, prompt, 16, sparsity) for prompt in PROMPTS]
+        decoder = OnnxDecoder(out := export(folder, tmp_path / f"at {sparsity}", sparsity))
+        assert decoder.generate(PROMPTS, 16) == expected
+        model = onnx.load(str(out / "model.onnx"), load_external_data=False)
+        assert {prop.key: prop.value for prop in model.metadata_props}["sparsity"] == str(sparsity)
+        check_export(out, Bundle.open(folder).at(sparsity), "float32")
+        seen.add(str(expected))
+    assert len(seen) == 3
+    with pytest.raises(WisparseError, match="the sparse projections differ by"):
+        check_export(tmp_path / "at 0.5", _without_output_biases(folder), "float32")
+
+
+def _without_output_biases(folder: Path) -> Bundle:
+    bundle = Bundle.open(folder)
+    masks = {name: dataclasses.replace(mask, output_bias=None) for name, mask in bundle.masks.items()}
+    return dataclasses.replace(bundle, rungs={bundle.sparsity: masks})
 
 
 @pytest.mark.parametrize("model", ["example_model", "qwen_model"])

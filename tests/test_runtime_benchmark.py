@@ -24,7 +24,9 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 def test_figures_hang_together(bundle: Path) -> None:
     work = Workload(prompt_length=4, new_tokens=6, batch=2, runs=3)
-    found = compare(load(bundle, device="cpu", backend="torch", max_seq_len=16, max_batch=2), work)
+    model = load(bundle, device="cpu", backend="torch", max_seq_len=16, max_batch=2)
+    found = compare(model, work)
+    assert found.sparsity == model.sparsity == 0.5
     assert found.dense.realised_sparsity == 0.0 < found.sparse.realised_sparsity < 1.0
     assert found.sparse.bytes_per_step < found.dense.bytes_per_step
     for speed in (found.dense, found.sparse):
@@ -33,6 +35,12 @@ def test_figures_hang_together(bundle: Path) -> None:
         assert speed.gbps == pytest.approx(speed.bytes_per_step / speed.step_ms * 1e-6)
         assert speed.ideal_ms == pytest.approx(speed.bytes_per_step / found.read_gbps * 1e-6)
     assert found.speedup == pytest.approx(found.sparse.tok_per_s / found.dense.tok_per_s)
+
+
+def test_the_dense_model_is_not_compared_with_itself(bundle: Path) -> None:
+    result = CliRunner().invoke(command, [str(bundle), "--backend", "torch", "--sparsity", "0"])
+    assert isinstance(result.exception, UsageError)
+    assert str(result.exception) == "sparsity: expected a rung to compare with the dense model, found 0"
 
 
 def test_command_prints_one_json_document(bundle: Path) -> None:

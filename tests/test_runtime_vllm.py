@@ -82,8 +82,12 @@ def test_the_operator_is_the_reference_row_by_row() -> None:
                 x.reshape(6, 16)[row], weight[part], bias[part], scales[i], thresholds[i] * masked[row]
             )
             torch.testing.assert_close(found.reshape(6, 8)[row, part], expected)
+    added = torch.randn(8, generator=generator)
+    with_output_bias = masked_linear(x, weight, bias, scales, thresholds, masked, [5, 3], added)
+    torch.testing.assert_close(with_output_bias, found + (masked[:6, None] * added).reshape(2, 3, 8))
     # What compilers and graphs see of it.
     torch.library.opcheck(masked_linear, (x, weight, bias, scales, thresholds, masked, [5, 3]))
+    torch.library.opcheck(masked_linear, (x, weight, bias, scales, thresholds, masked, [5, 3], added))
     torch.library.opcheck(masked_linear, (x, weight, None, scales, thresholds, masked, [5, 3]))
 
 
@@ -130,7 +134,7 @@ def test_settings() -> None:
     ("entry", "sentence"),
     [
         ({"prefill": "half"}, "prefill: expected one of dense, all in vLLM, found 'half'"),
-        ({"sparsity": 0.4}, "sparsity: expected 0.5, the bundle's own, or 0 for dense, found 0.4"),
+        ({"sparsity": "half"}, "sparsity: expected a number, found 'half'"),
         ({"sparsity": True}, "sparsity: expected a number, found True"),
         ({"prefil": "all"}, "expected prefill or sparsity, found 'prefil'"),
         ("all", "wisparse: expected an object, found 'all'"),

@@ -7,6 +7,7 @@ test_kernels_triton.py in a process of its own; under the interpreter the launch
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -82,6 +83,40 @@ def test_greedy_tokens_each_step_started_ahead(launches):
     assert run(fast, start(fast), 6) == run(slow, start(slow), 6)
     assert len(launches) == 7  # six, and the one ahead
     assert fast.lengths == slow.lengths == [11]
+
+
+def test_other_masks_are_what_loading_them_gives():
+    """To the bit, with output biases or without, and dense; and what the plain decoder gives. Steps are kept."""
+    bundle = make_bundle("llama", 0.5, num_hidden_layers=1)
+
+    def changed(factor: float, bias: float) -> SimpleNamespace:
+        generator = torch.Generator().manual_seed(0)
+        masks = {}
+        for projection in bundle.config.projections():
+            mask = bundle.masks[projection.name]
+            added = torch.randn(projection.out_features, generator=generator) * bias if bias else None
+            masks[projection.name] = replace(
+                mask, threshold=mask.threshold * factor, sparsity=mask.sparsity * factor, output_bias=added
+            )
+        return SimpleNamespace(config=bundle.config, checkpoint=bundle.checkpoint, masks=masks)
+
+    def logits(decoder: Decoder) -> torch.Tensor:
+        prompt = decoder.prefill(0, PROMPT, 3).clone()
+        return torch.stack((prompt, decoder.decode(prompt.argmax().view(1))[0]))
+
+    settings = {"device": DEVICE, "max_seq_len": 24}
+    fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
+    seen = {}
+    for key in ((0.5, 0.0), (0.0, 0.0), (1.0, 0.2), (1.0, 0.0), (0.5, 0.2)):
+        rung = changed(*key)
+        fast.set_masks(rung.masks)
+        seen[key] = logits(fast)
+        assert torch.equal(seen[key], logits(TorchDecoder(rung, dtype=torch.float64, **settings)))
+    assert torch.equal(logits(CudaDecoder(rung, dtype=torch.float32, **settings)), seen[key])
+    assert len({str(found.tolist()) for found in seen.values()}) == 5
+    # Sparse, dense, sparse with biases.
+    assert len(fast._of_kinds) == 3
+    assert all(len(steps) == 1 for _, steps in fast._of_kinds.values())
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,12 @@ M = TypeVar("M")
 
 
 def sparsify(
-    model: M, bundle: str | os.PathLike[str] | Bundle, *, prefill: str = "dense", revision: str | None = None
+    model: M,
+    bundle: str | os.PathLike[str] | Bundle,
+    *,
+    sparsity: float | None = None,
+    prefill: str = "dense",
+    revision: str | None = None,
 ) -> M:
     """Put a bundle's masks on a transformers causal LM, in place.
 
@@ -41,6 +46,8 @@ def sparsify(
     Args:
         model: e.g. ``AutoModelForCausalLM.from_pretrained(bundle)``.
         bundle: a folder, a Hub id, or an opened bundle.
+        sparsity: one of the bundle's rungs, or 0 for no masks; None: the rung in force of an opened bundle, else the
+            default.
         prefill: ``dense``, ``half`` (the last half of each prompt is sparse) or ``all``. A forward pass with several
             new tokens, or on an empty cache, counts as a prompt; a pass with one new token is always sparse. So
             ``generate(use_cache=False)``, where every pass is a prompt, is not sparse under ``dense``.
@@ -50,7 +57,8 @@ def sparsify(
         The same model.
 
     Raises:
-        UsageError: an unknown ``prefill``, or a model whose projections cannot be reached (tensor-parallel, fused).
+        UsageError: an unknown ``prefill``, a sparsity that the bundle lacks, or a model whose projections cannot be
+            reached (tensor-parallel, fused).
         UnsupportedModelError: the model is not of the bundle's architecture or shape.
         AccessError, BundleError: the bundle cannot be found, or is damaged.
     """
@@ -60,6 +68,8 @@ def sparsify(
     if not isinstance(bundle, Bundle):
         arguments.place("bundle", bundle)
         bundle = Bundle.open(fetch_bundle(bundle, revision))
+    if sparsity is not None:
+        bundle = bundle.at(sparsity)
     projections = _find_projections(model, bundle)
     desparsify(model)
     watch = _Watch(prefill)
@@ -69,6 +79,8 @@ def sparsify(
         mask = bundle.masks[name]
         if mask.sparsity > 0:
             handles.append(module.register_forward_pre_hook(_Drop(mask, watch)))
+            if mask.output_bias is not None:
+                handles.append(module.register_forward_hook(_Add(mask.output_bias, watch)))
     setattr(model, _HANDLES, handles)
     # transformers copies the entry into whatever it saves, where it would promise a sidecar that is not there.
     if "wisparse" in vars(found.config):
@@ -139,6 +151,23 @@ class _Drop:
             keep = keep | ~sparse.to(x.device)[..., None]
         # where, not a product: a dropped Inf must become 0
         return (torch.where(keep, x, x.new_zeros(())), *args[1:])
+
+
+class _Add:
+    """Hook of a projection: add the mask's output bias to its output, on the sparse tokens."""
+
+    def __init__(self, output_bias: Tensor, watch: _Watch) -> None:
+        self.output_bias = output_bias
+        self.watch = watch
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
+        sparse = self.watch.sparse
+        if sparse is False:
+            return None
+        if self.output_bias.device != y.device:
+            self.output_bias = self.output_bias.to(y.device)
+        with_bias = (y + self.output_bias).to(y.dtype)
+        return torch.where(sparse.to(y.device)[..., None], with_bias, y) if isinstance(sparse, Tensor) else with_bias
 
 
 def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:

@@ -144,7 +144,7 @@ def _write(
         "base_model": recipe.base_model,
         "base_revision": recipe.base_revision or "",
         "method": recipe.method,
-        "sparsity": repr(recipe.sparsity),
+        "sparsity": repr(bundle.sparsity),
     }
     length = _switch_length(rotaries)
     if length is not None:

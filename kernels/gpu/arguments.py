@@ -36,7 +36,7 @@ class Weights(NamedTuple):
     """A group of projections that read one input."""
 
     weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side
-    bias: Tensor | None  # (N,) of the weights' type
+    bias: Tensor | None  # (N,) of the weights' type, or wide
     scales: Tensor  # (projections, K) float32
     thresholds: Tensor  # (projections,) float32
 

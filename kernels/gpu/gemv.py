@@ -149,6 +149,8 @@ class Group:
         scales: (projections, K) float32.
         thresholds: (projections,) float32.
         dense: all thresholds are 0: no channel is ever dropped.
+        masked_bias: (sum(widths),) of the wide type: what `launch_gemv` adds in place of ``bias``, where masks have an
+            output bias of their own; else None.
     """
 
     weight_t: Tensor
@@ -157,6 +159,7 @@ class Group:
     scales: Tensor
     thresholds: Tensor
     dense: bool
+    masked_bias: Tensor | None = None
 
     @property
     def in_features(self) -> int:
@@ -405,7 +408,12 @@ def launch_gemv(
         given = Source(x, ssq_in, norm, None) if source == "hidden" else Source(x, None, None, None)
     plan.kernel[(plan.programs,)](
         given,
-        Weights(group.weight_t, group.bias, group.scales, group.thresholds),
+        Weights(
+            group.weight_t,
+            group.bias if group.masked_bias is None else group.masked_bias,
+            group.scales,
+            group.thresholds,
+        ),
         masked,
         Target(out, ssq_out),
         memory,

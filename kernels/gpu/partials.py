@@ -226,5 +226,5 @@ def _take(found, at, there, wide: tl.constexpr, POLLERS: tl.constexpr):
 @triton.jit
 def _with_bias(y, bias_ptr, columns, live):
     if bias_ptr is not None:
-        y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
+        y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(y.dtype)
     return y

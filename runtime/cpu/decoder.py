@@ -7,12 +7,13 @@ two agree up to the order of sums. A sequence gives the same bits alone and in a
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import ContextLengthError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.cpu.operations import type_name
@@ -97,6 +98,10 @@ class CpuDecoder(TorchDecoder):
                 lengths[slot] = length + 1
             self._decoded_positions += len(rows)
         return self._step.logits[: len(tokens)]
+
+    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
+        super().set_masks(masks)
+        self._step.take_masks()
 
     def measure_sparsity(self, enabled: bool) -> None:
         super().measure_sparsity(enabled)

@@ -103,8 +103,12 @@ class Step:
             set_(StepField.QUERY_SCALES, scales)
         set_(StepField.KEYS, cache.keys)
         set_(StepField.VALUES, cache.values)
-        set_(StepField.PROJECTIONS, torch.tensor([self._describe(p) for p in self._projections], dtype=torch.int64))
-        set_(StepField.THRESHOLDS, torch.tensor([p.threshold for p in self._projections], dtype=torch.float32))
+        self._table = torch.tensor([self._describe(p) for p in self._projections], dtype=torch.int64)
+        self._thresholds = torch.zeros(len(self._projections))
+        set_(StepField.PROJECTIONS, self._table)
+        set_(StepField.THRESHOLDS, self._thresholds)
+        self._masks: list[Tensor] = []
+        self.take_masks()
         set_(StepField.FLOATS, _floats(config, embedding.dtype))
         set_(StepField.SCORES, torch.empty(config.num_heads, max_len))
         set_(StepField.LOGITS, self.logits)
@@ -117,6 +121,20 @@ class Step:
         self._rows_np[:, : len(rows)] = np.array(rows).T
         self._parameters[StepField.ROWS] = len(rows)
         self._team.launch(self._region, self._parameters, threads)
+
+    def take_masks(self) -> None:
+        """Put the masks that the projections have now into the tables; no step may run meanwhile."""
+        masks = []
+        for row, (table, projection) in enumerate(zip(self._table, self._projections, strict=True)):
+            for field, tensor in (
+                (ProjectionField.SCALE, projection.channel_scale),
+                (ProjectionField.BIAS, projection.step_bias()),
+            ):
+                table[field] = 0 if tensor is None else tensor.data_ptr()
+                if tensor is not None:
+                    masks.append(tensor)
+            self._thresholds[row] = projection.threshold
+        self._masks = masks
 
     def kept(self) -> list[int]:
         """Channels kept since :meth:`forget`, over all rows, projection by projection."""
@@ -157,12 +175,9 @@ class Step:
         return row
 
     def _describe(self, projection: CpuProjection) -> list[int]:
-        """A projection's row of the table."""
-        bias = None if projection.bias is None else projection.bias.float()
+        """A projection's row of the table, but for its mask (``take_masks``)."""
         tensors = {
             ProjectionField.WEIGHT: projection.matrix.data,
-            ProjectionField.SCALE: projection.channel_scale,
-            ProjectionField.BIAS: bias,
             ProjectionField.COLUMN_SCALE: projection.matrix.scale,
         }
         row = [0] * len(ProjectionField)

@@ -19,7 +19,8 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError
 from wisparse.formats.model.model_config import Projection
 from wisparse.kernels.cpu.operations import aligned_empty, quantize_into, transpose_into
-from wisparse.kernels.reference import keep_mask
+
+from ..torch.decoder import MaskedLinear
 
 __all__ = ["CpuProjection", "Matrix", "read_matrices", "read_matrix"]
 
@@ -57,37 +58,29 @@ class Matrix:
         return (y if bias is None else y + bias).to(x.dtype)
 
 
-class CpuProjection:
+class CpuProjection(MaskedLinear):
     """One linear layer with its mask, if it has one.
 
     Attributes:
-        weight: (N, K).
+        matrix: the weight (N, K).
         bias: (N,), the decoder's type, or None.
-        channel_scale: (K,) float32, or None for a dense projection.
-        threshold: keep a channel if ``|x| * channel_scale`` is at least this.
-        kept: () int64 while the prefill counts kept channels, else None.
     """
 
     def __init__(self, bundle: Bundle, projection: Projection, matrix: Matrix, dtype: torch.dtype) -> None:
-        self.in_features, self.out_features = projection.in_features, projection.out_features
-        self.matrix = matrix
         name = projection.name
+        super().__init__(name, projection.in_features, projection.out_features, torch.device("cpu"))
+        self.matrix = matrix
         self.bias = bundle.checkpoint.tensor(f"{name}.bias").to(dtype) if projection.bias else None
-        mask = bundle.masks.get(name)
-        sparse = mask is not None and mask.sparsity > 0
-        self.channel_scale = mask.channel_scale.contiguous() if mask is not None and sparse else None
-        self.threshold = mask.threshold if mask is not None and sparse else 0.0
-        self.kept: Tensor | None = None
+        self.set_mask(bundle.masks.get(name))
 
-    def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
-        """Apply it to x (T, K) as a dense product; rows from ``first_sparse`` on are masked."""
-        if self.channel_scale is not None and first_sparse < len(x):
-            tail = x[first_sparse:]
-            keep = keep_mask(tail, self.channel_scale, self.threshold)
-            if self.kept is not None:
-                self.kept += keep.sum()
-            x = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
+    def product(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias)
+
+    def step_bias(self) -> Tensor | None:
+        """(N,) float32: what a decode step adds, whose position is always masked; None for nothing."""
+        if self.bias is None or self.output_bias is None:
+            return self.output_bias if self.bias is None else self.bias.float()
+        return self.bias.float() + self.output_bias
 
 
 def read_matrices(

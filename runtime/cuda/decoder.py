@@ -10,7 +10,7 @@ channels that ``TorchDecoder`` in float64 keeps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
@@ -34,12 +34,15 @@ from ..torch.decoder import finish_logits
 from .graph import Landing
 from .prefill import piece_size, read_sequence
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
-from .weights import load_weights
+from .weights import CudaWeights, MaskKind, load_weights, mask_kinds, put_masks, with_kinds
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
+    from wisparse.formats.bundle import Bundle, ProjectionMask
 
 __all__ = ["CudaDecoder"]
+
+# First slot, rows, stretches of the context.
+_StepKey = tuple[int, int, int]
 
 
 class CudaDecoder(Decoder):
@@ -71,7 +74,11 @@ class CudaDecoder(Decoder):
             self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
         self.piece = piece_size(self.config, dtype)
-        self._steps: dict[tuple[int, int, int], DecodeStep] = {}
+        self._steps: dict[_StepKey, DecodeStep] = {}
+        # The weights and steps of every kind of masks that was in force; now it is these.
+        self._of_kinds: dict[tuple[MaskKind, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
+            mask_kinds(self.config, bundle.masks): (self.weights, self._steps)
+        }
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, and the step.
         self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep] | None = None
         self._landing = Landing(MAX_ROWS, device)
@@ -176,6 +183,17 @@ class CudaDecoder(Decoder):
         return result
 
     @torch.inference_mode()
+    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
+        self.measure_sparsity(False)
+        self._cache.forget()
+        kinds = mask_kinds(self.config, masks)
+        if kinds not in self._of_kinds:
+            self._of_kinds[kinds] = with_kinds(self.weights, kinds), {}
+        # Steps captured for masks of the same kinds go on with these, which lie where those lay.
+        self.weights, self._steps = self._of_kinds[kinds]
+        put_masks(self.weights, self.config, masks)
+
+    @torch.inference_mode()
     def measure_sparsity(self, enabled: bool) -> None:
         self._forget_ahead()
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=self.device) if enabled else None
@@ -195,7 +213,7 @@ class CudaDecoder(Decoder):
         return 1.0 - (kept + float(self._kept_in_prompts)) / total
 
     def close(self) -> None:
-        for name in ("weights", "_steps", "_cache", "_places", "_positions", "_ahead", "_landing"):
+        for name in ("weights", "_steps", "_of_kinds", "_cache", "_places", "_positions", "_ahead", "_landing"):
             self.__dict__.pop(name, None)
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:

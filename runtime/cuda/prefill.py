@@ -90,7 +90,7 @@ def run_blocks(
     scales = query_scales(config, start, start + count, token_ids.device)
     x = embed(config, weights.embedding, token_ids, activation_dtype(weights.embedding.dtype))
 
-    def apply(group: Group, n: Tensor) -> list[Tensor]:
+    def apply(group: Group, n: Tensor) -> Sequence[Tensor]:
         if observe is not None:
             observe(group, n, first_sparse)
         return _project(group, n, first_sparse)
@@ -110,22 +110,29 @@ def run_blocks(
     return x
 
 
-def _project(group: Group, x: Tensor, first_sparse: int) -> list[Tensor]:
+def _project(group: Group, x: Tensor, first_sparse: int) -> Sequence[Tensor]:
     """Each projection of the group applied to x (T, K); rows from ``first_sparse`` on are masked."""
+    if group.dense or first_sparse >= len(x):  # one product for all of them
+        y = x @ group.weight_t[:, : group.out_features].to(x.dtype)
+        return _with_bias(group, y, first_sparse).split(group.widths, dim=-1)
     outputs = []
     first = 0
-    whole = group.dense or first_sparse >= len(x)
-    if whole:  # one product for all of them
-        y = x @ group.weight_t[:, : group.out_features].to(x.dtype)
-        return list((y if group.bias is None else y + group.bias).split(group.widths, dim=-1))
     for i, width in enumerate(group.widths):
         tail = x[first_sparse:]
         keep = keep_mask(tail, group.scales[i], group.thresholds[i])
         masked = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
-        y = masked @ group.weight_t[:, first : first + width].to(x.dtype)
-        outputs.append(y if group.bias is None else y + group.bias[first : first + width])
+        outputs.append(masked @ group.weight_t[:, first : first + width].to(x.dtype))
         first += width
-    return outputs
+    return _with_bias(group, torch.cat(outputs, dim=-1), first_sparse).split(group.widths, dim=-1)
+
+
+def _with_bias(group: Group, y: Tensor, first_sparse: int) -> Tensor:
+    """The products (T, N) of a group with what is added to dense rows, and to those from ``first_sparse`` on."""
+    if group.masked_bias is None:
+        return y if group.bias is None else y + group.bias
+    dense, sparse = y[:first_sparse], y[first_sparse:]
+    dense = dense if group.bias is None else dense + group.bias
+    return torch.cat((dense, (sparse + group.masked_bias).to(y.dtype)))
 
 
 def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:

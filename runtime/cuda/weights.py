@@ -7,10 +7,10 @@ stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,8 +27,18 @@ from .staging import staged_reads
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
-__all__ = ["BlockWeights", "CudaNorm", "CudaWeights", "load_weights"]
+__all__ = [
+    "BlockWeights",
+    "CudaNorm",
+    "CudaWeights",
+    "MaskKind",
+    "load_weights",
+    "mask_kinds",
+    "put_masks",
+    "with_kinds",
+]
 
+_GROUPS = ("qkv", "o", "gate_up", "down")
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -61,6 +71,13 @@ class BlockWeights:
         return self.qkv, self.o, self.gate_up, self.down
 
 
+class MaskKind(NamedTuple):
+    """What a group's launches depend on: whether a mask drops anything, and whether one adds something."""
+
+    dense: bool
+    biased: bool
+
+
 @dataclass(frozen=True)
 class CudaWeights:
     """Everything a decoder reads."""
@@ -81,7 +98,10 @@ class CudaWeights:
 
 
 def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype) -> CudaWeights:
-    """Read a bundle's weights onto ``device`` as ``dtype``; copies may still be under way on the current stream."""
+    """Read a bundle's weights onto ``device`` as ``dtype``; copies may still be under way on the current stream.
+
+    The bundle's masks are in force; ``with_kinds`` and ``put_masks`` bring others.
+    """
     with _reads(bundle.checkpoint, _names(bundle.config), device) as stored:
 
         def read(name: str) -> Tensor:
@@ -90,8 +110,11 @@ def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype) -> Cu
         config = bundle.config
         embedding = read(_EMBEDDING)
         head = embedding if config.tie_word_embeddings else read(_HEAD)
-        blocks = [_load_block(config, index, read, bundle.masks, device, dtype) for index in range(config.num_blocks)]
-        return CudaWeights(embedding, blocks, _norm(config, read(_NORM)), head)
+        blocks = [_load_block(config, index, read, device, dtype) for index in range(config.num_blocks)]
+        unmasked = CudaWeights(embedding, blocks, _norm(config, read(_NORM)), head)
+        weights = with_kinds(unmasked, mask_kinds(config, bundle.masks))
+        put_masks(weights, config, bundle.masks)
+        return weights
 
 
 def _reads(
@@ -135,36 +158,34 @@ def _load_block(
     config: ModelConfig,
     index: int,
     read: Callable[[str], Tensor],
-    masks: Mapping[str, ProjectionMask],
     device: torch.device,
     dtype: torch.dtype,
 ) -> BlockWeights:
-    arch = config.architecture
-    by_role = {projection.role: projection for projection in config.projections(index)}
-
-    def group(roles: tuple[str, ...], copies: int = 1) -> Group:
-        return _load_group([by_role[role] for role in roles], copies, read, masks, device, dtype)
+    def group(field: str) -> Group:
+        return _load_group(*_projections(config, index)[field], read, device, dtype)
 
     norms = {
         field: None if name is None else _norm(config, read(f"model.layers.{index}.{name}.weight"))
         for field, name in _norms(config).items()
     }
-    return BlockWeights(
-        **norms,
-        facts=config.blocks[index],
-        qkv=group(arch.qkv),
-        o=group(("o_proj",)),
-        # A fused gate_up_proj is two projections that share one mask.
-        gate_up=group(arch.gate_up, copies=2 if len(arch.gate_up) == 1 else 1),
-        down=group(("down_proj",)),
-    )
+    groups = {field: group(field) for field in _GROUPS}
+    return BlockWeights(**norms, **groups, facts=config.blocks[index])  # type: ignore[arg-type]
+
+
+def _projections(config: ModelConfig, index: int) -> dict[str, tuple[list[Projection], int]]:
+    """A block's groups, in the order of execution: their projections, and how many each of these stands for."""
+    arch = config.architecture
+    by_role = {projection.role: projection for projection in config.projections(index)}
+    roles = {"qkv": arch.qkv, "o": ("o_proj",), "gate_up": arch.gate_up, "down": ("down_proj",)}
+    # A fused gate_up_proj is two projections that share one mask.
+    fused = {"gate_up"} if len(arch.gate_up) == 1 else set()
+    return {field: ([by_role[role] for role in roles[field]], 2 if field in fused else 1) for field in _GROUPS}
 
 
 def _load_group(
     projections: list[Projection],
     copies: int,
     read: Callable[[str], Tensor],
-    masks: Mapping[str, ProjectionMask],
     device: torch.device,
     dtype: torch.dtype,
 ) -> Group:
@@ -175,25 +196,65 @@ def _load_group(
     has_bias = any(projection.bias for projection in projections)
     bias = torch.zeros(total, dtype=dtype, device=device) if has_bias else None
     widths: list[int] = []
-    scales = torch.ones(len(projections) * copies, k, dtype=torch.float32, device=device)
-    thresholds = [0.0] * (len(projections) * copies)
     first = 0
-    for i, projection in enumerate(projections):
+    for projection in projections:
         last = first + projection.out_features
         weight_t[:, first:last] = read(f"{projection.name}.weight").T
         if bias is not None and projection.bias:
             bias[first:last] = read(f"{projection.name}.bias")
-        mask = masks.get(projection.name)
-        if mask is not None and mask.sparsity > 0:
-            scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(device)
-            thresholds[i * copies : (i + 1) * copies] = [float(mask.threshold)] * copies
         widths += [projection.out_features // copies] * copies
         first = last
-    return Group(
-        weight_t,
-        tuple(widths),
-        bias,
-        scales,
-        torch.tensor(thresholds, dtype=torch.float32, device=device),
-        dense=not any(thresholds),
-    )
+    scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
+    thresholds = torch.zeros(len(widths), dtype=torch.float32, device=device)
+    return Group(weight_t, tuple(widths), bias, scales, thresholds, dense=True)
+
+
+def mask_kinds(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[MaskKind, ...]:
+    """Group by group, what a step is compiled for: weights of equal kinds share their steps, whatever the masks."""
+    kinds = []
+    for index in range(config.num_blocks):
+        for projections, _ in _projections(config, index).values():
+            mine = [mask for projection in projections if (mask := masks.get(projection.name)) is not None]
+            kinds.append(MaskKind(not any(mask.threshold for mask in mine), any(_biased(mask) for mask in mine)))
+    return tuple(kinds)
+
+
+def with_kinds(weights: CudaWeights, kinds: Sequence[MaskKind]) -> CudaWeights:
+    """The same weights for masks of these kinds: scales and thresholds are shared, no mask is in force."""
+    rest = iter(kinds)
+
+    def of_kind(group: Group, kind: MaskKind) -> Group:
+        none = torch.zeros(group.out_features, dtype=wide_dtype(group.weight_t.dtype), device=group.weight_t.device)
+        return replace(group, dense=kind.dense, masked_bias=none if kind.biased else None)
+
+    blocks = [
+        replace(block, **{field: of_kind(getattr(block, field), next(rest)) for field in _GROUPS})
+        for block in weights.blocks
+    ]
+    return replace(weights, blocks=blocks)
+
+
+def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> None:
+    """Write masks where the kernels read them, in place: a captured step goes on with them. They are of the kinds that
+    the weights are for."""
+    for index, block in enumerate(weights.blocks):
+        for group, (projections, copies) in zip(block.groups, _projections(config, index).values(), strict=True):
+            group.scales.fill_(1.0)
+            thresholds = [0.0] * len(group.widths)
+            if group.masked_bias is not None:
+                group.masked_bias.zero_() if group.bias is None else group.masked_bias.copy_(group.bias)
+            first = 0
+            for i, projection in enumerate(projections):
+                last = first + projection.out_features
+                mask = masks.get(projection.name)
+                if mask is not None and mask.sparsity > 0:
+                    group.scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(group.scales.device)
+                    thresholds[i * copies : (i + 1) * copies] = [float(mask.threshold)] * copies
+                if mask is not None and group.masked_bias is not None and _biased(mask):
+                    group.masked_bias[first:last] += mask.output_bias.to(group.scales.device)  # type: ignore[union-attr]
+                first = last
+            group.thresholds.copy_(torch.tensor(thresholds, dtype=torch.float32))
+
+
+def _biased(mask: ProjectionMask) -> bool:
+    return mask.sparsity > 0 and mask.output_bias is not None

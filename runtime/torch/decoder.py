@@ -11,7 +11,7 @@ the same matrix shapes, and so gives the same bits, alone and in a batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -30,7 +30,7 @@ from ..rotary import Rotary, query_scales, rotate
 from .delta_net import DeltaWeights, read_delta_weights
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
+    from wisparse.formats.bundle import Bundle, ProjectionMask
 
 __all__ = [
     "Block",
@@ -53,48 +53,58 @@ __all__ = [
 PIECE = 128
 
 
-class _Projection:
-    """One linear layer with its mask, if it has one."""
-
-    def __init__(self, bundle: Bundle, name: str, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
-        self.weight = bundle.checkpoint.tensor(f"{name}.weight", device).to(dtype)
-        self.out_features, self.in_features = self.weight.shape
-        self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if bias else None
-        mask = bundle.masks.get(name)
-        if mask is not None and mask.sparsity > 0:
-            self.channel_scale: Tensor | None = mask.channel_scale.to(device)
-            self.threshold = mask.threshold
-        else:
-            self.channel_scale = None
-        self.kept: Tensor | None = None  # () int64 while channels are counted
-
-    def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
-        """Apply it to x (T, K); rows from ``first_sparse`` on are masked."""
-        if self.channel_scale is not None and first_sparse < len(x):
-            tail = x[first_sparse:]
-            keep = keep_mask(tail, self.channel_scale, self.threshold)
-            if self.kept is not None:
-                self.kept += keep.sum()
-            x = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
-        return functional.linear(x, self.weight, self.bias)
-
-
-class MaskedLinear(Protocol):
-    """What a block needs of a projection, however its weight is stored.
+class MaskedLinear:
+    """One linear layer with its mask, if it has one; a subclass knows how its weight is stored.
 
     Attributes:
         channel_scale: (K,) float32, or None for a dense projection.
+        threshold: keep a channel if ``|x| * channel_scale`` is at least this.
+        output_bias: (N,) float32, added where the mask is in force; None for nothing.
         kept: () int64 while kept channels are counted, else None.
     """
 
-    in_features: int
-    out_features: int
-    channel_scale: Tensor | None
-    kept: Tensor | None
+    def __init__(self, name: str, in_features: int, out_features: int, device: torch.device) -> None:
+        self.name, self.in_features, self.out_features = name, in_features, out_features
+        self._device = device
+        self.kept: Tensor | None = None
+        self.set_mask(None)
+
+    def set_mask(self, mask: ProjectionMask | None) -> None:
+        """Put a mask in force; None or one of sparsity 0: the projection is dense."""
+        sparse = mask is not None and mask.sparsity > 0
+        self.channel_scale = mask.channel_scale.contiguous().to(self._device) if mask is not None and sparse else None
+        self.threshold = mask.threshold if mask is not None and sparse else 0.0
+        added = mask.output_bias if mask is not None and sparse else None
+        self.output_bias = None if added is None else added.to(self._device)
+
+    def product(self, x: Tensor) -> Tensor:
+        """x (T, K) to (T, N), the weight's bias included, if it has one."""
+        raise NotImplementedError
 
     def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
-        """x (T, K) to (T, N); rows from ``first_sparse`` on are masked."""
-        ...
+        """Apply it to x (T, K); rows from ``first_sparse`` on are masked."""
+        if self.channel_scale is None or first_sparse >= len(x):
+            return self.product(x)
+        tail = x[first_sparse:]
+        keep = keep_mask(tail, self.channel_scale, self.threshold)
+        if self.kept is not None:
+            self.kept += keep.sum()
+        y = self.product(torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(())))))
+        if self.output_bias is not None:
+            y[first_sparse:] += self.output_bias
+        return y
+
+
+class _Projection(MaskedLinear):
+    def __init__(self, bundle: Bundle, name: str, bias: bool, device: torch.device, dtype: torch.dtype) -> None:
+        self.weight = bundle.checkpoint.tensor(f"{name}.weight", device).to(dtype)
+        self.bias = bundle.checkpoint.tensor(f"{name}.bias", device).to(dtype) if bias else None
+        out_features, in_features = self.weight.shape
+        super().__init__(name, in_features, out_features, device)
+        self.set_mask(bundle.masks.get(name))
+
+    def product(self, x: Tensor) -> Tensor:
+        return functional.linear(x, self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -233,6 +243,13 @@ class TorchDecoder(Decoder):
             result[start : start + len(hidden)] = self._logits(hidden)
             start += len(hidden)
         return result
+
+    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
+        self.measure_sparsity(False)
+        self._cache.forget()
+        for block in self._blocks:
+            for projection in block.projections:
+                projection.set_mask(masks[projection.name])
 
     def measure_sparsity(self, enabled: bool) -> None:
         self._sparse_positions = 0

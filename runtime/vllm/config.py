@@ -35,8 +35,8 @@ class WisparseConfig(QuantizationConfig):
         """``stored``: how ``config.json`` says that the weights are quantised."""
         super().__init__()
         self._stored = stored
-        self._sparsity = 0.0
-        self._masks: Mapping[str, ProjectionMask] | None = None
+        self._bundle: Bundle | None = None
+        self._masks: Mapping[str, ProjectionMask] = {}
         self._settings: Settings | None = None
         self.rows: MaskedRows | None = None
 
@@ -102,7 +102,7 @@ class WisparseConfig(QuantizationConfig):
                 f"{bundle.config.model_type}: expected blocks with attention, found recurrent ones, which the plug-in "
                 "cannot mask yet; run the bundle dense: VLLM_PLUGINS=''"
             )
-        self._sparsity, self._masks = bundle.sparsity, bundle.masks
+        self._bundle = bundle
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Ours for the linear layers inside blocks, vLLM's own for all else.
@@ -123,20 +123,27 @@ class WisparseConfig(QuantizationConfig):
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
         masks = []
         for name in names:
-            mask = (self._masks or {}).get(name)
+            mask = self._masks.get(name)
             if mask is None:
                 raise BundleError(f"{name}: expected an entry in the bundle for this layer of vLLM's, found none")
             masks.append(mask)
         assert self.rows is not None
-        return WisparseLinearMethod(prefix, masks, self.rows, dense=self._settings.sparsity == 0)
+        return WisparseLinearMethod(prefix, masks, self.rows)
 
     def _prepare(self) -> Settings:
         """Once in each process that builds layers."""
-        if self._masks is None:
+        if self._bundle is None:
             raise UsageError("--quantization wisparse: expected a bundle, found a model that was not opened as one")
         current = get_current_vllm_config()
         _refuse(current)
-        settings = Settings.read(current.additional_config, os.environ, self._sparsity)
+        settings = Settings.read(current.additional_config, os.environ, self._bundle.sparsity)
+        self._masks = self._bundle.at(settings.sparsity).masks
+        biased = next((name for name, mask in self._masks.items() if mask.output_bias is not None), None)
+        size = current.parallel_config.tensor_parallel_size
+        if biased is not None and size > 1:
+            raise UsageError(
+                f"tensor_parallel_size: expected 1 for a rung with output biases ({biased} has one), found {size}"
+            )
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
         self.rows = MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
         if settings.prefill == "dense":

@@ -24,10 +24,10 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
 
     supports_pre_processed_weights = False
 
-    def __init__(self, prefix: str, masks: Sequence[ProjectionMask], rows: MaskedRows, *, dense: bool) -> None:
-        """``masks``: of the layer's projections, in the order of its outputs. ``dense``: drop nothing."""
+    def __init__(self, prefix: str, masks: Sequence[ProjectionMask], rows: MaskedRows) -> None:
+        """``masks``: of the layer's projections, in the order of its outputs."""
         super().__init__()
-        self._prefix, self._masks, self._rows, self._dense = prefix, masks, rows, dense
+        self._prefix, self._masks, self._rows = prefix, masks, rows
         self._widths: list[int] = []
         self._in_features = 0
 
@@ -71,9 +71,15 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         # A layer split along its inputs has a slice of them here.
         first = layer.tp_rank * self._in_features if len(self._masks[0].channel_scale) != self._in_features else 0
         scales = torch.stack([mask.channel_scale[first : first + self._in_features] for mask in self._masks])
-        thresholds = torch.tensor([0.0 if self._dense else mask.threshold for mask in self._masks])
+        thresholds = torch.tensor([mask.threshold for mask in self._masks])
         layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
         layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
+        added = None
+        if any(mask.output_bias is not None for mask in self._masks):
+            parts = zip(self._masks, self._widths, strict=True)
+            added = torch.cat([torch.zeros(n) if mask.output_bias is None else mask.output_bias for mask, n in parts])
+            added = added.to(device)
+        layer.register_buffer("wisparse_output_bias", added, persistent=False)
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
         reserve(Layer(layer.weight, None, layer.wisparse_scales, layer.wisparse_thresholds, self._widths))
 
@@ -81,5 +87,5 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch."""
         return torch.ops.wisparse.masked_linear(
             x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,
-            self._widths,
+            self._widths, layer.wisparse_output_bias,
         )  # fmt: skip

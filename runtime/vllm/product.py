@@ -90,6 +90,7 @@ def masked_linear(
     thresholds: Tensor,
     masked: Tensor,
     widths: list[int],
+    output_bias: Tensor | None = None,
 ) -> Tensor:
     """Projections that read the same input, over the channels that each row keeps.
 
@@ -101,6 +102,7 @@ def masked_linear(
         thresholds: (projections,) float32.
         masked: (rows or more,) float32, 1 for a row that is masked, 0 for one that keeps all its channels.
         widths: outputs of each projection.
+        output_bias: (N,) float32, added to the rows that are masked; None for nothing.
 
     Returns:
         (..., N).
@@ -125,6 +127,8 @@ def masked_linear(
         y = masked_inputs(rows, layer, masked)
     else:
         y = in_torch(rows, layer, masked)
+    if output_bias is not None:
+        y = (y + masked[:, None] * output_bias).to(y.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -137,6 +141,7 @@ def _shape(
     thresholds: Tensor,
     masked: Tensor,
     widths: list[int],
+    output_bias: Tensor | None = None,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 

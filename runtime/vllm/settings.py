@@ -24,18 +24,18 @@ class Settings:
 
     Attributes:
         prefill: ``dense``: prompt tokens are not masked; ``all``: every token is.
-        sparsity: the bundle's own, or 0: nothing is masked.
+        sparsity: of a rung, or 0: nothing is masked. Whether the bundle has it is asked of the bundle.
     """
 
     prefill: str
     sparsity: float
 
     @classmethod
-    def read(cls, additional: Any, environment: Mapping[str, str], own: float) -> Settings:
-        """From vLLM's ``additional_config`` and the environment; ``own`` is the bundle's sparsity.
+    def read(cls, additional: Any, environment: Mapping[str, str], default: float) -> Settings:
+        """From vLLM's ``additional_config`` and the environment; ``default`` is the sparsity of the default rung.
 
         Raises:
-            UsageError: a key, a policy or a sparsity that there is not.
+            UsageError: a key, a policy, or a sparsity that is no number.
         """
         entry = additional.get("wisparse") if isinstance(additional, Mapping) else None
         if entry is not None and not isinstance(entry, Mapping):
@@ -50,16 +50,13 @@ class Settings:
         prefill = given.get("prefill", "dense")
         if prefill not in POLICIES:
             raise UsageError(f"prefill: expected one of {', '.join(POLICIES)} in vLLM, found {prefill!r:.80}")
-        return cls(prefill, _sparsity(given.get("sparsity", own), own))
+        return cls(prefill, _sparsity(given.get("sparsity", default)))
 
 
-def _sparsity(value: Any, own: float) -> float:
+def _sparsity(value: Any) -> float:
     try:
         if isinstance(value, bool):
             raise ValueError
-        found = float(value)
+        return float(value)
     except (TypeError, ValueError):
         raise UsageError(f"sparsity: expected a number, found {value!r:.80}") from None
-    if found not in (own, 0.0):
-        raise UsageError(f"sparsity: expected {own:g}, the bundle's own, or 0 for dense, found {found:g}")
-    return found

@@ -45,7 +45,7 @@ def command(
 
     \b
     wisparse bench out
-    wisparse bench out --prompt-length 1024 --batch 4
+    wisparse bench out --prompt-length 1024 --batch 4 --sparsity 0.3
     wisparse bench out --device cuda --kernels --json
     """
     set_up_logging(verbose)
@@ -78,15 +78,15 @@ def _show(found: Comparison) -> None:
     console.print(", ".join(f"{key} {value}" for key, value in found.machine.items()))
     work = found.workload
     console.print(
-        f"{found.backend}, {found.dtype}, weights {found.weights}; prompt {work.prompt_length}, "
-        f"{work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
-        f"{'alternating' if found.interleaved else 'one after the other'}; memory reads {found.read_gbps:,.1f} GB/s"
+        f"{found.backend}, {found.dtype}, weights {found.weights}, sparsity {found.sparsity:g}; "
+        f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
+        f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
     )
     table = Table(box=None, pad_edge=False)  # 80 columns are enough
     table.add_column("", no_wrap=True)
     for name in ("tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"):
         table.add_column(name, justify="right", no_wrap=True)
-    for name, speed in (("dense", found.dense), ("sparse", found.sparse)):
+    for name, speed in (("dense", found.dense), (f"{found.sparsity:.3g}", found.sparse)):
         ceiling = work.batch / speed.ideal_ms * 1e3
         table.add_row(
             name,

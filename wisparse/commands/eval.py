@@ -93,6 +93,7 @@ def command(
     wisparse eval out
     wisparse eval out --text corpus.txt --prefill half --prefill all
     wisparse eval --compare out-40 out-50 out-60 --text corpus/
+    wisparse eval out --text corpus.txt --sparsity 0.3
     wisparse eval out --text corpus.txt --weights int8
     wisparse eval out --tasks gsm8k,mmlu
     """
@@ -114,6 +115,8 @@ def command(
     task_options = {key: options.pop(key) for key in _OF_TASKS}
     folders = [fetch_bundle(bundle, revision) for bundle in bundles]
     opened = [Bundle.open(folder) for folder in folders]
+    if options["sparsity"] is not None:
+        opened = [bundle.at(options["sparsity"]) for bundle in opened]
     from wisparse.converter.work.progress import Progress
 
     progress = Progress()
@@ -229,10 +232,10 @@ def _on_tasks(
     options: Mapping[str, Any],
     task_options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Metrics with masks off and under each policy; one model in memory at a time."""
+    """Metrics with masks off and under each policy."""
     from wisparse.runtime.generation import Tally
     from wisparse.runtime.lm_eval_adapter import evaluate_tasks
-    from wisparse.runtime.loader import load, without_masks
+    from wisparse.runtime.loader import load
 
     results = {}
     tallies: dict[str, Tally] = {}
@@ -245,8 +248,8 @@ def _on_tasks(
         backend = _backend(model)
         for policy in dict.fromkeys(policies):
             run(policy, model, policy)
-    with without_masks(model, weights=options["weights"]) as dense:
-        run("masks off", dense, "dense")
+        model.sparsity = 0
+        run("masks off", model, "dense")
     speed = {name: {"tokens": t.tokens, "tok_per_s": t.tok_per_s} for name, t in tallies.items() if t.tokens}
     return {"backend": backend, "tasks": results, "generation": speed}
 
@@ -256,7 +259,7 @@ def _on_tasks(
 
 def _facts(bundle: Bundle) -> dict[str, Any]:
     recipe = bundle.recipe
-    return {"base_model": recipe.base_model, "method": recipe.method, "sparsity": recipe.sparsity}
+    return {"base_model": recipe.base_model, "method": recipe.method, "sparsity": bundle.sparsity}
 
 
 def _backend(model: Model) -> str:

@@ -33,6 +33,9 @@ __all__ = ["command"]
     help="Type of weights and activations; auto is the bundle's own, and float32 for bfloat16.",
 )
 @click.option(
+    "--sparsity", type=float, help="A rung of the bundle, or 0 for the dense model.  [default: the bundle's own]"
+)
+@click.option(
     "--check/--no-check", default=True, show_default=True, help="Run the result and compare it with our runtime."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
@@ -43,6 +46,7 @@ def command(
     out: Path,
     opset: int,
     dtype: str,
+    sparsity: float | None,
     check: bool,
     overwrite: bool,
     revision: str | None,
@@ -69,6 +73,8 @@ def command(
     check_target(Path(os.path.abspath(out)), EXPORT, overwrite)  # before a bundle is fetched
     started = time.monotonic()
     opened = Bundle.open(fetch_bundle(bundle, revision))
+    if sparsity is not None:
+        opened = opened.at(sparsity)
     if dtype == "auto":
         dtype = opened.config.dtype if opened.config.dtype in DTYPES else "float32"
     agreement: dict[str, float] = {}

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import printable
+from wisparse.formats.errors import UsageError, printable
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.record.recipe import ProjectionRecipe
 
@@ -24,8 +24,9 @@ __all__ = ["command"]
 @click.argument("bundle", type=FOLDER_OR_ID)
 @click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 @click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
+@click.option("--sparsity", type=float, help="The rung whose table is shown.  [default: the bundle's own]")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")
-def command(bundle: str, revision: str | None, show: str, as_json: bool) -> None:
+def command(bundle: str, revision: str | None, show: str, sparsity: float | None, as_json: bool) -> None:
     """Show the recipe of BUNDLE, a folder or a Hub id: one line per block, one column per projection.
 
     The weights are not read; `wisparse verify` does that.
@@ -35,6 +36,10 @@ def command(bundle: str, revision: str | None, show: str, as_json: bool) -> None
     wisparse inspect USER/NAME --revision main --json
     """
     opened = Bundle.open(fetch_bundle(bundle, revision))
+    if sparsity is not None:
+        opened = opened.at(sparsity)
+        if opened.sparsity not in opened.rungs:
+            raise UsageError("sparsity: 0 is the dense model, which has no masks to show")
     if as_json:
         click.echo(json.dumps({"model": _model(opened), **opened.recipe.to_dict()}, indent=2))
         return
@@ -80,13 +85,16 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
 
 def _table(bundle: Bundle, show: str) -> Table:
     roles = [projection.role for projection in bundle.config.projections(0)]
-    table = Table(title=f"{show} per projection", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=f"{show} per projection at {bundle.sparsity:.1%}", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("block", justify="right")
     for role in roles:
         table.add_column(role, justify="right")
     table.add_column("block sparsity", justify="right")
-    entries = {entry.name: entry for entry in bundle.recipe.projections}
-    for block, sparsity in enumerate(bundle.recipe.block_sparsities):
+    rung = bundle.recipe.at(bundle.sparsity)
+    entries = {entry.name: entry for entry in rung.projections}
+    for block, sparsity in enumerate(rung.block_sparsities):
         cells = [_cell(entries[projection.name], show) for projection in bundle.config.projections(block)]
         table.add_row(str(block), *cells, f"{sparsity:.1%}")
     return table

@@ -57,6 +57,11 @@ device_options = _stacked(
         help="Round the weights at load, where the back end can.",
     ),
     click.option(
+        "--sparsity",
+        type=float,
+        help="A rung of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]",
+    ),
+    click.option(
         "--max-seq-len",
         type=click.IntRange(min=1),
         help="Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]",
@@ -109,7 +114,7 @@ sampling_options = _stacked(
 
 def load_model(bundle: str, options: dict[str, Any]) -> Model:
     """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
-    loading = ("device", "dtype", "backend", "weights", "prefill", "max_seq_len", "revision")
+    loading = ("device", "dtype", "backend", "weights", "sparsity", "prefill", "max_seq_len", "revision")
     given = {name: options.pop(name) for name in loading}
     GenerationSettings(**options)
     return load(bundle, **given)
