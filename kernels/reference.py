@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["keep_mask", "kept", "scores", "soft_cap", "sparse_linear"]
+__all__ = ["from_codes", "keep_mask", "kept", "scores", "soft_cap", "sparse_linear"]
 
 
 def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
@@ -79,6 +79,23 @@ def sparse_linear(
     # where, not a product: a dropped Inf must become 0, and Inf * 0 is NaN.
     masked = torch.where(keep_mask(x, channel_scale, threshold), x, x.new_zeros(()))
     return torch.nn.functional.linear(masked, weight, bias)
+
+
+def from_codes(codes: Tensor, scales: Tensor, zeros: Tensor | float) -> Tensor:
+    """The weight that codes stand for: ``weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``, g = k // (K / G).
+
+    Args:
+        codes: (N, K), any type.
+        scales: (N, G), any floating dtype.
+        zeros: (N, G), or one number for all.
+
+    Returns:
+        (N, K) float32: `sparse_linear` with it is what every product with codes has to give.
+    """
+    n, groups = scales.shape
+    grouped = codes.float().reshape(n, groups, -1)
+    zero = zeros.float().unsqueeze(2) if isinstance(zeros, Tensor) else zeros
+    return ((grouped - zero) * scales.float().unsqueeze(2)).reshape(n, -1)
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:

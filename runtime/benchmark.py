@@ -21,6 +21,7 @@ from torch import Tensor
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model.weight_types import WEIGHT_TYPES
 
 from .cache import bytes_per_position
 from .decoder import Decoder
@@ -204,12 +205,12 @@ def _prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
 
 
 def _bytes_per_step(config: ModelConfig, dtype: torch.dtype, weights: str, sparsity: float, workload: Workload) -> int:
-    width = 1 if weights == "int8" else dtype.itemsize
-    projections = sum(projection.num_parameters for projection in config.projections())
-    head = config.vocab_size * config.hidden_size
+    held = WEIGHT_TYPES[weights]
+    projections = sum(held.nbytes((p.out_features, p.in_features), dtype) for p in config.projections())
+    head = WEIGHT_TYPES[held.head].nbytes((config.vocab_size, config.hidden_size), dtype)
     context = workload.prompt_length + workload.new_tokens // 2
     cache = bytes_per_position(config, dtype) * context * workload.batch
-    return round((projections * (1 - sparsity) + head) * width) + cache
+    return round(projections * (1 - sparsity)) + head + cache
 
 
 def _cpu_name() -> str:

@@ -21,6 +21,7 @@ from torch import Tensor
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model.weight_types import WEIGHT_TYPES
 
 from .memory import memory_errors
 from .sampling import SamplingSettings, sample
@@ -28,10 +29,7 @@ from .sampling import SamplingSettings, sample
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
-__all__ = ["WEIGHTS", "Decoder", "check_part", "check_prompt", "make_decoder", "next_piece"]
-
-# How weights are held: as the dtype says, or rounded at load.
-WEIGHTS = ("native", "int8")
+__all__ = ["Decoder", "check_part", "check_prompt", "make_decoder", "next_piece"]
 
 log = logging.getLogger(__name__)
 
@@ -272,7 +270,7 @@ def make_decoder(
         device, dtype: where, and in which floating type.
         max_seq_len: positions of one slot, 1 to the model's context.
         backend: ``auto``, ``torch``, ``numba`` or ``triton``.
-        weights: ``native`` (as ``dtype`` says) or ``int8`` (rounded at load; not every back end has it).
+        weights: ``native`` (as ``dtype`` says), or ``int8`` or ``int4`` (rounded at load; not every back end has them).
         max_batch: slots, that is, sequences decoded side by side.
 
     Raises:
@@ -286,7 +284,7 @@ def make_decoder(
             f"found {max_seq_len}"
         )
     arguments.integer("max_batch", max_batch, 1)
-    arguments.choice("weights", weights, WEIGHTS)
+    arguments.choice("weights", weights, tuple(WEIGHT_TYPES))
     try:
         choice = choose_backend(device, dtype, backend)
     except ValueError as error:

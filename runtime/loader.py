@@ -13,10 +13,11 @@ from wisparse.formats.guard import arguments
 from wisparse.formats.guard.sandbox import together
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine.device import choose_device
+from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.kernels.backend import BACKENDS
 
-from .decoder import WEIGHTS, make_decoder
+from .decoder import make_decoder
 from .memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text.edge import Text
@@ -52,7 +53,8 @@ def load(
         dtype: ``auto`` (the weights' own), ``bfloat16``, ``float16`` or ``float32``.
         backend: ``auto`` (the fastest that can run it; the choice and its reason are logged), ``torch``, ``numba`` or
             ``triton``.
-        weights: ``native``, or ``int8`` where the back end has it.
+        weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
+            group of 128 channels, or the largest divisor below; the output layer is int8).
         sparsity: one of the bundle's rungs, or 0 for the dense model; None: the bundle's default. ``model.sparsity``
             changes it between two answers.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
@@ -71,7 +73,7 @@ def load(
     target = choose_device(device)
     arguments.choice("dtype", dtype, ("auto", *_DTYPES))
     arguments.choice("backend", backend, ("auto", *BACKENDS))
-    arguments.choice("weights", weights, WEIGHTS)
+    arguments.choice("weights", weights, tuple(WEIGHT_TYPES))
     arguments.choice("prefill", prefill, PREFILL_POLICIES)
     max_batch = arguments.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
     max_seq_len = None if max_seq_len is None else arguments.integer("max_seq_len", max_seq_len, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from wisparse.formats.errors import ResourceError
 from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.kernels.precision import activation_dtype
 
 from .cache import bytes_per_position
@@ -31,15 +31,13 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str) -> int:
-    """What a bundle's weights take in memory, as numbers of ``dtype``; matrices rounded to int8 have one byte a number
-    and a float32 scale a row. The files may hold another type."""
+    """What a bundle's weights take in memory, matrices held as ``weights`` says, all else as numbers of ``dtype``. The
+    files may hold another type."""
+    chosen = WEIGHT_TYPES[weights]
     total = 0
     for name, shape in expected_tensors(bundle.config).items():
-        numbers = math.prod(shape)
-        if weights == "int8" and len(shape) == 2 and "embed" not in name:
-            total += numbers + 4 * shape[0]
-        else:
-            total += numbers * dtype.itemsize
+        kind = "native" if "embed" in name else chosen.head if name == "lm_head.weight" else weights
+        total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
     return total
 
 

@@ -25,15 +25,18 @@ from wisparse.kernels.cpu import regions as cpu_regions
 from wisparse.kernels.cpu import step as cpu_step
 from wisparse.kernels.cpu import team as cpu_team
 from wisparse.kernels.cpu import threads as cpu_threads
+from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.operations import (
-    aligned_empty,
+    empty_int4,
+    pack_int4_into,
     quantize,
     quantize_into,
     sparse_linear,
     transpose,
     transpose_into,
 )
-from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.cpu.types import aligned_empty
+from wisparse.kernels.reference import from_codes, keep_mask
 from wisparse.kernels.reference import sparse_linear as reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -234,6 +237,76 @@ def test_int8_product_is_that_of_the_rounded_weight() -> None:
     wanted, tolerance = exact(x, rounded, bias, scale, 0.6)
     y = sparse_linear(x, stored, bias, scale, 0.6, column_scale=column_scale)
     assert bool(((y.double() - wanted).abs() <= 2 * tolerance).all())
+
+
+# (N, K, group): one group, several, an odd last one, columns of whole cache lines and an odd number of them.
+INT4 = ((1, 1, 1), (5, 7, 7), (33, 8, 4), (97, 130, 65), (352, 256, 64), (1031, 256, 128))
+
+
+def int4_case(n: int, k: int, group: int, *, zero_points: bool, scale_dtype: torch.dtype) -> tuple[Matrix, Tensor]:
+    """A weight as the kernels read it, in memory whose unused bytes are all ones, and what it stands for (N, K)."""
+    generator = torch.Generator().manual_seed(n)
+    codes = torch.randint(0, 16, (n, k + k % 2), generator=generator, dtype=torch.uint8)
+    scales = (torch.rand(n, k // group, generator=generator) + 0.1).to(scale_dtype)
+    zeros = torch.randint(0, 16, (n, k // group), generator=generator, dtype=torch.uint8) if zero_points else None
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    matrix = empty_int4((n, k), group, scale_dtype=scale_dtype, zero_points=zero_points)
+    matrix.data.fill_(255)
+    for first in range(0, n, 64):
+        part = None if zeros is None else zeros[first : first + 64]
+        pack_int4_into(packed[first : first + 64], scales[first : first + 64], part, matrix, first)
+    return matrix, from_codes(codes[:, :k], scales, 8.0 if zeros is None else zeros)
+
+
+@pytest.mark.parametrize("scale_dtype", DTYPES)
+@pytest.mark.parametrize("zero_points", [False, True])
+def test_int4_product_is_that_of_the_rounded_weight(scale_dtype: torch.dtype, zero_points: bool) -> None:
+    for n, k, group in INT4:
+        matrix, weight = int4_case(n, k, group, zero_points=zero_points, scale_dtype=scale_dtype)
+        for rows in (1, 3, 8):
+            x, _, bias, scale = case(n, k, torch.float32, rows)
+            for threshold in (0.0, 0.8, 1e9):
+                y = sparse_linear(x, matrix, bias, scale, threshold)
+                wanted, _ = exact(x, weight, bias, scale, threshold)
+                # Codes are summed as they are, and what stands for zero is taken off a group's sum.
+                _, tolerance = exact(x, weight.abs() + 16 * matrix_scales(matrix), bias, scale, threshold)
+                assert bool(((y.double() - wanted).abs() <= tolerance).all()), (n, k, rows, threshold)
+                assert torch.equal(y, torch.stack([sparse_linear(row, matrix, bias, scale, threshold) for row in x]))
+
+
+def matrix_scales(matrix: Matrix) -> Tensor:
+    """(N, K): the scale of every number of an int4 weight."""
+    assert matrix.scale is not None
+    return matrix.scale.float().transpose(1, 2).flatten(1)[:, : matrix.shape[0]].repeat_interleave(matrix.group, 0).T
+
+
+def test_int4_product_is_independent_of_the_number_of_threads() -> None:
+    matrix, _ = int4_case(701, 384, 128, zero_points=True, scale_dtype=torch.bfloat16)
+    x, _, bias, scale = case(701, 384, torch.float32, 2)
+    found = []
+    for threads in (1, 2, 3, 5):
+        torch.set_num_threads(threads)
+        found.append(sparse_linear(x, matrix, bias, scale, 0.7))
+    assert all(torch.equal(one, found[0]) for one in found)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int4_is_widened_to_the_weight_that_it_stands_for(dtype: torch.dtype) -> None:
+    for n, k, group in INT4:
+        for zero_points in (False, True):
+            matrix, weight = int4_case(n, k, group, zero_points=zero_points, scale_dtype=torch.bfloat16)
+            x = torch.eye(k, dtype=dtype)
+            assert torch.equal(matrix.linear(x, None), weight.to(dtype).T)
+
+
+def test_int4_refuses_what_does_not_fit() -> None:
+    matrix = empty_int4((20, 8), 4)
+    codes, scales = torch.zeros(20, 4, dtype=torch.uint8), torch.ones(20, 2)
+    for wrong, first in ((codes, 1), (codes, 2), (codes[:, :3], 0), (codes[:6], -2)):
+        with pytest.raises(ValueError, match="do not fit an int4 20 x 8"):
+            pack_int4_into(wrong, scales, None, matrix, first)
+    with pytest.raises(ValueError, match="zeros: expected where"):
+        pack_int4_into(codes, scales, torch.zeros(20, 2, dtype=torch.uint8), matrix, 0)
 
 
 def test_int8_marks_rows_that_are_not_finite() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -20,7 +21,10 @@ from torch import Tensor
 import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
+from wisparse.formats.model.quantised import quantise_int4
+from wisparse.formats.model.weight_types import group_of
 from wisparse.kernels.cpu import team as cpu_team
+from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cpu import step as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
@@ -161,6 +165,7 @@ def test_sparse_greedy_tokens_equal_the_references(
     [
         ("llama-bias", torch.float32, "native"),
         ("llama-bias", torch.bfloat16, "int8"),
+        ("llama-bias", torch.bfloat16, "int4"),
         # Norms of whole vectors, of which every thread computes a part.
         ("gemma2", torch.float32, "native"),
         ("olmo2", torch.float32, "native"),
@@ -216,14 +221,35 @@ def test_low_precision_of_a_sandwich_is_no_worse_than_the_references(
     assert 0 < mine < theirs
 
 
-def test_int8_decodes_the_weights_it_prefills_with(tiny_bundles: dict[str, Bundle]) -> None:
-    for variant in ("llama-bias", "phi3-partial", "gemma2", "olmo2"):
-        decoder = cpu_decoder(tiny_bundles[variant].at(0), weights="int8")
+def test_codes_decode_as_they_prefill(tiny_bundles: dict[str, Bundle]) -> None:
+    for variant, weights in itertools.product(("llama-bias", "phi3-partial", "gemma2", "olmo2"), ("int8", "int4")):
+        decoder = cpu_decoder(tiny_bundles[variant].at(0), weights=weights)
         sequence = tokens(20, seed=4)
         whole = decoder.logits(sequence, len(sequence))
         decoder.prefill(0, sequence[:1], 1)
         stepwise = torch.stack([decoder.decode(token[None])[0].clone() for token in sequence[1:]])
         torch.testing.assert_close(stepwise, whole[1:], atol=3e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_int4_decodes_as_the_reference_does_with_the_rounded_weights(
+    tiny_bundles: dict[str, Bundle], variant: str
+) -> None:
+    bundle = tiny_bundles[variant].at(0)
+    decoder, twin = cpu_decoder(bundle, max_batch=3, weights="int4"), torch_decoder(bundle, max_batch=3)
+    mine = [projection for block in decoder._blocks for projection in block.projections]
+    theirs = [projection for block in twin._blocks for projection in block.projections]
+    for projection, cpu, plain in zip(bundle.config.projections(), mine, theirs, strict=True):
+        weight = bundle.checkpoint.tensor(f"{projection.name}.weight").float()
+        codes = quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=torch.bfloat16)
+        plain.weight = codes.dequantise(torch.float32)
+        assert cpu.matrix.stored_as == StoredAs.INT4
+        assert torch.equal(cpu.matrix.linear(torch.eye(weight.shape[1]), None).T, plain.weight)
+    assert decoder._output.stored_as == StoredAs.INT8
+    twin._head = decoder._output.linear(torch.eye(bundle.config.hidden_size), None).T
+    steps = tokens(25, 3)
+    wanted = decode_all(twin, PROMPTS, steps)
+    torch.testing.assert_close(decode_all(decoder, PROMPTS, steps), wanted, atol=3e-4, rtol=1e-4)
 
 
 def test_int8_costs_little_quality(example_bundle: Path) -> None:
@@ -235,8 +261,9 @@ def test_int8_costs_little_quality(example_bundle: Path) -> None:
     assert 0 < divergence < 0.01
 
 
-def test_int8_refuses_weights_that_are_not_finite(
-    tiny_bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_codes_refuse_weights_that_are_not_finite(
+    tiny_bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch, weights: str
 ) -> None:
     bundle = tiny_bundles["llama-bias"]
     name = "model.layers.0.mlp.up_proj.weight"
@@ -244,7 +271,17 @@ def test_int8_refuses_weights_that_are_not_finite(
     weight[7, 3] = float("inf")  # what a larger weight becomes in float16
     monkeypatch.setattr(type(bundle.checkpoint), "chunks", lambda *_: iter([weight.flatten()]))
     with pytest.raises(BundleError, match="row 7"):
-        read_matrix(bundle, name, torch.float32, "int8", transposed=True)
+        read_matrix(bundle, name, torch.float32, weights, transposed=True)
+
+
+def test_int4_refuses_channels_without_a_group(tiny_bundles: dict[str, Bundle]) -> None:
+    assert [group_of(k) for k in (4096, 320, 96, 24, 11008, 8960)] == [128, 80, 96, 24, 128, 128]
+    checkpoint = tiny_bundles["llama-bias"].checkpoint
+    name = "model.layers.0.mlp.up_proj.weight"
+    odd = {**checkpoint.tensors, name: dataclasses.replace(checkpoint.tensors[name], shape=(64, 131))}
+    bundle = dataclasses.replace(tiny_bundles["llama-bias"], checkpoint=dataclasses.replace(checkpoint, tensors=odd))
+    with pytest.raises(UsageError, match=r"up_proj.weight: 131 channels cannot be cut .* load it with weights int8"):
+        read_matrix(bundle, name, torch.float32, "int4", transposed=True)
 
 
 @pytest.mark.usefixtures("as_many_threads_as_asked_for")
@@ -352,7 +389,7 @@ bundle = Bundle.open(sys.argv[1])
 settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8)
 from wisparse.kernels.cpu.operations import quantize, transpose
 from wisparse.kernels.cpu.threads import prepare
-for region in ("step_float32", "step_int8_float32"):
+for region in ("step_float32", "step_bfloat16"):
     prepare(region)
 transpose(torch.zeros(8, 8)), quantize(torch.zeros(8, 8))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -368,7 +405,7 @@ print(json.dumps([(after - before) * 1024, sum(info.nbytes for info in bundle.ch
     config = AutoConfig.for_model("llama", num_attention_heads=8, **settings)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "source")
     bundle = make_bundle(tmp_path / "source", tmp_path / "bundle")
-    for weights, share in (("native", 1.0), ("int8", 0.25)):
+    for weights, share in (("native", 1.0), ("int8", 0.25), ("int4", 0.14)):
         done = subprocess.run(
             [sys.executable, "-c", script, bundle, weights], capture_output=True, text=True, check=False
         )

@@ -4,6 +4,8 @@ calls, atomic words, a fast exp.
 A weight's type is told by the type of its bits, so that one kernel serves all of them:
 
     float32 -> float32        uint16 -> bfloat16        int16 -> float16        int8 -> int8
+
+Two int4 weights share a byte, of which there are the halves.
 """
 
 from __future__ import annotations
@@ -22,8 +24,8 @@ from .layout import BlockField, FloatField, ProjectionField
 
 __all__ = [
     "ONE", "SYMBOLS", "ZERO", "add_word", "block_row", "constants_row", "dot", "exact", "exp32", "floats", "get_word",
-    "narrow", "now_ns", "num_threads", "pointer", "projection_row", "put_word", "relax", "size_of", "sleep_us",
-    "soft_cap", "span", "tanh32", "thread_num", "widen",
+    "high_half", "low_half", "narrow", "now_ns", "num_threads", "pointer", "prefetch", "projection_row", "put_word",
+    "relax", "size_of", "sleep_us", "soft_cap", "span", "tanh32", "thread_num", "widen",
 ]  # fmt: skip
 
 # OpenMP's and the C library's functions under names of our own, registered by `threads` before any code is loaded.
@@ -82,6 +84,43 @@ def widen(typingctx, value):
         return args[0]
 
     return types.float32(value), codegen
+
+
+@intrinsic
+def low_half(typingctx, byte):
+    """Bits 0 to 3 of a byte as float32."""
+    return _half_of(byte, lambda builder, word: builder.and_(word, ir.Constant(word.type, 15)))
+
+
+@intrinsic
+def high_half(typingctx, byte):
+    """Bits 4 to 7 of a byte as float32."""
+    return _half_of(byte, lambda builder, word: builder.lshr(word, ir.Constant(word.type, 4)))
+
+
+def _half_of(byte, taken):
+    def codegen(context, builder, signature, args):
+        # Widened before it is cut: vectors of 32 bits can be shifted, those of bytes cannot.
+        return builder.sitofp(taken(builder, builder.zext(args[0], ir.IntType(32))), ir.FloatType())
+
+    return types.float32(byte), codegen
+
+
+@intrinsic
+def prefetch(typingctx, address):
+    """Ask for the cache line at an address; any address is fine."""
+    byte, i32, nothing = ir.IntType(8).as_pointer(), ir.IntType(32), ir.VoidType()
+
+    def codegen(context, builder, signature, args):
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(nothing, [byte, i32, i32, i32]), "llvm.prefetch.p0"
+        )
+        # For reading, into the nearest cache, of data.
+        words = [ir.Constant(i32, value) for value in (0, 3, 1)]
+        builder.call(function, [builder.inttoptr(args[0], byte), *words])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
 
 
 @intrinsic

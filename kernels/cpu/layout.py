@@ -8,21 +8,42 @@ from __future__ import annotations
 from enum import IntEnum
 
 __all__ = [
-    "TILE", "BlockField", "FloatField", "LayoutField", "LinearField", "ProjectionField", "StepField", "TeamField",
+    "TILE", "BlockField", "DequantizeField", "FloatField", "LayoutField", "LinearField", "ProjectionField",
+    "ScaleType", "StepField", "StoredAs", "TeamField",
 ]  # fmt: skip
 
 TILE = 64  # rows and columns that are transposed at a time
 
 
+class StoredAs(IntEnum):
+    """What the numbers of a weight are stored as."""
+
+    BASE = 0  # the type of the cache: float32, bfloat16 or float16
+    INT8 = 1  # and one scale a column
+    INT4 = 2  # two columns a byte, and a scale for each group of channels and column: see `grouped`
+
+
+class ScaleType(IntEnum):
+    """The type of int4 weights' scales."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    FLOAT16 = 2
+
+
 class ProjectionField(IntEnum):
     """One row of the table of projections (int64)."""
 
-    WEIGHT = 0  # (K, N)
+    WEIGHT = 0  # (K, N); int4: (K, ceil(N / 2)) bytes
     N = 1
     K = 2
     SCALE = 3  # channel_scale (K,) float32; 0: dense
     BIAS = 4  # (N,) float32 or 0
-    COLUMN_SCALE = 5  # (N,) float32, int8 weights only, else 0
+    COLUMN_SCALE = 5  # int8: (N,) float32; int4: (G, 2, ceil(N / 2)), the even columns of a group, then the odd ones
+    STORED_AS = 6  # `StoredAs`
+    GROUP = 7  # channels that share a scale, int4 only
+    SCALE_TYPE = 8  # `ScaleType`, int4 only
+    ZERO_POINT = 9  # uint8, like the scales of int4; 0: the code 8 is zero
 
 
 class BlockField(IntEnum):
@@ -67,12 +88,13 @@ class LinearField(IntEnum):
     LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
     COUNTS = 9  # (threads,) int64, kept channels are added
     TEAM = 10  # see `TeamField`
+    PARTIAL = 11  # per thread: (rows, N + 2) float32
 
 
 class LayoutField(IntEnum):
-    """Parameters of the regions that transpose or quantise one weight."""
+    """Parameters of the regions that transpose, quantise or pack one weight."""
 
-    SOURCE = 0  # (rows, K): some rows of a weight (N, K)
+    SOURCE = 0  # (rows, K): some rows of a weight (N, K); int4: two channels a byte, (rows, ceil(K / 2))
     ROWS = 1
     K = 2
     TARGET = 3  # where the first of these rows goes: a column of (K, N), or a row of (N, K) if TRANSPOSED is 0
@@ -80,6 +102,15 @@ class LayoutField(IntEnum):
     TRANSPOSED = 5
     SCALE = 6  # (rows,) float32, written by the quantisation
     TILES = 7  # per thread: TILE * (TILE + 1) elements of 4 bytes
+
+
+class DequantizeField(IntEnum):
+    """Parameters of the region that turns columns of an int4 weight into numbers of a floating type."""
+
+    PROJECTION = 0
+    FIRST = 1  # column, even
+    LAST = 2  # the first column that is left out
+    TARGET = 3  # (K, LAST - FIRST)
 
 
 class TeamField(IntEnum):
@@ -114,7 +145,7 @@ class StepField(IntEnum):
     GELU = 17  # the MLP's activation is GELU, not SiLU
     EMBEDDING = 18  # (V, hidden), the base type
     HEAD = 19  # (V, hidden)
-    HEAD_SCALE = 20  # (V,) float32 or 0
+    HEAD_SCALE = 20  # (V,) float32 where the head is int8, else 0
     BLOCKS = 21  # the table
     FINAL_NORM = 22  # (hidden,) float32
     QUERY_SCALES = 23  # (max_len,) float32: what queries are multiplied by; 0: nothing

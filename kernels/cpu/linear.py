@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from .grouped import add_grouped
 from .intrinsics import (
     ZERO,
     dot,
@@ -22,10 +23,12 @@ from .intrinsics import (
     thread_num,
     widen,
 )  # fmt: skip
-from .layout import LinearField, ProjectionField
+from .layout import LinearField, ProjectionField, StoredAs
 from .meeting import meet
 
 __all__ = ["gather", "linear", "output_rows", "project", "select"]
+
+_INT8 = np.int8(0)
 
 
 @exact
@@ -136,19 +139,24 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
 
 
 @exact
-def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag):
-    """acc[b, :] = columns lo..hi of one projection, with its column scale and bias."""
+def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
+    """acc[b, :] = columns lo..hi of one projection, with its scales and bias; ``tag`` is the base type's.
+
+    ``partial``: scratch, see `add_grouped`.
+    """
     field = projection_row(row)
-    _add_rows(
-        field[ProjectionField.WEIGHT], field[ProjectionField.N], index, value, count, value_stride, rows, lo, hi, acc,
-        acc_stride, tag,
-    )  # fmt: skip
-    if field[ProjectionField.COLUMN_SCALE] != 0:
+    weight, n, kind = field[ProjectionField.WEIGHT], field[ProjectionField.N], field[ProjectionField.STORED_AS]
+    if kind == StoredAs.INT4:
+        add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride)
+    elif kind == StoredAs.INT8:
+        _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
         column_scale = floats(field[ProjectionField.COLUMN_SCALE] + 4 * lo)
         for b in range(rows):
             a = floats(acc + 4 * b * acc_stride)
             for j in range(hi - lo):
                 a[j] *= column_scale[j]
+    else:
+        _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag)
     if field[ProjectionField.BIAS] != 0:
         bias = floats(field[ProjectionField.BIAS] + 4 * lo)
         for b in range(rows):
@@ -180,7 +188,11 @@ def linear(p, tag):
         value, k,
     )  # fmt: skip
     lo, hi = span(n, part, parts), span(n, part + 1, parts)
-    project(p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, tag)
+    partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + 2)
+    project(
+        p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + 2,
+        tag,
+    )  # fmt: skip
     meet(p[LinearField.TEAM], parts)
 
 

@@ -1,13 +1,27 @@
-"""Compiled: a weight's rows transposed, or rounded to int8, on their way into memory."""
+"""Compiled: a weight's rows transposed, rounded to int8 or packed, on their way into memory, and int4 widened again."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from .intrinsics import ONE, ZERO, dot, exact, floats, num_threads, pointer, size_of, span, thread_num, widen
-from .layout import TILE, LayoutField
+from .grouped import dequantized
+from .intrinsics import (
+    ONE,
+    ZERO,
+    dot,
+    exact,
+    floats,
+    num_threads,
+    pointer,
+    projection_row,
+    size_of,
+    span,
+    thread_num,
+    widen,
+)  # fmt: skip
+from .layout import TILE, DequantizeField, LayoutField, ProjectionField
 
-__all__ = ["quantize", "transpose"]
+__all__ = ["dequantize", "pack", "quantize", "transpose"]
 
 
 @exact
@@ -77,3 +91,40 @@ def _largest(source, k, tag):
         poison += v * ZERO
         top = v if v > top else top
     return top + poison
+
+
+@exact
+def pack(p):
+    """int4 codes of rows (rows, K), two channels a byte, to columns of (K, ceil(N / 2)), two outputs a byte.
+
+    The first row goes into the low halves of TARGET's bytes; the last of an odd number of rows has no neighbour.
+    """
+    parts, part = np.int64(num_threads()), np.int64(thread_num())
+    n, k, stride, byte = p[LayoutField.ROWS], p[LayoutField.K], p[LayoutField.STRIDE], np.uint8(0)
+    row = (k + 1) // 2
+    tile = pointer(p[LayoutField.TILES] + part * TILE * (TILE + 1) * 4, byte)
+    for n0 in range(span(n, part, parts), span(n, part + 1, parts), TILE):
+        height = (min(TILE, span(n, part + 1, parts) - n0) + 1) // 2
+        for j0 in range(0, row, TILE):
+            width = min(TILE, row - j0)
+            for i in range(height):
+                even = n0 + 2 * i
+                source = pointer(p[LayoutField.SOURCE] + even * row + j0, byte)
+                below = pointer(p[LayoutField.SOURCE] + min(even + 1, n - 1) * row + j0, byte)
+                for j in range(width):
+                    tile[(2 * j) * (TILE + 1) + i] = (source[j] & np.uint8(15)) | (below[j] << np.uint8(4))
+                    tile[(2 * j + 1) * (TILE + 1) + i] = (source[j] >> np.uint8(4)) | (below[j] & np.uint8(240))
+            for j in range(min(2 * width, k - 2 * j0)):
+                target = pointer(p[LayoutField.TARGET] + (2 * j0 + j) * stride + n0 // 2, byte)
+                for i in range(height):
+                    target[i] = tile[j * (TILE + 1) + i]
+
+
+@exact
+def dequantize(p, tag):
+    """Columns of an int4 weight as numbers of ``tag``'s type, (K, columns)."""
+    parts, part = np.int64(num_threads()), np.int64(thread_num())
+    row = p[DequantizeField.PROJECTION]
+    k, lo, hi = projection_row(row)[ProjectionField.K], p[DequantizeField.FIRST], p[DequantizeField.LAST]
+    for i in range(k * part // parts, k * (part + 1) // parts):
+        dequantized(row, i, lo, hi, p[DequantizeField.TARGET] + i * (hi - lo) * size_of(tag), tag)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray
 
 from .linear import linear
-from .rearrange import quantize, transpose
+from .rearrange import dequantize, pack, quantize, transpose
 from .step import step
 
 __all__ = ["REGIONS"]
@@ -30,32 +30,16 @@ def _linear_float16(p):
     linear(carray(p, (_MOST_FIELDS,)), np.int16(0))
 
 
-def _linear_int8(p):
-    linear(carray(p, (_MOST_FIELDS,)), np.int8(0))
-
-
 def _step_float32(p):
-    step(carray(p, (_MOST_FIELDS,)), np.float32(0), np.float32(0), np.float32(0))
+    step(carray(p, (_MOST_FIELDS,)), np.float32(0))
 
 
 def _step_bfloat16(p):
-    step(carray(p, (_MOST_FIELDS,)), np.uint16(0), np.uint16(0), np.uint16(0))
+    step(carray(p, (_MOST_FIELDS,)), np.uint16(0))
 
 
 def _step_float16(p):
-    step(carray(p, (_MOST_FIELDS,)), np.int16(0), np.int16(0), np.int16(0))
-
-
-def _step_int8_float32(p):
-    step(carray(p, (_MOST_FIELDS,)), np.int8(0), np.int8(0), np.float32(0))
-
-
-def _step_int8_bfloat16(p):
-    step(carray(p, (_MOST_FIELDS,)), np.int8(0), np.int8(0), np.uint16(0))
-
-
-def _step_int8_float16(p):
-    step(carray(p, (_MOST_FIELDS,)), np.int8(0), np.int8(0), np.int16(0))
+    step(carray(p, (_MOST_FIELDS,)), np.int16(0))
 
 
 def _transpose_float32(p):
@@ -78,22 +62,38 @@ def _quantize_float16(p):
     quantize(carray(p, (_MOST_FIELDS,)), np.int16(0))
 
 
+def _pack_int4(p):
+    pack(carray(p, (_MOST_FIELDS,)))
+
+
+def _dequantize_float32(p):
+    dequantize(carray(p, (_MOST_FIELDS,)), np.float32(0))
+
+
+def _dequantize_bfloat16(p):
+    dequantize(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+
+
+def _dequantize_float16(p):
+    dequantize(carray(p, (_MOST_FIELDS,)), np.int16(0))
+
+
 # Name -> what to compile, on first use. The transposition moves bits: two bytes are two bytes.
 REGIONS = {
     "linear_float32": _linear_float32,
     "linear_bfloat16": _linear_bfloat16,
     "linear_float16": _linear_float16,
-    "linear_int8": _linear_int8,
     "step_float32": _step_float32,
     "step_bfloat16": _step_bfloat16,
     "step_float16": _step_float16,
-    "step_int8_float32": _step_int8_float32,
-    "step_int8_bfloat16": _step_int8_bfloat16,
-    "step_int8_float16": _step_int8_float16,
     "transpose_float32": _transpose_float32,
     "transpose_bfloat16": _transpose_bfloat16,
     "transpose_float16": _transpose_bfloat16,
     "quantize_float32": _quantize_float32,
     "quantize_bfloat16": _quantize_bfloat16,
     "quantize_float16": _quantize_float16,
+    "pack_int4": _pack_int4,
+    "dequantize_float32": _dequantize_float32,
+    "dequantize_bfloat16": _dequantize_bfloat16,
+    "dequantize_float16": _dequantize_float16,
 }

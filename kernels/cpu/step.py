@@ -28,6 +28,7 @@ from .meeting import meet
 
 __all__ = ["step"]
 
+_INT8 = np.int8(0)
 _ROW_BYTES = 8 * len(ProjectionField)
 # GELU by its approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
 _GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
@@ -79,14 +80,14 @@ def _finish_logits(logits, slots, rows, vocab, lo, hi, multiplier, cap):
 
 
 @exact
-def step(p, tag, head_tag, base_tag):
+def step(p, base_tag):
     """One token for every row: embedding, blocks, final norm, logits. Five meetings a block.
 
     What is added to the residual may have to be normalised as a whole first, and the next half reads all of the
     residual: so every thread adds all of it for itself, to a residual of its own.
 
     A thread's scratch: the residual and normed (rows, hidden), two accumulators (rows, acc_length), an index list
-    (list_length) and its values (rows, list_length).
+    (list_length), its values (rows, list_length) and the sums of a group (rows, acc_length + 2).
     """
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     team = p[StepField.TEAM]
@@ -106,6 +107,7 @@ def step(p, tag, head_tag, base_tag):
     acc_up = acc + 4 * rows * acc_stride
     index = acc_up + 4 * rows * acc_stride
     value = index + 4 * length
+    partial, partial_stride = value + 4 * rows * length, acc_stride + 2
     seg_index, seg_value = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE]
     seg_count = p[StepField.SEGMENT_COUNT]
     segments = pointer(seg_count, np.int64(0))
@@ -142,8 +144,9 @@ def step(p, tag, head_tag, base_tag):
                 )  # fmt: skip
                 if from_ < to:
                     project(
-                        row, index, value, count, length, rows, from_ - begin, to - begin, qkv + 4 * from_, width, tag
-                    )
+                        row, index, value, count, length, rows, from_ - begin, to - begin, qkv + 4 * from_, width,
+                        partial, partial_stride, base_tag,
+                    )  # fmt: skip
             begin = end
         meet(team, parts)
 
@@ -159,7 +162,9 @@ def step(p, tag, head_tag, base_tag):
         meet(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
-        project(row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, tag)
+        project(
+            row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
+        )
         meet(team, parts)
 
         x = _normed(half, facts[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
@@ -178,7 +183,7 @@ def step(p, tag, head_tag, base_tag):
                 )  # fmt: skip
             project(
                 row, index, value, count, length, rows, offset + mlp_lo, offset + mlp_hi, acc if i == 0 else acc_up,
-                acc_stride, tag,
+                acc_stride, partial, partial_stride, base_tag,
             )  # fmt: skip
         _activate_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo, p[StepField.GELU])
         i = first + per_block - 1
@@ -192,7 +197,9 @@ def step(p, tag, head_tag, base_tag):
         meet(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
-        project(row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, tag)
+        project(
+            row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
+        )
         meet(team, parts)
 
         x = _normed(half, facts[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
@@ -201,10 +208,16 @@ def step(p, tag, head_tag, base_tag):
     x = _normed(residual, p[StepField.FINAL_NORM], rows, hidden, eps, normed)
     vocab = p[StepField.VOCAB]
     lo, hi = vocab * part // parts, vocab * (part + 1) // parts
-    output_rows(
-        p[StepField.HEAD], hidden, lo, hi, x, hidden, rows, p[StepField.HEAD_SCALE], p[StepField.LOGITS],
-        p[StepField.SLOTS], vocab, head_tag,
-    )  # fmt: skip
+    if p[StepField.HEAD_SCALE] != 0:
+        output_rows(
+            p[StepField.HEAD], hidden, lo, hi, x, hidden, rows, p[StepField.HEAD_SCALE], p[StepField.LOGITS],
+            p[StepField.SLOTS], vocab, _INT8,
+        )  # fmt: skip
+    else:
+        output_rows(
+            p[StepField.HEAD], hidden, lo, hi, x, hidden, rows, np.int64(0), p[StepField.LOGITS], p[StepField.SLOTS],
+            vocab, base_tag,
+        )  # fmt: skip
     _finish_logits(
         p[StepField.LOGITS], p[StepField.SLOTS], rows, vocab, lo, hi, constants[FloatField.LOGITS_MULTIPLIER],
         constants[FloatField.LOGITS_CAP],

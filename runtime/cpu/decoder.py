@@ -16,22 +16,31 @@ from torch import Tensor
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import ContextLengthError
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.cpu.operations import type_name
+from wisparse.formats.model.weight_types import WEIGHT_TYPES
+from wisparse.kernels.cpu.layout import StoredAs
+from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.threads import prepare_all
+from wisparse.kernels.cpu.types import type_name
 
 from ..cache import KVCache
 from ..rotary import Rotary
 from ..torch.decoder import TorchDecoder, finish_logits, read_block, read_norm
 from .step import Step
-from .weights import CpuProjection, Matrix, read_matrices
+from .weights import CpuProjection, read_matrices
 
 __all__ = ["CpuDecoder"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# The regions that weights go through at load and at a prompt, by what they are held as.
+_ON_THE_WAY = {
+    "native": ("transpose_{}",),
+    "int8": ("quantize_{}",),
+    "int4": ("quantize_{}", "pack_int4", "dequantize_{}"),
+}
 
 
 class CpuDecoder(TorchDecoder):
-    """See :class:`runtime.decoder.Decoder`; CPU only, float32, bfloat16 or float16 weights, or int8."""
+    """See :class:`runtime.decoder.Decoder`; CPU only; every type of ``WEIGHT_TYPES``."""
 
     name: ClassVar[str] = "numba"
 
@@ -49,19 +58,21 @@ class CpuDecoder(TorchDecoder):
         self.device, self.dtype = device, dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         base = type_name(dtype)
-        region = f"step_int8_{base}" if weights == "int8" else f"step_{base}"
-        prepare_all([region, f"quantize_{base}" if weights == "int8" else f"transpose_{base}"])
+        region = f"step_{base}"
+        kinds = (weights, "int4") if bundle.checkpoint.quantised else (weights,)
+        prepare_all([region, *dict.fromkeys(name.format(base) for kind in kinds for name in _ON_THE_WAY[kind])])
         names = [f"{projection.name}.weight" for projection in config.projections()]
         matrices = read_matrices(bundle, names, dtype, weights, transposed=True)
         self._embedding = read_matrices(bundle, ["model.embed_tokens.weight"], dtype, "native", transposed=False)[
             "model.embed_tokens.weight"
         ].data
         tied = config.tie_word_embeddings
-        if tied and weights == "native":
-            self._output = Matrix(self._embedding, None, transposed=False)
+        head_type = WEIGHT_TYPES[weights].head
+        if tied and head_type == "native":
+            self._output = Matrix(StoredAs.BASE, self._embedding, tuple(self._embedding.shape), transposed=False)
         else:
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"
-            self._output = read_matrices(bundle, [head], dtype, weights, transposed=False)[head]
+            self._output = read_matrices(bundle, [head], dtype, head_type, transposed=False)[head]
         self._blocks = [
             read_block(
                 bundle, index, device, dtype, lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype)

@@ -14,13 +14,14 @@ from torch import Tensor
 from wisparse.formats.machine.cores import usable_cores
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.cpu.layout import BlockField, FloatField, ProjectionField, StepField
+from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.team import Team
 from wisparse.kernels.cpu.threads import team_size
 
 from ..cache import KVCache
 from ..rotary import Rotary, query_scales, switch_length
 from ..torch.decoder import Block, Norm
-from .weights import CpuProjection, Matrix
+from .weights import CpuProjection
 
 __all__ = ["Step"]
 
@@ -48,7 +49,7 @@ class Step:
     ) -> None:
         """
         Args:
-            region: which of ``kernels.cpu.regions.REGIONS`` fits the types of the weights.
+            region: which of ``kernels.cpu.regions.REGIONS`` fits the type of the cache.
             embedding: (V, hidden), the type of the cache.
             output: the output layer, not transposed.
             rotaries: one for each of ``config.rotaries``.
@@ -66,7 +67,7 @@ class Step:
         self._threads = self._capacity = 0
         self._team = Team()
         self._parameters[StepField.TEAM] = self._team.address
-        weights = output.data.nbytes + sum(p.matrix.data.nbytes for p in self._projections)
+        weights = output.nbytes + sum(p.matrix.nbytes for p in self._projections)
         self._most_threads = max(1, min(usable_cores(), weights // _BYTES_PER_THREAD))
         self._counts = torch.zeros(0, dtype=torch.int64)
 
@@ -176,15 +177,9 @@ class Step:
 
     def _describe(self, projection: CpuProjection) -> list[int]:
         """A projection's row of the table, but for its mask (``take_masks``)."""
-        tensors = {
-            ProjectionField.WEIGHT: projection.matrix.data,
-            ProjectionField.COLUMN_SCALE: projection.matrix.scale,
-        }
         row = [0] * len(ProjectionField)
-        row[ProjectionField.N], row[ProjectionField.K] = projection.out_features, projection.in_features
-        for field, tensor in tensors.items():
-            if tensor is not None:
-                row[field] = self._address(tensor)
+        for field, value in projection.matrix.describe().items():
+            row[field] = self._address(value) if isinstance(value, Tensor) else value
         return row
 
     def _allocate(self, threads: int, rows: int) -> None:
@@ -192,8 +187,9 @@ class Step:
         config = self._config
         longest = max(config.hidden_size, config.q_size, config.intermediate_size)
         widest = max(longest, config.q_size + 2 * config.kv_size)
-        # residual, normed, two accumulators, one list: see `step`. Whole pages, so that threads share no cache line.
+        # residual, normed, two accumulators, one list, sums: see `step`. Whole pages: threads share no cache line.
         scratch = 4 * (2 * rows * config.hidden_size + 2 * rows * widest + longest + rows * longest)
+        scratch += 4 * rows * (widest + 2)
         scratch = -(-scratch // 4096) * 4096
         counts = torch.zeros(threads * len(self._projections), dtype=torch.int64)
         counts[: len(self._projections)] = torch.tensor(self.kept()) if self._threads else 0

@@ -1,4 +1,4 @@
-"""A bundle's weights as the CPU kernels want them: projections channel-major, optionally rounded to int8 on the way.
+"""A bundle's weights as the CPU kernels want them: projections channel-major, optionally rounded on the way.
 
 A weight is read in pieces of a few rows that still lie in the processor's cache when they are transposed, so a model is
 never in memory twice, and several weights are read at once.
@@ -7,55 +7,33 @@ never in memory twice, and several weights are read at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import ResourceError
+from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.model.model_config import Projection
-from wisparse.kernels.cpu.operations import aligned_empty, quantize_into, transpose_into
+from wisparse.formats.model.quantised import QuantizedMatrix, quantise_int4
+from wisparse.formats.model.weight_types import WEIGHT_TYPES, group_of
+from wisparse.kernels.cpu.layout import StoredAs
+from wisparse.kernels.cpu.matrix import Matrix
+from wisparse.kernels.cpu.operations import empty_int4, pack_int4, pack_int4_into, quantize_into, transpose_into
+from wisparse.kernels.cpu.types import aligned_empty
 
 from ..torch.decoder import MaskedLinear
 
-__all__ = ["CpuProjection", "Matrix", "read_matrices", "read_matrix"]
+__all__ = ["CpuProjection", "read_matrices", "read_matrix"]
 
+_T = TypeVar("_T")
+# What scales are held in, narrow ones first; the first that holds them exactly is taken.
+_SCALES = (torch.bfloat16, torch.float16, torch.float32)
 _PIECE_BYTES = 4 << 20
-# Small enough for the allocator to hand out the same memory again, instead of fresh pages every time.
-_WIDENED_BYTES = 8 << 20
 # Rows of a piece: whole cache lines of the transposed weight, whatever its type.
 _ROW_STEP = 64
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """A weight (N, K), stored as ``data``.
-
-    Attributes:
-        data: (K, N) if ``transposed``, else (N, K); the decoder's type, or int8.
-        scale: (N,) float32 for int8: weight ~ data * scale; else None.
-    """
-
-    data: Tensor
-    scale: Tensor | None
-    transposed: bool
-
-    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x (T, K) times the weight, as a dense product in x's type: (T, N); int8 is widened piece by piece."""
-        weight = self.data.t() if self.transposed else self.data
-        if self.scale is None:
-            return functional.linear(x, weight, bias)
-        y = torch.empty(len(x), len(weight))
-        columns = max(1, _WIDENED_BYTES // (x.element_size() * weight.shape[1]))
-        for first in range(0, len(weight), columns):
-            # int8 is exact in bfloat16 and float16; the scale is applied to the sums.
-            y[:, first : first + columns] = functional.linear(x, weight[first : first + columns].to(x.dtype))
-        y *= self.scale
-        return (y if bias is None else y + bias).to(x.dtype)
 
 
 class CpuProjection(MaskedLinear):
@@ -104,36 +82,102 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     Args:
         bundle: where it is.
         name: of the tensor, (N, K).
-        dtype: its type in memory, unless ``weights`` is int8.
-        weights: ``native`` or ``int8``.
-        transposed: lay it out as (K, N).
+        dtype: its type in memory, if it is not rounded.
+        weights: one of ``WEIGHT_TYPES``; ``native`` takes codes as they are on disk if a kernel multiplies with them
+            (int4, int8 with a scale a row), and widens others to ``dtype``.
+        transposed: lay it out as (K, N); int4 always is.
 
     Raises:
-        BundleError: damaged, or holding a number that is not finite (int8 only: it has no place for one).
+        BundleError: damaged, or holding a number that is not finite (if it is rounded: codes have no place for one).
         ResourceError: not enough memory.
+        UsageError: its channels cannot be cut into groups.
     """
-    checkpoint = bundle.checkpoint
-    n, k = checkpoint.shape(name)
-    quantized = weights == "int8"
-    try:
-        data = aligned_empty((k, n) if transposed else (n, k), torch.int8 if quantized else dtype)
-    except (OSError, MemoryError, RuntimeError):
-        raise ResourceError(f"{name}: not enough memory for its {n} x {k} weights") from None
-    scale = torch.empty(n) if quantized else None
-    rows = max(_ROW_STEP, _PIECE_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
-    first = 0
-    for stored in checkpoint.row_pieces(name, rows):
-        piece = stored.to(dtype)
-        last = first + len(piece)
-        if scale is not None:
-            quantize_into(piece, data, scale, first, transposed=transposed)
-        elif transposed:
+    if name in bundle.checkpoint.quantised and weights in ("native", "int4"):
+        stored = bundle.checkpoint.matrix(name)
+        assert isinstance(stored, QuantizedMatrix)
+        laid_out = _as_stored(name, stored, transposed)
+        if laid_out is not None and (weights == "native" or stored.kind == weights):
+            return laid_out
+    return _READERS[weights](bundle, name, dtype, transposed)
+
+
+def _as_stored(name: str, stored: QuantizedMatrix, transposed: bool) -> Matrix | None:
+    """A weight with the codes that it has on disk, or None where no kernel multiplies with such codes."""
+    n, k = stored.shape
+    if stored.kind == "int4" and transposed:
+        scale_dtype = next(dtype for dtype in _SCALES if torch.equal(stored.scales.to(dtype).float(), stored.scales))
+        scales, group = stored.scales.to(scale_dtype), stored.group or k
+        return _memory(name, (n, k), lambda: pack_int4(stored.codes, scales, stored.zeros, group, k))
+    if stored.kind == "int8" and stored.group is None and stored.zeros is None:
+        data = _memory(name, (n, k), lambda: aligned_empty((k, n) if transposed else (n, k), torch.int8))
+        return Matrix(
+            StoredAs.INT8, data.copy_(stored.codes.t() if transposed else stored.codes), (n, k), transposed,
+            stored.scales.flatten().contiguous(),
+        )  # fmt: skip
+    return None
+
+
+def _read_native(bundle: Bundle, name: str, dtype: torch.dtype, transposed: bool) -> Matrix:
+    n, k = bundle.checkpoint.shape(name)
+    data = _memory(name, (n, k), lambda: aligned_empty((k, n) if transposed else (n, k), dtype))
+    for first, piece in _pieces(bundle, name, dtype):
+        if transposed:
             transpose_into(piece, data, first)
         else:
-            data[first:last] = piece
-        first = last
-    if scale is not None and not bool(scale.isfinite().all()):
-        raise checkpoint.error(
-            f"{name}: expected finite weights, found NaN or Inf in row {int((~scale.isfinite()).nonzero()[0])}"
-        )
-    return Matrix(data, scale, transposed)
+            data[first : first + len(piece)] = piece
+    return Matrix(StoredAs.BASE, data, (n, k), transposed)
+
+
+def _read_int8(bundle: Bundle, name: str, dtype: torch.dtype, transposed: bool) -> Matrix:
+    n, k = bundle.checkpoint.shape(name)
+    data = _memory(name, (n, k), lambda: aligned_empty((k, n) if transposed else (n, k), torch.int8))
+    scale = torch.empty(n)
+    for first, piece in _pieces(bundle, name, dtype):
+        quantize_into(piece, data, scale, first, transposed=transposed)
+    _check_finite(bundle, name, scale)
+    return Matrix(StoredAs.INT8, data, (n, k), transposed, scale)
+
+
+def _read_int4(bundle: Bundle, name: str, dtype: torch.dtype, transposed: bool) -> Matrix:
+    n, k = bundle.checkpoint.shape(name)
+    try:
+        group = group_of(k)
+    except ValueError as error:
+        raise UsageError(f"{name}: {error}: load it with weights int8") from None
+    scale_dtype = WEIGHT_TYPES["int4"].scale_dtype
+    matrix = _memory(name, (n, k), lambda: empty_int4((n, k), group, scale_dtype=scale_dtype))
+    for first, piece in _pieces(bundle, name, dtype):
+        _check_finite(bundle, name, piece.float().sum(1), first)
+        codes = quantise_int4(piece, group=group, scale_dtype=scale_dtype)
+        pack_int4_into(codes.codes, codes.scales, codes.zeros, matrix, first)
+    return matrix
+
+
+# What weights may be held as -> how they are read; the keys are those of WEIGHT_TYPES.
+_READERS = {"native": _read_native, "int8": _read_int8, "int4": _read_int4}
+
+
+def _memory(name: str, shape: tuple[int, int], allocate: Callable[[], _T]) -> _T:
+    """What ``allocate`` gives, or a ResourceError."""
+    try:
+        return allocate()
+    except (OSError, MemoryError, RuntimeError):
+        raise ResourceError(f"{name}: not enough memory for its {shape[0]} x {shape[1]} weights") from None
+
+
+def _pieces(bundle: Bundle, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Some rows of a weight at a time, as ``dtype``, with the number of the first."""
+    checkpoint = bundle.checkpoint
+    row_bytes = checkpoint.shape(name)[1] * checkpoint.dtype.itemsize
+    first = 0
+    for stored in checkpoint.row_pieces(name, max(_ROW_STEP, _PIECE_BYTES // row_bytes // _ROW_STEP * _ROW_STEP)):
+        piece = stored.to(dtype)
+        yield first, piece
+        first += len(piece)
+
+
+def _check_finite(bundle: Bundle, name: str, of_rows: Tensor, first: int = 0) -> None:
+    """Raise BundleError unless what was computed of each row, from row ``first`` on, is finite."""
+    if not bool(of_rows.isfinite().all()):
+        row = first + int((~of_rows.isfinite()).nonzero()[0])
+        raise bundle.checkpoint.error(f"{name}: expected finite weights, found NaN or Inf in row {row}")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
@@ -51,7 +52,7 @@ device_options = _stacked(
     ),
     click.option(
         "--weights",
-        type=click.Choice(["native", "int8"]),
+        type=click.Choice(list(WEIGHT_TYPES)),
         default="native",
         show_default=True,
         help="Round the weights at load, where the back end can.",
