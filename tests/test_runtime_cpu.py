@@ -10,16 +10,20 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
 from bundle_maker import make_bundle
+from quantised_models import PUBLISHED, quantise_model
 from runtime_models import FAMILIES, make_checkpoint
+from tiny_bundle import write_tiny_model
 from torch import Tensor
 
 import wisparse
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.model.quantised import quantise_int4
 from wisparse.formats.model.weight_types import group_of
@@ -272,6 +276,20 @@ def test_codes_refuse_weights_that_are_not_finite(
     monkeypatch.setattr(type(bundle.checkpoint), "chunks", lambda *_: iter([weight.flatten()]))
     with pytest.raises(BundleError, match="row 7"):
         read_matrix(bundle, name, torch.float32, weights, transposed=True)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_codes_on_disk_are_multiplied_as_they_are(name: str, tmp_path: Path) -> None:
+    """Published ways to store a weight: int4 and int8 with a scale a row keep their codes, others are widened."""
+    source = write_tiny_model(tmp_path / "plain")
+    checkpoint = Checkpoint.open(quantise_model(source, tmp_path / "model", *PUBLISHED[name]()))
+    for weight in list(checkpoint.quantised)[:2]:
+        stored = checkpoint.matrix(weight)
+        found = read_matrix(SimpleNamespace(checkpoint=checkpoint), weight, torch.float32, "native", transposed=True)
+        kept = stored.kind == "int4" or (stored.kind == "int8" and stored.group is None and stored.zeros is None)
+        assert (found.stored_as != StoredAs.BASE) == kept
+        wanted = stored.dequantise(torch.float32 if kept else checkpoint.dtype).float()
+        torch.testing.assert_close(found.linear(torch.eye(stored.shape[1]), None).T, wanted, atol=0, rtol=1e-6)
 
 
 def test_int4_refuses_channels_without_a_group(tiny_bundles: dict[str, Bundle]) -> None:
