@@ -146,8 +146,8 @@ class Scheduler:
         """Whether a step has anything to do."""
         return bool(self._waiting) or any(self._slots)
 
-    def submit(self, request: Request) -> Job:
-        """Queue a request.
+    def check(self, request: Request) -> None:
+        """Whether a request can be queued; from any thread.
 
         Raises:
             ContextLengthError: the prompt is empty or longer than the decoder's context.
@@ -164,6 +164,10 @@ class Scheduler:
         biased = max(request.sampling.logit_bias or (0,))
         if biased >= vocab_size:
             raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
+
+    def submit(self, request: Request) -> Job:
+        """Queue a request; raises what :meth:`check` does."""
+        self.check(request)
         sampling = resolve_seed(request.sampling)
         job = Job(request, sampling, Chooser(sampling, request.token_ids, request.constraint))
         self._waiting.append(job)

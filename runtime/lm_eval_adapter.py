@@ -160,7 +160,7 @@ class WisparseLM(TemplateLM):
             list(self._grouped(requests)), desc="wisparse: log-likelihoods", disable=disable_tqdm or None
         ):
             # One pass serves every request that reads the same tokens: the choices " A", " B", " C" of one question.
-            logits = self.model.decoder.logits(torch.tensor(inputs, dtype=torch.int64), start)
+            logits = self._logits(torch.tensor(inputs, dtype=torch.int64), start)
             longest = max(len(continuation) for _, continuation in members)
             log_probs = logits[len(inputs) - longest :].float().log_softmax(dim=-1)
             for index, continuation in members:
@@ -172,6 +172,10 @@ class WisparseLM(TemplateLM):
         for (request, _, _), answer in zip(requests, result, strict=True):
             self.cache_hook.add_partial("loglikelihood", request, answer)
         return result
+
+    def _logits(self, token_ids: torch.Tensor, start: int) -> torch.Tensor:
+        """(T, V); between two steps of whatever else the model does. The caller's: the decoder goes on meanwhile."""
+        return self.model.engine.call(lambda: self.model.decoder.logits(token_ids, start))
 
     def _grouped(
         self, requests: Sequence[tuple[Any, list[int], list[int]]]
@@ -209,7 +213,7 @@ class WisparseLM(TemplateLM):
             total = 0.0
             for context, wanted in map(make_disjoint_window, windows):
                 inputs = torch.tensor([*context, *wanted][:-1], dtype=torch.int64)
-                logits = self.model.decoder.logits(inputs, sparse_from(self.prefill, len(inputs)))
+                logits = self._logits(inputs, sparse_from(self.prefill, len(inputs)))
                 log_probs = logits[-len(wanted) :].float().log_softmax(dim=-1)
                 chosen = torch.tensor(wanted, dtype=torch.int64, device=log_probs.device)
                 total += float(log_probs.gather(-1, chosen[:, None]).double().sum())

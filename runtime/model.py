@@ -2,146 +2,49 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack, overload
 
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.prefill import sparse_from
 
-from .choosing import TokenScore
+from .answer import Generation, Piece
 from .decoder import Decoder
-from .generation import Job, Request, Scheduler, Tally
-from .memory import memory_errors, peak_bytes
+from .engine import Engine, Ticket
+from .generation import Request, Tally
 from .sampling import SamplingSettings
 from .settings import GenerationArguments, GenerationSettings, spelled_out
-from .text.detokenize import Detokenizer, StopStrings
 from .text.edge import Text, stop_ids
 from .text.prompts import Message, Prompt, as_prompts
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
-__all__ = ["Generation", "Message", "Model", "Piece", "Prompt", "Writer"]
-
-
-# How long a call waits for another thread to move a stream that only its own has moved so far.
-_PATIENCE_SECONDS = 5.0
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A finished answer.
-
-    Attributes:
-        text: the answer, special tokens and the stop string left out.
-        token_ids: all generated ids, those of a stop token or stop string included.
-        finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens``, or the context is full).
-        seed: repeats a sampled answer; None for a greedy one.
-        prompt_tokens: length of the prompt.
-        prompt_seconds: from the prompt to the first token.
-        generation_seconds: from the first token to the last, on the clock: in a stream what its reader did between two
-            tokens counts too. 0 if there was only one. What a first use compiles and captures comes before the prompt.
-        peak_memory_bytes: the most memory used so far: on a GPU the device's, else this process's.
-        realised_sparsity: share of the projections' weights that were not needed at the sparse positions; None unless
-            asked for. In a batch it is that of all answers together.
-        scores: what the model thought of each of ``token_ids``; None unless ``logprobs`` asks for it.
-        prompt_scores: of the prompt's tokens but the first; None unless a request asks for it.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    seed: int | None
-    prompt_tokens: int
-    prompt_seconds: float
-    generation_seconds: float
-    peak_memory_bytes: int
-    realised_sparsity: float | None = None
-    scores: tuple[TokenScore, ...] | None = None
-    prompt_scores: tuple[TokenScore, ...] | None = None
-
-    @property
-    def prompt_tok_per_s(self) -> float:
-        """Prompt tokens read per second."""
-        return self.prompt_tokens / self.prompt_seconds if self.prompt_seconds else 0.0
-
-    @property
-    def generation_tok_per_s(self) -> float:
-        """Tokens decoded per second, the first not counted: the prefill gave it. 0 if it is the only one."""
-        return (len(self.token_ids) - 1) / self.generation_seconds if self.generation_seconds else 0.0
-
-
-@dataclass(frozen=True)
-class Piece:
-    """What one token added to a streamed answer.
-
-    Attributes:
-        text: whole characters, maybe none: an incomplete character or the beginning of a stop string is held back.
-        token_id: the token.
-        finish_reason: set on the last piece, as in ``Generation``.
-        generation: the whole answer, on the last piece.
-        score: what the model thought of the token; None unless ``logprobs`` asks for it.
-        prompt_scores: on the first piece, of the prompt's tokens but the first; None unless a request asks for it.
-    """
-
-    text: str
-    token_id: int
-    finish_reason: str | None = None
-    generation: Generation | None = None
-    score: TokenScore | None = None
-    prompt_scores: Sequence[TokenScore] | None = None
-
-
-class Writer:
-    """Turns one job's tokens into text, and ends the job at a stop string."""
-
-    def __init__(self, job: Job, detokenizer: Detokenizer | None, stops: Sequence[str]) -> None:
-        self.job = job
-        self._detokenizer = detokenizer
-        self._stops = StopStrings(stops)
-        self._parts: list[str] = []
-        self.finish_reason: str | None = None
-
-    def take(self) -> str:
-        """The text that the job's newest token completes."""
-        self.finish_reason = self.job.finish_reason
-        piece = ""
-        if self._detokenizer is not None:
-            if self.finish_reason != "stop":  # a stop token has no text of its own
-                piece = self._stops.add(self._detokenizer.add(self.job.token_ids[-1]))
-            if self.finish_reason is not None:
-                piece += self._stops.add(self._detokenizer.finish()) + self._stops.finish()
-            if self._stops.found:
-                self.finish_reason = "stop"
-        self._parts.append(piece)
-        return piece
-
-    @property
-    def text(self) -> str:
-        return "".join(self._parts)
-
-    @property
-    def score(self) -> TokenScore | None:
-        """What the model thought of the newest token, where that is asked for."""
-        return self.job.scores[-1] if self.job.scores else None
+__all__ = ["Generation", "Message", "Model", "Piece", "Prompt"]
 
 
 class Model:
     """A bundle on a device; make one with ``wisparse.load``.
 
-    One answer, or one batch, is generated at a time: calls wait for each other. A stream that is left unfinished holds
-    the model until it is closed (``stream.close()``, or its last reference goes). A call that could only wait for
-    itself is refused: one from the only thread that has ever touched the stream, when no other moves it (at once, if
-    there is no other; else after some seconds, as a thread pool's next worker may).
+    Calls from several threads are decoded together, ``max_batch`` answers at a time; each gets the tokens that it gets
+    alone. A stream that is left unfinished keeps its place among them until it is closed (``stream.close()``, or its
+    last reference goes) or the others have moved it to its end.
+
+    A prompt that begins like one that the cache still holds is read from where they part.
 
     Attributes:
         config: the model's dimensions.
-        decoder: what runs it, on token ids.
+        decoder: what runs it, on token ids. Whoever uses it directly does so through ``engine.call`` and
+            ``engine.forget_prefixes``, or does not use the calls below.
+        engine: what all calls below go through.
         text: tokenizer and chat template; None if the bundle has no tokenizer.
         stop_ids: the tokens that end an answer.
     """
@@ -153,10 +56,8 @@ class Model:
         self.text = text
         self.prefill = prefill
         self.stop_ids = stop_ids(bundle, text)
+        self.engine = Engine(decoder, text)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
-        self._free = threading.Condition()
-        self._closed = self._busy = False
-        self._movers: set[int] = set()  # threads that began or moved on what holds the model
 
     def __repr__(self) -> str:
         decoder = self.decoder
@@ -164,7 +65,7 @@ class Model:
             f"<wisparse.Model {str(self.bundle.folder)!r}: {self.config.model_type}, {self.config.num_blocks} blocks, "
             f"sparsity {self.sparsity:g}, prefill {self.prefill}; back end {decoder.name} on "
             f"{decoder.device}, {str(decoder.dtype).removeprefix('torch.')}, max_seq_len {decoder.max_seq_len}"
-            f"{'; closed' if self._closed else ''}>"
+            f"{'; closed' if self.engine.closed else ''}>"
         )
 
     @property
@@ -203,17 +104,18 @@ class Model:
     @sparsity.setter
     def sparsity(self, sparsity: float) -> None:
         bundle = self.bundle.at(sparsity)
-        with self._free:
-            if self._busy:
+
+        def switch() -> None:
+            if self.engine.state.running:
                 raise UsageError(
                     f"sparsity: an answer is in progress at {self.sparsity:g}; wait for its end or close() the stream, "
                     f"then set {bundle.sparsity:g}"
                 )
-            if self._closed:
-                raise UsageError("the model was closed: load it again")
             if bundle.sparsity != self.sparsity:
-                self.decoder.set_masks(bundle.masks)
+                self.engine.set_masks(bundle.masks)
                 self.bundle = bundle
+
+        self.engine.call(switch)
 
     @property
     def max_seq_len(self) -> int:
@@ -254,14 +156,15 @@ class Model:
 
         Raises:
             ContextLengthError: a prompt longer than the context.
-            UsageError: another argument out of range, or a stream of this thread is unfinished.
+            UsageError: another argument out of range.
         """
         prompts, single = as_prompts(prompt)
         plan = self._plan(prompts, GenerationSettings(**settings))
-        for _ in self._run(plan):
-            pass
-        answers = [self.answer(writer, plan.realised_sparsity) for writer in plan.writers.values()]
-        return answers[0] if single else answers
+        answers: dict[int, Generation] = dict(self._answers(plan))
+        # All of them together: what was counted when the last one ended.
+        total = list(answers.values())[-1].realised_sparsity
+        ordered = [replace(answers[index], realised_sparsity=total) for index in range(len(answers))]
+        return ordered[0] if single else ordered
 
     def generate_each(
         self, prompts: Sequence[Prompt], *, tally: Tally | None = None, **settings: Unpack[GenerationArguments]
@@ -277,14 +180,20 @@ class Model:
         """
         return self._answers(self._plan(prompts, GenerationSettings(**settings)), tally)
 
-    def _answers(self, plan: _Plan, tally: Tally | None) -> Generator[tuple[int, Generation], None, None]:
-        index = {writer: number for number, writer in enumerate(plan.writers.values())}
-        for writer, _ in self._run(plan):
-            if writer.finish_reason is not None:
-                yield index[writer], self.answer(writer, plan.realised_sparsity)
+    def _answers(self, plan: _Plan, tally: Tally | None = None) -> Generator[tuple[int, Generation], None, None]:
+        """Every prompt's index and answer, as it ends."""
+        ended: deque[tuple[int, Piece | WisparseError]] = deque()
+        before = self.engine.tally
+        with self._under_way(plan) as submit:
+            tickets = [submit(index, ended.append, pieces=False) for index in range(len(plan.requests))]
+            for _ in tickets:
+                self.engine.drive(ended.__len__)
+                index, last = ended.popleft()
+                yield index, _whole(tickets[index], last)
         if tally is not None:
-            tally.tokens += plan.scheduler.tally.tokens
-            tally.seconds += plan.scheduler.tally.seconds
+            after = self.engine.tally
+            tally.tokens += after.tokens - before.tokens
+            tally.seconds += after.seconds - before.seconds
 
     def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Piece, None, None]:
         """Answer piece by piece as tokens come; arguments as for :meth:`generate`, one prompt only.
@@ -296,11 +205,52 @@ class Model:
             raise UsageError("stream takes one prompt; use generate for a list of them")
         return self._pieces(self._plan(prompts, GenerationSettings(**settings)))
 
+    def _pieces(self, plan: _Plan) -> Generator[Piece, None, None]:
+        came: deque[tuple[int, Piece | WisparseError]] = deque()
+        with self._under_way(plan) as submit:
+            ticket = submit(0, came.append)
+            reason = None
+            while reason is None:
+                if not came:
+                    self.engine.drive(came.__len__)
+                piece = _good(ticket, came.popleft()[1])
+                reason = piece.finish_reason
+                yield piece
+
+    def astream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> AsyncGenerator[Piece, None]:
+        """:meth:`stream` for ``async for``: the event loop stays free, a thread runs the steps meanwhile."""
+        prompts, single = as_prompts(prompt)
+        if not single:
+            raise UsageError("astream takes one prompt; use generate for a list of them")
+        return self._pieces_to_come(self._plan(prompts, GenerationSettings(**settings)))
+
+    async def _pieces_to_come(self, plan: _Plan) -> AsyncGenerator[Piece, None]:
+        came: deque[tuple[int, Piece | WisparseError]] = deque()
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+
+        def deliver(item: tuple[int, Piece | WisparseError]) -> None:
+            came.append(item)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
+                loop.call_soon_threadsafe(woken.set)
+
+        with self._under_way(plan) as submit:
+            ticket = submit(0, deliver)
+            threading.Thread(
+                target=self.engine.drive, args=(lambda: ticket.done,), name="wisparse-stream", daemon=True
+            ).start()
+            reason = None
+            while reason is None:
+                while not came:
+                    woken.clear()
+                    if not came:
+                        await woken.wait()
+                piece = _good(ticket, came.popleft()[1])
+                reason = piece.finish_reason
+                yield piece
+
     def close(self) -> None:
-        """Give the memory back; the model cannot be used any more."""
-        with self._held(threading.get_ident()):
-            self._closed = True
-            self.decoder.close()
+        """Give the memory back; the model cannot be used any more. What other threads wait for ends with an error."""
+        self.engine.close()
 
     def __enter__(self) -> Model:
         return self
@@ -314,14 +264,12 @@ class Model:
         """Tokenise; the model is not touched."""
         most, sampling, stops = settings.max_new_tokens, settings.sampling, settings.stop_texts
         prefill = settings.prefill or self.prefill
-        scheduler = Scheduler(self.decoder)
-        writers = {}
+        requests = []
         for prompt in prompts:
             token_ids = self._encode(prompt, settings.system_prompt, settings.chat_template)
-            request, texts = self.request(token_ids, most, sampling, stops, prefill)
-            job = scheduler.submit(request)
-            writers[job] = self.writer(job, texts)
-        return _Plan(scheduler, writers, settings.measure_sparsity)
+            requests.append(self.request(token_ids, most, sampling, stops, prefill))
+            self.engine.check(requests[-1][0])
+        return _Plan(requests, settings.measure_sparsity)
 
     def request(
         self,
@@ -340,79 +288,27 @@ class Model:
         ends = self.stop_ids | {token for token in tokens if token is not None}
         return Request(token_ids, max_new_tokens, sampling, ends, prefill), [one for one in stops if one not in special]
 
-    def writer(self, job: Job, stops: Sequence[str]) -> Writer:
-        """What turns the job's tokens into text."""
-        return Writer(job, None if self.text is None else self.text.detokenizer(), stops)
-
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """The model for this thread alone: calls from others wait until the block ends."""
-        with self._held(threading.get_ident()):
-            yield
+    def _under_way(self, plan: _Plan) -> Iterator[Callable[..., Ticket]]:
+        """Gives what submits a request of the plan by its index; what has not ended is taken back in the end."""
+        tickets = []
 
-    def _run(self, plan: _Plan) -> Iterator[tuple[Writer, str]]:
-        """Run a plan to its end; yields every token's writer and text."""
-        with self._held(plan.thread), memory_errors(self.decoder.device, "for this prompt"):
-            self.decoder.measure_sparsity(plan.measure_sparsity)
-            while plan.scheduler.busy:
-                for job in plan.scheduler.step():
-                    writer = plan.writers[job]
-                    piece = writer.take()
-                    if writer.finish_reason is not None:
-                        plan.scheduler.cancel(job)
-                    if not plan.scheduler.busy and plan.measure_sparsity:
-                        plan.realised_sparsity = self.decoder.realised_sparsity()
-                    yield writer, piece
-                    self._movers.add(threading.get_ident())
+        def submit(index: int, deliver: Callable[[tuple[int, Piece | WisparseError]], None], **how: bool) -> Ticket:
+            request, stops = plan.requests[index]
+            tickets.append(
+                self.engine.submit(request, stops, lambda item: deliver((index, item)), measure=plan.measure, **how)
+            )
+            return tickets[-1]
 
-    def _pieces(self, plan: _Plan) -> Generator[Piece, None, None]:
-        for writer, text in self._run(plan):
-            done = writer.finish_reason is not None
-            answer = self.answer(writer, plan.realised_sparsity) if done else None
-            yield Piece(text, writer.job.token_ids[-1], writer.finish_reason, answer, writer.score)
-
-    def answer(self, writer: Writer, realised_sparsity: float | None = None) -> Generation:
-        """The whole answer of a job that has ended."""
-        job = writer.job
-        return Generation(
-            text=writer.text,
-            token_ids=tuple(job.token_ids),
-            finish_reason=str(writer.finish_reason),
-            seed=None if job.sampling.greedy else job.sampling.seed,
-            prompt_tokens=len(job.request.token_ids),
-            prompt_seconds=job.prompt_seconds,
-            generation_seconds=job.generation_seconds,
-            peak_memory_bytes=peak_bytes(self.decoder.device),
-            realised_sparsity=realised_sparsity,
-            scores=None if job.sampling.logprobs is None else tuple(job.scores),
-            prompt_scores=None if job.prompt_scores is None else tuple(job.prompt_scores),
-        )
-
-    @contextmanager
-    def _held(self, beginner: int) -> Iterator[None]:
-        """The model for one caller alone; ``beginner`` is the thread that asked for what is to run."""
-        me = threading.get_ident()
-        with self._free:
-            while self._busy:
-                # Whoever waits for a stream that it alone has moved so far waits for itself, unless another thread
-                # goes on with it: in a thread pool each piece may be pulled by another worker.
-                alone = self._movers == {me}
-                if alone and (threading.active_count() == 1 or not self._free.wait(_PATIENCE_SECONDS)):
-                    if self._busy and self._movers == {me}:
-                        raise UsageError(
-                            "a stream of this model is unfinished in this thread: exhaust it or close() it first"
-                        )
-                elif not alone:
-                    self._free.wait()
-            if self._closed:
-                raise UsageError("the model was closed: load it again")
-            self._busy, self._movers = True, {beginner, me}
+        if plan.measure:
+            self.engine.start_measuring()
         try:
-            yield
+            yield submit
         finally:
-            with self._free:
-                self._busy = False
-                self._free.notify_all()
+            for ticket in tickets:
+                self.engine.cancel(ticket)
+            if plan.measure:
+                self.engine.stop_measuring()
 
     def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
         """A prompt's token ids."""
@@ -435,12 +331,22 @@ class Model:
         return tokenizer.encode(tokenizer.render(messages), add_special_tokens=False, most=self.max_seq_len)
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Plan:
-    """Requests under way, checked and tokenised."""
+    """Requests, checked and tokenised, each with the stop strings that only its text can show."""
 
-    scheduler: Scheduler
-    writers: dict[Job, Writer]
-    measure_sparsity: bool
-    thread: int = field(default_factory=threading.get_ident)
-    realised_sparsity: float | None = None
+    requests: Sequence[tuple[Request, list[str]]]
+    measure: bool
+
+
+def _good(ticket: Ticket, item: Piece | WisparseError) -> Piece:
+    """A piece, or what ended the request is raised."""
+    if isinstance(item, WisparseError):
+        raise ticket.failure or item
+    return item
+
+
+def _whole(ticket: Ticket, last: Piece | WisparseError) -> Generation:
+    generation = _good(ticket, last).generation
+    assert generation is not None  # the last piece has it
+    return generation

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import queue
 import random
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
-from wisparse.runtime.model import Model, Piece
+from wisparse.runtime.answer import Piece
+from wisparse.runtime.engine import Engine, QueueFullError
+from wisparse.runtime.model import Model
 from wisparse.runtime.sampling import SamplingSettings
-from wisparse.runtime.serve.engine import Engine, QueueFullError
 
 GREEDY = SamplingSettings()
 
@@ -29,9 +32,9 @@ def model(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Mode
 
 @pytest.fixture
 def engine(model: Model) -> Iterator[Engine]:
-    engine = Engine(model, max_queue=100)
-    yield engine
-    engine.close(drain=False)
+    model.engine.start(max_queue=100)
+    yield model.engine
+    model.engine.stop(drain=False)
 
 
 class Reader:
@@ -55,13 +58,13 @@ class Reader:
                 return item
 
 
-def ask(engine: Engine, prompt: str, count: int, sampling: SamplingSettings = GREEDY, stop: tuple[str, ...] = ()):
+def ask(model: Model, prompt: str, count: int, sampling: SamplingSettings = GREEDY, stop: tuple[str, ...] = ()):
     reader = Reader()
-    request, stops = engine.model.request(engine.model.tokenizer.encode(prompt), count, sampling, stop, "dense")
-    return reader, engine.submit(request, stops, reader.items.put)
+    request, stops = model.request(model.tokenizer.encode(prompt), count, sampling, stop, "dense")
+    return reader, model.engine.submit(request, stops, reader.items.put)
 
 
-def test_answers_are_those_of_the_model_alone(model: Model) -> None:
+def test_answers_are_those_of_the_model_alone(model: Model, engine: Engine) -> None:
     rng = random.Random(0)
     prompts = ["def f(x):", "import", ">>> len('hello')", "class A:", "for i in range(10):\n    ", "#"]
     wishes = [
@@ -74,34 +77,30 @@ def test_answers_are_those_of_the_model_alone(model: Model) -> None:
         )
         for prompt, count, one, stop in wishes
     ]
-    engine = Engine(model)
-    try:
-        readers: list[Reader] = [Reader() for _ in wishes]
+    readers: list[Reader] = [Reader() for _ in wishes]
 
-        def client(numbers: list[int]) -> None:
-            for number in numbers:
-                readers[number], _ = ask(engine, *wishes[number])
+    def client(numbers: list[int]) -> None:
+        for number in numbers:
+            readers[number], _ = ask(model, *wishes[number])
 
-        threads = [threading.Thread(target=client, args=([*range(first, len(wishes), 4)],)) for first in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for reader, expected in zip(readers, alone, strict=True):
-            last = reader.all()
-            assert isinstance(last, Piece)
-            assert last.generation is not None
-            assert reader.text == last.generation.text == expected.text
-            assert last.generation.token_ids == expected.token_ids
-            assert last.finish_reason == expected.finish_reason
-        assert engine.state.running == engine.state.waiting == 0
-    finally:
-        engine.close()
+    threads = [threading.Thread(target=client, args=([*range(first, len(wishes), 4)],)) for first in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for reader, expected in zip(readers, alone, strict=True):
+        last = reader.all()
+        assert isinstance(last, Piece)
+        assert last.generation is not None
+        assert reader.text == last.generation.text == expected.text
+        assert last.generation.token_ids == expected.token_ids
+        assert last.finish_reason == expected.finish_reason
+    assert engine.state.running == engine.state.waiting == 0
 
 
-def test_a_cancelled_request_frees_its_place(engine: Engine) -> None:
-    long = [ask(engine, "def f(x):", 80) for _ in range(3)]
-    waiting, _ = ask(engine, "import", 2)
+def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> None:
+    long = [ask(model, "def f(x):", 80) for _ in range(3)]
+    waiting, _ = ask(model, "import", 2)
     for reader, _ in long:
         reader.next()
     for _, ticket in long:
@@ -123,56 +122,55 @@ def _drained(reader: Reader) -> Iterator[Piece]:
 
 
 def test_the_queue_has_a_bound(model: Model) -> None:
-    engine = Engine(model, max_queue=2)
+    engine = model.engine
+    engine.start(max_queue=2)
     try:
-        tickets = [ask(engine, "def f(x):", 90) for _ in range(5)]
+        tickets = [ask(model, "def f(x):", 90) for _ in range(5)]
         assert engine.state.running == 3
         assert engine.state.waiting == 2
         with pytest.raises(QueueFullError, match="2 requests are waiting already"):
-            ask(engine, "import", 1)
+            ask(model, "import", 1)
         for _, ticket in tickets:
             engine.cancel(ticket)
+        with pytest.raises(UsageError, match="a server runs on this model already"):
+            engine.start(max_queue=2)
     finally:
-        engine.close()
+        engine.stop()
+    assert len(model.generate(["import"] * 9, max_new_tokens=1)) == 9  # without a server there is none
 
 
-def test_closing_finishes_what_is_under_way(model: Model) -> None:
-    engine = Engine(model)
-    readers = [ask(engine, "def f(x):", 12)[0] for _ in range(5)]
-    engine.close()
+def test_stopping_finishes_what_is_under_way(model: Model) -> None:
+    model.engine.start(max_queue=10)
+    readers = [ask(model, "def f(x):", 12)[0] for _ in range(5)]
+    model.engine.stop()
     for reader in readers:
         last = reader.all()
         assert isinstance(last, Piece)
         assert last.generation is not None
         assert len(last.generation.token_ids) == 12
-    with pytest.raises(UsageError, match="shutting down"):
-        ask(engine, "import", 1)
-    assert model.generate("import", max_new_tokens=2).token_ids  # the model is free again
+    assert model.generate("import", max_new_tokens=2).token_ids  # the calling thread runs its steps again
 
 
-def test_closing_without_draining_is_quick(model: Model) -> None:
-    engine = Engine(model)
-    readers = [ask(engine, "def f(x):", 90)[0] for _ in range(4)]
+def test_stopping_without_draining_is_quick(model: Model) -> None:
+    model.engine.start(max_queue=10)
+    readers = [ask(model, "def f(x):", 90)[0] for _ in range(4)]
     readers[0].next()
-    engine.close(drain=False)
+    model.engine.stop(drain=False)
     assert all(item.finish_reason is None for reader in readers for item in _drained(reader))
 
 
-def test_a_prompt_that_does_not_fit_fails_alone(engine: Engine) -> None:
-    good, _ = ask(engine, "def f(x):", 20)
-    bad = Reader()
-    request, stops = engine.model.request([5] * 1000, 4, GREEDY, (), "dense")
-    engine.submit(request, stops, bad.items.put)
-    error = bad.all()
-    assert isinstance(error, UsageError)
-    assert "1000 tokens" in str(error)
+def test_a_prompt_that_does_not_fit_is_refused_at_once(model: Model, engine: Engine) -> None:
+    good, _ = ask(model, "def f(x):", 20)
+    request, stops = model.request([5] * 1000, 4, GREEDY, (), "dense")
+    with pytest.raises(UsageError, match="1000 tokens"):
+        engine.submit(request, stops, print)
     assert isinstance(good.all(), Piece)
 
 
 def test_no_memory_for_a_prompt_is_that_requests_failure(
     model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = model_free_answer(engine, "def f(x):", 24)
+    expected = answer_of(model, "def f(x):", 24)
     prefill = model.decoder.prefill
 
     def scarce(slot: int, token_ids: torch.Tensor, sparse_from: int, **part: int) -> torch.Tensor:
@@ -181,10 +179,10 @@ def test_no_memory_for_a_prompt_is_that_requests_failure(
         return prefill(slot, token_ids, sparse_from, **part)
 
     monkeypatch.setattr(model.decoder, "prefill", scarce)
-    good, _ = ask(engine, "def f(x):", 24)
+    good, _ = ask(model, "def f(x):", 24)
     good.text += good.next().text  # it is under way
     bad = Reader()
-    request, stops = engine.model.request([5] * 17, 4, GREEDY, (), "dense")
+    request, stops = model.request([5] * 17, 4, GREEDY, (), "dense")
     engine.submit(request, stops, bad.items.put)
     assert isinstance(bad.all(), ResourceError)
     last = good.all()  # read anew with what it had, it goes on as if nothing had been
@@ -194,8 +192,8 @@ def test_no_memory_for_a_prompt_is_that_requests_failure(
     assert engine.state.running == 0
 
 
-def model_free_answer(engine: Engine, prompt: str, count: int) -> tuple[int, ...]:
-    last = ask(engine, prompt, count)[0].all()
+def answer_of(model: Model, prompt: str, count: int) -> tuple[int, ...]:
+    last = ask(model, prompt, count)[0].all()
     assert isinstance(last, Piece)
     assert last.generation is not None
     return last.generation.token_ids
@@ -213,15 +211,149 @@ def test_a_step_that_fails_ends_the_batch_and_no_more(
         return step(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model.decoder, "step", broken)
-    first, _ = ask(engine, "def f(x):", 20)
+    first, _ = ask(model, "def f(x):", 20)
     error = first.all()
     assert isinstance(error, WisparseError)
     assert "the device is lost" in str(error)
-    assert len(model_free_answer(engine, "import", 5)) == 5
+    assert len(answer_of(model, "import", 5)) == 5
 
 
-def test_unread_weights_are_told_between_steps(engine: Engine) -> None:
-    model_free_answer(engine, "def f(x):", 10)
+def test_unread_weights_are_told_between_steps(model: Model, engine: Engine) -> None:
+    engine.start_measuring()
+    answer_of(model, "def f(x):", 10)
     unread = engine.realised_sparsity().result(timeout=30)
     assert unread is not None
     assert 0.3 < unread < 0.5
+    engine.stop_measuring()
+
+
+# ---------------------------------------------------------------------- without a server: the callers run the steps
+
+
+def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = ["def f(x):", "import", "class A:"]
+    alone = [model.generate(prompt, max_new_tokens=30).token_ids for prompt in prompts]
+    rows: list[int] = []
+    step, inside = model.decoder.step, threading.Event()
+
+    def counting(tokens: torch.Tensor, *settings: object) -> torch.Tensor:
+        rows.append(int((tokens >= 0).sum()))
+        if not inside.is_set():  # the first waits until the others have asked
+            inside.set()
+            until = time.monotonic() + 60
+            while model.engine.state.running < 3 and time.monotonic() < until:
+                time.sleep(0.001)
+        return step(tokens, *settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model.decoder, "step", counting)
+    found: dict[int, tuple[int, ...]] = {}
+
+    def call(number: int) -> None:
+        if number:
+            inside.wait(60)
+            found[number] = tuple(piece.token_id for piece in model.stream(prompts[number], max_new_tokens=30))
+        else:
+            found[0] = model.generate(prompts[0], max_new_tokens=30).token_ids
+
+    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert [found[number] for number in range(3)] == alone
+    assert max(rows) > 1
+    assert len(rows) < 3 * 29  # fewer steps than one after the other
+    assert model.engine.state.running == 0
+
+
+def test_an_unfinished_stream_keeps_nobody_waiting_for_ever(model: Model) -> None:
+    wanted = [piece.token_id for piece in model.stream("import", max_new_tokens=20)]
+    expected = [model.generate("def f(x):", max_new_tokens=8).token_ids] * 5
+    streams = [model.stream("import", max_new_tokens=20) for _ in range(3)]
+    begun = [next(stream) for stream in streams]
+    # Every place is taken by a stream that nobody reads: they are moved on, and their pieces are kept for them.
+    assert [answer.token_ids for answer in model.generate(["def f(x):"] * 5, max_new_tokens=8)] == expected
+    for first, stream in zip(begun, streams, strict=True):
+        assert [first.token_id, *(piece.token_id for piece in stream)] == wanted
+    forgotten = model.stream("import", max_new_tokens=90)
+    next(forgotten)
+    del forgotten
+    assert model.generate("def f(x):", max_new_tokens=8).token_ids == expected[0]
+    assert model.engine.state == type(model.engine.state)(0, 0)
+
+
+def test_pieces_for_an_event_loop(model: Model) -> None:
+    prompts = ["def f(x):", "import", "class A:", "x"]
+    alone = [model.generate(prompt, max_new_tokens=12) for prompt in prompts]
+
+    async def read(prompt: str) -> list[Piece]:
+        return [piece async for piece in model.astream(prompt, max_new_tokens=12)]
+
+    async def leave(prompt: str) -> None:
+        stream = model.astream(prompt, max_new_tokens=90)
+        await anext(stream)
+        await stream.aclose()
+
+    async def everything() -> list[list[Piece]]:
+        read_all = asyncio.gather(*(read(prompt) for prompt in prompts))
+        await asyncio.gather(*(leave(prompt) for prompt in prompts))
+        return await read_all
+
+    for pieces, expected in zip(asyncio.run(everything()), alone, strict=True):
+        assert tuple(piece.token_id for piece in pieces) == expected.token_ids
+        assert pieces[-1].generation is not None
+        assert "".join(piece.text for piece in pieces) == expected.text
+    with pytest.raises(UsageError, match="max_new_tokens"):
+        model.astream("x", max_new_tokens=0)  # at once
+    with pytest.raises(UsageError, match="one prompt"):
+        model.astream(["x", "y"])
+
+
+def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> torch.Tensor:
+        raise ZeroDivisionError("a bug")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.decoder, "step", broken)
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            model.generate(["x", "y"], max_new_tokens=3)
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            list(model.stream("x", max_new_tokens=3))
+    assert model.engine.state.running == 0
+    assert len(model.generate("x", max_new_tokens=3).token_ids) == 3
+
+
+def test_an_interrupted_call_leaves_the_others_what_they_have(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [piece.text for piece in model.stream("import", max_new_tokens=20)]
+    stream = model.stream("import", max_new_tokens=20)
+    found = [next(stream).text]
+    step, steps = model.decoder.step, 0
+
+    def interrupted(*arguments: object) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise KeyboardInterrupt
+        return step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model.decoder, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model.generate("def f(x):", max_new_tokens=20)
+    assert found + [piece.text for piece in stream] == expected
+    assert model.engine.state.running == 0
+
+
+def test_a_model_that_is_closed_ends_what_is_under_way(example_model: Path, tmp_path: Path) -> None:
+    model = wisparse.load(make_bundle(example_model, tmp_path / "bundle", 0.4), backend="torch", max_seq_len=64)
+    stream = model.stream("import", max_new_tokens=20)
+    next(stream)
+    reader, _ = ask(model, "def f(x):", 4)
+    model.close()
+    assert isinstance(reader.all(), UsageError)
+    with pytest.raises(UsageError, match="closed before the answer was there"):
+        next(stream)
+    with pytest.raises(UsageError, match="the model was closed: load it again"):
+        model.generate("x")
+    model.close()

@@ -211,10 +211,10 @@ def test_stop_tokens_end_a_text_and_have_no_text(model: Model) -> None:
 def test_a_special_token_can_be_a_stop_string(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     real, steps = model.decoder.step, 0
 
-    def step(*args: object) -> torch.Tensor:
+    def step(tokens: torch.Tensor, *args: object) -> torch.Tensor:
         nonlocal steps
         steps += 1
-        return torch.tensor([1]) if steps % 5 == 0 else real(*args)  # now and then <|user|>
+        return torch.ones_like(tokens) if steps % 5 == 0 else real(tokens, *args)  # now and then <|user|>
 
     monkeypatch.setattr(model.decoder, "step", step)
     free = model.generate("x = 1\n", max_new_tokens=10)
@@ -341,32 +341,21 @@ def test_leaving_a_stream_early_leaves_the_model_usable(model: Model) -> None:
     assert model.generate("def f(", max_new_tokens=8).token_ids == expected
     stream = model.stream("import os\n", max_new_tokens=50)
     next(stream)
-    with pytest.raises(UsageError, match="a stream of this model is unfinished in this thread"):
-        model.generate("x")
+    assert model.generate("def f(", max_new_tokens=8).token_ids == expected
     stream.close()
     assert model.generate("def f(", max_new_tokens=8).token_ids == expected
 
 
-def test_a_stream_pulled_by_a_thread_pool_makes_others_wait(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_may_be_pulled_by_a_thread_pool(model: Model) -> None:
     expected = model.generate("def f(", max_new_tokens=8).token_ids
+    wanted = [piece.token_id for piece in model.stream("import os\n", max_new_tokens=12)]
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         stream = first.submit(model.stream, "import os\n", max_new_tokens=12).result()
-        first.submit(next, stream).result()
+        found = [first.submit(next, stream).result()]
         waiting = first.submit(model.generate, "def f(", max_new_tokens=8)  # by the thread that pulled last
-        time.sleep(0.1)
-        assert not waiting.done()
-        rest = second.submit(list, stream).result()
+        found += second.submit(list, stream).result()
         assert waiting.result().token_ids == expected
-    assert rest[-1].generation is not None
-    # Nobody goes on with this one: after a while the call that waits for it says so, and others do as well.
-    monkeypatch.setattr("wisparse.runtime.model._PATIENCE_SECONDS", 0.2)
-    with ThreadPoolExecutor(1) as pool:
-        stream = pool.submit(model.stream, "import os\n", max_new_tokens=12).result()
-        pool.submit(next, stream).result()
-        with pytest.raises(UsageError, match="a stream of this model is unfinished in this thread"):
-            pool.submit(model.generate, "x").result()
-        pool.submit(stream.close).result()
-    assert model.generate("def f(", max_new_tokens=8).token_ids == expected
+    assert [piece.token_id for piece in found] == wanted
 
 
 def test_without_a_seed_each_prompt_of_a_list_has_its_own(model: Model) -> None:

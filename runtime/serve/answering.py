@@ -16,9 +16,10 @@ from dataclasses import replace
 
 from wisparse.formats.errors import WisparseError
 
-from ..model import Model, Piece
+from ..answer import Piece
+from ..engine import Engine, Ticket
+from ..model import Model
 from .answers import unsaid
-from .engine import Engine, Ticket
 from .protocol import Call
 
 __all__ = ["Answering"]

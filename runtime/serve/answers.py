@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..answer import Generation, Piece
 from ..choosing import TokenScore
-from ..model import Generation, Piece
 
 __all__ = ["DONE", "Shape", "event", "to_json", "unsaid", "usage"]
 
@@ -168,13 +168,15 @@ def _finite(logprob: float) -> float:
 
 
 def usage(answers: Sequence[Generation], prompt_tokens: int) -> dict[str, Any]:
-    """Tokens in and out. Nothing is taken from an earlier request's cache."""
+    """Tokens in and out; each prompt counts once, however many answers it has, as what its first one found cached."""
+    copies = sum(answer.prompt_tokens for answer in answers) // prompt_tokens
+    cached = sum(min(one.cached_tokens for one in answers[at : at + copies]) for at in range(0, len(answers), copies))
     completion = sum(len(answer.token_ids) for answer in answers)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 

@@ -32,10 +32,11 @@ from starlette.routing import Route
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 from wisparse.formats.guard.safe_json import parse_json
 
-from ..model import Generation, Model, Piece
+from ..answer import Generation, Piece
+from ..engine import Engine, QueueFullError
+from ..model import Model
 from .answering import Answering
 from .answers import DONE, Shape, event, to_json
-from .engine import Engine, QueueFullError
 from .metrics import Metrics
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
 from .wire import PATIENCE_SECONDS, EventStream, unless_gone
@@ -146,11 +147,14 @@ class _Server:
 
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._engine = Engine(self._model, self._settings.max_queue)
+        self._engine = self._model.engine
+        self._engine.start(self._settings.max_queue)
+        self._engine.start_measuring()
         try:
             yield
         finally:
-            self._engine.close(drain=False)
+            self._engine.stop_measuring()
+            self._engine.stop(drain=False)
             self._texts.shutdown()
 
     def guarded(self, endpoint: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

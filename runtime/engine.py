@@ -1,0 +1,397 @@
+"""Everything that is generated with a model goes through its engine: requests join the running batch at any step, and
+leave it at any step.
+
+    submit(request) -> drive(until): scheduler.step(), again and again -> deliver(piece) for every token
+
+One thread at a time runs the steps, for all: whoever waits for an answer and finds nobody at it does it, until its own
+answer is there; the next one takes over. So a call that is alone runs its steps itself, without a change of threads,
+and calls from several threads are decoded together. A server has a thread that always runs them (``start``).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
+
+from wisparse.formats.errors import ResourceError, UsageError, WisparseError
+
+from .answer import Piece, Writer
+from .decoder import Decoder
+from .generation import Job, Request, Scheduler, Tally
+from .memory import memory_errors
+from .text.edge import Text
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import ProjectionMask
+
+__all__ = ["Engine", "EngineState", "QueueFullError", "Ticket"]
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class QueueFullError(ResourceError):
+    """As many requests wait as may."""
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request under way: what :meth:`Engine.cancel` takes.
+
+    Attributes:
+        stops: texts before which the answer ends.
+        deliver: called with every piece, the last of which has a ``finish_reason``; or once with the error that ended
+            the request. By whichever thread runs the steps, so it must return at once. Not called any more after a
+            cancel has taken effect.
+        pieces: False: the last piece is enough.
+        measure: tell the realised sparsity with the answer.
+        done: nothing more will be delivered.
+        failure: what ended the request, as it was raised.
+    """
+
+    request: Request
+    stops: Sequence[str]
+    deliver: Callable[[Piece | WisparseError], None]
+    pieces: bool = True
+    measure: bool = False
+    done: bool = False
+    failure: Exception | None = None
+    writer: Writer | None = None
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """How busy an engine is: requests in the batch, and requests that wait for a place in it."""
+
+    running: int
+    waiting: int
+
+
+@dataclass(eq=False)
+class _Waiter:
+    """A thread that waits while another one runs the steps."""
+
+    until: Callable[[], object]
+    woken: threading.Event
+
+
+class Engine:
+    """Runs the requests for one decoder, which nobody else may use meanwhile but through :meth:`call`."""
+
+    def __init__(self, decoder: Decoder, text: Text | None) -> None:
+        self.decoder = decoder
+        self._text = text
+        self._scheduler = Scheduler(decoder)
+        self._jobs: dict[Job, Ticket] = {}  # of whoever runs the steps
+        self._measuring = 0
+        # Re-entrant: a forgotten stream may be collected, and so cancelled, wherever its thread happens to be.
+        self._changed = threading.Condition()
+        self._open: set[Ticket] = set()
+        self._driven = self._closed = False
+        self._waiters: list[_Waiter] = []
+        self._arrived: deque[Ticket] = deque()
+        self._cancelled: deque[Ticket] = deque()
+        self._asked: deque[tuple[Callable[[], object], Future[object]]] = deque()
+        self._thread: threading.Thread | None = None
+        self._max_queue: int | None = None
+        self._stopping = False
+
+    @property
+    def state(self) -> EngineState:
+        """From any thread."""
+        with self._changed:
+            running = min(len(self._open), self.decoder.max_batch)
+            return EngineState(running, len(self._open) - running)
+
+    @property
+    def tally(self) -> Tally:
+        """Of the steps so far, a copy."""
+        return Tally(self._scheduler.tally.tokens, self._scheduler.tally.seconds)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the decoder has been given back."""
+        return self._closed
+
+    def check(self, request: Request) -> None:
+        """Raise what :meth:`submit` would, from any thread."""
+        self._check_open()
+        self._scheduler.check(request)
+
+    def submit(
+        self,
+        request: Request,
+        stops: Sequence[str],
+        deliver: Callable[[Piece | WisparseError], None],
+        *,
+        pieces: bool = True,
+        measure: bool = False,
+    ) -> Ticket:
+        """Queue a request, from any thread; see :class:`Ticket`. Somebody has to :meth:`drive`.
+
+        Raises:
+            QueueFullError: as many wait as may.
+            ContextLengthError: the prompt is empty or longer than the decoder's context.
+            UsageError: another value out of range, or the engine was closed or is being stopped.
+        """
+        self.check(request)
+        ticket = Ticket(request, stops, deliver, pieces, measure)
+        with self._changed:
+            self._check_open()
+            if self._stopping:
+                raise UsageError("the server is shutting down: ask again when it runs")
+            if self._max_queue is not None and len(self._open) >= self.decoder.max_batch + self._max_queue:
+                raise QueueFullError(f"{self._max_queue} requests are waiting already: ask again later")
+            self._open.add(ticket)
+            self._arrived.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        """Take a request back, from any thread, wherever it is; one that has ended stays as it is. Waits for nobody:
+        it takes effect before the next step."""
+        with self._changed:
+            if ticket in self._open:
+                self._cancelled.append(ticket)
+                self._changed.notify()
+
+    def ask(self, function: Callable[[], T]) -> Future[T]:
+        """Have something done between two steps, by whoever runs them; from any thread, waits for nobody.
+
+        Raises:
+            UsageError: the engine was closed.
+        """
+        future: Future[T] = Future()
+        with self._changed:
+            self._check_open()
+            self._asked.append((function, future))  # type: ignore[arg-type]
+            self._changed.notify()
+        return future
+
+    def call(self, function: Callable[[], T]) -> T:
+        """:meth:`ask`, and wait for it."""
+        future = self.ask(function)
+        self.drive(future.done)
+        return future.result()
+
+    def realised_sparsity(self) -> Future[float | None]:
+        """Share of the projections' weights left unread since somebody began to measure it."""
+        return self.ask(self.decoder.realised_sparsity)
+
+    def start_measuring(self) -> Future[None]:
+        """Count dropped channels, from zero unless they are counted already, until :meth:`stop_measuring`."""
+        return self.ask(lambda: self._measure(1))
+
+    def stop_measuring(self) -> None:
+        """As often as it was started."""
+        if not self._closed:
+            self.ask(lambda: self._measure(-1))
+
+    def forget_prefixes(self) -> None:
+        """What the cache holds of earlier prompts is not used again; within :meth:`call`."""
+        self._scheduler.forget_prefixes()
+
+    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
+        """Put other masks in force, while nothing is under way; within :meth:`call`."""
+        self.decoder.set_masks(masks)
+        self.forget_prefixes()
+        if self._measuring:
+            self.decoder.measure_sparsity(True)
+
+    def start(self, max_queue: int) -> None:
+        """Have a thread of the engine's own run the steps, and refuse what more than ``max_queue`` would wait for."""
+        with self._changed:
+            if self._thread is not None:
+                raise UsageError("a server runs on this model already: end it first")
+            self._max_queue, self._stopping = max_queue, False
+            self._thread = threading.Thread(target=self._serve, name="wisparse-engine", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, drain: bool = True) -> None:
+        """End that thread: after the answers under way, or at once without ``drain``."""
+        with self._changed:
+            thread, self._stopping = self._thread, True
+            if not drain:
+                self._cancelled.extend(self._open)
+            self._changed.notify()
+        if thread is not None:
+            thread.join()
+        with self._changed:
+            self._thread, self._max_queue, self._stopping = None, None, False
+
+    def close(self) -> None:
+        """Give the decoder's memory back. What is under way ends with an error; closing twice is fine."""
+        if not self._closed:
+            self.call(self._close)
+
+    def drive(self, until: Callable[[], object]) -> None:
+        """Wait until something holds, and run the steps meanwhile unless another thread does.
+
+        Args:
+            until: asked after every step, by any thread.
+        """
+        while not until():
+            waiter = None
+            driving = False
+            try:
+                with self._changed:
+                    driving = not self._driven
+                    if driving:
+                        self._driven = True
+                    else:
+                        waiter = _Waiter(until, threading.Event())
+                        self._waiters.append(waiter)
+                if waiter is None:
+                    self._run(until)
+                elif not until():  # else it came to hold before it could be seen that somebody waits for it
+                    waiter.woken.wait()
+            finally:
+                self._leave(driving, waiter)
+
+    def _leave(self, driving: bool, waiter: _Waiter | None) -> None:
+        with self._changed:
+            if waiter is not None and waiter in self._waiters:
+                self._waiters.remove(waiter)
+            if driving:
+                self._driven = False
+            if not self._driven:  # one of them takes over
+                for other in self._waiters:
+                    other.woken.set()
+                self._waiters.clear()
+
+    def _serve(self) -> None:
+        self.drive(lambda: self._stopping and not self._open)
+
+    def _run(self, until: Callable[[], object]) -> None:
+        """Do steps until ``until`` holds; this thread alone."""
+        scheduler = self._scheduler
+        while not until():
+            try:
+                with memory_errors(self.decoder.device, "for this prompt"):
+                    while not until():
+                        if self._arrived or self._cancelled or self._asked:
+                            self._take()
+                        elif not scheduler.busy:
+                            self._wait(until)
+                            continue
+                        if scheduler.busy:
+                            for job in scheduler.step():
+                                self._deliver(job)
+                        if self._waiters:
+                            self._wake()
+            except WisparseError as error:
+                self._give_up(error, error)
+            except Exception as error:  # the others must outlive what one request meets
+                log.debug("the decoder failed", exc_info=True)
+                self._give_up(WisparseError(f"the decoder failed: {error}"), error)
+            except BaseException:  # an interrupt, anywhere: the slots are undefined, and a token may be on its way
+                scheduler.start_over()
+                for job in list(self._jobs):
+                    self._deliver(job)
+                raise
+
+    def _wait(self, until: Callable[[], object]) -> None:
+        """While there is nothing to do."""
+        with self._changed:
+            while not (self._arrived or self._cancelled or self._asked or until()):
+                self._changed.wait()
+
+    def _wake(self) -> None:
+        """Those who have what they wait for."""
+        with self._changed:
+            for waiter in [waiter for waiter in self._waiters if waiter.until()]:
+                self._waiters.remove(waiter)
+                waiter.woken.set()
+
+    def _take(self) -> None:
+        """Let in who has arrived and out who was cancelled, and do what was asked for."""
+        while self._arrived:
+            ticket = self._arrived.popleft()
+            detokenizer = None if self._text is None else self._text.detokenizer()
+            job = self._scheduler.submit(ticket.request)
+            ticket.writer = Writer(job, detokenizer, ticket.stops)
+            self._jobs[job] = ticket
+        while self._cancelled:
+            ticket = self._cancelled.popleft()
+            if ticket.writer is not None and self._jobs.pop(ticket.writer.job, None) is not None:
+                self._scheduler.cancel(ticket.writer.job)
+            self._forget(ticket)
+        while self._asked:
+            function, future = self._asked.popleft()
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
+
+    def _deliver(self, job: Job) -> None:
+        """Hand on what the job's newest token gave."""
+        ticket = self._jobs.get(job)
+        if ticket is None or ticket.writer is None:
+            return
+        writer = ticket.writer
+        while not ticket.done and writer.taken < len(job.token_ids):
+            try:
+                text = writer.take()
+            except WisparseError as error:  # a stranger's tokenizer
+                self._scheduler.cancel(job)
+                self._fail(job, error, error)
+                return
+            if writer.finish_reason is not None:
+                self._scheduler.cancel(job)
+                del self._jobs[job]
+                realised = self.decoder.realised_sparsity() if ticket.measure else None
+                self._end(ticket, writer.piece(text, writer.generation(self.decoder.device, realised)))
+            elif ticket.pieces:
+                ticket.deliver(writer.piece(text))
+
+    def _give_up(self, told: WisparseError, raised: Exception) -> None:
+        for job in self._scheduler.give_up():
+            self._fail(job, told, raised)
+        if self._waiters:
+            self._wake()
+
+    def _fail(self, job: Job, told: WisparseError, raised: Exception) -> None:
+        self._refuse(self._jobs.pop(job), told, raised)
+
+    def _refuse(self, ticket: Ticket, told: WisparseError, raised: Exception) -> None:
+        ticket.failure = raised
+        self._end(ticket, told)
+
+    def _end(self, ticket: Ticket, last: Piece | WisparseError) -> None:
+        # Forgotten first: whoever learns that an answer has ended may count on its place.
+        self._forget(ticket)
+        ticket.deliver(last)
+
+    def _forget(self, ticket: Ticket) -> None:
+        with self._changed:
+            self._open.discard(ticket)
+        ticket.done = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the model was closed: load it again")
+
+    def _measure(self, more: int) -> None:
+        before, self._measuring = self._measuring, self._measuring + more
+        if bool(before) != bool(self._measuring):
+            self.decoder.measure_sparsity(self._measuring > 0)
+
+    def _close(self) -> None:
+        error = UsageError("the model was closed before the answer was there")
+        with self._changed:
+            self._closed = True
+            tickets = list(self._open)
+        self._jobs.clear()
+        self._arrived.clear()
+        for ticket in tickets:
+            self._refuse(ticket, error, error)
+        self._scheduler = Scheduler(self.decoder)  # whose jobs are gone
+        self.decoder.close()
