@@ -20,6 +20,7 @@ from .answer import Generation, Piece
 from .decoder import Decoder
 from .engine import Engine, Ticket
 from .generation import Request, Tally
+from .grammar import Grammars
 from .sampling import SamplingSettings
 from .settings import GenerationArguments, GenerationSettings, spelled_out
 from .text.edge import Text, stop_ids
@@ -47,6 +48,7 @@ class Model:
         engine: what all calls below go through.
         text: tokenizer and chat template; None if the bundle has no tokenizer.
         stop_ids: the tokens that end an answer.
+        grammars: compiles what answers have to be.
     """
 
     def __init__(self, bundle: Bundle, decoder: Decoder, text: Text | None, prefill: str = "dense") -> None:
@@ -58,6 +60,7 @@ class Model:
         self.stop_ids = stop_ids(bundle, text)
         self.engine = Engine(decoder, text)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
+        self.grammars = Grammars(lambda: bundle.read_bytes("tokenizer.json"), self.stop_ids)
 
     def __repr__(self) -> str:
         decoder = self.decoder
@@ -143,6 +146,9 @@ class Model:
                 logit_bias, logprobs: see :class:`SamplingSettings`; temperature 0 is greedy. A seed that
                 is given holds for each prompt of a list, which so gets the answer it gets alone; without one each gets
                 a fresh seed of its own, to be found in its :class:`Generation`.
+            json_schema: the answer is JSON that this schema describes, a mapping or its text; ``{}`` is any JSON.
+                ``max_new_tokens`` may still cut it off. Needs ``pip install 'wisparse[serve]'``.
+            grammar: the answer is what this grammar describes, written as llguidance's Lark or llama.cpp's GBNF.
             stop: the answer ends before any of these strings; a special token's name works too. None for none.
             system_prompt: put before a text as the system's message; needs a chat template.
             chat_template: whether a text is put through the model's chat template as a user's message. None: if the
@@ -263,11 +269,14 @@ class Model:
     def _plan(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> _Plan:
         """Tokenise; the model is not touched."""
         most, sampling, stops = settings.max_new_tokens, settings.sampling, settings.stop_texts
-        prefill = settings.prefill or self.prefill
+        prefill, rule = settings.prefill or self.prefill, settings.rule
         requests = []
         for prompt in prompts:
             token_ids = self._encode(prompt, settings.system_prompt, settings.chat_template)
-            requests.append(self.request(token_ids, most, sampling, stops, prefill))
+            request, texts = self.request(token_ids, most, sampling, stops, prefill)
+            if rule is not None:
+                request = replace(request, constraint=self.grammars.begin(rule))
+            requests.append((request, texts))
             self.engine.check(requests[-1][0])
         return _Plan(requests, settings.measure_sparsity)
 

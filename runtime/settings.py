@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
+from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.prefill import PREFILL_POLICIES
 
+from .grammar import Grammar
 from .sampling import SamplingSettings
 from .text.prompts import stop_texts
 
@@ -37,6 +39,8 @@ class GenerationSettings:
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
     logprobs: int | None = None
+    json_schema: Mapping[str, Any] | str | None = None
+    grammar: str | None = None
     stop: str | Sequence[str] | None = None
     system_prompt: str | None = None
     chat_template: bool | None = None
@@ -44,7 +48,7 @@ class GenerationSettings:
     measure_sparsity: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.sampling, self.stop_texts  # which check what they are made from
+        _ = self.sampling, self.stop_texts, self.rule  # which check what they are made from
         if self.max_new_tokens is not None:  # as Python's own number, whoever's it was
             object.__setattr__(self, "max_new_tokens", arguments.integer("max_new_tokens", self.max_new_tokens, 1))
         if self.system_prompt is not None:
@@ -59,6 +63,15 @@ class GenerationSettings:
     def sampling(self) -> SamplingSettings:
         """How the next token is chosen."""
         return SamplingSettings(**{field.name: getattr(self, field.name) for field in fields(SamplingSettings)})
+
+    @property
+    def rule(self) -> Grammar | None:
+        """What the answer has to be."""
+        if self.json_schema is not None and self.grammar is not None:
+            raise UsageError("grammar: expected none beside json_schema, found both")
+        if self.json_schema is not None:
+            return Grammar.of_schema("json_schema", self.json_schema)
+        return None if self.grammar is None else Grammar.of_text("grammar", self.grammar)
 
     @property
     def stop_texts(self) -> list[str]:
@@ -80,6 +93,8 @@ class GenerationArguments(TypedDict, total=False):
     presence_penalty: float
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
+    json_schema: Mapping[str, Any] | str | None
+    grammar: str | None
     stop: str | Sequence[str] | None
     system_prompt: str | None
     chat_template: bool | None

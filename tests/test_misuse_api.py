@@ -97,6 +97,8 @@ GENERATE: dict[str, list[Callable[[Any], bool]]] = {
     "presence_penalty": [_penalty],
     "logit_bias": [lambda value: type(value) is dict],
     "logprobs": [],
+    "json_schema": [lambda value: type(value) is dict],
+    "grammar": [],
     "stop": [_full_text, lambda value: type(value) is list and value == []],
     "system_prompt": [lambda value: _text(value) and len(value) < 100],  # else longer than the context
     "chat_template": [lambda value: value is True],

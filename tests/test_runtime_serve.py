@@ -198,6 +198,47 @@ def test_log_probabilities_of_a_completion(server: Running, model: Model, stream
     assert all(token in top for token, top in zip(tokens, tops, strict=True))
 
 
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 5},
+    },
+    "required": ["name", "tags"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_that_a_schema_describes_beside_one_that_may_be_anything(server: Running, model: Model) -> None:
+    client = server.client()
+    plain = model.generate("import os", max_new_tokens=40)
+    schema: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+    done: dict[int, Any] = {}
+
+    def ask(index: int, **more: Any) -> None:
+        done[index] = client.completions.create(
+            model=NAME, prompt="import os", max_tokens=40 if index == 2 else 120, **{"temperature": 0, **more}
+        )  # fmt: skip
+
+    wishes: list[dict[str, Any]] = [
+        {"extra_body": {"response_format": schema}},
+        {"extra_body": {"grammar": 'root ::= "yes" | "no"'}, "temperature": 1.0, "seed": 4},
+        {},
+    ]
+    threads = [threading.Thread(target=ask, args=(index,), kwargs=wish) for index, wish in enumerate(wishes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert done[2].choices[0].text == plain.text
+    assert done[1].choices[0].text in ("yes", "no")
+    assert done[1].choices[0].finish_reason == "stop"
+    found = json.loads(done[0].choices[0].text)
+    assert set(found) == {"name", "tags"}
+    assert set(found["tags"]) <= {"a", "b"}
+    assert done[0].choices[0].finish_reason == "stop"
+
+
 def test_what_lm_eval_asks(server: Running, model: Model) -> None:
     """The request of its ``local-completions``, and what it takes from the answer."""
     texts = ["def f(x):\n    return x", "import os\nimport sys"]
@@ -344,7 +385,16 @@ BAD = [
     ({"prompt": "a", "presence_penalty": 2.5}, "presence_penalty"),
     ({"prompt": "a", "frequency_penalty": "1"}, "frequency_penalty"),
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty"),
-    ({"prompt": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json"}}, "response_format"),
+    ({"prompt": "a", "response_format": "json"}, "response_format"),
+    ({"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"name": "a"}}}, "response_format"),
+    (
+        {"prompt": "a", "response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "objekt"}}}},
+        "response_format",
+    ),
+    ({"prompt": "a", "grammar": "root := ("}, "grammar"),
+    ({"prompt": "a", "grammar": 5}, "grammar"),
+    ({"prompt": "a", "grammar": "start: /a/", "response_format": {"type": "json_object"}}, "grammar"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
 ]
 
@@ -564,6 +614,8 @@ _FIELDS = [
     "logit_bias",
     "presence_penalty",
     "repetition_penalty",
+    "response_format",
+    "grammar",
     "tools",
     "stream_options",
     "user",

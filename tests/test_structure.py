@@ -38,7 +38,7 @@ SUB_ROOMS = {
     "converter/work": set(),
     "runtime/cpu": {"cache", "rotary", "torch"},
     "runtime/cuda": {"cache", "decoder", "rotary", "sampling", "timing", "torch"},
-    "runtime/serve": {"answer", "choosing", "engine", "model", "sampling"},
+    "runtime/serve": {"answer", "choosing", "engine", "grammar", "model", "sampling"},
     "runtime/tasks": set(),
     "runtime/text": set(),
     "runtime/torch": {"cache", "decoder", "rotary"},

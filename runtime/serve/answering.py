@@ -17,6 +17,7 @@ from dataclasses import replace
 from wisparse.formats.errors import WisparseError
 
 from ..answer import Piece
+from ..choosing import Constraint
 from ..engine import Engine, Ticket
 from ..model import Model
 from .answers import unsaid
@@ -42,16 +43,18 @@ class Answering:
         self._taken = float("-inf")
         self._tickets: list[Ticket] = []
 
-    def submit(self, model: Model, call: Call, prompts: Sequence[Sequence[int]]) -> None:
-        """Queue every answer of a call."""
+    def submit(
+        self, model: Model, call: Call, prompts: Sequence[Sequence[int]], constraints: Sequence[Constraint | None]
+    ) -> None:
+        """Queue every answer of a call; ``constraints``: one for each of them."""
         for token_ids in prompts:
             for copy in range(call.n):
                 seed = call.sampling.seed
                 sampling = call.sampling if seed is None else replace(call.sampling, seed=(seed + copy) % 2**63)
                 most = 1 if call.silent else call.max_tokens  # a prompt gives a token, wanted or not
                 request, stops = model.request(token_ids, most, sampling, call.stop, model.prefill)
-                request = replace(request, score_prompt=call.echo)
                 index = len(self._tickets)
+                request = replace(request, score_prompt=call.echo, constraint=constraints[index])
                 self._tickets.append(self._engine.submit(request, stops, self._receiver(index, call.silent)))
 
     def _receiver(self, index: int, silent: bool) -> Callable[[Piece | WisparseError], None]:

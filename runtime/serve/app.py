@@ -33,6 +33,7 @@ from wisparse.formats.errors import ContextLengthError, UsageError, WisparseErro
 from wisparse.formats.guard.safe_json import parse_json
 
 from ..answer import Generation, Piece
+from ..choosing import Constraint
 from ..engine import Engine, QueueFullError
 from ..model import Model
 from .answering import Answering
@@ -208,13 +209,13 @@ class _Server:
     async def _answer(self, request: Request, call: Call, *, chat: bool) -> Response:
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
-        prompts = await loop.run_in_executor(self._texts, self._encode, call)
+        prompts, constraints = await loop.run_in_executor(self._texts, self._encode, call)
         shape = Shape(
             chat, self._settings.name, self._spell, self._echo(call, prompts), call.sampling.logprobs is not None
         )
         answering = Answering(self._running)
         try:
-            answering.submit(self._model, call, prompts)
+            answering.submit(self._model, call, prompts, constraints)
             # Whatever can be wrong with a request is known by its first token, before a status is sent.
             first = await unless_gone(request, answering.next())
         except BaseException:
@@ -284,8 +285,8 @@ class _Server:
         ]
         return [(text, ids[0]) for text, ids in zip(texts, prompts, strict=True) for _ in range(call.n)]
 
-    def _encode(self, call: Call) -> list[list[int]]:
-        """Token ids of a call's prompts."""
+    def _encode(self, call: Call) -> tuple[list[list[int]], list[Constraint | None]]:
+        """Token ids of a call's prompts, and what each of its answers has to be."""
         text, most = self._model.tokenizer, self._model.max_seq_len
         encoded = []
         for prompt in call.prompts:
@@ -299,7 +300,8 @@ class _Server:
         for ids in encoded:
             if len(ids) > most:
                 raise ContextLengthError(f"the prompt has {len(ids)} tokens and the context holds {most}: shorten it")
-        return encoded
+        count, grammar = len(encoded) * call.n, call.grammar
+        return encoded, [None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)]
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The request's JSON object, for this server's model."""

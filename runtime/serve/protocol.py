@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from wisparse.formats.errors import UsageError
+
+from ..grammar import ANY_OBJECT, Grammar
 from ..sampling import SamplingSettings
 
 __all__ = ["ApiError", "Call", "Defaults", "read_chat", "read_completion"]
@@ -27,12 +30,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "grammar": ("",),
     "guided_json": (),
     "json_schema": (),
     "modalities": (["text"],),
     "reasoning_effort": (),
-    "response_format": ({"type": "text"},),
     "sparsity": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -79,6 +80,7 @@ class Call:
         n: answers to each prompt.
         max_tokens: None until the context is full.
         echo: put the prompt before its answer.
+        grammar: what the answer has to be.
     """
 
     prompts: tuple[Any, ...]
@@ -90,6 +92,7 @@ class Call:
     include_usage: bool
     template: Mapping[str, Any]
     echo: bool = False
+    grammar: Grammar | None = None
 
     @property
     def silent(self) -> bool:
@@ -195,7 +198,33 @@ def _call(
         stream=stream,
         include_usage=stream and _switch(options or {}, "include_usage", False, "stream_options."),
         template=template,
+        grammar=_grammar(body),
     )
+
+
+def _grammar(body: Mapping[str, Any]) -> Grammar | None:
+    """``response_format``, or ``grammar``."""
+    field, wanted = "response_format", body.get("response_format")
+    expected = "an object of type text, json_object, or json_schema with a schema"
+    schema: Any = None
+    match wanted:
+        case None | {"type": "text"}:
+            field = "grammar"
+            text = _checked(body, field, "", lambda value: isinstance(value, str), "a grammar as a text")
+        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
+            pass
+        case {"type": "json_object"}:
+            schema = ANY_OBJECT
+        case _:
+            raise _bad(field, expected, wanted)
+    if schema is not None and body.get("grammar"):
+        raise _bad("grammar", "none beside a response_format", body["grammar"])
+    try:
+        if schema is not None:
+            return Grammar.of_schema(field, schema)
+        return Grammar.of_text(field, text) if text else None
+    except UsageError as error:
+        raise ApiError(400, str(error), param=field, code="invalid_value") from error
 
 
 def _refuse(body: Mapping[str, Any]) -> None:

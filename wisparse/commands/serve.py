@@ -21,7 +21,7 @@ __all__ = ["command"]
 
 _KEY = "WISPARSE_API_KEY"
 _LONGEST_KEY = 4096
-_NEEDED = ("starlette", "uvicorn", "prometheus_client")
+_NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
 @click.command("serve")
