@@ -1,11 +1,12 @@
-"""What int8 weights cost, alone and with the masks: KL against the dense model with its weights as they are.
+"""What int8 or int4 weights cost, alone and with the masks: KL against the dense model with its weights as they are.
 
     python benchmarks/int8.py                                  # the example model at 50%; half a minute
     python benchmarks/int8.py --models PATH ... --output results/int8.json
+    python benchmarks/int8.py --weights int4
 
 Converts each model with the default search, calibrated on every other file of Python's standard library, and gives the
-bundle and the other files to ``wisparse eval --weights int8``, which is all that is measured here. Tables go to stderr,
-one JSON document to stdout, and to --output if given.
+bundle and the other files to ``wisparse eval --weights int8`` (or int4), which is all that is measured here. Tables go
+to stderr, one JSON document to stdout, and to --output if given.
 """
 
 from __future__ import annotations
@@ -29,17 +30,18 @@ from wisparse.cli import main as command_line
 _SMALLEST_FILE = 8192
 
 
-def evaluate(bundle: Path, arguments: list[str]) -> str:
+def evaluate(bundle: Path, weights: str, arguments: list[str]) -> str:
     """What ``wisparse eval`` prints."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-        command_line(["eval", str(bundle), "--weights", "int8", *arguments])
+        command_line(["eval", str(bundle), "--weights", weights, *arguments])
     return printed.getvalue()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=Path, nargs="+", default=[EXAMPLE])
+    parser.add_argument("--weights", choices=("int8", "int4"), default="int8")
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--num-samples", type=int, default=48, help="of the evaluation; a third of it calibrates")
     parser.add_argument("--seq-len", type=int, default=512)
@@ -60,8 +62,13 @@ def main() -> None:
                 num_samples=options.num_samples // 3,
                 seq_len=options.seq_len,
             )
-            found = json.loads(evaluate(bundle, [*texts, *shape, "--json"]))["bundles"][0]
-        parts = {"int8 alone": found["alone"]["int8"], "masks alone": found["alone"]["masks"], "both": found["quality"]}
+            found = json.loads(evaluate(bundle, options.weights, [*texts, *shape, "--json"]))["bundles"][0]
+        rounded = options.weights
+        parts = {
+            f"{rounded} alone": found["alone"][rounded],
+            "masks alone": found["alone"]["masks"],
+            "both": found["quality"],
+        }
         rows[model.name] = {"backend": found["backend"], **parts}
         print(f"{model.name}, {options.sparsity:.0%}", file=sys.stderr)
         for part, quality in parts.items():
@@ -72,7 +79,7 @@ def main() -> None:
                 file=sys.stderr,
             )
     document = {
-        "benchmark": "int8",
+        "benchmark": options.weights,
         "sparsity": options.sparsity,
         "evaluation": "standard library, every token sparse (all) or the last half of each sequence (half)",
         "num_tokens": options.num_samples * options.seq_len,

@@ -14,6 +14,7 @@ import os
 import platform
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -30,7 +31,7 @@ from .model import Model
 from .sampling import SamplingSettings
 from .timing import read_bandwidth_gbps, wait
 
-__all__ = ["Comparison", "Speed", "Workload", "compare", "machine"]
+__all__ = ["Comparison", "Speed", "Workload", "compare", "compare_weights", "machine"]
 
 _GREEDY = SamplingSettings()
 
@@ -108,26 +109,59 @@ def compare(model: Model, workload: Workload, *, weights: str = "native", kernel
     Raises:
         UsageError: a model at sparsity 0, or ``kernels`` with a decoder that has none to show.
     """
-    decoder = model.decoder
-    device, config = decoder.device, decoder.config
-    bandwidth = read_bandwidth_gbps(device)
-    if model.sparsity == 0:
+    return compare_weights({weights: model}, workload, kernels=kernels)[weights]
+
+
+def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels: bool = False) -> dict[str, Comparison]:
+    """Time the same bundle with its weights held in several ways, each at its rung and with its masks off, all in
+    turns; arguments and errors as for `compare`.
+
+    Args:
+        models: what the weights are held as -> the bundle loaded so.
+    """
+    rungs = {name: model.sparsity for name, model in models.items()}
+    if 0 in rungs.values():
         raise UsageError("sparsity: expected a rung to compare with the dense model, found 0")
-    realised = _realised(decoder, workload)
-    table: dict[str, dict[str, float]] = {}
+    bandwidth = read_bandwidth_gbps(next(iter(models.values())).decoder.device)
+    realised = {name: _realised(model.decoder, workload) for name, model in models.items()}
+    tables: dict[str, dict[str, dict[str, float]]] = {}
     if kernels:
         from .cuda.kernel_times import time_kernels
 
-        table = time_kernels(decoder, batch=workload.batch, sparsity=realised)
-    rung = model.sparsity
-    found: dict[float, list[tuple[float, float]]] = {rung: [], 0.0: []}
+        for name, model in models.items():
+            tables[name] = time_kernels(model.decoder, batch=workload.batch, sparsity=realised[name])
+    found: dict[tuple[str, float], list[tuple[float, float]]] = {
+        (name, sparsity): [] for name, rung in rungs.items() for sparsity in (rung, 0.0)
+    }
     for run in range(1 + workload.runs):
-        for sparsity, runs in found.items():
-            model.sparsity = sparsity
-            timed = _run(decoder, workload)
+        for (name, sparsity), runs in found.items():
+            models[name].sparsity = sparsity
+            timed = _run(models[name].decoder, workload)
             if run:  # the first only warms up
                 runs.append(timed)
-    model.sparsity = rung
+    for name, model in models.items():
+        model.sparsity = rungs[name]
+    return {
+        name: _comparison(
+            model.decoder, name, workload, bandwidth, rungs[name], realised[name], found[name, 0.0],
+            found[name, rungs[name]], tables.get(name, {}),
+        )
+        for name, model in models.items()
+    }  # fmt: skip
+
+
+def _comparison(
+    decoder: Decoder,
+    weights: str,
+    workload: Workload,
+    bandwidth: float,
+    rung: float,
+    realised: float,
+    dense: list[tuple[float, float]],
+    sparse: list[tuple[float, float]],
+    table: dict[str, dict[str, float]],
+) -> Comparison:
+    device, config = decoder.device, decoder.config
 
     def speed(runs: list[tuple[float, float]], unread: float) -> Speed:
         needed = _bytes_per_step(config, decoder.dtype, weights, unread, workload)
@@ -153,8 +187,8 @@ def compare(model: Model, workload: Workload, *, weights: str = "native", kernel
         workload=workload,
         read_gbps=bandwidth,
         sparsity=rung,
-        dense=speed(found[0.0], 0.0),
-        sparse=speed(found[rung], realised),
+        dense=speed(dense, 0.0),
+        sparse=speed(sparse, realised),
         kernels=table,
     )
 

@@ -46,6 +46,7 @@ class Decoder(Protocol):
 
     Attributes:
         name: ``torch``, ``numba`` or ``triton``.
+        weight_types: which of ``WEIGHT_TYPES`` it can hold weights as.
         config: the model's dimensions.
         device, dtype: where the weights are, and their floating type; activations between projections have this type.
         max_batch: number of slots.
@@ -57,6 +58,7 @@ class Decoder(Protocol):
     """
 
     name: ClassVar[str]
+    weight_types: ClassVar[tuple[str, ...]]
     config: ModelConfig
     device: torch.device
     dtype: torch.dtype

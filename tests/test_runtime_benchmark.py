@@ -43,6 +43,24 @@ def test_the_dense_model_is_not_compared_with_itself(bundle: Path) -> None:
     assert str(result.exception) == "sparsity: expected a rung to compare with the dense model, found 0"
 
 
+def test_command_compares_all_that_weights_can_be_held_as(bundle: Path) -> None:
+    arguments = [str(bundle), "--device", "cpu", "--runs", "1", "--max-new-tokens", "3", "--all-weights"]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    *table, document = result.stdout.strip().splitlines()
+    found = json.loads(document)
+    assert list(found) == ["native", "int8", "int4"]
+    for kind in ("dense", "sparse"):
+        read = [found[name][kind]["bytes_per_step"] for name in found]
+        assert read[0] > read[1] > read[2]
+    assert [line.split()[:2] for line in table if line.startswith(("native ", "int"))] == [
+        [name, sparsity] for name in found for sparsity in ("dense", "0.5")
+    ]
+    result = CliRunner().invoke(command, [*arguments, "--weights", "int8"])
+    assert result.exit_code == 2
+    assert "--all-weights goes without --weights" in result.output
+
+
 def test_command_prints_one_json_document(bundle: Path) -> None:
     arguments = [str(bundle), "--backend", "torch", "--runs", "1", "--max-new-tokens", "3", "--json"]
     result = CliRunner().invoke(command, arguments)

@@ -43,6 +43,7 @@ class CpuDecoder(TorchDecoder):
     """See :class:`runtime.decoder.Decoder`; CPU only; every type of ``WEIGHT_TYPES``."""
 
     name: ClassVar[str] = "numba"
+    weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
 
     def __init__(
         self,
@@ -69,7 +70,9 @@ class CpuDecoder(TorchDecoder):
         tied = config.tie_word_embeddings
         head_type = WEIGHT_TYPES[weights].head
         if tied and head_type == "native":
-            self._output = Matrix(StoredAs.BASE, self._embedding, tuple(self._embedding.shape), transposed=False)
+            self._output = Matrix(
+                StoredAs.BASE, self._embedding, (config.vocab_size, config.hidden_size), transposed=False
+            )
         else:
             head = "model.embed_tokens.weight" if tied else "lm_head.weight"
             self._output = read_matrices(bundle, [head], dtype, head_type, transposed=False)[head]

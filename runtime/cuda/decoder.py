@@ -49,6 +49,7 @@ class CudaDecoder(Decoder):
     """See :class:`runtime.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
 
     name: ClassVar[str] = "triton"
+    weight_types: ClassVar[tuple[str, ...]] = ("native",)
     grain = 1
 
     def __init__(
@@ -88,7 +89,7 @@ class CudaDecoder(Decoder):
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        if weights != "native":
+        if weights not in cls.weight_types:
             return f"it has no {weights} weights"
         if device.type != "cuda":
             return f"it runs on cuda, the device is {device.type}"

@@ -162,6 +162,7 @@ class TorchDecoder(Decoder):
     """See :class:`runtime.decoder.Decoder`; any device, any floating dtype."""
 
     name: ClassVar[str] = "torch"
+    weight_types: ClassVar[tuple[str, ...]] = ("native",)
     piece = grain = PIECE
 
     def __init__(
@@ -193,7 +194,7 @@ class TorchDecoder(Decoder):
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        return None if weights == "native" else f"it has no {weights} weights"
+        return None if weights in cls.weight_types else f"it has no {weights} weights"
 
     @property
     def lengths(self) -> list[int]:

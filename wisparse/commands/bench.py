@@ -11,6 +11,10 @@ from .options import device_options, set_up_logging
 from .places import FOLDER_OR_ID
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rich.console import Console
+
     from wisparse.runtime.benchmark import Comparison
 
 __all__ = ["command"]
@@ -23,6 +27,7 @@ __all__ = ["command"]
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Prompts decoded side by side.")
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, help="Timed runs; medians are shown.")
 @click.option("--kernels", is_flag=True, help="Time every kernel of a block too (NVIDIA GPUs).")
+@click.option("--all-weights", is_flag=True, help="One table of all that weights can be held as there: native, int8, …")
 @click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Leave the tables out: print the last line, JSON, alone.")
@@ -33,6 +38,7 @@ def command(
     batch: int,
     runs: int,
     kernels: bool,
+    all_weights: bool,
     tune: bool,
     verbose: bool,
     as_json: bool,
@@ -46,10 +52,13 @@ def command(
     \b
     wisparse bench out
     wisparse bench out --prompt-length 1024 --batch 4 --sparsity 0.3
+    wisparse bench out --device cpu --all-weights
     wisparse bench out --device cuda --kernels --json
     """
     set_up_logging(verbose)
-    from wisparse.runtime.benchmark import Workload, compare
+    if all_weights and (loading["weights"] != "native" or kernels or tune):
+        raise click.UsageError("--all-weights goes without --weights, --kernels and --tune")
+    from wisparse.runtime.benchmark import Workload, compare, compare_weights
     from wisparse.runtime.loader import load
 
     if loading["max_seq_len"] is None:
@@ -62,15 +71,53 @@ def command(
         model.close()
         model = load(bundle, max_batch=batch, **loading)
     workload = Workload(prompt_length, max_new_tokens, batch, runs)
+    if all_weights:
+        others = [name for name in model.decoder.weight_types if name != "native"]
+        models = {name: load(bundle, max_batch=batch, **{**loading, "weights": name}) for name in others}
+        table = compare_weights({"native": model, **models}, workload)
+        if not as_json:
+            _show_all(table)
+        click.echo(json.dumps({name: found.to_dict() for name, found in table.items()}))
+        return
     found = compare(model, workload, weights=loading["weights"], kernels=kernels)
     if not as_json:
         _show(found)
     click.echo(json.dumps(found.to_dict()))
 
 
-def _show(found: Comparison) -> None:
-    from rich.console import Console
+def _show_all(table: Mapping[str, Comparison]) -> None:
+    """Every way to hold the weights, dense and sparse."""
     from rich.table import Table
+
+    native = table["native"]
+    console = _console(native, ", ".join(table))
+    rows = Table(box=None, pad_edge=False)
+    rows.add_column("weights", no_wrap=True)
+    for name in ("sparsity", "tok/s", "ms/step", "over native dense", "over own dense", "MB/step", "share", "unread"):
+        rows.add_column(name, justify="right")
+    for name, found in table.items():
+        for label, speed in (("dense", found.dense), (f"{found.sparsity:.3g}", found.sparse)):
+            rows.add_row(
+                name,
+                label,
+                f"{speed.tok_per_s:,.1f}",
+                f"{speed.step_ms:.3f}",
+                f"{speed.tok_per_s / native.dense.tok_per_s:.2f}x",
+                f"{speed.tok_per_s / found.dense.tok_per_s:.2f}x",
+                f"{speed.bytes_per_step / 1e6:,.1f}",
+                f"{speed.ideal_ms / speed.step_ms:.0%}",
+                f"{speed.realised_sparsity:.1%}",
+            )
+    console.print(rows)
+    console.print(
+        f"native: as the bundle has them, in {native.dtype}; others are rounded at load, which costs quality:\n"
+        "`wisparse eval --weights` tells how much. MB/step: what a step reads; share: of the speed that they allow"
+    )
+
+
+def _console(found: Comparison, weights: str) -> Console:
+    """Where the table goes, with what was measured on what already written."""
+    from rich.console import Console
 
     console = Console(highlight=False, markup=False)
     # Without a terminal there is no width to fit into.
@@ -78,10 +125,17 @@ def _show(found: Comparison) -> None:
     console.print(", ".join(f"{key} {value}" for key, value in found.machine.items()))
     work = found.workload
     console.print(
-        f"{found.backend}, {found.dtype}, weights {found.weights}, sparsity {found.sparsity:g}; "
+        f"{found.backend}, {found.dtype}, weights {weights}, sparsity {found.sparsity:g}; "
         f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
         f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
     )
+    return console
+
+
+def _show(found: Comparison) -> None:
+    from rich.table import Table
+
+    console, work = _console(found, found.weights), found.workload
     table = Table(box=None, pad_edge=False)  # 80 columns are enough
     table.add_column("", no_wrap=True)
     for name in ("tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"):
