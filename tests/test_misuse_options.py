@@ -78,6 +78,7 @@ EVAL = ["--num-samples", "1", "--seq-len", "8", *RUN]
 # What each verb is given beside the parameter; small, so that a value that is taken costs little.
 GIVEN = {
     "convert": (["MODEL"], ["-o", "out", "--dry-run", *QUICK]),
+    "rotate": (["MODEL"], ["-o", "out", "--calibration", "TEXT", "--num-samples", "2", "--seq-len", "8", "-q"]),
     "inspect": (["BUNDLE"], []),
     "verify": (["BUNDLE"], []),
     "generate": (["BUNDLE"], ["--prompt", "x", "--max-new-tokens", "1", *RUN]),
@@ -170,6 +171,8 @@ def _write_task(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    import transformers.models.llama.modeling_llama  # noqa: F401  seconds on a busy machine, and no odd value's
+
     folder = tmp_path_factory.mktemp("odd")
     model = write_tiny_model(folder / "model")
     bundle = write_tiny_bundle(folder / "bundle", model)

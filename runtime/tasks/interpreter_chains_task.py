@@ -18,7 +18,7 @@ def custom_dataset(**_: Any) -> dict[str, Any]:
     return {"test": datasets.Dataset.from_list([chain._asdict() for chain in make_chains(COUNT, SEED)])}
 
 
-class ChainsTask(ConfigurableTask):  # type: ignore[misc]  # the harness has no types
+class ChainsTask(ConfigurableTask):
     """A document's requests are its lines; ``exact_match`` is of whole programs, ``lines`` of lines."""
 
     def __init__(self, config: dict[str, Any] | None = None) -> None:

@@ -1,0 +1,198 @@
+"""The same model in coordinates in which few channels are large: its hidden state turned, and its values within a head.
+
+    h' = h Q                     Q: orthogonal; the principal directions of the normalised hidden states
+    v' = v R, for each head      R: those of what the head hands to o_proj
+
+RMSNorm without a weight sees only a vector's length, which no rotation changes. So a norm's weight goes into the
+projections that read it, and Q into every weight that reads or writes the hidden state; R goes into v_proj and o_proj.
+What the model says stays the same but for rounding, while far more of each |x| is near 0: at equal sparsity the masks
+cost half as much or less (benchmarks/LOG.md). The price: the weights are no longer the source's bytes, and tied
+embeddings come apart, since the final norm's weight goes into one of them only.
+
+Sources: that rotations can be folded in, SliceGPT (Ashkboos et al., arXiv:2401.15024); that activations are sparser in
+their principal directions, LaRoSA (arXiv:2507.01299), there layer by layer and not folded into the hidden state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.model.expected import LM_HEAD
+from wisparse.formats.model.model_config import ModelConfig
+
+from .flow import BlockFlow
+from .masking import MaskedModel
+from .source import SourceModel
+
+__all__ = ["EMBEDDING", "Rotation", "check_rotatable", "find_rotation", "rotated_tensors"]
+
+EMBEDDING = "model.embed_tokens.weight"
+_FINAL_NORM = "model.norm.weight"
+
+# Of the largest: below it a norm's weight counts as 0, and what it hides need not be known.
+_SMALLEST_WEIGHT = 1e-4
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Attributes:
+    residual: Q (hidden_size, hidden_size) float32 on the CPU.
+    heads: R of each block's key-value heads, (num_kv_heads, head_dim, head_dim) float32 on the CPU.
+    """
+
+    residual: Tensor
+    heads: tuple[Tensor, ...]
+
+
+def check_rotatable(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModelError unless the model's hidden state can be turned."""
+    name, arch = checkpoint.config.model_type, checkpoint.config.architecture
+    norms = arch.norms
+    if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
+        raise UnsupportedModelError(
+            f"{name}: expected norms before attention and MLP only, found norms of what these give, whose weights tie "
+            "the hidden state to its coordinates; convert it without rotating"
+        )
+    if arch.attention_gate or checkpoint.config.delta_net is not None:
+        raise UnsupportedModelError(
+            f"{name}: expected plain attention, found gates or recurrent blocks, which tie values to their "
+            "coordinates; convert it without rotating"
+        )
+    if checkpoint.quantised:
+        raise UnsupportedModelError(
+            f"{name}: expected weights in bfloat16, float16 or float32, found quantised ones; rotate what they were "
+            "made from"
+        )
+
+
+def find_rotation(
+    source: SourceModel,
+    checkpoint: Checkpoint,
+    input_ids: Tensor,
+    keep: Tensor,
+    *,
+    batch_size: int = 4,
+    advance: Callable[[], None] = lambda: None,
+) -> Rotation:
+    """Principal directions over the tokens that count, in the dense model.
+
+    In memory: (hidden_size, hidden_size) float64 thrice, and the hidden states of ``batch_size`` sequences.
+
+    Args:
+        input_ids, keep: (S, L) int64 and bool, as of `BlockFlow`.
+        advance: called after every ``batch_size`` sequences.
+    """
+    config = source.config
+    hidden, sharing, width = config.hidden_size, config.num_heads // config.num_kv_heads, config.head_dim
+    readers = _readers(config)
+    total = torch.zeros(hidden, hidden, dtype=torch.float64)
+    of_heads = [torch.zeros(config.num_kv_heads, width, width, dtype=torch.float64) for _ in range(config.num_blocks)]
+    first = {f"model.layers.{i}.{half}" for i in range(config.num_blocks) for half in _first_readers(config)}
+    outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
+    # Transformers' names may have more in front.
+    plain = dict(zip(source.projections, (p.name for p in config.projections()), strict=True))
+    norms = {name: _norm(checkpoint, readers[name]) for name in first}
+    flow = BlockFlow(source.model, config, input_ids, keep, batch_size)
+    batch = 0
+
+    def observe(name: str, x: Tensor) -> None:
+        name = plain[name]
+        if name in first:
+            x = x[flow.counted[batch].to(x.device)].float()
+            weight = norms[name].to(x.device)
+            seen = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
+            x = torch.where(seen, x / torch.where(seen, weight, 1.0), 0.0)
+            total.add_((x.T @ x).double().cpu())
+        elif name in outputs:
+            x = x[flow.counted[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
+            of_heads[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double().cpu())
+
+    with MaskedModel(source.projections) as masked, masked.observing(observe), torch.no_grad():
+        for batch in range(flow.num_batches):
+            flow.finish(0, batch, flow.start()[batch])
+            advance()
+    return Rotation(_directions(total), tuple(_directions(one) for one in of_heads))
+
+
+def _directions(moments: Tensor) -> Tensor:
+    """Eigenvectors as columns, each with its largest entry positive, so that equal input gives equal output."""
+    vectors = torch.linalg.eigh(moments)[1]
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return (vectors * largest.sign()).float()
+
+
+def rotated_tensors(
+    checkpoint: Checkpoint, rotation: Rotation, device: torch.device
+) -> dict[str, Callable[[], Tensor]]:
+    """Of every tensor of the rotated checkpoint, by name in its order: what makes it, in the type of the source's."""
+    config = checkpoint.config
+    by_name = {projection.name: projection for projection in config.projections()}
+    readers = _readers(config)
+    turn = rotation.residual.to(device)
+
+    def read(name: str) -> Tensor:
+        return checkpoint.tensor(name, device).float()
+
+    def norm(name: str) -> Tensor:
+        return _norm(checkpoint, name).to(device)
+
+    def make(name: str) -> Tensor:
+        if name == EMBEDDING:
+            return read(name) @ turn
+        if name == LM_HEAD:
+            stored = EMBEDDING if config.tie_word_embeddings else LM_HEAD
+            return (read(stored) * norm(_FINAL_NORM)) @ turn
+        if name == _FINAL_NORM or name in readers.values():
+            return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
+        projection, _, kind = name.rpartition(".")
+        if projection not in by_name:
+            return read(name)  # the norms of queries and keys
+        role, value = by_name[projection].role, read(name)
+        heads = rotation.heads[by_name[projection].block].to(device)
+        if role in ("o_proj", "down_proj"):
+            if role == "o_proj" and kind == "weight":
+                shaped = value.view(len(value), config.num_kv_heads, -1, config.head_dim)
+                value = torch.einsum("nkri,kij->nkrj", shaped, heads).reshape(len(value), -1)
+            return turn.T @ value
+        if kind == "weight":
+            value = (value * norm(readers[projection])) @ turn
+        if role in ("v_proj", "qkv_proj"):
+            kept, values = value.split([len(value) - config.kv_size, config.kv_size])
+            shaped = values.reshape(config.num_kv_heads, config.head_dim, -1)
+            value = torch.cat([kept, torch.einsum("kij,kin->kjn", heads, shaped).reshape(values.shape)])
+        return value
+
+    def one(name: str) -> Callable[[], Tensor]:
+        dtype = checkpoint.tensors[name if name in checkpoint.tensors else EMBEDDING].dtype
+        return lambda: make(name).to(dtype).contiguous().cpu()
+
+    names = [name for name in checkpoint.tensors if name != LM_HEAD]
+    return {name: one(name) for name in [*names, LM_HEAD]}
+
+
+def _readers(config: ModelConfig) -> dict[str, str]:
+    """Which norm's weight each projection that reads the hidden state meets, by name."""
+    arch, found = config.architecture, {}
+    for projection in config.projections():
+        if projection.role in (*arch.qkv, *arch.gate_up):
+            norm = arch.norms.attention_input if projection.role in arch.qkv else arch.norms.mlp_input
+            found[projection.name] = f"model.layers.{projection.block}.{norm}.weight"
+    return found
+
+
+def _first_readers(config: ModelConfig) -> Mapping[str, None]:
+    """One projection of each half of a block, after ``model.layers.N.``: the others of its half read the same."""
+    arch = config.architecture
+    return dict.fromkeys((f"self_attn.{arch.qkv[0]}", f"mlp.{arch.gate_up[0]}"))
+
+
+def _norm(checkpoint: Checkpoint, name: str) -> Tensor:
+    """What a norm multiplies by, (hidden_size,) float32."""
+    weight = checkpoint.tensor(name).float()
+    return 1.0 + weight if checkpoint.config.architecture.norm_offset else weight
