@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import itertools
 import json
 import os
 import signal
@@ -30,11 +31,13 @@ from wisparse.runtime.serve import app as module
 from wisparse.runtime.serve.answers import Growing
 from wisparse.runtime.serve.app import ServeSettings, http_server, make_app, open_socket
 from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat, read_completion
+from wisparse.runtime.serve.thinking import Thinking
 
 NAME = "example"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if shout is defined %}{{ shout }}{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if think is defined %}<think>\n{% endif %}"
 )
 
 
@@ -196,6 +199,37 @@ def test_log_probabilities_of_a_completion(server: Running, model: Model, stream
     tops = [one for part in scored for one in part.top_logprobs]
     assert [max(top.values()) for top in tops] == pytest.approx([s.top[0][1] for s in expected.scores])
     assert all(token in top for token, top in zip(tokens, tops, strict=True))
+
+
+@given(thought=st.text("a \n<", max_size=6), answer=st.text("a \n<", max_size=6), cuts=st.lists(st.integers(0, 40)))
+def test_thoughts_are_split_off_wherever_pieces_end(thought: str, answer: str, cuts: list[int]) -> None:
+    cases = [
+        (f"{thought}</think>{answer}", True, thought.strip(), answer.lstrip()),
+        (f"\n<think>{thought}</think>{answer}", False, thought.strip(), answer.lstrip()),
+        (f"<think>{thought}", False, thought.strip(), ""),
+        (f"b{answer}</think>", False, "", f"b{answer}</think>"),
+    ]
+    for text, begun, *expected in cases:
+        thinking, found = Thinking(begun=begun), ["", ""]
+        borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+        pieces = [text[start:stop] for start, stop in itertools.pairwise(borders)]
+        for parts in (*map(thinking.add, pieces), thinking.finish()):
+            found = [one + more for one, more in zip(found, parts, strict=True)]
+        assert found == expected
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_model_thinks_is_not_its_answer(chat_server: Running, stream: bool) -> None:
+    found = chat_server.client().chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "2 + 2"}], stream=stream, max_tokens=60,
+        extra_body={
+            "chat_template_kwargs": {"think": True},
+            "grammar": 'root ::= "two and two\\n</think>\\n\\nfour"',
+        },
+    )  # fmt: skip
+    messages = [chunk.choices[0].delta for chunk in found] if stream else [found.choices[0].message]
+    assert "".join(getattr(one, "reasoning_content", None) or "" for one in messages) == "two and two"
+    assert "".join(one.content or "" for one in messages) == "four"
 
 
 SCHEMA = {

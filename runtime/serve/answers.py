@@ -12,6 +12,7 @@ from typing import Any
 
 from ..answer import Generation, Piece
 from ..choosing import TokenScore
+from .thinking import Thinking
 
 __all__ = ["DONE", "Shape", "event", "to_json", "unsaid", "usage"]
 
@@ -31,6 +32,7 @@ class Shape:
         spell: a token's text.
         echo: what is put before each answer, where that was asked for: its prompt, and that one's first token.
         scored: log-probabilities are told.
+        thinks: whether an answer begins in the middle of a thought; None where there are none to split off.
     """
 
     chat: bool
@@ -38,6 +40,7 @@ class Shape:
     spell: Callable[[int], str]
     echo: Sequence[tuple[str, int]] = ()
     scored: bool = False
+    thinks: bool | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -48,10 +51,18 @@ class Shape:
             prompt, scores = self.prompt(index, answer.prompt_scores)
             content: dict[str, Any] = {"text": prompt + answer.text}
             if self.chat:
-                content = {"message": {"role": "assistant", "content": answer.text, "refusal": None}}
+                content = {"message": {"role": "assistant", **self._parts(answer.text), "refusal": None}}
             logprobs, _ = self.logprobs([*scores, *(answer.scores or ())])
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason})
         return {**self._head("chat.completion"), "choices": choices, "usage": usage(answers, prompt_tokens)}
+
+    def _parts(self, text: str) -> dict[str, str]:
+        """A message's text, and what was thought before it."""
+        if self.thinks is None:
+            return {"content": text}
+        thinking = Thinking(begun=self.thinks)
+        thought, answer = map("".join, zip(thinking.add(text), thinking.finish(), strict=True))
+        return {"content": answer, "reasoning_content": thought} if thought else {"content": answer}
 
     def growing(self, count: int) -> Growing:
         """The stream of so many answers."""
@@ -125,6 +136,7 @@ class Growing:
         self._shape = shape
         self._begun = [False] * count
         self._ends = [0] * count  # of each answer's tokens so far, in characters
+        self._thinking = None if shape.thinks is None else [Thinking(begun=shape.thinks) for _ in range(count)]
 
     def opening(self) -> bytes:
         """What comes before an answer's first piece: a chat says whose turn it is."""
@@ -150,8 +162,18 @@ class Growing:
         logprobs, self._ends[index] = shape.logprobs(scores, self._ends[index])
         if not shape.chat:
             return shape.chunk(index, {"text": text}, reason, logprobs) if text or scores or reason else b""
-        chunks = shape.chunk(index, {"content": text}, None, logprobs) if text or scores else b""
+        delta = self._delta(index, text, ended=reason is not None)
+        chunks = shape.chunk(index, delta, None, logprobs) if delta or scores else b""
         return chunks + shape.chunk(index, {}, reason) if reason else chunks
+
+    def _delta(self, index: int, text: str, *, ended: bool) -> dict[str, str]:
+        """What a piece adds to a message."""
+        if self._thinking is None:
+            return {"content": text} if text else {}
+        thought, answer = self._thinking[index].add(text)
+        if ended:
+            thought, answer = map("".join, zip((thought, answer), self._thinking[index].finish(), strict=True))
+        return {name: part for name, part in (("reasoning_content", thought), ("content", answer)) if part}
 
 
 def unsaid(piece: Piece) -> Piece:

@@ -40,6 +40,7 @@ from .answering import Answering
 from .answers import DONE, Shape, event, to_json
 from .metrics import Metrics
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
+from .thinking import OPEN
 from .wire import PATIENCE_SECONDS, EventStream, unless_gone
 
 __all__ = ["ServeSettings", "http_server", "make_app", "open_socket", "serve"]
@@ -137,6 +138,10 @@ class _Server:
         self._defaults = _defaults(model)
         self._created = int(time.time())
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
+        # A special token would be no part of an answer's text.
+        self._thinks = (
+            model.text is not None and model.text.token_id(OPEN) is not None and not model.text.is_special(OPEN)
+        )
         self._spell = functools.lru_cache(_SPELLED)(model.spell)
         self._engine: Engine | None = None
         self.metrics = Metrics(lambda: self._running.state)
@@ -209,10 +214,9 @@ class _Server:
     async def _answer(self, request: Request, call: Call, *, chat: bool) -> Response:
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
-        prompts, constraints = await loop.run_in_executor(self._texts, self._encode, call)
-        shape = Shape(
-            chat, self._settings.name, self._spell, self._echo(call, prompts), call.sampling.logprobs is not None
-        )
+        prompts, constraints, thinks = await loop.run_in_executor(self._texts, self._encode, call)
+        scored = call.sampling.logprobs is not None
+        shape = Shape(chat, self._settings.name, self._spell, self._echo(call, prompts), scored, thinks)
         answering = Answering(self._running)
         try:
             answering.submit(self._model, call, prompts, constraints)
@@ -285,8 +289,9 @@ class _Server:
         ]
         return [(text, ids[0]) for text, ids in zip(texts, prompts, strict=True) for _ in range(call.n)]
 
-    def _encode(self, call: Call) -> tuple[list[list[int]], list[Constraint | None]]:
-        """Token ids of a call's prompts, and what each of its answers has to be."""
+    def _encode(self, call: Call) -> tuple[list[list[int]], list[Constraint | None], bool | None]:
+        """Token ids of a call's prompts, what each of its answers has to be, and whether it begins with a thought."""
+        thinks: bool | None = None
         text, most = self._model.tokenizer, self._model.max_seq_len
         encoded = []
         for prompt in call.prompts:
@@ -296,12 +301,14 @@ class _Server:
                 encoded.append(prompt)
             else:
                 rendered = text.render(prompt, **call.template)
+                thinks = True if rendered.rstrip().endswith(OPEN) else False if self._thinks else None
                 encoded.append(text.encode(rendered, add_special_tokens=False, most=most))
         for ids in encoded:
             if len(ids) > most:
                 raise ContextLengthError(f"the prompt has {len(ids)} tokens and the context holds {most}: shorten it")
         count, grammar = len(encoded) * call.n, call.grammar
-        return encoded, [None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)]
+        constraints = [None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)]
+        return encoded, constraints, thinks
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The request's JSON object, for this server's model."""
