@@ -295,6 +295,7 @@ class Scheduler:
         job = reading.job
         if not job.request.score_prompt or job.sampling.logprobs is None or job.prompt_scores is not None:
             return None
+        job.cached_tokens = 0
         every = self._decoder.logits(reading.tokens, reading.sparse_from)
         job.prompt_scores = score_prompt(every, job.request.token_ids, job.sampling.logprobs)
         # Of a single token nothing is ever decoded from the slot.

@@ -132,6 +132,12 @@ def test_chat_keeps_and_forgets_the_conversation(
     assert first == third < second
     assert "forgotten" in err
     assert "never" not in out
+    # What was read of the conversation is not read again, but for the last piece and the answer.
+    code, _, err = chat(f"{'x = 1 ' * 100}\ntwo\n", "--backend", "torch")
+    assert code == 0
+    first, second = (line.split(" tok/s")[0] for line in err.splitlines() if line.startswith("prompt "))
+    assert "cached" not in first
+    assert f"({int(first.split()[1]) // 128 * 128} cached)" in second
     # A conversation that outgrows the context is no end of the program.
     code, _, err = chat(f"{'x ' * 60}\none\n", "--max-seq-len", 32)
     assert code == 0

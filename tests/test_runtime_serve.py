@@ -159,6 +159,39 @@ def test_what_comes_together_goes_out_together(server: Running, model: Model, mo
     assert "".join(found) == expected
 
 
+def test_the_next_turn_is_read_from_where_it_parts(server: Running) -> None:
+    first = "x = 1\n" * 40
+    asked = [{"role": "user", "content": first}]
+
+    def ask(stream: bool) -> tuple[str, openai.types.CompletionUsage]:
+        chunks = server.client().chat.completions.create(
+            model=NAME, messages=asked, max_tokens=8, temperature=0, stream=True,
+            stream_options={"include_usage": True},
+        ) if stream else [server.client().chat.completions.create(
+            model=NAME, messages=asked, max_tokens=8, temperature=0)]  # fmt: skip
+        text, usage = "", None
+        for chunk in chunks:
+            for choice in chunk.choices:
+                text += (choice.delta.content if stream else choice.message.content) or ""
+            usage = chunk.usage or usage
+        assert usage is not None
+        return text, usage
+
+    said, usage = ask(stream=False)
+    assert usage.prompt_tokens > 128
+    assert usage.prompt_tokens_details.cached_tokens == 0
+    whole = usage.prompt_tokens // 128 * 128
+    asked += [{"role": "assistant", "content": said}, {"role": "user", "content": "y"}]
+    for stream in (False, True):
+        again, usage = ask(stream)
+        assert usage.prompt_tokens_details.cached_tokens == whole
+    # Nothing of it is left, and the answer is the same.
+    server.client().completions.create(model=NAME, prompt=[first[number:] for number in (1, 2, 3)], max_tokens=1)
+    assert ask(stream=False)[0] == again
+    several = server.client().completions.create(model=NAME, prompt=f"z = 2\n{first}", max_tokens=2, n=2)
+    assert several.usage.prompt_tokens_details.cached_tokens == 0  # as the first of them found it
+
+
 def test_token_ids_and_several_prompts(server: Running, model: Model) -> None:
     prompts = ["def f(x):", "import os"]
     ids = [model.tokenizer.encode(prompt) for prompt in prompts]

@@ -136,8 +136,9 @@ def show(text: str) -> None:
 
 def footer(answer: Generation, model: Model) -> str:
     """What an answer cost, in one line."""
+    cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
     parts = [
-        f"prompt {answer.prompt_tokens} tokens, {answer.prompt_tok_per_s:,.1f} tok/s",
+        f"prompt {answer.prompt_tokens} tokens{cached}, {answer.prompt_tok_per_s:,.1f} tok/s",
         f"generation {len(answer.token_ids)} tokens, {answer.generation_tok_per_s:,.1f} tok/s",
         f"peak memory {answer.peak_memory_bytes / 1e9:.2f} GB",
     ]
