@@ -155,7 +155,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
                 )
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
-        config, text_of = _read_config(source.folder)
+        config, text_of = _read_config(source.folder, settings)
         if settings.seq_len is None:
             settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
         finished = settings.resume and names_the_bundle(settings.output_dir)
@@ -216,7 +216,7 @@ def check_places(settings: ConvertSettings, source: Source, finished: bool) -> N
         check_output(settings.output_dir, settings.overwrite, source=source.folder)
 
 
-def _read_config(folder: Path) -> tuple[ModelConfig, str | None]:
+def _read_config(folder: Path, settings: ConvertSettings) -> tuple[ModelConfig, str | None]:
     if (kind := folder_kind(folder)) is not None:
         raise UnsupportedModelError(f"{shown(folder)} is {kind}")
     config = read_json(folder, "config.json", _MAX_CONFIG_BYTES, UnsupportedModelError)
@@ -226,7 +226,10 @@ def _read_config(folder: Path) -> tuple[ModelConfig, str | None]:
         )
     plain = text_config(config)
     read = ModelConfig.from_dict(plain)
-    read_quantisation(plain, read)
+    if read_quantisation(plain, read) and settings.dtype != "auto":
+        raise UsageError(
+            f"--dtype {settings.dtype}: the model is quantised, and its weights stay as they are; leave --dtype out"
+        )
     return read, config["model_type"] if is_wrapper(config) else None
 
 

@@ -293,6 +293,8 @@ def _check_arguments(
 ) -> None:
     if dtype != "auto" and dtype not in _DTYPES:
         raise UsageError(f"dtype: expected auto, {', '.join(_DTYPES)}, found {dtype!r}")
+    if dtype != "auto" and source.quantised:
+        raise UsageError(f"dtype: expected auto for a quantised model, whose weights stay as they are, found {dtype!r}")
     check_rungs(recipe, UsageError)
     if tuple(rungs) != recipe.sparsities:
         raise UsageError(f"expected masks of the recipe's rungs {recipe.sparsities}, found {tuple(rungs)}")

@@ -48,6 +48,7 @@ from typing import Any
 
 import torch
 from hostile_mutations import MUTATIONS, TEXT_MUTATIONS
+from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import as_version_1, resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main as command_line
@@ -84,9 +85,13 @@ def build(folder: Path) -> list[Path]:
         "qwen3": (tiny_config("qwen3", tie_word_embeddings=False, dtype="bfloat16"), torch.bfloat16),
         "phi3": (tiny_config("phi3", rope_parameters=LONGROPE), torch.float32),
     }
+    stored = {"int4": "pack int4 groups, zero points", "fp8": "fp8 blocks, as DeepSeek's", "gptq": "gptq"}
+    kinds |= {name: (tiny_config("llama"), torch.float32) for name in stored}
     bundles = []
     for name, (config, dtype) in kinds.items():
         model = write_tiny_model(folder / f"{name}-model", config, dtype=dtype)
+        if name in stored:
+            model = quantise_model(model, folder / f"{name}-quantised", *PUBLISHED[stored[name]]())
         rungs = (0.3, 0.5, 0.7) if name == "qwen3" else (0.5,)
         card = {"README.md": b"# Card\n"}
         bundles.append(

@@ -195,15 +195,18 @@ def _tensor_fp8() -> tuple[Pack, dict[str, Any]]:
     return with_input, {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
 
 
+# Without it the package takes weights of eight bits for packed ones.
+_ROUNDED = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
+
 PUBLISHED: Mapping[str, Callable[[], tuple[Pack, dict[str, Any]]]] = {
     "pack int4 groups": lambda: compressed("pack-quantized", _int(4, "group")),
     "pack int4 groups, zero points": lambda: compressed("pack-quantized", _int(4, "group", False)),
     "pack int4 rows": lambda: compressed("pack-quantized", _int(4, "channel")),
     "pack int8 rows": lambda: compressed("pack-quantized", _int(8, "channel")),
     "pack int8 groups, zero points": lambda: compressed("pack-quantized", _int(8, "group", False)),
-    "int8 rows": lambda: compressed("int-quantized", _int(8, "channel")),
-    "int8 rows, zero points": lambda: compressed("int-quantized", _int(8, "channel", False)),
-    "int8 tensor": lambda: compressed("int-quantized", _int(8, "tensor")),
+    "int8 rows": lambda: compressed("int-quantized", _int(8, "channel"), _ROUNDED),
+    "int8 rows, zero points": lambda: compressed("int-quantized", _int(8, "channel", False), _ROUNDED),
+    "int8 tensor": lambda: compressed("int-quantized", _int(8, "tensor"), _ROUNDED),
     "fp8 tensor": lambda: compressed("float-quantized", _fp8("tensor")),
     "fp8 rows": lambda: compressed("float-quantized", _fp8("channel")),
     "fp8 blocks": lambda: compressed("float-quantized", _fp8("block")),

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from wisparse.formats.guard.places import shown
 from wisparse.formats.machine.device import choose_device
+from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.wrappers import RENAMED
 
@@ -123,7 +124,8 @@ def load_source(
     with _quiet_transformers():
         try:
             # Of a wrapper the text model's, which the folder's config.json is not.
-            hf_config = CONFIG_MAPPING[config.model_type].from_dict(dict(checkpoint.config_dict))
+            plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
+            hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
         except (OSError, ValueError) as error:
             raise UnsupportedModelError(f"{shown(folder)}: config.json cannot be read: {_first_line(error)}") from error
         dtype = dtype or choose_dtype(config.dtype, device)
@@ -134,20 +136,30 @@ def load_source(
         elif device.type == "cuda" and lacks_accelerate() is None:
             # Shard by shard onto the GPU: host memory never holds the model.
             placement = {"device_map": {"": device}}
+        attention = "sdpa" if config.attention_softcap is None else "eager"  # torch's fused one cannot cap scores
         try:
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
-                folder,
-                config=hf_config,
-                dtype=dtype,
-                # torch's fused attention cannot cap scores.
-                attn_implementation="sdpa" if config.attention_softcap is None else "eager",
-                trust_remote_code=False,
-                local_files_only=True,
-                use_safetensors=True,
-                key_mapping={f"^{re.escape(stored)}": plain for stored, plain in RENAMED.items()},
-                output_loading_info=True,
-                **placement,
-            )
+            if checkpoint.quantised:
+                if max_memory is not None:
+                    raise ResourceError(
+                        f"{shown(folder)}: the widened weights do not fit into the memory of {device}, and quantised "
+                        "ones cannot stay in their files; choose a larger device, or convert the unquantised model"
+                    )
+                loaded: Any = _widened(checkpoint, hf_config, dtype, device, attention), {}
+            else:
+                loaded = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    config=hf_config,
+                    dtype=dtype,
+                    attn_implementation=attention,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    key_mapping={f"^{re.escape(stored)}": plain for stored, plain in RENAMED.items()},
+                    output_loading_info=True,
+                    **placement,
+                )
+        except WisparseError:
+            raise
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
             raise ResourceError(
                 f"{shown(folder)} does not fit into the memory of {device}; choose a larger device, or --device cpu"
@@ -175,6 +187,18 @@ def load_source(
     )
     _refuse_non_finite(folder, model)
     return source
+
+
+@torch.no_grad()
+def _widened(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """A model of a quantised checkpoint's weights as plain numbers, tensor by tensor: it is never there twice."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention).to(device)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in expected_tensors(checkpoint.config):
+        parameters[name].copy_(checkpoint.tensor(name))
+    return model
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:

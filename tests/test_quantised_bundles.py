@@ -1,0 +1,110 @@
+"""Bundles whose dense weights are quantised: their bytes are the source's, and every program computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_models import PUBLISHED, change_config, quantise_model
+from safetensors.torch import load_file
+from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
+
+from wisparse.converter.model.source import load_source
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import BundleError, UsageError
+from wisparse.formats.verify import verify_bundle
+from wisparse.runtime.decoder import make_decoder
+
+BY_TRANSFORMERS = ["pack int4 groups", "pack int8 rows", "fp8 rows"]
+TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
+    """Source and bundle by the name of what the source's weights are stored as; each is made once."""
+    folder = tmp_path_factory.mktemp("quantised")
+    config = tiny_config(tie_word_embeddings=False)
+    plain = write_tiny_model(folder / "plain", config)
+    found: dict[str, tuple[Path, Path]] = {}
+
+    def make(name: str) -> tuple[Path, Path]:
+        if name not in found:
+            source = quantise_model(plain, folder / f"source-{len(found)}", *PUBLISHED[name]())
+            found[name] = source, write_tiny_bundle(folder / f"bundle-{len(found)}", source)
+        return found[name]
+
+    return make
+
+
+def logits(bundle: Path, backend: str) -> torch.Tensor:
+    """After each of `TOKENS`, all of them dense."""
+    decoder = make_decoder(
+        Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64, backend=backend
+    )
+    found = torch.stack([decoder.prefill(0, TOKENS[:count], count).clone() for count in range(1, len(TOKENS) + 1)])
+    decoder.close()
+    return found
+
+
+@pytest.mark.parametrize("name", [*BY_TRANSFORMERS, "gptq", "awq", "fp8 blocks, as DeepSeek's"])
+def test_stored_tensors_are_the_sources_bytes(name: str, made: Callable[[str], tuple[Path, Path]]) -> None:
+    source, bundle = made(name)
+    stored, kept = load_file(source / "model.safetensors"), {}
+    for file in bundle.glob("model-*.safetensors"):
+        kept |= load_file(file)
+    assert set(stored) == set(kept)
+    for key, tensor in stored.items():
+        assert tensor.dtype is kept[key].dtype
+        assert torch.equal(tensor.view(-1).view(torch.uint8), kept[key].view(-1).view(torch.uint8))
+    verify_bundle(bundle)
+
+
+@pytest.mark.parametrize("name", BY_TRANSFORMERS)
+def test_transformers_loads_it_dense_with_equal_logits(name: str, made: Callable[[str], tuple[Path, Path]]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    _, bundle = made(name)
+    model = AutoModelForCausalLM.from_pretrained(bundle, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(TOKENS[None]).logits[0]
+    torch.testing.assert_close(logits(bundle, "torch"), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*BY_TRANSFORMERS, "pack int4 groups, zero points", "gptq", "awq"])
+def test_back_ends_and_the_converters_model_agree(name: str, made: Callable[[str], tuple[Path, Path]]) -> None:
+    source, bundle = made(name)
+    model = load_source(source, torch.float32, "cpu").model
+    with torch.inference_mode():
+        expected = model(TOKENS[None]).logits[0]
+    for backend in ("torch", "numba"):
+        torch.testing.assert_close(logits(bundle, backend), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_quantised_model_keeps_its_type(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    source, _ = made("gptq")
+    with pytest.raises(UsageError, match="expected auto for a quantised model"):
+        write_tiny_bundle(tmp_path / "out", source, dtype="bfloat16")
+
+
+def test_a_bundle_that_lies_is_refused(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """By the error of bundles, with all digests as a forger would have them."""
+    source, _ = made("pack int4 groups")
+    bundle = write_tiny_bundle(tmp_path / "bundle", source)
+    change_config(bundle, lambda d: d["quantization_config"].update(ignore=["lm_head", "re:.*down_proj"]))
+    resign(bundle)
+    with pytest.raises(BundleError, match="quantization_config does not say what the files hold"):
+        Bundle.open(bundle)
+    change_config(bundle, lambda d: d["quantization_config"].update(quant_method="hqq"))
+    resign(bundle)
+    with pytest.raises(BundleError, match="quantised by HQQ"):
+        Bundle.open(bundle)
+
+
+def test_the_config_alone_decides_nothing_of_a_plain_model(tmp_path: Path) -> None:
+    plain = write_tiny_model(tmp_path / "plain")
+    change_config(plain, lambda d: d.update(quantization_config=PUBLISHED["gptq"]()[1]))
+    with pytest.raises(Exception, match="does not say what the files hold"):
+        Checkpoint.open(plain)
