@@ -29,7 +29,9 @@ from wisparse.formats.guard import arguments
 from wisparse.formats.guard.folder import clear_leftovers
 from wisparse.formats.guard.places import expand
 from wisparse.formats.hub import Source, fetch_source, push_bundle
+from wisparse.formats.in_codes import in_codes
 from wisparse.formats.machine.device import choose_device
+from wisparse.formats.model.quantised import Kind
 from wisparse.formats.record.card import Evaluation, read_inherited, render_card
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
 from wisparse.formats.write import BUNDLE, write_bundle
@@ -44,6 +46,7 @@ from .searches.search import SearchResult, SearchSettings, search
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
 from .text.calibration import load_calibration
 from .text.tokens import CalibrationTokens
+from .weights.stage import quantise_weights
 from .work.finish import is_finished, remove_mark, write_mark
 from .work.processes import ALONE, LeadersStore, Processes, joined
 from .work.progress import Progress
@@ -58,7 +61,7 @@ _LIBRARIES = ("torch", "transformers", "tokenizers")
 
 # Results that do not depend on the sparsity: the text a model writes, and what the default search measures by backward
 # passes. By far the most of the work.
-_SPARSITY_FREE = ("calibration", "fisher/fisher/", "fisher/damage/")
+_SPARSITY_FREE = ("calibration", "weights/", "fisher/fisher/", "fisher/damage/")
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,7 @@ def convert(
     num_samples: int = ConvertSettings.num_samples,
     seq_len: int | None = None,
     seed: int = ConvertSettings.seed,
+    weights: str = ConvertSettings.weights,
     dtype: str = "auto",
     device: str = "auto",
     revision: str | None = None,
@@ -141,6 +145,7 @@ def convert(
         num_samples=num_samples,
         seq_len=seq_len,
         seed=seed,
+        weights=weights,
         dtype=dtype,
         device=device,
         revision=revision,
@@ -247,6 +252,8 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
         if tokens is None:
             tokens = _self_calibration(source, settings, own, progress) if processes.leads else None
             tokens = cast(CalibrationTokens, processes.broadcast(tokens))
+        if settings.weights != "native":
+            checkpoint = _in_codes(source, tokens, checkpoint, settings, progress, store)
         result = search(source, tokens, _search_settings(settings), progress, store, processes)
         if origin is None:  # a helper
             return None
@@ -263,6 +270,19 @@ def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: 
         with progress.stage("Writing the bundle"):
             _write(plan, origin, checkpoint, recipe, result, measurement)
     return Conversion(settings.output_dir, recipe, measurement, plan, progress.take_seconds(), None)
+
+
+def _in_codes(
+    source: SourceModel,
+    tokens: CalibrationTokens,
+    checkpoint: Checkpoint,
+    settings: ConvertSettings,
+    progress: Progress,
+    store: Store,
+) -> Checkpoint:
+    """The checkpoint with its projections in fewer bits; ``source`` computes with them from here on."""
+    matrices = quantise_weights(source, tokens, cast(Kind, settings.weights), checkpoint.dtype, progress, store)
+    return in_codes(checkpoint, matrices, checkpoint.dtype)
 
 
 def _found_finished(plan: Plan, progress: Progress) -> Conversion:

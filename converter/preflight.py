@@ -33,6 +33,7 @@ from .model.source import choose_dtype, lacks_accelerate, load_tokenizer
 from .settings import ConvertSettings, auto_seq_len
 from .text.calibration import describe_spec, load_calibration
 from .text.tokens import CalibrationTokens
+from .weights.stage import group_size
 from .work.finish import check_mark, names_the_bundle
 from .work.progress import Progress
 from .work.state import StateStore
@@ -198,6 +199,11 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         max_memory=_max_memory(device, free, working) if weights + working > free else None,
         finished=finished,
     )
+    if settings.weights != "native" and plan.max_memory is not None:
+        raise ResourceError(
+            f"{plan.source.name} does not fit into the memory of {device}, and weights that stay in their files cannot "
+            f"become {settings.weights}; choose a larger device, or leave --weights out"
+        )
     if not finished:
         require_resources(plan)
     return plan
@@ -226,10 +232,14 @@ def _read_config(folder: Path, settings: ConvertSettings) -> tuple[ModelConfig, 
         )
     plain = text_config(config)
     read = ModelConfig.from_dict(plain)
-    if read_quantisation(plain, read) and settings.dtype != "auto":
-        raise UsageError(
-            f"--dtype {settings.dtype}: the model is quantised, and its weights stay as they are; leave --dtype out"
-        )
+    if read_quantisation(plain, read):
+        for option, value, kept in (("dtype", settings.dtype, "auto"), ("weights", settings.weights, "native")):
+            if value != kept:
+                raise UsageError(
+                    f"--{option} {value}: the model is quantised, and its weights stay as they are; leave it out"
+                )
+    if settings.weights == "int4":
+        group_size(read)
     return read, config["model_type"] if is_wrapper(config) else None
 
 

@@ -18,6 +18,7 @@ __all__ = [
     "METHODS",
     "REPORTS",
     "SEARCHES",
+    "WEIGHTS",
     "ConvertSettings",
     "auto_seq_len",
     "check_method",
@@ -31,6 +32,7 @@ _MEASURED = ("cats", "rsparse")
 SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
 REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+WEIGHTS = ("native", "int8", "fp8", "int4")
 
 # TEAL spreads each block's sparsity greedily, the others take the same everywhere.
 _OWN_SEARCH = {"wisparse": "refine", "teal": "greedy"} | dict.fromkeys(METHODS[2:], "uniform")
@@ -55,6 +57,8 @@ class ConvertSettings:
         calibration: ``self``, ``paper``, a Hub data set, or paths.
         num_samples, seq_len: how many sequences of how many tokens; a length of None is `auto_seq_len`'s.
         seed: of everything that is drawn.
+        weights: how the projections are stored: ``native`` as the source has them, ``int8`` and ``fp8`` rounded with a
+            scale a row, ``int4`` fitted to the calibration text in groups.
         dtype: of the bundle's weights; ``auto`` copies the source's bytes.
         device: to compute on.
         revision: branch, tag or commit of a Hub model.
@@ -80,6 +84,7 @@ class ConvertSettings:
     num_samples: int = 16
     seq_len: int | None = None
     seed: int = 0
+    weights: str = "native"
     dtype: str = "auto"
     device: str = "auto"
     revision: str | None = None
@@ -124,7 +129,9 @@ class ConvertSettings:
         """The settings that the numbers in a recipe depend on, by the names of their options."""
         names = ("sparsity", "method", "search", "num_generations", "num_offspring", "num_samples", "seq_len", "seed")
         settings = asdict(self)
-        return {name: settings[name] for name in names} | {"search": self.chosen_search}
+        # Native weights are named by no state that was kept before there were others.
+        stored = {} if self.weights == "native" else {"weights": self.weights}
+        return {name: settings[name] for name in names} | {"search": self.chosen_search} | stored
 
     def check(self) -> None:
         """Find every contradiction, before anything is read.
@@ -141,6 +148,11 @@ class ConvertSettings:
                 "choose additive, greedy or uniform"
             )
         arguments.choice("--dtype", self.dtype, DTYPES)
+        arguments.choice("--weights", self.weights, WEIGHTS)
+        if self.weights != "native" and self.dtype != "auto":
+            raise UsageError(
+                f"--weights {self.weights} stores the layers in codes and the rest as it is; leave --dtype out"
+            )
         arguments.integer("--num-samples", self.num_samples, 1, _LARGEST)
         arguments.integer("--seed", self.seed, 0, _LARGEST)
         for option, value, least in (

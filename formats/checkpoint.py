@@ -234,8 +234,14 @@ class Checkpoint:
         """
         return self._decode(name) if name in self.quantised else self._stored(name)
 
+    def require_matrix(self, name: str) -> None:
+        """Raise as `tensor` does for a quantised weight that makes none; nothing is kept."""
+        matrix = self._decode(name)
+        for first in range(0, matrix.shape[0], 1024):
+            self._widened(name, matrix.rows(first, first + 1024))
+
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
-        """Read one tensor into fresh memory; a quantised weight is widened to `dtype`.
+        """Read one tensor into fresh memory; a quantised weight is widened to float32.
 
         Raises:
             error: no such tensor, truncated, changed, NaN or infinity, or not the bytes its checksum stands for.
@@ -247,7 +253,7 @@ class Checkpoint:
         return self._widened(name, found).to(device)
 
     def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
-        """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in `dtype`. Each
+        """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in float32. Each
         piece is valid until the next.
 
         Raises:
@@ -263,9 +269,10 @@ class Checkpoint:
             yield self._widened(name, matrix.rows(first, first + rows))
 
     def _widened(self, name: str, matrix: QuantizedMatrix) -> Tensor:
-        weight = matrix.dequantise(self.dtype)
+        # Not in the type that the config states: whoever uses another rounds once, not twice.
+        weight = matrix.dequantise(torch.float32)
         if not is_finite(weight):
-            raise self.error(f"{name}: its codes and scales make numbers beyond {self.dtype}; the model is damaged")
+            raise self.error(f"{name}: its codes and scales make infinite numbers; the model is damaged")
         return weight
 
     def _decode(self, name: str) -> QuantizedMatrix:

@@ -64,6 +64,8 @@ def _verify(bundle: Bundle, started: float) -> VerifyReport:
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         sizes = list(pool.map(lambda name: _check_file(bundle, name, weights, notes), names))
         list(pool.map(lambda name: _check_tensor(bundle, name), checkpoint.tensors))
+        # Scales, and codes that are no number.
+        list(pool.map(checkpoint.require_matrix, checkpoint.quantised))
     known = {*names, MANIFEST}
     notes += [
         f"{printable(name)}: not part of the bundle"

@@ -125,6 +125,15 @@ class ModelConfig:
                 mlp + "down_proj", index, "down_proj", self.intermediate_size, self.hidden_size, self.mlp_bias
             )
 
+    def shared_inputs(self, block: int) -> list[list[Projection]]:
+        """A block's projections by the input that they read, in the order of execution."""
+        found: list[list[Projection]] = []
+        for projection in self.projections(block):
+            if projection.role in ("o_proj", "out_proj", self.architecture.gate_up[0], "down_proj") or not found:
+                found.append([])
+            found[-1].append(projection)
+        return found
+
     def _recurrent_projections(self, index: int, delta: DeltaNet) -> Iterator[Projection]:
         for role, inputs, outputs in (
             ("in_proj_qkv", self.hidden_size, delta.mixed_size),

@@ -94,14 +94,12 @@ def _why_refused(given: Mapping[str, Any], method: Any) -> str:
 def _require_alike(config: ModelConfig, packings: Mapping[str, Packing]) -> None:
     """Projections that read one input are one product in every runtime, so they have to be stored alike."""
     for block in range(config.num_blocks):
-        names = {projection.role: projection.name for projection in config.projections(block)}
-        for roles in (config.architecture.qkv, config.architecture.gate_up):
-            first, *others = (packings.get(names[role]) for role in roles)
-            for role, found in zip(roles[1:], others, strict=True):
-                if found != first:
+        for first, *others in config.shared_inputs(block):
+            for other in others:
+                if packings.get(other.name) != packings.get(first.name):
                     raise UnsupportedModelError(
-                        f"config.json: {_KEY}: {names[roles[0]]} and {role} read one input but are stored in different "
-                        "ways; expected one scheme for both"
+                        f"config.json: {_KEY}: {first.name} and {other.role} read one input but are stored in "
+                        "different ways; expected one scheme for both"
                     )
 
 

@@ -69,6 +69,10 @@ class Packing(ABC):
             ValueError: a weight (rows, columns) is not stored like this.
         """
 
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """The reverse of `decode`, for those packings that are written: without zero points."""
+        raise NotImplementedError(f"{type(self).__name__} is not written")
+
     def _groups(self, columns: int) -> int:
         if self.group is None:
             return 1
@@ -124,6 +128,17 @@ class Packed(Packing):
         zeros = None if zeros is None else zeros.contiguous()
         return QuantizedMatrix(self.kind, codes.contiguous(), scales, zeros, self.group, (rows, columns))
 
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        codes = matrix.codes if self.bits == 4 else _signed(matrix.codes.view(torch.uint8)).view(torch.uint8)
+        if self.bits == 4 and matrix.shape[1] % 2:
+            raise ValueError(f"rows of {matrix.shape[1]} codes end in half a byte")
+        padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4))
+        return {
+            "weight_packed": padded.contiguous().view(torch.int32),
+            "weight_scale": matrix.scales.to(scale_dtype),
+            "weight_shape": torch.tensor(matrix.shape),
+        }
+
 
 @dataclass(frozen=True)
 class Plain(Packing):
@@ -171,6 +186,9 @@ class Plain(Packing):
         scales = self._by_row(_scales(parts[self.scale], 8), rows)
         zeros = None if self.symmetric else self._by_row(parts["weight_zero_point"].reshape(scales.shape), rows)
         return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (rows, columns))
+
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"weight": matrix.codes, self.scale: matrix.scales.to(scale_dtype)}
 
     def _by_row(self, values: Tensor, rows: int) -> Tensor:
         if self.per_tensor:

@@ -16,6 +16,7 @@ from wisparse.converter.settings import (
     METHODS,
     REPORTS,
     SEARCHES,
+    WEIGHTS,
     ConvertSettings,
     check_method,
     default_output,
@@ -87,6 +88,13 @@ class _Method(click.Choice):
     "--seq-len", type=int, show_default="2048 on a GPU, 512 on a CPU", help="Tokens per calibration sequence."
 )
 @click.option("--seed", type=int, default=ConvertSettings.seed, help="The same seed gives the same bundle.")
+@click.option(
+    "--weights",
+    type=click.Choice(WEIGHTS),
+    default=ConvertSettings.weights,
+    help="How the bundle stores the layers' weights. native: as the source does. int8, fp8: rounded, with a scale a "
+    "row. int4: fitted to the calibration text (GPTQ), in groups of 128. As compressed-tensors, which others load.",
+)
 @click.option(
     "--dtype",
     type=click.Choice(DTYPES),

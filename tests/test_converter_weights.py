@@ -1,0 +1,175 @@
+"""Quantising while converting: GPTQ loses less than rounding, a killed run goes on, others load what is written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from quantised_models import PUBLISHED, change_config, quantise_model
+from safetensors.torch import load_file
+from tiny_bundle import tiny_config, write_tiny_model
+from tiny_source import tiny_source, tiny_tokens
+
+from wisparse.cli import main
+from wisparse.converter.weights.gptq import fit_int4, search_scales
+from wisparse.converter.weights.stage import quantise_weights
+from wisparse.converter.work.progress import Progress
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.model.quantised import quantise_int4
+from wisparse.runtime.decoder import make_decoder
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96}
+
+
+class Kept(dict[str, bytes]):
+    """A store that can stop: ``left`` more results, then as if it were killed."""
+
+    left = 10**9
+
+    def load(self, key: str) -> bytes | None:
+        return self.get(key)
+
+    def save(self, key: str, data: bytes) -> None:
+        if not self.left:
+            raise KeyboardInterrupt
+        self.left -= 1
+        self[key] = data
+
+
+def quantised(kind: str, store: Kept) -> tuple[object, dict[str, torch.Tensor]]:
+    source = tiny_source(**SIZES)
+    matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, Progress(enabled=False), store)
+    return source, {
+        name: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for name, m in matrices.items()
+    }
+
+
+def inputs(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
+    """Correlated, of very different sizes, as activations are."""
+    generator = torch.Generator().manual_seed(seed)
+    mixed = torch.randn(rows, columns // 4, generator=generator) @ torch.randn(
+        columns // 4, columns, generator=generator
+    )
+    return (mixed + torch.randn(rows, columns, generator=generator)) * torch.logspace(-1, 1, columns)
+
+
+@pytest.mark.parametrize("columns", [128, 192])
+def test_gptq_loses_less_than_rounding(columns: int) -> None:
+    weight = torch.randn(48, columns, generator=torch.Generator().manual_seed(1))
+    x, fresh = inputs(400, columns), inputs(400, columns, seed=0)[200:]
+    fitted = fit_int4(weight, x.T @ x, 64, torch.float32)
+    rounded = quantise_int4(weight, group=64)
+
+    def loss(matrix: object) -> float:
+        return float(((matrix.dequantise(torch.float32) - weight) @ fresh.T).square().mean())  # type: ignore[attr-defined]
+
+    assert loss(fitted) < 0.5 * loss(rounded)
+    assert fitted.group == 64
+    assert fitted.zeros is None
+
+
+def test_without_correlation_gptq_is_rounding_with_the_best_scale() -> None:
+    weight = torch.randn(16, 128, generator=torch.Generator().manual_seed(1))
+    matrix = fit_int4(weight, torch.eye(128), 32, torch.bfloat16)
+    scales = search_scales(weight, torch.ones(128), 32, torch.bfloat16)
+    steps = scales.repeat_interleave(32, dim=1)
+    torch.testing.assert_close(matrix.dequantise(torch.float32), (weight / steps).round().clamp(-8, 7) * steps)
+
+
+def test_clipping_is_chosen_where_it_loses_less() -> None:
+    """One value far out that hardly matters is clipped; where it alone matters it is met."""
+    weight = torch.cat((torch.linspace(-1, 1, 31), torch.tensor([1.6])))[None]
+    little, much = torch.ones(32), torch.ones(32)
+    little[-1], much[-1] = 1e-6, 1e6
+    full = quantise_int4(weight, group=32).scales
+    assert float(search_scales(weight, little, 32, torch.float32)) < 0.75 * float(full)
+    met = float(search_scales(weight, much, 32, torch.float32))
+    assert abs(7 * met - 1.6) < 0.02
+
+
+@pytest.mark.parametrize("moments", [torch.zeros(64, 64), torch.ones(64, 64)])
+def test_inputs_that_say_nothing_do_no_harm(moments: torch.Tensor) -> None:
+    """A layer that saw only zeros, or one and the same input."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    weight[3] = 0
+    found = fit_int4(weight, moments, 32, torch.float32).dequantise(torch.float32)
+    assert found.isfinite().all()
+    assert (found[3] == 0).all()
+    assert (found - weight).abs().max() < weight.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
+def test_a_killed_run_goes_on_to_the_same_codes(kind: str) -> None:
+    source, whole = quantised(kind, Kept())
+    kept = Kept()
+    kept.left = 9  # in the middle of the second block
+    with pytest.raises(KeyboardInterrupt):
+        quantised(kind, kept)
+    assert len(kept) == 9
+    kept.left = 10**9
+    again, resumed = quantised(kind, kept)
+    assert list(whole) == list(resumed) == list(source.projections)  # type: ignore[attr-defined]
+    for name in whole:
+        assert torch.equal(whole[name], resumed[name])
+        assert torch.equal(source.projections[name].weight, again.projections[name].weight)  # type: ignore[attr-defined]
+
+
+def run(*arguments: str) -> int:
+    """Exit code of the program."""
+    try:
+        main(list(arguments))
+    except SystemExit as done:
+        return int(done.code or 0)
+    return 0
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny_config(hidden_size=64, head_dim=16, intermediate_size=96, dtype="bfloat16")
+    return write_tiny_model(tmp_path_factory.mktemp("weights") / "plain", config, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("fp8", 8), ("int4", 4)])
+def test_what_is_written_loads_in_transformers_with_equal_logits(
+    kind: str, bits: int, plain: Path, tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "out"
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 60)
+    arguments = ["convert", str(plain), "-o", str(out), "--weights", kind, "--search", "uniform", "-q"]
+    arguments += ["--calibration", str(tmp_path / "text.txt"), "--num-samples", "4", "--seq-len", "32"]
+    assert run(*arguments) == 0
+    document = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert document["config_groups"]["group_0"]["weights"]["num_bits"] == bits
+    bundle = Bundle.open(out)
+    assert len(bundle.checkpoint.quantised) == 14
+    kept = {}
+    for file in out.glob("model-*.safetensors"):
+        kept |= load_file(file)
+    source = load_file(plain / "model.safetensors")
+    assert all(torch.equal(kept[name], source[name]) for name in source if not name.endswith("_proj.weight"))
+    tokens = torch.tensor([5, 17, 250, 3, 99, 101, 7])
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        expected = model(tokens[None]).logits[0, -1]
+    decoder = make_decoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64, backend="torch")
+    torch.testing.assert_close(decoder.prefill(0, tokens, len(tokens)), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_cannot_be_is_said_before_any_work(
+    plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow, out = write_tiny_model(tmp_path / "narrow"), ("-o", str(tmp_path / "out"))
+    assert run("convert", str(narrow), *out, "--weights", "int4") == 3
+    assert "no group of 128, 64, 32 channels divides" in capsys.readouterr().err
+    assert run("convert", str(plain), *out, "--weights", "int8", "--dtype", "float16") == 2
+    assert "leave --dtype out" in capsys.readouterr().err
+    packed = quantise_model(narrow, tmp_path / "packed", *PUBLISHED["gptq"]())
+    assert run("convert", str(packed), *out, "--weights", "int8") == 2
+    assert "the model is quantised, and its weights stay as they are" in capsys.readouterr().err
+    change_config(packed, lambda d: d["quantization_config"].update(quant_method="bitsandbytes"))
+    assert run("convert", str(packed), *out) == 3
+    assert "quantised by bitsandbytes" in capsys.readouterr().err
