@@ -1,6 +1,6 @@
 """Where sparsity hurts first: traces of whole programs, greedy answers that end in a loop; dense against sparse.
 
-    python benchmarks/long_answers.py BUNDLE...        # of one model or several; each is asked at its own sparsity
+    python benchmarks/long_answers.py BUNDLE...        # of one model or several; dense, and at each of their sparsities
 
 A chain (`interpreter_chains`, other ones than the task's) is right if all eight lines of a program are; the last half
 of every prompt is sparse, which is all of the program. A loop is an answer of 256 tokens, to a prompt read dense, whose
@@ -96,7 +96,7 @@ def main() -> None:
     dense: dict[str, dict[str, list[bool]]] = {}
     rows = []
 
-    def add(base: str, sparsity: float, calibration: str | None, found: dict[str, list[bool]]) -> None:
+    def add(base: str, sparsity: float, calibration: str, found: dict[str, list[bool]]) -> None:
         row = {"model": base, "sparsity": sparsity, "calibration": calibration}
         for name, values in found.items():
             row[name] = share(values) | (difference(dense[base][name], values) if sparsity else {})
@@ -108,12 +108,12 @@ def main() -> None:
         recipe = Bundle.open(folder).recipe
         with load(folder, **options) as model:
             base, backend = recipe.base_model, model.decoder.name
-            if base not in dense:
-                rung, model.sparsity = model.sparsity, 0
-                dense[base] = measure(model, args.chains, args.prompts)
-                model.sparsity = rung
-                add(base, 0.0, None, dense[base])
-            add(base, recipe.sparsity, recipe.calibration.source, measure(model, args.chains, args.prompts))
+            for sparsity in (0.0, *recipe.sparsities):
+                if sparsity or base not in dense:
+                    model.sparsity = sparsity
+                    found = measure(model, args.chains, args.prompts)
+                    dense.setdefault(base, found)
+                    add(base, sparsity, recipe.calibration.source, found)
     document = {
         "benchmark": "long_answers",
         "seed": SEED,
