@@ -34,11 +34,11 @@ sys.path.insert(0, str(TESTS))
 from tiny_bundle import tiny_config, write_tiny_model  # noqa: E402
 
 SEARCHES: dict[str, dict[str, Any]] = {
-    "fisher": {},
-    "refine": {"num_samples": 24},  # enough tokens for three steps
-    "additive": {},
-    "paper": {"num_generations": 3, "num_offspring": 3},
-    "uniform": {},
+    "fisher": {"max_kl": 5e-3},
+    "refine": {"sparsity": [0.4, 0.5], "num_samples": 24},  # enough tokens for three steps
+    "additive": {"sparsity": 0.5},
+    "paper": {"sparsity": 0.5, "num_generations": 3, "num_offspring": 3},
+    "uniform": {"sparsity": 0.5},
 }
 SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
 

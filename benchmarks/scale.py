@@ -158,7 +158,7 @@ def main() -> None:
         ConvertSettings(
             model=str(model),
             output_dir=out,
-            sparsity=args.sparsity,
+            sparsities=(args.sparsity,),
             search=args.search,
             num_samples=args.num_samples,
             seq_len=args.seq_len,

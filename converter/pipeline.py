@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch
 import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask, is_document
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import ResourceError
+from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.guard.folder import clear_leftovers
 from wisparse.formats.guard.places import expand
@@ -33,16 +33,17 @@ from wisparse.formats.in_codes import in_codes
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.model.quantised import Kind
 from wisparse.formats.record.card import Evaluation, read_inherited, render_card
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+from wisparse.formats.record.recipe import CalibrationRecord, Recipe, Rung
 from wisparse.formats.write import BUNDLE, write_bundle
 
 from .model.fingerprint import Hashes, small_digests, weight_digests
 from .model.source import SourceModel, load_source
 from .preflight import Plan, check_places, preflight, require_resources
+from .quality.choice import Budget, Choice, choose
 from .quality.figures import FIGURES
-from .quality.measurement import Measurement, measure
-from .quality.report import expectation, render_report, verdict
-from .searches.search import SearchResult, SearchSettings, search
+from .quality.measurement import Measurement, choice_text, measure
+from .quality.report import expectation, grade, render_report, verdict
+from .searches.search import OTHER_SPARSITIES, Rungs, SearchResult, SearchSettings
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
 from .text.calibration import load_calibration
 from .text.tokens import CalibrationTokens
@@ -50,18 +51,17 @@ from .weights.stage import quantise_weights
 from .work.finish import is_finished, remove_mark, write_mark
 from .work.processes import ALONE, LeadersStore, Processes, joined
 from .work.progress import Progress
-from .work.state import NO_STATE, SharedStore, StateStore, Store
+from .work.state import NO_STATE, StateStore, Store
 
-__all__ = ["Conversion", "convert", "execute", "run", "run_all"]
+__all__ = ["Conversion", "convert", "execute", "run"]
 
 _log = logging.getLogger("wisparse")
 
 # What a recipe's numbers depend on besides the settings; recorded, and part of the state's fingerprint.
 _LIBRARIES = ("torch", "transformers", "tokenizers")
 
-# Results that do not depend on the sparsity: the text a model writes, and what the default search measures by backward
-# passes. By far the most of the work.
-_SPARSITY_FREE = ("calibration", "weights/", "fisher/fisher/", "fisher/damage/")
+# How far beside what a budget allowed the report looks.
+_NEIGHBOURS = 0.05
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class Conversion:
         recipe: what was decided.
         measurement: what it costs, on fresh text; None if an interrupted run had written the bundle already.
         plan: what the preflight found.
-        seconds: stage -> wall-clock seconds; what several conversions share is the first one's.
+        seconds: stage -> wall-clock seconds.
         url: where it was uploaded to, or None.
+        choice: how a budget was met; None without one, or if an interrupted run had written the bundle already.
     """
 
     folder: Path
@@ -83,13 +84,17 @@ class Conversion:
     plan: Plan
     seconds: dict[str, float]
     url: str | None
+    choice: Choice | None = None
 
 
 def convert(
     model: str | os.PathLike[str],
     output_dir: str | os.PathLike[str] | None = None,
     *,
-    sparsity: float = ConvertSettings.sparsity,
+    sparsity: float | Sequence[float] | None = None,
+    default: float | None = None,
+    max_kl: float | None = None,
+    min_top1: float | None = None,
     method: str = ConvertSettings.method,
     search: str = ConvertSettings.search,
     num_generations: int | None = None,
@@ -112,7 +117,10 @@ def convert(
 
     Args:
         model: a folder, or a Hub id.
-        output_dir: the bundle's folder; by default ``<model-name>-wisparse-50`` in the current folder, for 50%.
+        output_dir: the bundle's folder; by default ``<model-name>-wisparse`` in the current folder, and with one
+            sparsity ``<model-name>-wisparse-50``.
+        sparsity: one or several, the bundle's rungs; by default 0.3, 0.4 and 0.5.
+        max_kl, min_top1: find the highest sparsity that keeps them, instead of ``sparsity``.
         calibration: ``self``, ``paper``, a Hub data set, or one or several paths.
         progress: draw progress bars; None draws them if stderr is a terminal.
 
@@ -127,7 +135,9 @@ def convert(
     name = arguments.place("model", model)
     out = None if output_dir is None else expand(arguments.place("output_dir", output_dir))
     work = None if work_dir is None else expand(arguments.place("work_dir", work_dir))
-    arguments.number("sparsity", sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
+    sparsities = _sparsities(sparsity)
+    if default is not None:
+        default = arguments.number("default", default, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
     sources = calibration if isinstance(calibration, (list, tuple)) else [calibration]
     if not isinstance(max_shard_size, str):
         max_shard_size = str(arguments.integer("max_shard_size", max_shard_size, 1))
@@ -135,8 +145,11 @@ def convert(
         arguments.switch("progress", progress)
     settings = ConvertSettings(
         model=name,
-        output_dir=out or default_output(name, sparsity),
-        sparsity=sparsity,
+        output_dir=out or default_output(name, sparsities),
+        sparsities=sparsities,
+        default=default,
+        max_kl=max_kl,
+        min_top1=min_top1,
         method=method,
         search=search,
         num_generations=num_generations,
@@ -158,118 +171,134 @@ def convert(
     return settings.output_dir
 
 
+def _sparsities(given: Any) -> tuple[float, ...]:
+    if given is None:
+        return ()
+    words = f"a number from 0 to {MAX_SPARSITY}, or several"
+    values = list(given) if isinstance(given, (list, tuple)) else [given]
+    if not values:
+        raise UsageError(f"sparsity: expected {words}, found none")
+    return tuple(sorted(arguments.number("sparsity", value, 0.0, MAX_SPARSITY, words) for value in values))
+
+
 def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion | None:
-    """Preflight and conversion; arguments and errors as `convert`. Of several processes the first one returns it."""
-    conversions = run_all([settings], progress or Progress(enabled=False))
-    return conversions[0] if conversions else None
-
-
-def run_all(all_settings: Sequence[ConvertSettings], progress: Progress) -> list[Conversion]:
-    """Preflight and conversion of settings that differ in their sparsity alone, by all processes that torchrun started.
+    """Preflight and conversion, by all processes that torchrun started; arguments and errors as `convert`.
 
     Returns:
-        One conversion each; none in processes other than the first.
+        The conversion; None in processes other than the first.
     """
-    with joined(all_settings[0].device) as (processes, device):
-        plans = [preflight(settings, progress) for settings in all_settings] if processes.leads else []
-        plans = processes.broadcast(plans)
+    progress = progress or Progress(enabled=False)
+    with joined(settings.device) as (processes, device):
+        plan = processes.broadcast(preflight(settings, progress) if processes.leads else None)
+        plan = cast(Plan, plan)
         if not processes.leads:
             progress = Progress(enabled=False)
-        if processes.size > 1 and any(plan.max_memory is not None for plan in plans):
+        if processes.size > 1 and plan.max_memory is not None:
             raise ResourceError(
-                f"{plans[0].source.name}: with {processes.size} processes each GPU must hold the whole model, and it "
+                f"{plan.source.name}: with {processes.size} processes each GPU must hold the whole model, and it "
                 "is too large; start one process, without torchrun, which spreads the model over all GPUs"
             )
         if not processes.leads:
-            plans = [replace(plan, device=choose_device(device)) for plan in plans]
-        conversions = execute(plans, progress, processes)
+            plan = replace(plan, device=choose_device(device))
+        conversion = execute(plan, progress, processes)
+    if conversion is None:
+        return None
     try:
-        return [_upload(conversion, progress) for conversion in conversions]
+        return _upload(conversion, progress)
     finally:
-        # A kill before this: the next run knows the bundles for its own. A failed upload says how to go on.
-        for conversion in conversions:
-            if conversion.plan.settings.resume:
-                remove_mark(conversion.folder)
+        # A kill before this: the next run knows the bundle for its own. A failed upload says how to go on.
+        if settings.resume:
+            remove_mark(conversion.folder)
 
 
-def execute(plans: Sequence[Plan], progress: Progress, processes: Processes = ALONE) -> list[Conversion]:
-    """Carry out plans that differ in their sparsity alone, up to the bundles; uploading is the caller's.
+def execute(plan: Plan, progress: Progress, processes: Processes = ALONE) -> Conversion | None:
+    """Carry out a plan, up to the bundle; uploading is the caller's.
 
-    The model is loaded once, and statistics are shared. Each bundle has the bytes it would have by itself. State is
-    removed when all are done; the marks of the finished bundles (`finish`) are the caller's to remove. Processes other
-    than the first one help, and return nothing.
+    State is removed when it is done; the mark of the finished bundle (`finish`) is the caller's to remove. Processes
+    other than the first one help, and return nothing.
     """
-    common = _Common() if len(plans) > 1 else None
-    found = [_execute(plan, progress, common, processes) for plan in plans]
-    if processes.leads:
-        for plan in plans:
-            _remove_state(plan.settings)
-    return [conversion for conversion in found if conversion is not None]
-
-
-@dataclass
-class _Common:
-    """What several conversions of one model share: the model, and results that do not depend on the sparsity."""
-
-    source: SourceModel | None = None
-    results: dict[str, bytes] = field(default_factory=dict)
-    weights: Hashes = field(default_factory=dict)
-
-
-def _execute(plan: Plan, progress: Progress, common: _Common | None, processes: Processes) -> Conversion | None:
     try:
-        return _convert(plan, progress, common, processes)
+        conversion = _convert(plan, progress, processes)
     except torch.cuda.OutOfMemoryError as error:
         raise ResourceError(
             f"{plan.source.name}: {plan.device} has too little memory for the conversion; "
             "lower --seq-len or --num-samples, or choose another --device"
         ) from error
+    if processes.leads:
+        _remove_state(plan.settings)
+    return conversion
 
 
-def _convert(plan: Plan, progress: Progress, common: _Common | None, processes: Processes) -> Conversion | None:
+def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion | None:
     settings = plan.settings
     with progress.stage("Fetching weights"):
         fetched = fetch_source(settings.model, plan.source.commit) if processes.leads else plan.source
         fetched = processes.broadcast(fetched)
         checkpoint = Checkpoint.open(fetched.folder)
-    origin = _origin(plan, fetched, checkpoint, progress, common) if processes.leads else None
+    origin = _origin(plan, fetched, checkpoint, progress) if processes.leads else None
     finished = origin is not None and plan.finished and is_finished(settings.output_dir, origin.made_from)
     if processes.broadcast(finished):
         return _found_finished(plan, progress) if processes.leads else None
     if plan.finished and processes.leads:  # the bundle in place is of another conversion after all
         check_places(settings, fetched, False)
         require_resources(plan)
-    with _state(plan, origin, common) if origin else nullcontext(NO_STATE) as own:
+    with _state(plan, origin) if origin else nullcontext(NO_STATE) as own:
         store = own if processes.size == 1 else LeadersStore(own, processes)
-        source = common.source if common else None
-        if source is None:
-            with progress.stage("Loading the model"):
-                source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
-                processes.gather(None)
-        if common:
-            common.source = source
+        with progress.stage("Loading the model"):
+            source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
+            processes.gather(None)
         tokens = plan.tokens
         if tokens is None:
             tokens = _self_calibration(source, settings, own, progress) if processes.leads else None
             tokens = cast(CalibrationTokens, processes.broadcast(tokens))
         if settings.weights != "native":
             checkpoint = _in_codes(source, tokens, checkpoint, settings, progress, store)
-        result = search(source, tokens, _search_settings(settings), progress, store, processes)
+        results, choice = _search(source, tokens, settings, progress, store, processes)
         if origin is None:  # a helper
             return None
+        default = settings.default_of(results)
         measurement = measure(
             source,
             tokens,
-            result,
+            results,
+            default=default,
             calibration=settings.calibration,
             sensitivity=settings.full_report(plan.device.type),
             progress=progress,
         )
         del source  # the writer copies from the files and needs its memory more than a model does
-        recipe = _recipe(plan, fetched, checkpoint, tokens, result)
+        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice)
         with progress.stage("Writing the bundle"):
-            _write(plan, origin, checkpoint, recipe, result, measurement)
-    return Conversion(settings.output_dir, recipe, measurement, plan, progress.take_seconds(), None)
+            _write(plan, origin, checkpoint, recipe, results, measurement)
+    return Conversion(settings.output_dir, recipe, measurement, plan, progress.take_seconds(), None, choice)
+
+
+def _search(
+    source: SourceModel,
+    tokens: CalibrationTokens,
+    settings: ConvertSettings,
+    progress: Progress,
+    store: Store,
+    processes: Processes,
+) -> tuple[dict[float, SearchResult], Choice | None]:
+    """The rungs, ascending, and how a budget was met."""
+    with Rungs(source, tokens, _search_settings(settings), progress, store, processes) as rungs:
+        choice = None
+        # The highest first: there is most to gain from the steps that only the first one goes all of.
+        wanted: Sequence[float] = sorted(settings.rungs, reverse=True)
+        others: tuple[float, ...] = OTHER_SPARSITIES if len(wanted) == 1 else ()
+        if settings.has_budget:
+
+            def text() -> CalibrationTokens:
+                return choice_text(source, tokens, settings.calibration, progress)
+
+            budget = Budget(settings.max_kl, settings.min_top1)
+            choice = choose(source, rungs, budget, text, progress, store, processes)
+            wanted = [choice.sparsity]
+            others = tuple(round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
+            others = tuple(one for one in others if 0.0 < one <= MAX_SPARSITY)
+        found = {sparsity: rungs.at(sparsity) for sparsity in wanted}
+        return {one: rungs.with_others(result, others) for one, result in sorted(found.items())}, choice
 
 
 def _in_codes(
@@ -322,16 +351,13 @@ class _Origin:
     made_from: dict[str, Any]
 
 
-def _origin(plan: Plan, fetched: Source, checkpoint: Checkpoint, progress: Progress, common: _Common | None) -> _Origin:
+def _origin(plan: Plan, fetched: Source, checkpoint: Checkpoint, progress: Progress) -> _Origin:
     settings = plan.settings
     small = small_digests(checkpoint.folder, checkpoint.error)
     weights: Hashes = {}
     if settings.resume:
         with progress.stage("Reading the weights"):
-            known = StateStore.hashes(settings.state_dir)
-            weights = weight_digests(checkpoint, {**known, **(common.weights if common else {})})
-    if common:
-        common.weights = weights
+            weights = weight_digests(checkpoint, StateStore.hashes(settings.state_dir))
     device = torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type
     fingerprint = {
         **{name: found[-1] for name, found in weights.items()},
@@ -355,10 +381,10 @@ def _origin(plan: Plan, fetched: Source, checkpoint: Checkpoint, progress: Progr
 
 
 @contextmanager
-def _state(plan: Plan, origin: _Origin, common: _Common | None) -> Iterator[Store]:
+def _state(plan: Plan, origin: _Origin) -> Iterator[Store]:
     settings = plan.settings
     if not settings.resume:
-        yield SharedStore(NO_STATE, common.results, _SPARSITY_FREE) if common else NO_STATE
+        yield NO_STATE
         return
     with StateStore.open(settings.state_dir, origin.fingerprint, default=settings.work_dir is None) as store:
         store.keep_hashes(origin.weights)
@@ -366,7 +392,7 @@ def _state(plan: Plan, origin: _Origin, common: _Common | None) -> Iterator[Stor
             _log.warning("starting over, because this differs from the interrupted run: %s", "; ".join(store.changed))
         elif store.resumed:
             _log.warning("resuming from %s (%d results)", settings.state_dir, store.resumed)
-        yield SharedStore(store, common.results, _SPARSITY_FREE) if common else store
+        yield store
 
 
 def _remove_state(settings: ConvertSettings) -> None:
@@ -398,7 +424,6 @@ def _versions() -> dict[str, str]:
 
 def _search_settings(settings: ConvertSettings) -> SearchSettings:
     return SearchSettings(
-        sparsity=settings.sparsity,
         method=settings.method,
         search=settings.chosen_search,
         num_generations=settings.num_generations,
@@ -408,21 +433,20 @@ def _search_settings(settings: ConvertSettings) -> SearchSettings:
 
 
 def _recipe(
-    plan: Plan, fetched: Source, checkpoint: Checkpoint, tokens: CalibrationTokens, result: SearchResult
+    plan: Plan,
+    fetched: Source,
+    checkpoint: Checkpoint,
+    tokens: CalibrationTokens,
+    results: Mapping[float, SearchResult],
+    choice: Choice | None,
 ) -> Recipe:
     settings = plan.settings
-    projections = list(plan.config.projections())
-    entries = tuple(result.projections[projection.name] for projection in projections)
-    blocks = []
-    for block in range(plan.config.num_blocks):
-        mine = [(p.num_parameters, e.sparsity) for p, e in zip(projections, entries, strict=True) if p.block == block]
-        blocks.append(sum(size * sparsity for size, sparsity in mine) / sum(size for size, _ in mine))
     return Recipe(
         base_model=fetched.name,
         base_revision=fetched.commit,
         method=settings.method,
-        default=settings.sparsity,
-        rungs=(Rung(settings.sparsity, entries, tuple(blocks)),),
+        default=settings.default_of(results),
+        rungs=tuple(_rung(plan, sparsity, result) for sparsity, result in results.items()),
         calibration=CalibrationRecord(
             source=tokens.source,
             num_samples=tokens.num_samples,
@@ -431,10 +455,33 @@ def _recipe(
             seed=tokens.seed,
             digest=tokens.digest,
         ),
-        search=result.details,
+        search=_details(settings, results, choice),
         versions=_versions(),
         vision_tensors_left_out=checkpoint.vision_tensors,
     )
+
+
+def _rung(plan: Plan, sparsity: float, result: SearchResult) -> Rung:
+    projections = list(plan.config.projections())
+    entries = tuple(result.projections[projection.name] for projection in projections)
+    blocks = []
+    for block in range(plan.config.num_blocks):
+        mine = [(p.num_parameters, e.sparsity) for p, e in zip(projections, entries, strict=True) if p.block == block]
+        blocks.append(sum(size * sparsity for size, sparsity in mine) / sum(size for size, _ in mine))
+    return Rung(sparsity, entries, tuple(blocks))
+
+
+def _details(settings: ConvertSettings, results: Mapping[float, SearchResult], choice: Choice | None) -> dict[str, Any]:
+    """How the search went: what holds for all rungs, and what each has of its own."""
+    shared = ("settings", "kl_tokens")
+    common = {key: next(iter(results.values())).details[key] for key in shared}
+    common["settings"] = {key: value for key, value in common["settings"].items() if key != "sparsity"}
+    own = [
+        {"sparsity": sparsity, **{key: value for key, value in result.details.items() if key not in shared}}
+        for sparsity, result in results.items()
+    ]
+    budget = {"max_kl": settings.max_kl, "min_top1": settings.min_top1}
+    return {**common, "rungs": own, **({"budget": {**budget, **choice.to_dict()}} if choice else {})}
 
 
 def _write(
@@ -442,7 +489,7 @@ def _write(
     origin: _Origin,
     checkpoint: Checkpoint,
     recipe: Recipe,
-    result: SearchResult,
+    results: Mapping[float, SearchResult],
     measurement: Measurement,
 ) -> None:
     settings = plan.settings
@@ -450,11 +497,11 @@ def _write(
     for name, digest in small_digests(checkpoint.folder, checkpoint.error).items():
         if origin.small.get(name) != digest:
             raise checkpoint.error(f"{name}: changed while the model was converted; run this again")
-    masks = {entry.name: _mask(entry, result) for entry in recipe.projections}
+    rungs = {sparsity: _masks(result) for sparsity, result in results.items()}
     report = render_report(
         recipe,
         plan.config,
-        quality=measurement.quality,
+        rungs=measurement.rungs,
         quality_text=measurement.text,
         sensitivity=measurement.sensitivity,
         curve=measurement.curve,
@@ -462,14 +509,14 @@ def _write(
     card = render_card(
         recipe,
         read_inherited(checkpoint.folder),
-        evaluation=_evaluation(measurement, recipe),
+        evaluations=[_evaluation(measurement, sparsity) for sparsity in recipe.sparsities],
         figures=[(name, caption) for name, caption in FIGURES.items() if name in report],
         repo_id=settings.upload_repo,
     )
     write_bundle(
         checkpoint,
         recipe,
-        {recipe.default: masks},
+        rungs,
         settings.output_dir,
         dtype=settings.dtype,
         max_shard_size=settings.max_shard_size,
@@ -479,17 +526,20 @@ def _write(
     )
 
 
-def _mask(entry: ProjectionRecipe, result: SearchResult) -> ProjectionMask:
-    return ProjectionMask(
-        result.channel_scales[entry.name].detach().cpu().float().contiguous(),
-        entry.threshold,
-        entry.sparsity,
-    )
+def _masks(result: SearchResult) -> dict[str, ProjectionMask]:
+    return {
+        name: ProjectionMask(
+            result.channel_scales[name].detach().cpu().float().contiguous(), entry.threshold, entry.sparsity
+        )
+        for name, entry in result.projections.items()
+    }
 
 
-def _evaluation(measurement: Measurement, recipe: Recipe) -> Evaluation:
-    found = measurement.quality.sparse
+def _evaluation(measurement: Measurement, sparsity: float) -> Evaluation:
+    quality = measurement.rungs[sparsity]
+    found = quality.sparse
     return Evaluation(
+        sparsity=sparsity,
         text=measurement.text,
         num_tokens=found.num_tokens,
         protocol="every token sparse",
@@ -497,7 +547,8 @@ def _evaluation(measurement: Measurement, recipe: Recipe) -> Evaluation:
         sparse_perplexity=found.perplexity,
         kl=found.kl,
         top1_agreement=found.top1_agreement,
-        realised_sparsity=measurement.quality.realised_sparsity or 0.0,
-        verdict=verdict(recipe.sparsity, measurement.quality),
-        expectation=expectation(recipe.sparsity, measurement.quality),
+        realised_sparsity=quality.realised_sparsity or 0.0,
+        grade=grade(quality),
+        verdict=verdict(sparsity, quality),
+        expectation=expectation(sparsity, quality),
     )

@@ -192,7 +192,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         tokens=tokens,
         calibration=describe_spec(settings.calibration),
         download_bytes=download_bytes(settings.model, settings.revision),
-        bundle_bytes=bundle_bytes(config, num_parameters, settings.dtype),
+        bundle_bytes=bundle_bytes(config, num_parameters, settings.dtype, max(1, len(settings.rungs))),
         disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
         memory_bytes=weights + working,
         memory_free_bytes=free,
@@ -264,10 +264,10 @@ def _calibration(
     return tokens
 
 
-def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str) -> int:
+def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_rungs: int = 3) -> int:
     """Size of a bundle of so many parameters, stored in ``dtype`` (``auto``: the source's)."""
     itemsize = getattr(torch, config.dtype if dtype == "auto" else dtype, torch.float32).itemsize
-    sidecar = sum(4 * projection.in_features + 512 for projection in config.projections())
+    sidecar = sum(4 * num_rungs * projection.in_features + 512 for projection in config.projections())
     return num_parameters * itemsize + sidecar + (32 << 20)  # tokenizers have up to 20 MB
 
 

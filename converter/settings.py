@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.guard.places import find_folder
-from wisparse.formats.record.manifest import MAX_SPARSITY
+from wisparse.formats.record.manifest import MAX_RUNGS, MAX_SPARSITY
 
 __all__ = [
     "DTYPES",
@@ -18,12 +18,13 @@ __all__ = [
     "METHODS",
     "REPORTS",
     "SEARCHES",
+    "USUAL",
+    "USUAL_DEFAULT",
     "WEIGHTS",
     "ConvertSettings",
     "auto_seq_len",
     "check_method",
     "default_output",
-    "for_sparsities",
 ]
 
 METHODS = ("wisparse", "teal", "wina", "wina-code")
@@ -34,12 +35,16 @@ REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 WEIGHTS = ("native", "int8", "fp8", "int4")
 
+# From 40% to 50% speed grows by an eighth and the KL more than doubles: docs/choosing.md.
+USUAL, USUAL_DEFAULT = (0.3, 0.4, 0.5), 0.4
+
 # TEAL spreads each block's sparsity greedily, the others take the same everywhere.
 _OWN_SEARCH = {"wisparse": "refine", "teal": "greedy"} | dict.fromkeys(METHODS[2:], "uniform")
 
 # Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
 _SHORTEST = 8
 _LARGEST = 2**63 - 1
+_LARGEST_KL = 1e6
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,12 @@ class ConvertSettings:
     Attributes:
         model: a folder, or a Hub id.
         output_dir: the bundle's folder.
-        sparsity: fraction of the projections' parameters to leave unread, in [0, 0.95].
+        sparsities: the bundle's rungs, fractions of the projections' parameters to leave unread, ascending, in
+            [0, 0.95]; none: `USUAL`, or what a budget allows.
+        default: the rung that is in force unless another is asked for; None is `USUAL_DEFAULT`, or the rung nearest to
+            it.
+        max_kl, min_top1: a budget: the one rung is the highest sparsity whose KL(dense || sparse), in nats per token,
+            and share of tokens with the dense model's first choice stay within it.
         method: what the score is and who is sparse (`METHODS`).
         search: how the sparsity is spread over the projections (`SEARCHES`); ``auto`` is the method's own: the best
             for its time for ``wisparse``, what its authors do for the others.
@@ -75,7 +85,10 @@ class ConvertSettings:
 
     model: str
     output_dir: Path
-    sparsity: float = 0.5
+    sparsities: tuple[float, ...] = ()
+    default: float | None = None
+    max_kl: float | None = None
+    min_top1: float | None = None
     method: str = "wisparse"
     search: str = "auto"
     num_generations: int | None = None
@@ -105,6 +118,22 @@ class ConvertSettings:
             )
 
     @property
+    def has_budget(self) -> bool:
+        """Whether the sparsity is to be found."""
+        return self.max_kl is not None or self.min_top1 is not None
+
+    @property
+    def rungs(self) -> tuple[float, ...]:
+        """The sparsities, ascending; none where a budget is to find one."""
+        return () if self.has_budget else self.sparsities or USUAL
+
+    def default_of(self, rungs: Iterable[float]) -> float:
+        """The default among these; of two equally near to the usual one the lower."""
+        if self.default is not None:
+            return self.default
+        return min(rungs, key=lambda rung: (round(abs(rung - USUAL_DEFAULT), 9), rung))
+
+    @property
     def length(self) -> int:
         """``seq_len`` where it is settled: given, or filled in by the preflight."""
         if self.seq_len is None:
@@ -127,11 +156,16 @@ class ConvertSettings:
 
     def deciding(self) -> dict[str, Any]:
         """The settings that the numbers in a recipe depend on, by the names of their options."""
-        names = ("sparsity", "method", "search", "num_generations", "num_offspring", "num_samples", "seq_len", "seed")
+        names = ("method", "search", "num_generations", "num_offspring", "num_samples", "seq_len", "seed")
         settings = asdict(self)
+        target: dict[str, Any]
+        if self.has_budget:
+            target = {"max_kl": self.max_kl, "min_top1": self.min_top1}
+        else:
+            target = {"sparsity": list(self.rungs), "default": self.default_of(self.rungs)}
         # Native weights are named by no state that was kept before there were others.
         stored = {} if self.weights == "native" else {"weights": self.weights}
-        return {name: settings[name] for name in names} | {"search": self.chosen_search} | stored
+        return {**target, **stored, **{name: settings[name] for name in names}, "search": self.chosen_search}
 
     def check(self) -> None:
         """Find every contradiction, before anything is read.
@@ -139,7 +173,7 @@ class ConvertSettings:
         Raises:
             UsageError: an argument out of range, unknown, or at odds with another.
         """
-        arguments.number("--sparsity", self.sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
+        self._check_target()
         check_method(self.method)
         arguments.choice("--search", self.search, ("auto", *SEARCHES))
         if self.search in ("fisher", "refine") and self.method != "wisparse":
@@ -185,6 +219,28 @@ class ConvertSettings:
             if work == out or out in work.parents or work in out.parents:
                 raise UsageError(f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other")
 
+    def _check_target(self) -> None:
+        for sparsity in self.sparsities:
+            arguments.number("--sparsity", sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
+        if list(self.sparsities) != sorted(set(self.sparsities)):
+            names = ", ".join(f"{sparsity:g}" for sparsity in self.sparsities)
+            raise UsageError(f"--sparsity: expected one or several different numbers, found {names}")
+        if len(self.sparsities) > MAX_RUNGS:
+            raise UsageError(f"--sparsity: a bundle holds at most {MAX_RUNGS} of them, found {len(self.sparsities)}")
+        if self.max_kl is not None:
+            arguments.number("--max-kl", self.max_kl, 0.0, _LARGEST_KL, "a number of nats per token, 0 or more")
+        if self.min_top1 is not None:
+            arguments.number("--min-top1", self.min_top1, 0.0, 1.0, "a share of tokens, from 0 to 1")
+        if not self.has_budget:
+            if self.default is not None and self.default not in self.rungs:
+                rungs = ", ".join(f"{sparsity:g}" for sparsity in self.rungs)
+                raise UsageError(f"--default: expected one of the sparsities {rungs}, found {self.default!r:.40}")
+            return
+        budget = "--max-kl" if self.max_kl is not None else "--min-top1"
+        for option, given in (("--sparsity", bool(self.sparsities)), ("--default", self.default is not None)):
+            if given:
+                raise UsageError(f"{budget} finds the sparsity, so there is none to give: leave {option} out")
+
 
 def check_method(method: str) -> str:
     """A method, if it is one that a bundle is written with.
@@ -205,34 +261,9 @@ def auto_seq_len(device_type: str, context: int) -> int:
     return min(2048 if device_type == "cuda" else 512, context)
 
 
-def for_sparsities(settings: ConvertSettings, sparsities: Sequence[float]) -> list[ConvertSettings]:
-    """One conversion per sparsity; several get the percentage behind their output's name, ``OUT-40``.
-
-    Raises:
-        UsageError: a sparsity stands there twice, or something that only one bundle can have was given.
-    """
-    if len(sparsities) == 1:
-        return [replace(settings, sparsity=sparsities[0])]
-    names = [_percent(sparsity) for sparsity in sparsities]
-    if not names or len(set(names)) < len(names):
-        raise UsageError(f"--sparsity: expected one or several different numbers, found {', '.join(names) or 'none'}")
-    if settings.upload_repo is not None:
-        raise UsageError("--upload-repo holds one bundle; upload several with wisparse push, each to its own")
-    out, work = settings.output_dir, settings.work_dir
-    return [
-        replace(
-            settings,
-            sparsity=sparsity,
-            output_dir=out.with_name(f"{out.name}-{name}"),
-            work_dir=work / name if work else None,
-        )
-        for sparsity, name in zip(sparsities, names, strict=True)
-    ]
-
-
-def default_output(model: str, sparsity: float | None = None) -> Path:
-    """``<model-name>-wisparse-50`` in the current folder, for 50%; without a sparsity nothing follows ``-wisparse``."""
-    percent = "" if sparsity is None else f"-{_percent(sparsity)}"
+def default_output(model: str, sparsities: tuple[float, ...] = ()) -> Path:
+    """``<model-name>-wisparse`` in the current folder; with one rung of 50%, ``<model-name>-wisparse-50``."""
+    percent = f"-{_percent(sparsities[0])}" if len(sparsities) == 1 else ""
     folder = find_folder(model)
     name = folder.resolve().name if folder else model.rsplit("/", 1)[-1]
     return Path(f"{name or 'model'}-wisparse{percent}")

@@ -215,7 +215,7 @@ def test_convert_and_upload_in_one_command_then_load_by_hub_id(
     files = {file.name: file.read_bytes() for file in write_tiny_model(tmp_path / "model").iterdir()}
     source = standin.add("org/pycode", {**files, "README.md": b"---\nlicense: mit\nlanguage: code\n---\n"})
     convert = ["convert", "org/pycode", "-o", "out", "--upload-repo", "alice/pycode-50", "--search", "uniform"]
-    convert += ["--calibration", __file__, "--num-samples", "4", "--seq-len", "24", "--quiet"]
+    convert += ["--sparsity", "0.5", "--calibration", __file__, "--num-samples", "4", "--seq-len", "24", "--quiet"]
     standin.faults.append(Fault(r"PUT /storage/", None, times=9999, after_bytes=1000))
     code, said = in_process(capsys, *convert)
     assert code == 7, said

@@ -98,6 +98,29 @@ def test_figures_by_hand() -> None:
     assert found.dense_perplexity == pytest.approx(math.exp(sum(dense_losses) / len(dense_losses)), rel=1e-5)
 
 
+def test_standard_errors_are_the_spread_of_texts() -> None:
+    """As many draws of texts say: tokens of one text are no draws of their own."""
+    model = stand_in(0.5)
+    texts = sequences(*[12, 30, 21, 40] * 6)
+    found = evaluate_text(model, texts, ["all"])["all"].sparse
+    alone = [evaluate_text(model, [ids], ["all"])["all"].sparse for ids in texts]
+    assert math.isnan(alone[0].kl_stderr)
+    generator = torch.Generator().manual_seed(0)
+    drawn: dict[str, list[float]] = {"kl": [], "top1_agreement": [], "perplexity": []}
+    for _ in range(4000):
+        some = [alone[i] for i in torch.randint(len(texts), (len(texts),), generator=generator).tolist()]
+        tokens = sum(one.num_tokens for one in some)
+        labels = sum(one.num_tokens - 1 for one in some)
+        loss = sum(math.log(one.perplexity) * (one.num_tokens - 1) for one in some) / labels
+        drawn["perplexity"].append(math.exp(loss))
+        for name in ("kl", "top1_agreement"):
+            drawn[name].append(sum(getattr(one, name) * one.num_tokens for one in some) / tokens)
+    expected = {name: float(torch.tensor(values).std()) for name, values in drawn.items()}
+    assert found.kl_stderr == pytest.approx(expected["kl"], rel=0.1)
+    assert found.top1_stderr == pytest.approx(expected["top1_agreement"], rel=0.1)
+    assert found.perplexity_stderr == pytest.approx(expected["perplexity"], rel=0.1)
+
+
 def test_dense_policy_costs_nothing() -> None:
     quality = evaluate_text(stand_in(3.0), sequences(20), ["dense"])["dense"]
     assert quality.sparse.num_tokens == 0
@@ -258,6 +281,28 @@ def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], caps
     kl = f"{document['bundles'][0]['quality']['all']['sparse']['kl']:.4f}"
     assert out.count(kl) == 4  # two rows, in two columns: under `all` every token is sparse
     assert "At 50% sparsity (every token sparse), KL" in out
+
+
+def test_command_measures_every_rung_or_the_one_asked_for(
+    example_model: Path, tmp_path: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rungs = make_bundle(example_model, tmp_path / "rungs", 0.3, 0.6)
+    shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", 48, "--prefill", "all")
+    shape = (*shape, "--backend", "torch", "--dtype", "float32")
+    code, out, err = call(capsys, rungs, *shape, "--json")
+    assert code == 0, err
+    low, high = json.loads(out)["bundles"]
+    assert (low["sparsity"], high["sparsity"]) == (0.3, 0.6)
+    kl = [row["quality"]["all"]["sparse"]["kl"] for row in (low, high)]
+    assert 3 * kl[0] < kl[1]
+    assert all(row["quality"]["all"]["sparse"]["kl_stderr"] > 0 for row in (low, high))
+    code, out, err = call(capsys, rungs, *shape, "--sparsity", 0.3, "--json")
+    assert code == 0, err
+    (alone,) = json.loads(out)["bundles"]
+    assert alone == low, "a rung that was switched to is the rung that was loaded"
+    code, out, err = call(capsys, rungs, *shape)
+    assert code == 0, err
+    assert [f"{one:.4f} ± " in out for one in kl] == [True, True]
 
 
 def test_command_tells_rounding_from_masks(

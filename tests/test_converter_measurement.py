@@ -67,12 +67,12 @@ def test_masked_logits_are_the_runtimes(source: SourceModel, found: SearchResult
 
 
 def test_measure(source: SourceModel, found: SearchResult) -> None:
-    first, second = (measure(source, tokens(), found) for _ in range(2))
+    first, second = (measure(source, tokens(), {0.5: found}, default=0.5) for _ in range(2))
     assert first == second
     assert first.text == "text that the model wrote, not what it was calibrated on"
-    assert first.quality.sparse.num_tokens == 3 * 24
-    assert 0.01 < first.quality.sparse.kl < 3
-    assert first.quality.realised_sparsity == pytest.approx(0.5, abs=0.15)
+    assert first.rungs[0.5].sparse.num_tokens == 3 * 24
+    assert 0.01 < first.rungs[0.5].sparse.kl < 3
+    assert first.rungs[0.5].realised_sparsity == pytest.approx(0.5, abs=0.15)
     assert [len(row) for row in first.sensitivity.kl] == [6, 6, 6]
     assert all(low < high for low, high in zip(first.sensitivity.kl[0], first.sensitivity.kl[2], strict=True))
 
@@ -84,7 +84,7 @@ def test_a_data_set_that_went_away_does_not_cost_the_search(
         raise AccessError("no network")
 
     monkeypatch.setattr(measurement, "load_calibration", gone)
-    result = measure(source, tokens(), found, calibration=["org/corpus"])
+    result = measure(source, tokens(), {0.5: found}, default=0.5, calibration=["org/corpus"])
     assert result.text == "the calibration text itself"
     assert "flatters it: no network" in caplog.text
 
@@ -97,8 +97,8 @@ def test_blocks_are_measured_alone_only_where_the_report_shows_it(
 
     with monkeypatch.context() as patch:
         patch.setattr(measurement, "block_sensitivity", measured)
-        assert measure(source, tokens(), found, sensitivity=False).sensitivity is None
-    assert measure(source, tokens(), found, sensitivity=True).sensitivity is not None
+        assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=False).sensitivity is None
+    assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=True).sensitivity is not None
     reports = {
         (report, device): ConvertSettings("model", Path("out"), report=report).full_report(device)
         for report in ("auto", "full", "brief")

@@ -28,8 +28,28 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError, UsageError
 from wisparse.formats.verify import verify_bundle
 
-FAST: dict[str, Any] = {"search": "uniform", "method": "teal", "num_samples": 2, "seq_len": 16, "device": "cpu"}
-FLAGS = ["--search", "uniform", "--method", "teal", "--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
+FAST: dict[str, Any] = {
+    "sparsity": 0.5,
+    "search": "uniform",
+    "method": "teal",
+    "num_samples": 2,
+    "seq_len": 16,
+    "device": "cpu",
+}
+FLAGS = [
+    "--sparsity",
+    "0.5",
+    "--search",
+    "uniform",
+    "--method",
+    "teal",
+    "--num-samples",
+    "2",
+    "--seq-len",
+    "16",
+    "--device",
+    "cpu",
+]
 
 
 @pytest.fixture
@@ -84,7 +104,7 @@ def test_default_search_end_to_end(model: Path, out: Path) -> None:
 
 
 def test_sparsity_zero_is_dense(model: Path, out: Path) -> None:
-    bundle = Bundle.open(convert(model, out, **FAST, sparsity=0.0))
+    bundle = Bundle.open(convert(model, out, **FAST | {"sparsity": 0.0}))
     assert {mask.threshold for mask in bundle.masks.values()} == {0.0}
 
 
@@ -159,7 +179,7 @@ def test_command_prints_json(model: Path, out: Path, capsys: pytest.CaptureFixtu
 
 def test_default_folder_is_named_after_the_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert run_command(model, "--sparsity", "0.4", *FLAGS) == 0
+    assert run_command(model, *FLAGS, "--sparsity", "0.4") == 0
     assert Bundle.open(tmp_path / "tiny-wisparse-40").recipe.sparsity == 0.4
 
 
@@ -174,7 +194,12 @@ def test_default_folder_is_named_after_the_model(model: Path, tmp_path: Path, mo
         (["--num-generations", "5"], 2, "--search paper"),
         (["-v", "-q"], 2, "exclude"),
         (["--sparsity", "0.3,0.3"], 2, "different numbers"),
-        (["--sparsity", "0.3,0.4", "--upload-repo", "me/it"], 2, "wisparse push"),
+        (["--sparsity", "0.3,0.4", "--default", "0.5"], 2, "--default: expected one of the sparsities 0.3, 0.4"),
+        (["--sparsity", "0.3,0.96"], 2, "0 to 0.95"),
+        (["--sparsity", ",".join(f"0.{i}" for i in range(10, 27))], 2, "at most 16 of them"),
+        (["--sparsity", ""], 2, "several with commas between"),
+        (["--max-kl", "0.1"], 2, "--max-kl finds the sparsity, so there is none to give: leave --sparsity out"),
+        (["--min-top1", "0.9"], 2, "leave --sparsity out"),
         (["--device", "cuda:77"], 2, "CUDA"),
         (["--upload-repo", "no-owner"], 2, "USER/NAME"),
     ],
@@ -202,7 +227,7 @@ def test_interrupt_says_how_to_go_on(
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "search", interrupted)
+    monkeypatch.setattr(pipeline, "_search", interrupted)
     monkeypatch.setattr("sys.argv", ["wisparse-convert", str(model), "-o", str(out)])
     assert run_command(model, "-o", out, *FLAGS) == 130
     error = capsys.readouterr().err
@@ -217,46 +242,70 @@ def test_interrupt_says_how_to_go_on(
 # ---------------------------------------------------------------------- several sparsities
 
 
-def test_several_sparsities_give_the_bundles_each_gives_alone(
+def test_several_sparsities_are_rungs_of_one_bundle(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    flags = ["--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
-    loads, drawn = [], []
-    original, fisher = pipeline.load_source, search_module.fisher_diagonal
-    monkeypatch.setattr(pipeline, "load_source", lambda *a, **k: loads.append(1) or original(*a, **k))
+    flags = ["--num-samples", "4", "--seq-len", "16", "--device", "cpu"]
+    drawn = []
+    fisher = search_module.fisher_diagonal
     monkeypatch.setattr(search_module, "fisher_diagonal", lambda *a, **k: drawn.append(1) or fisher(*a, **k))
-    assert run_command(model, "-o", out, "--sparsity", "0.3,0.55", "--json", *flags) == 0
-    documents = json.loads(capsys.readouterr().out)
-    assert [document["bundle"] for document in documents] == [f"{out}-30", f"{out}-55"]
-    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle-30", "bundle-55"]
-    assert len(loads) == 1
-    first, second = (document["seconds"] for document in documents)
-    assert "Loading the model" in first
-    assert "Loading the model" not in second, "each has its own times, and what they share is the first one's"
-    shared = len(drawn)
-    for percent in ("30", "55"):
-        assert run_command(model, "-o", out, "--sparsity", f"0.{percent}", *flags) == 0
-        assert digests(out) == digests(out.with_name(f"bundle-{percent}"))
-        shutil.rmtree(out)
-    assert len(drawn) == 3 * shared, "the second of both did not measure again"
+    assert run_command(model, "-o", out, "--json", *flags) == 0
+    document = json.loads(capsys.readouterr().out)
+    bundle = Bundle.open(out)
+    verify_bundle(out)
+    assert bundle.recipe.sparsities == (0.3, 0.4, 0.5), "what most people want, without being asked"
+    assert bundle.recipe.default == document["sparsity"] == 0.4
+    assert [rung["sparsity"] for rung in document["rungs"]] == [0.3, 0.4, 0.5]
+    assert [rung["sparsity"] for rung in bundle.recipe.search["rungs"]] == [0.3, 0.4, 0.5]
+    assert len(drawn) == 1, "what no sparsity decides is measured once"
+    sizes = [projection.num_parameters for projection in bundle.config.projections()]
+    for rung in bundle.recipe.rungs:
+        mean = sum(n * entry.sparsity for n, entry in zip(sizes, rung.projections, strict=True)) / sum(sizes)
+        assert mean == pytest.approx(rung.sparsity, abs=1e-6)
+        masks = bundle.at(rung.sparsity).masks
+        assert {entry.name: entry.threshold for entry in rung.projections} == pytest.approx(
+            {name: mask.threshold for name, mask in masks.items()}
+        )
+    report = json.loads((out / "conversion_report.json").read_text())
+    card = (out / "README.md").read_text()
+    for rung in report["rungs"]:
+        found = rung["quality"]["sparse"]
+        assert rung["verdict"].startswith(f"At {rung['sparsity']:.0%} sparsity")
+        assert f"{found['kl']:.4f} | {found['top1_agreement']:.3f} | {found['perplexity']:.3f}" in card
+    assert [point["sparsity"] for point in report["quality_against_sparsity"]] == [0.3, 0.4, 0.5]
+    # The first rung that is searched for is what it would be alone; the others begin where it ended.
+    alone = Bundle.open(convert(model, out.with_name("alone"), sparsity=0.5, num_samples=4, seq_len=16, device="cpu"))
+    assert alone.recipe.projections == bundle.recipe.at(0.5).projections
 
 
-def test_several_sparsities_go_on_where_they_stopped(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original, count = pipeline.search, []
+def test_the_default_rung(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(model, "-o", out, *FLAGS, "--sparsity", "0.6,0.2", "--default", "0.6") == 0
+    assert Bundle.open(out).recipe.default == 0.6
+    assert "20.0% and 60.0% (default) asked for; at 60.0%, 60" in " ".join(capsys.readouterr().out.split())
+    one = settings.ConvertSettings("model", out)
+    assert one.default_of(one.rungs) == 0.4
+    assert one.default_of([0.3, 0.5]) == 0.3, "of two equally near the one that costs less"
+    assert one.default_of([0.0, 0.5]) == 0.5
 
-    def second_fails(*given: Any) -> Any:
-        count.append(1)
-        if len(count) == 2:
+
+def test_rungs_go_on_where_they_stopped(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rungs = FAST | {"sparsity": [0.3, 0.5]}
+    expected = digests(convert(model, out.with_name("expected"), **rungs))
+    original, asked = search_module.Rungs.at, []
+
+    def second_fails(self: Any, sparsity: float) -> Any:
+        asked.append(sparsity)
+        if len(asked) == 2:
             raise KeyboardInterrupt
-        return original(*given)
+        return original(self, sparsity)
 
-    monkeypatch.setattr(pipeline, "search", second_fails)
-    assert run_command(model, "-o", out, "--sparsity", "0.3,0.5", *FLAGS) == 130
-    before = digests(out.with_name("bundle-30"))
-    monkeypatch.undo()
-    assert run_command(model, "-o", out, "--sparsity", "0.3,0.5", *FLAGS) == 0
-    assert digests(out.with_name("bundle-30")) == before
-    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle-30", "bundle-50"]
+    with monkeypatch.context() as patch:
+        patch.setattr(search_module.Rungs, "at", second_fails)
+        with pytest.raises(KeyboardInterrupt):
+            convert(model, out, **rungs)
+    assert asked == [0.5, 0.3]
+    assert digests(convert(model, out, **rungs)) == expected
+    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle", "expected"]
 
 
 # ---------------------------------------------------------------------- what goes wrong on the way
@@ -308,18 +357,18 @@ def test_disk_full_in_mid_search(
 def test_changed_setting_starts_over_and_says_which(
     model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    expected = digests(convert(model, out.with_name("expected"), **FAST, sparsity=0.3))
+    expected = digests(convert(model, out.with_name("expected"), **FAST | {"sparsity": 0.3}))
 
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(pipeline, "search", stop)
+    monkeypatch.setattr(pipeline, "_search", stop)
     with pytest.raises(KeyboardInterrupt):
-        convert(model, out, **FAST, sparsity=0.4)
+        convert(model, out, **FAST | {"sparsity": 0.4})
     monkeypatch.undo()
     with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST, sparsity=0.3)
-    assert "sparsity: was 0.4, is 0.3" in caplog.text
+        convert(model, out, **FAST | {"sparsity": 0.3})
+    assert "sparsity: was [0.4], is [0.3]" in caplog.text
     assert digests(out) == expected
 
 
@@ -418,13 +467,13 @@ def test_every_byte_of_the_weights_counts(model: Path, monkeypatch: pytest.Monke
 
 
 def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = pipeline.search
+    plain = pipeline._search
 
     def change(*arguments: Any) -> Any:
         (model / "generation_config.json").write_text('{"eos_token_id": 5}')
         return plain(*arguments)
 
-    monkeypatch.setattr(pipeline, "search", change)
+    monkeypatch.setattr(pipeline, "_search", change)
     with pytest.raises(UnsupportedModelError, match=r"generation_config\.json: changed while the model was converted"):
         convert(model, out, **FAST)
     assert not out.exists()
@@ -532,7 +581,7 @@ def test_overwrite_replaces_only_after_success(model: Path, out: Path, monkeypat
     def fail(*_: Any) -> None:
         raise UnsupportedModelError("no")
 
-    monkeypatch.setattr(pipeline, "search", fail)
+    monkeypatch.setattr(pipeline, "_search", fail)
     with pytest.raises(UnsupportedModelError):
         convert(model, out, **FAST, seed=2, overwrite=True)
     assert digests(out) == before

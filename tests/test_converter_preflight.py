@@ -107,7 +107,8 @@ def test_memory_of_this_machine_is_plausible() -> None:
     ],
 )
 def test_default_output(model: str, sparsity: float, expected: str) -> None:
-    assert default_output(model, sparsity) == Path(expected)
+    assert default_output(model, (sparsity,)) == Path(expected)
+    assert default_output(model) == default_output(model, (0.3, 0.4)) == Path(expected.rsplit("-", 1)[0])
 
 
 def test_length_of_the_sequences_fits_the_device_and_the_model(settings: ConvertSettings) -> None:
@@ -119,9 +120,9 @@ def test_length_of_the_sequences_fits_the_device_and_the_model(settings: Convert
 
 def test_default_output_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tune").mkdir()
-    assert default_output(f"{tmp_path}/tune/", 0.5) == Path("tune-wisparse-50")
+    assert default_output(f"{tmp_path}/tune/", (0.5,)) == Path("tune-wisparse-50")
     monkeypatch.chdir(tmp_path / "tune")
-    assert default_output(".", 0.5) == Path("tune-wisparse-50")
+    assert default_output(".", (0.5,)) == Path("tune-wisparse-50")
 
 
 # ---------------------------------------------------------------------- settings
@@ -129,12 +130,37 @@ def test_default_output_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("sparsity", [-0.1, 0.96, 1.0, 50.0, float("nan"), float("inf")])
 def test_sparsity_out_of_range(sparsity: float, settings: ConvertSettings) -> None:
-    assert "0 to 0.95" in refused(settings, UsageError, sparsity=sparsity)
+    assert "0 to 0.95" in refused(settings, UsageError, sparsities=(sparsity,))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"max_kl": -0.1}, "--max-kl: expected a number of nats per token, 0 or more, found -0.1"),
+        ({"max_kl": float("nan")}, "--max-kl: expected"),
+        ({"max_kl": float("inf")}, "--max-kl: expected"),
+        ({"min_top1": 1.01}, "--min-top1: expected a share of tokens, from 0 to 1, found 1.01"),
+        ({"min_top1": float("nan")}, "--min-top1: expected"),
+        ({"max_kl": 0.1, "sparsities": (0.4,)}, "leave --sparsity out"),
+        ({"min_top1": 0.9, "default": 0.4}, "leave --default out"),
+        ({"default": 0.35}, "--default: expected one of the sparsities 0.3, 0.4, 0.5, found 0.35"),
+        ({"sparsities": (0.4, 0.3)}, "different numbers, found 0.4, 0.3"),
+    ],
+)
+def test_a_target_that_cannot_be(changes: dict[str, Any], words: str, settings: ConvertSettings) -> None:
+    assert words in refused(settings, UsageError, **changes)
+
+
+def test_the_plan_knows_rungs_and_budgets(settings: ConvertSettings) -> None:
+    assert {"sparsity": [0.3, 0.4, 0.5], "default": 0.4}.items() <= preflight(settings).to_dict().items()
+    found = preflight(replace(settings, max_kl=0.02)).to_dict()
+    assert {"max_kl": 0.02, "min_top1": None}.items() <= found.items()
+    assert "sparsity" not in found
 
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.95])
 def test_sparsity_at_the_ends(sparsity: float, settings: ConvertSettings) -> None:
-    preflight(replace(settings, sparsity=sparsity))
+    preflight(replace(settings, sparsities=(sparsity,)))
 
 
 @pytest.mark.parametrize(

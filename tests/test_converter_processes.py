@@ -105,8 +105,19 @@ def test_three_processes_find_what_one_finds(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", tiny_config(num_hidden_layers=3))
-    convert(model, tmp_path / "one", device="cpu", num_samples=4, seq_len=24, progress=False)
-    options = ["--device", "cpu", "--num-samples", "4", "--seq-len", "24", "-o", tmp_path / "two"]
+    convert(model, tmp_path / "one", sparsity=[0.4, 0.5], device="cpu", num_samples=4, seq_len=24, progress=False)
+    options = [
+        "--sparsity",
+        "0.5,0.4",
+        "--device",
+        "cpu",
+        "--num-samples",
+        "4",
+        "--seq-len",
+        "24",
+        "-o",
+        tmp_path / "two",
+    ]
     together = torchrun(2, "-m", "wisparse", "convert", model, *options)
     assert together.returncode == 0, together.stderr
     digests = [

@@ -76,7 +76,7 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
     assert "measured on" not in expectation(0.5, None)
     assert expectation(0.0, None) == "no weight is left unread."
     model = config()
-    report = make_report(recipe(model), model, quality=found, quality_text="held out")["sparsity"]
+    report = make_report(recipe(model), model, rungs={0.5: found}, quality_text="held out")["sparsity"]
     assert report["realised_on_text_measured_on"] == 0.49
     assert report["expect"] == expectation(report["realised_on_calibration"], found)
 
@@ -84,7 +84,7 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
 def test_report_agrees_with_the_recipe() -> None:
     model = config()
     made = recipe(model)
-    report = make_report(made, model, quality=quality(), quality_text="held out", sensitivity=sensitivity())
+    report = make_report(made, model, rungs={0.5: quality()}, quality_text="held out", sensitivity=sensitivity())
     entries = {entry.name: entry for entry in made.projections}
     total = weighted = 0.0
     for projection in model.projections():
@@ -107,7 +107,11 @@ def test_report_agrees_with_the_recipe() -> None:
 def test_report_is_the_same_twice_and_plain_json() -> None:
     model = config(num_blocks=4)
     made = recipe(model, search={"name": "paper", "history": [math.inf, *(1 / (i + 1) for i in range(999))]})
-    arguments = {"quality": quality(), "sensitivity": sensitivity(4), "curve": [(0.5, quality()), (0.3, quality(0.01))]}
+    arguments = {
+        "rungs": {0.5: quality()},
+        "sensitivity": sensitivity(4),
+        "curve": [(0.5, quality()), (0.3, quality(0.01))],
+    }
     first, second = (render_report(made, model, **arguments) for _ in range(2))
     assert first == second
     report = json.loads(first[REPORT], parse_constant=pytest.fail)

@@ -45,7 +45,14 @@ def test_a_model_larger_than_memory_is_read_from_its_files(
     search: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     samples = {"refine": 24, "additive": 4}[search]  # enough for the refinement's steps
-    options = {"search": search, "device": "cpu", "num_samples": samples, "seq_len": 16, "progress": False}
+    options = {
+        "sparsity": 0.5,
+        "search": search,
+        "device": "cpu",
+        "num_samples": samples,
+        "seq_len": 16,
+        "progress": False,
+    }
     convert(model, tmp_path / "ample", **options)
     devices: list[set[str]] = []
 

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from wisparse.formats.record.card import Evaluation, Inherited, read_inherited, render_card
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
 
-EVALUATION = Evaluation("held-out library source", 24576, "every token sparse", 7.957, 8.37, 0.0513, 0.826, 0.5)
+EVALUATION = Evaluation(0.5, "held-out library source", 24576, "every token sparse", 7.957, 8.37, 0.0513, 0.826, 0.5)
 LLAMA = "---\nlicense: llama3.1\nlanguage:\n- en\n- de\nbase_model: x/y\nextra_gated_prompt: secret\n---\n# Llama\n"
 
 
@@ -65,7 +65,7 @@ def test_a_full_card(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("x")
     figures = [("figures/sparsity.png", "Sparsity by block")]
     text = render_card(
-        recipe(), read_inherited(tmp_path), evaluation=EVALUATION, figures=figures, repo_id="me/Llama-wisparse-50"
+        recipe(), read_inherited(tmp_path), evaluations=[EVALUATION], figures=figures, repo_id="me/Llama-wisparse-50"
     )
     metadata = check(text)
     assert metadata["base_model"] == "org/Llama-3.1-8B-Instruct"
@@ -110,7 +110,7 @@ def test_a_card_says_how_to_install_what_to_cite_which_search_and_how_good(tmp_p
     judged = replace(
         EVALUATION, verdict="At 50% sparsity, KL 0.5 nats/token: clearly damaged: choose a lower sparsity."
     )
-    text = render_card(found, read_inherited(tmp_path), evaluation=judged)
+    text = render_card(found, read_inherited(tmp_path), evaluations=[judged])
     assert check(text)["tags"] == ["wisparse", "activation-sparsity", "code", "Math"]
     for expected in (
         "pip install wisparse\n",
@@ -122,7 +122,7 @@ def test_a_card_says_how_to_install_what_to_cite_which_search_and_how_good(tmp_p
 
 
 def test_equal_arguments_give_equal_bytes() -> None:
-    assert render_card(recipe(), evaluation=EVALUATION) == render_card(recipe(), evaluation=EVALUATION)
+    assert render_card(recipe(), evaluations=[EVALUATION]) == render_card(recipe(), evaluations=[EVALUATION])
 
 
 @pytest.mark.parametrize(

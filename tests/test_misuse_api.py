@@ -244,13 +244,16 @@ def test_numbers_of_numpy_are_numbers(model: Model) -> None:
 
 # Argument of convert -> what of STRANGE it takes all the same; a path that leads nowhere has a sentence of its own.
 CONVERT: dict[str, list[Callable[[Any], bool]]] = {
-    **{name: [] for name in ("sparsity", "method", "search", "num_generations", "num_offspring", "num_samples")},
+    **{name: [] for name in ("sparsity", "default", "min_top1", "method", "search")},
+    **{name: [] for name in ("num_generations", "num_offspring", "num_samples")},
+    "max_kl": [lambda value: type(value) is float and 0 <= value < math.inf],
     **{name: [] for name in ("seq_len", "seed", "dtype", "device", "revision")},
     **{name: [lambda value: value is True] for name in ("resume", "overwrite", "progress")},
     **{name: [_path] for name in ("model", "output_dir", "calibration", "work_dir")},
     "max_shard_size": [lambda value: type(value) in (int, str) and str(value) in ("2", str(2**70))],
 }
 _MAY_BE_NONE = ("output_dir", "num_generations", "num_offspring", "seq_len", "revision", "work_dir", "progress")
+_MAY_BE_NONE += ("sparsity", "default", "max_kl", "min_top1")
 
 
 @pytest.mark.parametrize("name", CONVERT)
@@ -272,8 +275,8 @@ def test_convert_refuses_what_an_argument_cannot_be(name: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"sparsity": "half"}, "sparsity: expected a number from 0 to 0.95, found 'half'"),
-        ({"sparsity": True}, "sparsity: expected a number from 0 to 0.95, found True"),
+        ({"sparsity": "half"}, "sparsity: expected a number from 0 to 0.95, or several, found 'half'"),
+        ({"sparsity": True}, "sparsity: expected a number from 0 to 0.95, or several, found True"),
         ({"num_samples": 1.5}, "--num-samples: expected an integer from 1 to 9,223,372,036,854,775,807, found 1.5"),
         ({"calibration": None}, "calibration: expected a path or a Hub id (str or pathlib.Path), found None"),
         ({"calibration": [3]}, "calibration: expected a path or a Hub id (str or pathlib.Path), found 3"),

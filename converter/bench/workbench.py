@@ -181,10 +181,12 @@ class Workbench:
         start: int = 0,
         hidden: Hidden | None = None,
         num_batches: int | None = None,
+        thresholds: Mapping[str, float] | None = None,
     ) -> float:
         """Token-mean KL(dense || sparse) with the projections of ``allocation`` sparse and all others dense.
 
         Args:
+            thresholds: instead of those that the tables give for the allocation.
             start, hidden: the blocks before ``start`` are dense, and ``hidden`` is what enters it.
             num_batches: measure on the first so many micro-batches only.
         """
@@ -192,7 +194,7 @@ class Workbench:
         flow, batches = self.flow, range(self.flow.num_batches if num_batches is None else num_batches)
         hidden = flow.start() if hidden is None else hidden
         found = []
-        with self.masked.masking(self.thresholds(allocation)):
+        with self.masked.masking(self.thresholds(allocation) if thresholds is None else thresholds):
             for batch in batches:
                 with self.masked.sparing(~flow.counted[batch]):
                     kl = reference.kl_sum(batch, flow.finish(start, batch, hidden[batch]))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Protocol
 
 import torch
@@ -53,6 +53,8 @@ class Measured:
         dense_perplexity, perplexity: exp of the mean negative log-likelihood of the next token, where there is one; nan
             without any.
         top1_agreement: fraction of positions where both would choose the same token.
+        kl_stderr, perplexity_stderr, top1_stderr: standard errors, from how much the texts differ, whose tokens are not
+            independent of each other; nan of a single text.
     """
 
     num_tokens: int
@@ -60,6 +62,9 @@ class Measured:
     dense_perplexity: float
     perplexity: float
     top1_agreement: float
+    kl_stderr: float = math.nan
+    perplexity_stderr: float = math.nan
+    top1_stderr: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -85,47 +90,70 @@ class Quality:
         return _without_nan(asdict(self))
 
 
+@dataclass(frozen=True)
 class _Sums:
-    """Running sums over positions, in double precision."""
+    """Sums over positions of one text or several, in double precision."""
 
-    def __init__(self) -> None:
-        self.tokens = self.labels = self.agreeing = 0
-        self.kl = self.loss = self.dense_loss = 0.0
+    tokens: int = 0
+    labels: int = 0
+    agreeing: int = 0
+    kl: float = 0.0
+    loss: float = 0.0
+    dense_loss: float = 0.0
 
-    def add(self, dense: Tensor, sparse: Tensor, labels: Tensor) -> None:
+    @classmethod
+    def of(cls, dense: Tensor, sparse: Tensor, labels: Tensor) -> _Sums:
         """Rows of logits (T, V) and the tokens that follow them (T,); -1 where none does."""
+        found = cls()
         for some_dense, some_sparse, wanted in zip(
             dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True
         ):
             log_p = some_dense.float().log_softmax(dim=-1)
             some_sparse = some_sparse.float()
-            self.tokens += len(log_p)
-            self.kl += float(kl_rows(log_p, some_sparse).double().sum())
-            self.agreeing += int((log_p.argmax(-1) == some_sparse.argmax(-1)).sum())
             known = wanted >= 0
             chosen = wanted.clamp(min=0)[:, None]
-            self.labels += int(known.sum())
-            self.dense_loss -= float(log_p.gather(-1, chosen)[known].double().sum())
-            self.loss -= float(some_sparse.log_softmax(-1).gather(-1, chosen)[known].double().sum())
+            found += cls(
+                tokens=len(log_p),
+                labels=int(known.sum()),
+                agreeing=int((log_p.argmax(-1) == some_sparse.argmax(-1)).sum()),
+                kl=float(kl_rows(log_p, some_sparse).double().sum()),
+                loss=-float(some_sparse.log_softmax(-1).gather(-1, chosen)[known].double().sum()),
+                dense_loss=-float(log_p.gather(-1, chosen)[known].double().sum()),
+            )
+        return found
 
-    def merge(self, other: _Sums) -> _Sums:
-        """Both together."""
-        both = _Sums()
-        for name, value in vars(self).items():
-            setattr(both, name, value + getattr(other, name))
-        return both
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
-    def measured(self) -> Measured:
-        def mean(total: float, count: int) -> float:
-            return total / count if count else math.nan
 
-        return Measured(
-            num_tokens=self.tokens,
-            kl=mean(self.kl, self.tokens),
-            dense_perplexity=_exp(mean(self.dense_loss, self.labels)),
-            perplexity=_exp(mean(self.loss, self.labels)),
-            top1_agreement=mean(self.agreeing, self.tokens),
-        )
+def _measured(texts: Sequence[_Sums]) -> Measured:
+    total = sum(texts, _Sums())
+    perplexity = _exp(_mean(total.loss, total.labels))
+    return Measured(
+        num_tokens=total.tokens,
+        kl=_mean(total.kl, total.tokens),
+        dense_perplexity=_exp(_mean(total.dense_loss, total.labels)),
+        perplexity=perplexity,
+        top1_agreement=_mean(total.agreeing, total.tokens),
+        kl_stderr=_stderr([(one.kl, one.tokens) for one in texts]),
+        perplexity_stderr=perplexity * _stderr([(one.loss, one.labels) for one in texts]),
+        top1_stderr=_stderr([(one.agreeing, one.tokens) for one in texts]),
+    )
+
+
+def _mean(total: float, count: int) -> float:
+    return total / count if count else math.nan
+
+
+def _stderr(texts: Sequence[tuple[float, int]]) -> float:
+    """Of the mean of all tokens, each text a draw: of (sum, tokens)."""
+    texts = [one for one in texts if one[1]]
+    count = sum(tokens for _, tokens in texts)
+    if len(texts) < 2:
+        return math.nan
+    mean = sum(total for total, _ in texts) / count
+    spread = sum((total - mean * tokens) ** 2 for total, tokens in texts)
+    return math.sqrt(spread * len(texts) / (len(texts) - 1)) / count
 
 
 class Counter(Protocol):
@@ -166,8 +194,8 @@ def evaluate_text(
     """
     for policy in policies:
         sparse_from(policy, 1)
-    inside = {policy: _Sums() for policy in policies}
-    outside = {policy: _Sums() for policy in policies}
+    inside: dict[str, list[_Sums]] = {policy: [] for policy in policies}
+    outside: dict[str, list[_Sums]] = {policy: [] for policy in policies}
     dropped: dict[str, list[tuple[float, int]]] = {policy: [] for policy in policies}
     found = 0
     for ids in sequences:
@@ -186,16 +214,16 @@ def evaluate_text(
                 counter.measure_sparsity(False)
                 if realised is not None:
                     dropped[policy].append((realised, length - start))
-            inside[policy].add(dense[start:], sparse[start:], labels[start:])
-            outside[policy].add(dense[:start], sparse[:start], labels[:start])
+            inside[policy].append(_Sums.of(dense[start:], sparse[start:], labels[start:]))
+            outside[policy].append(_Sums.of(dense[:start], sparse[:start], labels[:start]))
         advance()
     if not found:
         raise UsageError("evaluation: expected at least one sequence, found none")
     return {
         policy: Quality(
             policy,
-            sparse=inside[policy].measured(),
-            overall=inside[policy].merge(outside[policy]).measured(),
+            sparse=_measured(inside[policy]),
+            overall=_measured([a + b for a, b in zip(inside[policy], outside[policy], strict=True)]),
             realised_sparsity=_weighted(dropped[policy]),
             realised_range=_range(dropped[policy]),
         )

@@ -166,15 +166,20 @@ def _quality(report: Mapping[str, Any]) -> Any:
         float("nan") if one["perplexity"] is None else one["perplexity"] / one["dense_perplexity"] - 1
         for one in figures
     ]
-    panels: Sequence[tuple[Any, str, list[float]]] = (
-        (left, "KL(dense || sparse), nats per token", [one["kl"] for one in figures]),
-        (middle, "perplexity, change against dense", changes),
-        (right, "top-1 agreement with dense", [one["top1_agreement"] for one in figures]),
+    panels: Sequence[tuple[Any, str, list[float], list[float]]] = (
+        (left, "KL(dense || sparse), nats per token", [one["kl"] for one in figures], _errors(figures, "kl")),
+        (middle, "perplexity, change against dense", changes, []),
+        (
+            right,
+            "top-1 agreement with dense",
+            [one["top1_agreement"] for one in figures],
+            _errors(figures, "top1"),
+        ),
     )
     from matplotlib.ticker import PercentFormatter
 
-    for axis, label, values in panels:
-        axis.plot(sparsities, values, marker="o", color=_COLOURS[0])
+    for axis, label, values, errors in panels:
+        axis.errorbar(sparsities, values, yerr=errors or None, marker="o", color=_COLOURS[0], capsize=3)
         axis.set_title(label, fontsize=11)
         axis.set_xlabel("sparsity")
         axis.xaxis.set_major_formatter(PercentFormatter(xmax=1.0, decimals=0))
@@ -195,6 +200,11 @@ def _roles(blocks: Sequence[Mapping[str, Any]]) -> list[str]:
 def _by_block(blocks: Sequence[Mapping[str, Any]], role: str, key: str) -> list[float]:
     """NaN, which is not drawn, where a block has no such projection."""
     return [block["projections"].get(role, {}).get(key, math.nan) for block in blocks]
+
+
+def _errors(figures: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    """Standard errors; 0 of a single text, which has none."""
+    return [one[f"{name}_stderr"] or 0.0 for one in figures]
 
 
 def _column(blocks: Sequence[Mapping[str, Any]], key: str) -> list[float]:

@@ -1,8 +1,9 @@
-"""What a finished search is worth, measured while the model is still in memory: for the report and the model card.
+"""What finished searches are worth, measured while the model is still in memory: for the report and the model card.
 
     quality        KL, perplexity and agreement on text the search has not seen, every token sparse
     sensitivity    KL with one block sparse at a time
-    curve          quality at other sparsities: same scales, the target's spread over the projections in proportion
+    curve          quality at every rung; where there is one, at other sparsities too: same scales, the target's spread
+                   over the projections in proportion
 
 The text is made as the calibration text was, with another seed. What the model writes itself is new then; a small
 corpus may give passages that were calibrated on, and the report says where the text came from.
@@ -30,12 +31,12 @@ from ..work.progress import Progress
 from .block_sensitivity import BlockSensitivity, block_sensitivity
 from .evaluation import Quality, evaluate_text
 
-__all__ = ["MaskedLogits", "Measurement", "measure"]
+__all__ = ["MaskedLogits", "Measurement", "choice_text", "measure"]
 
 _log = logging.getLogger("wisparse")
 
 # Far from any seed that a person chooses beside the calibration's.
-_SEED_OFFSET = 1_000_003
+_SEED_OFFSET, _CHOICE_SEED_OFFSET = 1_000_003, 2_000_003
 _SAMPLES, _SEQ_LEN = 8, 256
 _SENSITIVITY_TOKENS = 1024
 
@@ -44,10 +45,10 @@ _SENSITIVITY_TOKENS = 1024
 class Measurement:
     """See the module's text; ``text`` says in words what the quality was measured on.
 
-    There is no ``sensitivity`` where none was asked for.
+    There is no ``sensitivity`` where none was asked for; the curve has the rungs too.
     """
 
-    quality: Quality
+    rungs: Mapping[float, Quality]
     text: str
     sensitivity: BlockSensitivity | None
     curve: tuple[tuple[float, Quality], ...] = ()
@@ -106,35 +107,52 @@ class MaskedLogits:
 def measure(
     source: SourceModel,
     tokens: CalibrationTokens,
-    result: SearchResult,
+    results: Mapping[float, SearchResult],
     *,
+    default: float,
     calibration: str | Sequence[str] = "self",
     sensitivity: bool = True,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure a search's outcome.
+    """Measure the searches' outcomes.
 
     Args:
         source: the dense model, not masked.
-        tokens: what the search was made on.
-        result: what it found.
+        tokens: what the searches were made on.
+        results: what they found, by sparsity.
+        default: the rung whose scales the sensitivity is measured with.
         calibration: where the tokens came from, as for `load_calibration`.
         sensitivity: whether to make one block sparse at a time as well, which on a CPU can take as long as the search.
     """
     progress = progress or Progress(enabled=False)
     fresh, text = _fresh_text(source, tokens, calibration, progress)
-    with (
-        MaskedLogits(source, result) as logits,
-        progress.stage("Measuring", fresh.num_samples * (1 + len(result.elsewhere))) as stage,
-    ):
-        quality = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
-        curve = [(result.details.get("settings", {}).get("sparsity", 0.0), quality)] if result.elsewhere else []
-        for sparsity, thresholds in result.elsewhere.items():
-            logits.thresholds = thresholds
-            found = evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)
-            curve.append((sparsity, found["all"]))
-    by_block = _sensitivity(source, tokens, result, progress) if sensitivity else None
-    return Measurement(quality, text, by_block, tuple(sorted(curve, key=lambda point: point[0])))
+    rungs, others = {}, {}
+    passes = sum(1 + len(result.elsewhere) for result in results.values())
+    with progress.stage("Measuring", fresh.num_samples * passes) as stage:
+        for target, result in sorted(results.items()):
+            with MaskedLogits(source, result) as logits:
+
+                def quality(logits: MaskedLogits = logits) -> Quality:
+                    return evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
+
+                rungs[target] = quality()
+                for sparsity, logits.thresholds in result.elsewhere.items():
+                    others[sparsity] = quality()
+    by_block = _sensitivity(source, tokens, results[default], progress) if sensitivity else None
+    return Measurement(rungs, text, by_block, tuple(sorted({**others, **rungs}.items())))
+
+
+def choice_text(
+    source: SourceModel, tokens: CalibrationTokens, calibration: str | Sequence[str], progress: Progress
+) -> CalibrationTokens:
+    """Another text of the calibration's size, for `choose`.
+
+    Raises:
+        AccessError, CalibrationError: there is none: then nothing can be chosen by it.
+    """
+    seed = tokens.seed + _CHOICE_SEED_OFFSET
+    shape = (tokens.num_samples, tokens.seq_len)
+    return load_calibration(calibration, source.tokenizer, source.model, *shape, seed, progress)
 
 
 def _sensitivity(

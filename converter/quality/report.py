@@ -12,13 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wisparse.formats.model.model_config import ModelConfig, Projection
-from wisparse.formats.record.recipe import Recipe
+from wisparse.formats.record.recipe import Recipe, Rung
 
 from ..budget import mean_sparsity
 from .block_sensitivity import BlockSensitivity
 from .evaluation import Quality
 
-__all__ = ["REPORT", "expectation", "make_report", "render_report", "verdict"]
+__all__ = ["REPORT", "expectation", "grade", "make_report", "render_report", "verdict"]
 
 REPORT = "conversion_report.json"
 REPORT_VERSION = 1
@@ -29,6 +29,12 @@ _LONGEST_HISTORY = 60
 # KL in nats per token -> what that means in a word. Rules of thumb, from the example models: at 0.05 their perplexity
 # rises by about 5% and hardly an answer changes, at 0.2 they make mistakes a reader notices.
 _GRADES = ((0.02, "nearly indistinguishable from dense"), (0.08, "close to dense"), (0.2, "visibly different"))
+_WORST = "clearly damaged: choose a lower sparsity"
+
+
+def grade(quality: Quality) -> str:
+    """What was measured, in a few words."""
+    return next((word for limit, word in _GRADES if quality.sparse.kl <= limit), _WORST)
 
 
 def verdict(sparsity: float, quality: Quality | None) -> str:
@@ -39,10 +45,9 @@ def verdict(sparsity: float, quality: Quality | None) -> str:
         quality: measured on text the search never saw; None if nothing was measured.
     """
     if quality is None:
-        return f"At {sparsity:.0%} sparsity: quality not measured; `wisparse eval` measures it."
+        return f"At {100 * sparsity:.4g}% sparsity: quality not measured; `wisparse eval` measures it."
     figures = quality.sparse
     tokens = {"all": "every token sparse", "half": "the last half of each text sparse"}.get(quality.prefill, "")
-    grade = next((word for limit, word in _GRADES if figures.kl <= limit), "clearly damaged: choose a lower sparsity")
     change = figures.perplexity / figures.dense_perplexity - 1
     perplexity = (
         f", perplexity {figures.dense_perplexity:.3g} -> {figures.perplexity:.3g} ({change:+.1%})"
@@ -50,8 +55,8 @@ def verdict(sparsity: float, quality: Quality | None) -> str:
         else ""
     )
     return (
-        f"At {sparsity:.0%} sparsity ({tokens}), KL {figures.kl:.2g} nats/token, "
-        f"top-1 agreement {figures.top1_agreement:.0%}{perplexity}: {grade}."
+        f"At {100 * sparsity:.4g}% sparsity ({tokens}), KL {figures.kl:.2g} nats/token, "
+        f"top-1 agreement {figures.top1_agreement:.0%}{perplexity}: {grade(quality)}."
     )
 
 
@@ -84,7 +89,7 @@ def render_report(
     recipe: Recipe,
     config: ModelConfig,
     *,
-    quality: Quality | None = None,
+    rungs: Mapping[float, Quality] | None = None,
     quality_text: str | None = None,
     sensitivity: BlockSensitivity | None = None,
     curve: Sequence[tuple[float, Quality]] = (),
@@ -95,15 +100,13 @@ def render_report(
     Args:
         recipe: what was decided.
         config: the model's dimensions.
-        quality: of this bundle, on text the search never saw.
+        rungs: sparsity -> quality, on text no search ever saw; None if nothing was measured.
         quality_text: what that text was, in words.
         sensitivity: see `block_sensitivity`.
-        curve: (sparsity, quality) of this and other sparsities of the same model on the same text.
+        curve: (sparsity, quality) of these and other sparsities of the same model on the same text.
         figures: False writes none.
     """
-    report = make_report(
-        recipe, config, quality=quality, quality_text=quality_text, sensitivity=sensitivity, curve=curve
-    )
+    report = make_report(recipe, config, rungs=rungs, quality_text=quality_text, sensitivity=sensitivity, curve=curve)
     files = {REPORT: (json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()}
     if figures:
         from .figures import render_figures
@@ -116,7 +119,7 @@ def make_report(
     recipe: Recipe,
     config: ModelConfig,
     *,
-    quality: Quality | None = None,
+    rungs: Mapping[float, Quality] | None = None,
     quality_text: str | None = None,
     sensitivity: BlockSensitivity | None = None,
     curve: Sequence[tuple[float, Quality]] = (),
@@ -124,6 +127,8 @@ def make_report(
     """The report as JSON-ready data; arguments as for `render_report`."""
     decided = {entry.name: entry for entry in recipe.projections}
     projections = list(config.projections())
+    measured = rungs or {}
+    quality = measured.get(recipe.default)
     blocks = []
     for index in range(config.num_blocks):
         mine = [projection for projection in projections if projection.block == index]
@@ -173,6 +178,7 @@ def make_report(
             "seed": recipe.calibration.seed,
         },
         "quality": None if quality is None else {"text": quality_text, **_rounded(quality.to_dict())},
+        "rungs": [_rung(rung, projections, measured.get(rung.sparsity)) for rung in recipe.rungs],
         "quality_against_sparsity": [
             {"sparsity": sparsity, **_rounded(found.to_dict())}
             for sparsity, found in sorted(curve, key=lambda point: point[0])
@@ -185,7 +191,18 @@ def make_report(
             "kl": "KL(dense || sparse), nats per token",
             "perplexity": "per token",
             "threshold": "of |x| * channel_scale",
+            "stderr": "standard error, each passage of the text a draw",
         },
+    }
+
+
+def _rung(rung: Rung, projections: Sequence[Projection], quality: Quality | None) -> dict[str, Any]:
+    decided = {entry.name: entry for entry in rung.projections}
+    return {
+        "sparsity": rung.sparsity,
+        "realised_on_calibration": _mean(projections, decided, "realised_sparsity"),
+        "verdict": verdict(rung.sparsity, quality),
+        "quality": None if quality is None else _rounded(quality.to_dict()),
     }
 
 

@@ -22,13 +22,30 @@ from .joint_kl import Measured, batch_gradient, dense_states, measure_batch
 from .refinement import PARTS, BatchGradient, Channels, Plan, Refinement, plan_steps
 from .units import pack, unpack
 
-__all__ = ["Descended", "Descent"]
+__all__ = ["Descended", "Descent", "Way"]
 
 _KEY = "fisher/refinement"
 
 # Where its draws begin, past any micro-batch's; bounds that no model comes near.
 _ROUNDS = 1 << 20
 _SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
+
+
+# A refinement that begins where that of a near sparsity ended goes this part of the steps, and of the distance.
+_AGAIN = 0.25
+
+
+@dataclass(frozen=True)
+class Way:
+    """Where a refinement went: what another one, at a sparsity near by, begins with.
+
+    Attributes:
+        moved: (C,) float32 on the CPU, the change of u.
+        pliancy: see `Refinement`.
+    """
+
+    moved: Tensor
+    pliancy: float
 
 
 @dataclass(frozen=True)
@@ -38,12 +55,14 @@ class Descended:
     dropped: share of the channels left unread with them, per projection.
     history: KL before every step; KL on the held-out sequences by part of the way.
     num_tokens: gone through by all steps together.
+    way: from the start to the outcome; None if no step was taken.
     """
 
     scales: dict[str, Tensor]
     dropped: dict[str, float]
     history: dict[str, Any]
     num_tokens: float
+    way: Way | None
 
 
 class Descent:
@@ -52,13 +71,21 @@ class Descent:
     Args:
         bench: over all calibration tokens, with masks of its own.
         target: share of all parameters to leave unread.
+        dense_states: of `dense_states` by micro-batch, filled here; refinements of one model and text share them.
     """
 
-    def __init__(self, bench: Workbench, channels: Channels, target: float, processes: Processes) -> None:
+    def __init__(
+        self,
+        bench: Workbench,
+        channels: Channels,
+        target: float,
+        processes: Processes,
+        dense_states: dict[int, Tensor] | None = None,
+    ) -> None:
         self.flow, self.masked = bench.flow, bench.masked
         self.channels, self.target, self.processes = channels, target, processes
         self.num_tokens = sum(ids.numel() for ids in self.flow.input_ids)
-        self._dense: dict[int, Tensor] = {}
+        self._dense = {} if dense_states is None else dense_states
 
     def run(
         self,
@@ -68,22 +95,29 @@ class Descent:
         steps: int | None,
         store: Store,
         progress: Progress,
+        after: Way | None = None,
     ) -> Descended:
         """From channel scales and thresholds on.
 
         Args:
             draw: a generator by number.
             steps: how many; None goes by `plan_steps`.
+            after: the way of a refinement at a near sparsity, to go at once; the steps then are fewer.
         """
         flow, channels = self.flow, self.channels
         logits = {n: (s.cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n, s in scales.items()}
-        start = channels.join(logits)
+        start = channels.join(logits).to(flow.device)
         plan = plan_steps(self.num_tokens, flow.num_batches)
-        steps = plan.steps if steps is None else steps
+        steps, distance = plan.steps if steps is None else steps, plan.distance
         steps = steps if self.target > 0.0 else 0
         saved = store.load(_KEY)
-        state = Refinement(start, steps, plan.distance) if saved is None else Refinement(**unpack(saved))
-        state, start = state.to(flow.device), start.to(flow.device)
+        begin = start
+        if steps and after is not None:
+            steps, distance = max(1, round(_AGAIN * steps)), _AGAIN * distance
+            if saved is None:
+                begin = self._on_target(start + after.moved.to(start.device), after.pliancy)
+        state = Refinement(begin, steps, distance) if saved is None else Refinement(**unpack(saved))
+        state = state.to(flow.device)
         with progress.stage("Refinement", steps) as stage:
             stage.advance(state.step)
             while state.step < steps:
@@ -100,7 +134,17 @@ class Descent:
             found.dropped(channels),
             {"refinement": state.history, **({"held out": held_out} if held_out else {})},
             steps * plan.share * flow.num_counted / flow.num_batches,
+            Way((outcome - start).cpu(), state.pliancy) if steps else None,
         )
+
+    def _on_target(self, u: Tensor, pliancy: float) -> Tensor:
+        """u, shifted alike for all channels until about the target is left unread."""
+        dropped = self._measured(u, range(self.flow.num_batches), with_kl=False).dropped(self.channels)
+        return u + (self._mean(dropped) - self.target) / pliancy
+
+    def _mean(self, dropped: Mapping[str, float]) -> float:
+        sizes = self.channels.sizes
+        return mean_sparsity([dropped[name] for name in sizes], list(sizes.values()))
 
     def _choose(self, state: Refinement, start: Tensor, plan: Plan) -> tuple[Tensor, dict[str, float]]:
         """u after the part of the way that is best on the held-out sequences, all parts at the same sparsity there."""
@@ -109,9 +153,7 @@ class Descent:
         for part in PARTS:
             u = state.gone(part, start)
             dropped = self._measured(u, batches, with_kl=False).dropped(self.channels)
-            sizes = self.channels.sizes
-            mean = mean_sparsity([dropped[name] for name in sizes], list(sizes.values()))
-            u = u + (mean - self.target) / state.pliancy
+            u = u + (self._mean(dropped) - self.target) / state.pliancy
             measured = self._measured(u, batches, with_kl=True)
             found.append((measured.kl / measured.num_tokens, part, u))
         best = min(found, key=lambda one: one[:2])

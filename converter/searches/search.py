@@ -7,6 +7,9 @@
     fisher     loss-weighted norms and each projection's damage from two backward passes, allocation in closed form
     refine     fisher, then every channel's scale and every threshold by a few gradient steps on the joint KL
 
+Several sparsities of one model are `Rungs`: they share what no sparsity decides, and a refinement begins where that of
+the nearest sparsity ended.
+
 Every search ends alike: exact thresholds over all tokens, block after block, each from inputs that are as sparse as
 they will be at run time, so that what is realised is the target.
 
@@ -17,7 +20,7 @@ its name, so a killed run goes on where it stood and ends with the same bytes. S
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +30,7 @@ from torch import Tensor
 from wisparse.formats.record.recipe import ProjectionRecipe
 
 from ..bench.sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
-from ..bench.statistics import channel_scale, weight_norm
+from ..bench.statistics import channel_scale
 from ..bench.workbench import BlockView, Workbench
 from ..budget import mean_sparsity, repair
 from ..model.source import SourceModel
@@ -35,24 +38,23 @@ from ..settings import METHODS, SEARCHES
 from ..text.tokens import CalibrationTokens
 from ..work.processes import ALONE, Processes
 from ..work.progress import Progress
-from ..work.state import NO_STATE, Store
+from ..work.state import NO_STATE, Below, Store
 from . import additive, evolution
 from .alpha import search_alpha
-from .descent import Descent
+from .descent import Descent, Way
 from .greedy import allocate_greedily
 from .refinement import Channels
 from .settings import SearchResult, SearchSettings
+from .shared import Begun, Shared, batch_size
 from .thresholds import final_thresholds
 from .units import Units, pack, unpack
 
-__all__ = ["METHODS", "SEARCHES", "Run", "SearchResult", "SearchSettings", "search"]
+__all__ = ["METHODS", "OTHER_SPARSITIES", "SEARCHES", "Rungs", "SearchResult", "SearchSettings", "search"]
 
 Allocation = dict[str, float]
 
-_LARGEST_LOGITS = 1 << 27
-
-# Where the report's curve has its points, beside the target.
-_OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
+# Where the report's curve has its points where there is one rung, beside the target.
+OTHER_SPARSITIES = (0.3, 0.4, 0.5, 0.6)
 
 
 def search(
@@ -63,7 +65,7 @@ def search(
     store: Store = NO_STATE,
     processes: Processes = ALONE,
 ) -> SearchResult:
-    """Find sparsities, scales and thresholds; nothing about the model is changed.
+    """Find sparsities, scales and thresholds at one sparsity; nothing about the model is changed.
 
     Several processes call it alike, and all get the result.
 
@@ -72,12 +74,73 @@ def search(
         CalibrationError: from the tokens' source, before.
     """
     settings = settings or SearchSettings()
-    with torch.no_grad():
-        run = Run(source, tokens, settings, progress or Progress(enabled=False), store, processes)
-        try:
-            return run.result(_PLANS[settings.search](run))
-        finally:
-            run.bench.masked.close()
+    with Rungs(source, tokens, settings, progress, store, processes) as rungs:
+        return rungs.with_others(rungs.at(settings.sparsity), OTHER_SPARSITIES)
+
+
+class Rungs:
+    """Searches at several sparsities; arguments as `search`, whose ``settings.sparsity`` is of no concern here.
+
+    What a search finds may hang on those before it: equal calls in equal order give equal results.
+    """
+
+    def __init__(
+        self,
+        source: SourceModel,
+        tokens: CalibrationTokens,
+        settings: SearchSettings | None = None,
+        progress: Progress | None = None,
+        store: Store = NO_STATE,
+        processes: Processes = ALONE,
+    ) -> None:
+        self._settings = settings or SearchSettings()
+        self._given = (source, tokens, progress or Progress(enabled=False), store, processes)
+        with torch.no_grad():
+            self._shared = Shared(source, tokens, self._settings, processes)
+
+    def __enter__(self) -> Rungs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._shared.close()
+
+    @torch.no_grad()
+    def at(self, sparsity: float) -> SearchResult:
+        """The search at one sparsity, from the state if it is there."""
+        settings = replace(self._settings, sparsity=sparsity)
+        source, tokens, progress, store, processes = self._given
+        place = Below(store, f"rung-{sparsity!r}")
+        key = f"{settings.search}/result"
+        saved = place.load(key)
+        if saved is None:
+            run = Run(source, tokens, settings, progress, store, place, processes, self._shared)
+            result, way = run.result(_PLANS[settings.search](run)), run.way
+            place.save(key, pack({"result": result.to_dict(), "way": None if way is None else vars(way)}))
+        else:
+            kept = unpack(saved)
+            result, way = SearchResult.from_dict(kept["result"]), kept["way"] and Way(**kept["way"])
+        if way is not None:
+            self._shared.ways[sparsity] = way
+        return result
+
+    @torch.no_grad()
+    def with_others(self, result: SearchResult, sparsities: Sequence[float]) -> SearchResult:
+        """A result with thresholds at other sparsities too, spread over the projections in its way."""
+        target, bench, progress = result.sparsity, self._shared.bench, self._given[2]
+        others = [one for one in sparsities if abs(one - target) > 0.02]
+        if target <= 0.0 or not others:
+            return result
+        for name, scale in result.channel_scales.items():
+            bench.set_scale(name, scale)
+        with progress.stage("Quantiles", len(bench.groups)) as stage:
+            for view in self._shared.part.blocks():
+                view.build_tables()
+                stage.advance()
+        found = {}
+        for sparsity in others:
+            spread = {name: entry.sparsity * sparsity / target for name, entry in result.projections.items()}
+            found[sparsity] = bench.thresholds(repair(spread, bench.sizes, sparsity))
+        return replace(result, elsewhere=found)
 
 
 class Run:
@@ -90,22 +153,21 @@ class Run:
         settings: SearchSettings,
         progress: Progress,
         store: Store,
-        processes: Processes = ALONE,
+        place: Store,
+        processes: Processes,
+        shared: Shared,
     ) -> None:
         self.source, self.tokens, self.settings = source, tokens, settings
-        self.progress, self.store, self.processes = progress, store, processes
-        by_gradients = settings.search in ("fisher", "refine")
-        kl_tokens = settings.kl_tokens or (16384 if by_gradients else 4096)
-        num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
-        batch_size = _batch_size(settings, source.config.vocab_size, tokens.seq_len)
-        self.bench = Workbench(source, tokens, num_samples=num_samples, batch_size=batch_size)
-        # Where all tokens are gone through once, each process goes through its own; else it has units of its own.
-        self.part = self.bench.part(source, tokens, processes)
-        self.units = Units(store, self.bench, "fisher" if by_gradients else settings.search, processes)
-        self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
+        self.progress, self.store, self.processes, self.shared = progress, place, processes, shared
+        self.bench, self.part = shared.bench, shared.part
+        self.units = Units(place, self.bench, settings.search, processes)
+        self.common_units = Units(store, self.bench, "fisher", processes)
+        self.norms = dict(shared.norms)
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
         self.history: dict[str, Any] = {}
+        self.way: Way | None = None
+        self.bench.num_kl_evaluations = 0.0
         for name in self.bench.names:
             self.bench.set_scale(name, self.scale(name, self.alphas[name]))
 
@@ -125,11 +187,11 @@ class Run:
         """A generator of its own for every unit, so that a unit does not depend on those before it."""
         return torch.Generator().manual_seed((self.settings.seed << 32) + index)
 
-    def note(self, stage: str, allocation: Allocation) -> None:
-        """The joint KL after a stage: reported, and in the recipe."""
+    def note(self, stage: str, allocation: Allocation, thresholds: Mapping[str, float] | None = None) -> None:
+        """The joint KL after a stage: reported, and in the recipe. Without ``thresholds`` those of the tables."""
 
         def measure() -> float:
-            kl = self.part.kl(allocation)
+            kl = self.part.kl(allocation, thresholds=thresholds)
             if self.part is not self.bench:
                 self.bench.num_kl_evaluations += 1
             return kl
@@ -267,7 +329,7 @@ class Run:
         sums: dict[str, Tensor] = {}
         with self.progress.stage("Sensitivities", bench.flow.num_batches) as stage:
             keys = [f"fisher/{batch}" for batch in range(bench.flow.num_batches)]
-            for _, found in self.units.many(keys, self._batch_fisher):
+            for _, found in self.common_units.many(keys, self._batch_fisher):
                 for name, values in found.items():
                     sums[name] = values + sums.get(name, 0.0)
                 stage.advance()
@@ -288,7 +350,7 @@ class Run:
         rows = {name: [0.0] * len(levels) for name in bench.names}
         with self.progress.stage("Predicted damage", bench.flow.num_batches) as stage:
             keys = [f"damage/{batch}" for batch in range(bench.flow.num_batches)]
-            for _, found in self.units.many(keys, partial(self._batch_damage, thresholds=thresholds)):
+            for _, found in self.common_units.many(keys, partial(self._batch_damage, thresholds=thresholds)):
                 for name, row in found.items():
                     rows[name] = [a + b / bench.flow.num_counted for a, b in zip(rows[name], row, strict=True)]
                 stage.advance()
@@ -301,13 +363,27 @@ class Run:
             bench.flow, bench.masked, batch, generator, bench.scales, thresholds, num_draws=num_draws
         )
 
+    def begin(self) -> Mapping[str, additive.Curve]:
+        """Loss-weighted scales and their tables on the bench, and the curves: computed once for all sparsities."""
+        bench, shared = self.bench, self.shared
+        if shared.begun is None:
+            self.weigh()
+            curves = self.predict()
+            shared.begun = Begun(dict(bench.scales), {name: bench.table(name) for name in bench.names}, curves)
+        for name, scale in shared.begun.scales.items():
+            self.alphas[name] = 1.0
+            bench.set_scale(name, scale)
+            bench.set_table(name, shared.begun.tables[name])
+        return shared.begun.curves
+
     def refine(self, allocation: Allocation) -> Allocation:
         """Scales and sparsities by gradient steps on the joint KL, from those of ``allocation`` on."""
         settings, bench = self.settings, self.bench
-        batch_size = _batch_size(settings, self.source.config.vocab_size, self.tokens.seq_len)
         widths = {name: self.source.projections[name].in_features for name in bench.names}
-        with Workbench(self.source, self.tokens, batch_size=batch_size) as everything:
-            descent = Descent(everything, Channels(widths, bench.sizes), settings.sparsity, self.processes)
+        size = batch_size(settings, self.source, self.tokens)
+        with Workbench(self.source, self.tokens, batch_size=size) as everything:
+            channels, dense_states = Channels(widths, bench.sizes), self.shared.dense_states
+            descent = Descent(everything, channels, settings.sparsity, self.processes, dense_states)
             found = descent.run(
                 bench.scales,
                 bench.thresholds(allocation),
@@ -315,22 +391,23 @@ class Run:
                 settings.refine_steps,
                 self.store,
                 self.progress,
+                self.shared.nearest_way(settings.sparsity),
             )
+        self.way = found.way
         bench.num_kl_evaluations += found.num_tokens / bench.flow.num_counted
         self.history |= found.history
         for name, scale in found.scales.items():
             bench.set_scale(name, scale)
-        self.tables()
         return repair(found.dropped, bench.sizes, settings.sparsity)
 
     # ------------------------------------------------------------------ the end
 
     def result(self, allocation: Allocation) -> SearchResult:
         bench, settings = self.bench, self.settings
-        self.note("final", allocation)
         everything = Workbench(self.source, self.tokens, batch_size=settings.batch_size, processes=self.processes)
         with everything, self.progress.stage("Thresholds", len(bench.groups)) as stage:
             found = final_thresholds(everything, bench.scales, allocation, stage.advance)
+        self.note("final", allocation, {name: threshold for name, (threshold, _) in found.items()})
         projections = {
             name: ProjectionRecipe(name, allocation[name], self.alphas[name], *found[name]) for name in bench.names
         }
@@ -347,23 +424,7 @@ class Run:
                 ),
                 **({"history": self.history} if self.history else {}),
             },
-            elsewhere=self._elsewhere(allocation),
         )
-
-    def _elsewhere(self, allocation: Allocation) -> dict[float, dict[str, float]]:
-        """Thresholds at other sparsities, spread over the projections in the way of ``allocation``."""
-        target, sizes = self.settings.sparsity, self.bench.sizes
-        found = {}
-        for sparsity in _OTHER_SPARSITIES if target > 0.0 else ():
-            spread = repair({name: p * sparsity / target for name, p in allocation.items()}, sizes, sparsity)
-            if abs(sparsity - target) > 0.02:
-                found[sparsity] = self.bench.thresholds(spread)
-        return found
-
-
-def _batch_size(settings: SearchSettings, vocab_size: int, seq_len: int) -> int:
-    # A backward pass holds a few float32 tensors (tokens, vocabulary): 512 MiB each at most.
-    return max(1, min(settings.batch_size, _LARGEST_LOGITS // (vocab_size * seq_len)))
 
 
 def _first_alpha(method: str, name: str) -> float:
@@ -407,8 +468,7 @@ def _additive(run: Run) -> Allocation:
 
 
 def _fisher(run: Run) -> Allocation:
-    run.weigh()
-    return additive.allocate(run.predict(), run.bench.sizes, run.settings.sparsity)
+    return additive.allocate(run.begin(), run.bench.sizes, run.settings.sparsity)
 
 
 def _refine(run: Run) -> Allocation:

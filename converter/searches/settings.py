@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -60,11 +60,16 @@ class SearchSettings:
         for option, given, known in (("method", self.method, METHODS), ("search", self.search, SEARCHES)):
             if given not in known:
                 raise UsageError(f"--{option}: expected one of {', '.join(known)}, found {given!r}")
-        if self.search in ("fisher", "refine") and self.method != "wisparse":
+        if self.by_gradients and self.method != "wisparse":
             raise UsageError(
                 f"--search {self.search} decides the score too, so it belongs to --method wisparse; "
                 f"with --method {self.method} choose additive, greedy, paper or uniform"
             )
+
+    @property
+    def by_gradients(self) -> bool:
+        """Whether the search rests on backward passes."""
+        return self.search in ("fisher", "refine")
 
 
 @dataclass(frozen=True)
@@ -83,6 +88,22 @@ class SearchResult:
     channel_scales: Mapping[str, Tensor]
     details: dict[str, Any] = field(default_factory=dict)
     elsewhere: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def sparsity(self) -> float:
+        """The target."""
+        return float(self.details.get("settings", {}).get("sparsity", 0.0))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Numbers, strings and tensors in dicts and lists; all but ``elsewhere``."""
+        projections = [asdict(entry) for entry in self.projections.values()]
+        return {"projections": projections, "channel_scales": dict(self.channel_scales), "details": self.details}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SearchResult:
+        """Of `to_dict`."""
+        entries = [ProjectionRecipe(**entry) for entry in data["projections"]]
+        return cls({entry.name: entry for entry in entries}, data["channel_scales"], data["details"])
 
     def put_on(self, masked: MaskedModel) -> dict[str, float]:
         """Put the scales on a model; the thresholds are returned, for `MaskedModel.set_thresholds`."""

@@ -26,7 +26,7 @@ from typing import IO, Any, Protocol
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.guard.folder import entries, lock_file, remove_files, require_writable, write_file
 
-__all__ = ["NO_STATE", "NoState", "SharedStore", "StateStore", "Store"]
+__all__ = ["NO_STATE", "Below", "NoState", "StateStore", "Store"]
 
 _log = logging.getLogger("wisparse")
 _MAGIC = b"wisparse-state 1 "
@@ -58,31 +58,17 @@ class NoState:
 NO_STATE = NoState()
 
 
-class SharedStore:
-    """A store whose results under certain keys other conversions of this process have as well.
+class Below:
+    """A part of a store: its keys begin with a name."""
 
-    Args:
-        own: keeps everything, also what came from another conversion: each can be resumed alone.
-        shared: key -> data, common to the conversions.
-        prefixes: which keys are shared.
-    """
-
-    def __init__(self, own: Store, shared: dict[str, bytes], prefixes: tuple[str, ...]) -> None:
-        self._own, self._shared, self._prefixes = own, shared, prefixes
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
 
     def load(self, key: str) -> bytes | None:
-        data = self._own.load(key)
-        if data is None and key in self._shared:
-            data = self._shared[key]
-            self._own.save(key, data)
-        elif data is not None and key.startswith(self._prefixes):
-            self._shared[key] = data
-        return data
+        return self._store.load(f"{self._name}/{key}")
 
     def save(self, key: str, data: bytes) -> None:
-        self._own.save(key, data)
-        if key.startswith(self._prefixes):
-            self._shared[key] = data
+        self._store.save(f"{self._name}/{key}", data)
 
 
 class StateStore:

@@ -50,6 +50,7 @@ class Evaluation:
     """What was measured on held-out text, dense and sparse on the same tokens.
 
     Attributes:
+        sparsity: the rung.
         text: what the text was, in words.
         num_tokens: how many tokens were predicted.
         protocol: which tokens were sparse, in words.
@@ -57,10 +58,12 @@ class Evaluation:
         kl: mean KL(dense || sparse) in nats per token.
         top1_agreement: fraction of tokens where both models' first choice is the same.
         realised_sparsity: fraction of the projections' weights not used, over the sparse tokens.
-        verdict: what that means, in the words of the conversion's summary.
+        grade: what that means in a few words, and
+        verdict: in a sentence, those of the conversion's summary.
         expectation: what that will be on other text, in a sentence or two.
     """
 
+    sparsity: float
     text: str
     num_tokens: int
     protocol: str
@@ -70,6 +73,7 @@ class Evaluation:
     top1_agreement: float
     realised_sparsity: float
     expectation: str = ""
+    grade: str = ""
     verdict: str | None = None
 
 
@@ -124,7 +128,7 @@ def render_card(
     recipe: Recipe,
     inherited: Inherited | None = None,
     *,
-    evaluation: Evaluation | None = None,
+    evaluations: Sequence[Evaluation] = (),
     figures: Sequence[tuple[str, str]] = (),
     repo_id: str | None = None,
 ) -> str:
@@ -133,13 +137,14 @@ def render_card(
     Args:
         recipe: what the conversion decided.
         inherited: from ``read_inherited(source)``.
-        evaluation: what was measured; without it the card says that nothing was.
+        evaluations: what was measured, by rung; without the default rung's the card says that nothing was.
         figures: (file name in the bundle, caption) of every picture.
         repo_id: where the bundle is going to be on the Hub, where that is known.
     """
     inherited = inherited or Inherited()
+    evaluation = next((one for one in evaluations if one.sparsity == recipe.default), None)
     base = recipe.base_model
-    title = f"{base.split('/')[-1]}, {recipe.sparsity:.0%} activation-sparse"
+    title = f"{base.split('/')[-1]}, {100 * recipe.sparsity:.4g}% activation-sparse"
     on_hub = recipe.base_revision is not None
     licence, name, link = inherited.licence, inherited.licence_name, inherited.licence_link
     if licence == "other" and not (name and link):
@@ -174,9 +179,9 @@ def render_card(
     sections = [
         f"# {title}",
         f"A WiSparse bundle of {source}: at every decoded token each linear "
-        f"layer reads only the weights of its most important input channels, about {recipe.sparsity:.0%} fewer in all. "
-        "Nothing was trained and no weight was changed.",
-        "## Measured\n\n" + _measured(evaluation),
+        "layer reads only the weights of its most important input channels, about "
+        f"{100 * recipe.sparsity:.4g}% fewer in all. Nothing was trained and no weight was changed.",
+        "## Measured\n\n" + _measured(evaluation, evaluations),
         *(f"![{caption}]({name})\n\n*{caption}*" for name, caption in figures),
         "## Use\n\n" + _usage(repo_id or "path/to/this/folder", inherited.chat),
         "## Recipe\n\n" + _recipe(recipe),
@@ -206,7 +211,7 @@ def _results(evaluation: Evaluation) -> list[EvalResult]:
     ]
 
 
-def _measured(evaluation: Evaluation | None) -> str:
+def _measured(evaluation: Evaluation | None, all_rungs: Sequence[Evaluation]) -> str:
     if evaluation is None:
         return "Nothing yet. `wisparse eval` measures the loss against the dense model on text of your choice."
     return (
@@ -215,9 +220,24 @@ def _measured(evaluation: Evaluation | None) -> str:
         f"| KL(dense ‖ sparse), nats per token | 0 | {evaluation.kl:.4f} |\n"
         f"| top-1 agreement with the dense model | 1 | {evaluation.top1_agreement:.3f} |\n"
         f"| weights left unread | 0 | {evaluation.realised_sparsity:.1%} |\n\n"
-        f"On {evaluation.num_tokens:,} tokens of {evaluation.text}; {evaluation.protocol}. "
+        + (_rungs(evaluation, all_rungs) if len(all_rungs) > 1 else "")
+        + f"On {evaluation.num_tokens:,} tokens of {evaluation.text}; {evaluation.protocol}. "
         + (f"{evaluation.expectation} " if evaluation.expectation else "")
         + "Speed depends on the machine: `wisparse bench` measures it on yours, dense and sparse side by side."
+    )
+
+
+def _rungs(default: Evaluation, evaluations: Sequence[Evaluation]) -> str:
+    rows = [
+        f"| {one.sparsity:.4g}{', the default' if one is default else ''} | {one.kl:.4f} | {one.top1_agreement:.3f} "
+        f"| {one.sparse_perplexity:.3f} | {one.realised_sparsity:.1%} | {one.grade} |"
+        for one in evaluations
+    ]
+    return (
+        "Every sparsity that this bundle holds (`--sparsity`, or `model.sparsity = …` between two answers):\n\n"
+        "| sparsity | KL | top-1 agreement | perplexity | weights left unread | |\n|---|---|---|---|---|---|\n"
+        + "\n".join(rows)
+        + "\n\n"
     )
 
 

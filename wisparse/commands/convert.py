@@ -6,6 +6,7 @@ import json
 import logging
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +17,12 @@ from wisparse.converter.settings import (
     METHODS,
     REPORTS,
     SEARCHES,
+    USUAL,
+    USUAL_DEFAULT,
     WEIGHTS,
     ConvertSettings,
     check_method,
     default_output,
-    for_sparsities,
 )
 from wisparse.formats.machine.torchrun import torchrun_place
 
@@ -29,13 +31,15 @@ from .places import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER
 if TYPE_CHECKING:
     from wisparse.converter.pipeline import Conversion
     from wisparse.converter.preflight import Plan
+    from wisparse.converter.quality.choice import Choice
+    from wisparse.converter.quality.evaluation import Quality
 
 __all__ = ["command"]
 
 
-def _numbers(context: click.Context, parameter: click.Parameter, value: str) -> list[float]:
+def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...]:
     try:
-        return [float(number) for number in value.split(",")]
+        return tuple(sorted(float(number) for number in value.split(","))) if value is not None else ()
     except ValueError:
         raise click.BadParameter(f"expected a number, or several with commas between, found {value!r}") from None
 
@@ -51,7 +55,7 @@ class _Method(click.Choice):
     "-o",
     "--output-dir",
     type=NEW_FOLDER,
-    show_default="MODEL's name, -wisparse- and the percentage",
+    show_default="MODEL's name and -wisparse, with one sparsity its percentage",
     help="Folder to write the bundle to.",
 )
 @click.option(
@@ -59,9 +63,29 @@ class _Method(click.Choice):
     "sparsities",
     metavar="FRACTION[,…]",
     callback=_numbers,
-    default=str(ConvertSettings.sparsity),
-    help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several give several "
-    "bundles from one calibration, each with its percentage behind the folder's name.",
+    show_default=",".join(f"{rung:g}" for rung in USUAL),
+    help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several are rungs of one "
+    "bundle: choose among them when you load it.",
+)
+@click.option(
+    "--default",
+    type=float,
+    metavar="FRACTION",
+    show_default=f"{USUAL_DEFAULT:g}, or the nearest to it",
+    help="The rung in force unless another is asked for.",
+)
+@click.option(
+    "--max-kl",
+    type=float,
+    metavar="NATS",
+    help="Find the highest sparsity whose KL(dense || sparse), in nats per token, is at most this, on text that "
+    "neither the calibration nor the search has seen.",
+)
+@click.option(
+    "--min-top1",
+    type=float,
+    metavar="SHARE",
+    help="The same for the share of tokens where dense and sparse choose the same: at least this, such as 0.95.",
 )
 @click.option("--method", type=_Method(METHODS), default=ConvertSettings.method, help="How channels are scored.")
 @click.option(
@@ -128,7 +152,7 @@ class _Method(click.Choice):
 def command(
     model: str,
     output_dir: Path | None,
-    sparsities: list[float],
+    sparsities: tuple[float, ...],
     dry_run: bool,
     verbose: bool,
     quiet: bool,
@@ -140,7 +164,8 @@ def command(
     \b
     wisparse-convert meta-llama/Llama-3.1-8B-Instruct
     wisparse-convert ./my-fine-tune --sparsity 0.4 --calibration corpus/ -o out
-    wisparse-convert ./my-fine-tune --sparsity 0.3,0.4,0.5
+    wisparse-convert ./my-fine-tune --sparsity 0.3,0.4,0.5,0.6 --default 0.5
+    wisparse-convert ./my-fine-tune --max-kl 0.02
     wisparse-convert Qwen/Qwen2.5-7B --dry-run
 
     On several GPUs of one machine, one process each, with the same result:
@@ -159,12 +184,10 @@ def command(
     logger.setLevel(level)
     if place.ignored:
         logger.warning(place.ignored)
-    named_after = sparsities[0] if len(sparsities) == 1 else None
-    base = ConvertSettings(model=model, output_dir=output_dir or default_output(model, named_after), **options)
-    all_settings = for_sparsities(base, sparsities)
+    out = output_dir or default_output(model, sparsities)
+    settings = ConvertSettings(model=model, output_dir=out, sparsities=sparsities, **options)
     if not helper:
-        for settings in all_settings:
-            settings.check()  # before torch and transformers are imported: a typing error is answered at once
+        settings.check()  # before torch and transformers are imported: a typing error is answered at once
     from wisparse.converter.work.progress import Progress
 
     progress = Progress(False if quiet or helper else None)
@@ -173,17 +196,25 @@ def command(
     if dry_run:
         from wisparse.converter.preflight import preflight
 
-        _print_plans([preflight(settings, progress) for settings in all_settings], as_json)
+        plan = preflight(settings, progress)
+        if as_json:
+            click.echo(json.dumps(plan.to_dict(), indent=2))
+        else:
+            _print_plan(plan)
         return
-    from wisparse.converter.pipeline import run_all
+    from wisparse.converter.pipeline import run
 
     try:
-        conversions = run_all(all_settings, progress)
+        conversion = run(settings, progress)
     except KeyboardInterrupt as interruption:
         # An upload knows the command that goes on with it alone.
-        raise KeyboardInterrupt(str(interruption) or _resume_hint(base)) from None
-    if conversions:  # under torchrun the first process has them
-        _print_conversions(conversions, as_json)
+        raise KeyboardInterrupt(str(interruption) or _resume_hint(settings)) from None
+    if conversion is None:  # under torchrun the first process has it
+        return
+    if as_json:
+        click.echo(json.dumps(_document(conversion), indent=2))
+    else:
+        _print_conversion(conversion)
 
 
 def _resume_hint(settings: ConvertSettings) -> str:
@@ -199,15 +230,6 @@ def _resume_hint(settings: ConvertSettings) -> str:
     return f"what was computed is kept; go on with: {shlex.join([*program, *arguments])}"
 
 
-def _print_plans(plans: list[Plan], as_json: bool) -> None:
-    if as_json:
-        documents = [plan.to_dict() for plan in plans]
-        click.echo(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
-        return
-    for plan in plans:
-        _print_plan(plan)
-
-
 def _print_plan(plan: Plan) -> None:
     settings, config = plan.settings, plan.config
 
@@ -220,7 +242,7 @@ def _print_plan(plan: Plan) -> None:
             f"{_count(plan.num_parameters)} parameters, "
             f"{plan.projection_parameters / plan.num_parameters:.0%} of them in scope",
         ),
-        ("sparsity", f"{settings.sparsity:.1%}, method {settings.method}, search {settings.chosen_search}"),
+        ("sparsity", f"{_target(settings)}, method {settings.method}, search {settings.chosen_search}"),
         (
             "calibration",
             f"{plan.calibration}: {settings.num_samples} x {settings.seq_len} = "
@@ -239,48 +261,74 @@ def _print_plan(plan: Plan) -> None:
     _print_rows("Plan (nothing was converted)", rows)
 
 
-def _print_conversions(conversions: list[Conversion], as_json: bool) -> None:
-    if as_json:
-        documents = [_document(conversion) for conversion in conversions]
-        click.echo(json.dumps(documents if len(documents) > 1 else documents[0], indent=2))
-        return
-    for conversion in conversions:
-        _print_conversion(conversion)
+def _target(settings: ConvertSettings) -> str:
+    """What sparsity was asked for, in words."""
+    if settings.has_budget:
+        limits = [f"KL at most {settings.max_kl:g} nats/token"] if settings.max_kl is not None else []
+        limits += [f"top-1 agreement at least {settings.min_top1:.4g}"] if settings.min_top1 is not None else []
+        return f"the highest with {' and '.join(limits)}"
+    return _percents(settings.rungs, settings.default_of(settings.rungs))
 
 
-def _realised(conversion: Conversion) -> float:
+def _percents(rungs: Sequence[float], default: float) -> str:
+    names = [f"{rung:.1%}{' (default)' * (rung == default and len(rungs) > 1)}" for rung in rungs]
+    return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
+
+
+def _realised(conversion: Conversion, sparsity: float) -> float:
     sizes = [projection.num_parameters for projection in conversion.plan.config.projections()]
-    entries = conversion.recipe.projections
+    entries = conversion.recipe.at(sparsity).projections
     return sum(n * entry.realised_sparsity for n, entry in zip(sizes, entries, strict=True)) / sum(sizes)
 
 
+def _quality(conversion: Conversion, sparsity: float) -> Quality | None:
+    return conversion.measurement.rungs[sparsity] if conversion.measurement else None
+
+
 def _document(conversion: Conversion) -> dict[str, Any]:
+    recipe = conversion.recipe
+    rungs = []
+    for sparsity in recipe.sparsities:
+        quality = _quality(conversion, sparsity)
+        rungs.append(
+            {
+                "sparsity": sparsity,
+                "realised_sparsity": _realised(conversion, sparsity),
+                "quality": quality.to_dict() if quality else None,
+            }
+        )
+    default = next(rung for rung in rungs if rung["sparsity"] == recipe.default)
     return {
         "bundle": str(conversion.folder),
         "url": conversion.url,
-        "realised_sparsity": _realised(conversion),
-        "quality": conversion.measurement.quality.to_dict() if conversion.measurement else None,
+        **{key: default[key] for key in ("sparsity", "realised_sparsity", "quality")},
+        "rungs": rungs,
+        "choice": conversion.choice.to_dict() if conversion.choice else None,
         "measured_on": _measured_on(conversion),
         "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
-        "recipe": conversion.recipe.to_dict(),
+        "recipe": recipe.to_dict(),
     }
 
 
 def _print_conversion(conversion: Conversion) -> None:
     from wisparse.converter.quality.report import expectation, verdict
 
-    recipe, realised = conversion.recipe, _realised(conversion)
-    quality = conversion.measurement.quality if conversion.measurement else None
+    recipe = conversion.recipe
+    default, rungs = recipe.default, recipe.sparsities
     measured_on = _measured_on(conversion)
     # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
     alphas = [entry.alpha for entry in recipe.projections]
     blocks = recipe.block_sparsities
+    expected = expectation(_realised(conversion, default), _quality(conversion, default))
+    at_default = f"at {default:.1%}, " if len(rungs) > 1 else ""
     rows = [
         ("bundle", str(conversion.folder)),
         *([("left out", recipe.text_only)] if recipe.text_only else []),
-        ("sparsity", f"{recipe.sparsity:.1%} asked for; {expectation(realised, quality)}"),
-        ("by block", f"{min(blocks):.1%} to {max(blocks):.1%}"),
-        ("quality", verdict(recipe.sparsity, quality)),
+        ("sparsity", f"{_percents(rungs, default)} {_asked(conversion)}; {at_default}{expected}"),
+        *([("chosen", _chosen(conversion.choice))] if conversion.choice else []),
+        ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
+        *(("quality" if rung == rungs[0] else "", verdict(rung, _quality(conversion, rung))) for rung in rungs),
+        *_neighbours(conversion),
         *([("measured on", measured_on)] if measured_on else []),
         *([("alpha", f"{min(alphas):g} to {max(alphas):g}")] if min(alphas) < max(alphas) else []),
         ("calibration", f"{recipe.calibration.source}, {recipe.calibration.num_tokens:,} tokens"),
@@ -296,12 +344,41 @@ def _print_conversion(conversion: Conversion) -> None:
     click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'YOUR TEXT'")
 
 
+def _asked(conversion: Conversion) -> str:
+    return "found" if conversion.plan.settings.has_budget else "asked for"
+
+
+def _chosen(choice: Choice) -> str:
+    """What a budget allowed, and what the next step would have cost."""
+    tried = {sparsity: (kl, top1) for sparsity, kl, top1 in choice.tried}
+    words = [_cost(choice.sparsity, *tried[choice.sparsity])]
+    beyond = next((one for one in tried if one > choice.sparsity), None)
+    if beyond is not None:
+        words.append(f"beyond what was allowed: {_cost(beyond, *tried[beyond])}")
+    return f"on {choice.num_tokens:,} tokens held apart {'; '.join(words)}"
+
+
+def _cost(sparsity: float, kl: float, top1: float) -> str:
+    return f"{sparsity:.1%} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
+
+
+def _neighbours(conversion: Conversion) -> list[tuple[str, str]]:
+    """What a bit less and a bit more than a budget allowed would cost."""
+    if conversion.choice is None or conversion.measurement is None:
+        return []
+    from wisparse.converter.quality.report import verdict
+
+    others = [(one, found) for one, found in conversion.measurement.curve if one != conversion.choice.sparsity]
+    return [("less" if one < conversion.choice.sparsity else "more", verdict(one, found)) for one, found in others]
+
+
 def _measured_on(conversion: Conversion) -> str | None:
     """Which text the figures of quality are of: another text gives other figures."""
     measurement = conversion.measurement
     if measurement is None:
         return None
-    return f"{measurement.quality.sparse.num_tokens:,} tokens of {measurement.text}; other text gives other figures"
+    num_tokens = measurement.rungs[conversion.recipe.default].sparse.num_tokens
+    return f"{num_tokens:,} tokens of {measurement.text}; other text gives other figures"
 
 
 def _print_rows(title: str, rows: list[tuple[str, str]]) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -86,8 +88,9 @@ def command(
     """Measure the quality of BUNDLE, a folder or a Hub id, against its dense self: the same bundle with its masks off.
 
     On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the tokens
-    that ran sparse and, of the KL, over all. With --weights int8 all of it against the weights as they are: rounding
-    alone, masks alone, and both. On tasks: the harness's metrics.
+    that ran sparse and, of the KL, over all, at every sparsity that the bundle holds or at --sparsity. With
+    --weights int8 all of it against the weights as they are: rounding alone, masks alone, and both. On tasks: the
+    harness's metrics, at one sparsity.
 
     \b
     wisparse eval out
@@ -126,12 +129,16 @@ def command(
         tokens = _read_text(opened[0], texts or ("self",), num_samples, seq_len, seed, options["device"], progress)
     rows = []
     for given, folder, bundle in zip(bundles, folders, opened, strict=True):
-        row: dict[str, Any] = {"bundle": given, **_facts(bundle)}
+        in_force = bundle.sparsity
+        # Texts are quick: of every rung, unless one is asked for. Tasks are not.
+        found: dict[float, dict[str, Any]] = {in_force: {}}
         if tokens is not None:
-            row |= _on_text(folder, bundle, tokens, policies or ("half", "all"), options, progress)
+            rungs = bundle.recipe.sparsities if options["sparsity"] is None else (in_force,)
+            found = _on_text(folder, bundle, rungs, tokens, policies or ("half", "all"), options, progress)
         if names:
-            row |= _on_tasks(folder, names, policies or ("half",), options, {**task_options, "seed": seed})
-        rows.append(row)
+            found[in_force] |= _on_tasks(folder, names, policies or ("half",), options, {**task_options, "seed": seed})
+        facts = {"bundle": given, "base_model": bundle.recipe.base_model, "method": bundle.recipe.method}
+        rows += [{**facts, "sparsity": rung, **row} for rung, row in found.items()]
     document = {"text": None if tokens is None else _text_facts(tokens), "bundles": rows}
     if as_json:
         click.echo(json.dumps(_plain(document), indent=2))
@@ -173,11 +180,13 @@ def _read_text(
 def _on_text(
     folder: Any,
     bundle: Bundle,
+    rungs: Sequence[float],
     tokens: CalibrationTokens,
     policies: Sequence[str],
     options: Mapping[str, Any],
     progress: Progress,
-) -> dict[str, Any]:
+) -> dict[float, dict[str, Any]]:
+    """Rung -> its row, of one bundle that is loaded once."""
     from wisparse.converter.quality.evaluation import evaluate_text, same_text
     from wisparse.runtime.loader import load
 
@@ -187,22 +196,29 @@ def _on_text(
     wanted = {**options, "max_seq_len": options["max_seq_len"] or tokens.seq_len}
     if wanted["max_seq_len"] < tokens.seq_len:
         raise UsageError(f"--max-seq-len {wanted['max_seq_len']} is below --seq-len {tokens.seq_len}")
-    asked, weights = list(dict.fromkeys(policies)), options["weights"]
-    parts = 1 if weights == "native" else 3
-    with load(folder, **wanted) as model, progress.stage("Evaluating", parts * tokens.num_samples) as stage:
-        row = {"backend": _backend(model), "weights": weights, "warning": warning}
-        ours, ids = model.decoder, tokens.input_ids
-        if weights == "native":
-            found = evaluate_text(ours.logits, ids, asked, counter=ours, advance=stage.advance)
-            return {**row, "quality": found}
-        with load(folder, **{**wanted, "weights": "native"}) as plain:
-            dense = plain.decoder
+    asked, weights, ids = list(dict.fromkeys(policies)), options["weights"], tokens.input_ids
+    wanted["sparsity"] = rungs[0]
+    rows: dict[float, dict[str, Any]] = {}
+    with ExitStack() as loaded:
+        model = loaded.enter_context(load(folder, **wanted))
+        plain = model if weights == "native" else loaded.enter_context(load(folder, **{**wanted, "weights": "native"}))
+        passes = len(rungs) if plain is model else 1 + 2 * len(rungs)
+        stage = loaded.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
+        ours, dense = model.decoder, plain.decoder
+        rounded = None
+        if plain is not model:
             rounded = evaluate_text(
                 lambda some, _: ours.logits(some, len(some)), ids, asked, reference=dense.logits, advance=stage.advance
             )
-            masked = evaluate_text(dense.logits, ids, asked, counter=dense, advance=stage.advance)
+        for rung in rungs:
+            model.sparsity = plain.sparsity = rung
+            row = {"backend": _backend(model), "weights": weights, "warning": warning}
             both = evaluate_text(ours.logits, ids, asked, reference=dense.logits, counter=ours, advance=stage.advance)
-    return {**row, "quality": both, "alone": {weights: rounded, "masks": masked}}
+            if rounded is not None:
+                masked = evaluate_text(dense.logits, ids, asked, counter=dense, advance=stage.advance)
+                row["alone"] = {weights: rounded, "masks": masked}
+            rows[rung] = {**row, "quality": both}
+    return rows
 
 
 def _text_facts(tokens: CalibrationTokens) -> dict[str, Any]:
@@ -257,11 +273,6 @@ def _on_tasks(
 # ---------------------------------------------------------------------- output
 
 
-def _facts(bundle: Bundle) -> dict[str, Any]:
-    recipe = bundle.recipe
-    return {"base_model": recipe.base_model, "method": recipe.method, "sparsity": bundle.sparsity}
-
-
 def _backend(model: Model) -> str:
     decoder = model.decoder
     return f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
@@ -288,7 +299,7 @@ def _print_tables(document: Mapping[str, Any]) -> None:
     if text is not None:
         title = f"{text['num_samples']} x {text['seq_len']} tokens of {text['source']}, seed {text['seed']}"
         table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name in ("bundle", "sparse tokens"):
+        for name in ("bundle", "sparsity", "sparse tokens"):
             table.add_column(name, no_wrap=True)
         heads = (
             "KL, nats/token",
@@ -301,21 +312,24 @@ def _print_tables(document: Mapping[str, Any]) -> None:
         for name in heads:
             table.add_column(name, justify="right")
         for row in rows:
+            at = f"{row['sparsity']:.1%}"
             for policy, quality in row["quality"].items():
                 for part, alone in row.get("alone", {}).items():
-                    table.add_row(row["bundle"], f"{policy}, {part} alone", *_cells(alone[policy]))
+                    table.add_row(row["bundle"], at, f"{policy}, {part} alone", *_cells(alone[policy]))
                 both = f"{policy}, {row['weights']} and masks" if "alone" in row else policy
-                table.add_row(row["bundle"], both, *_cells(quality))
+                table.add_row(row["bundle"], at, both, *_cells(quality))
         console.print(table)
         console.print(
             "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off"
-            + (", weights as they are." if any("alone" in row for row in rows) else ".")
+            + (", weights as they are" if any("alone" in row for row in rows) else "")
+            + "; ± is a standard error, each sequence a draw."
         )
         for row in rows:
             console.print(_verdict(row))
     if any("tasks" in row for row in rows):
-        console.print(_task_table(rows))
-        for row in rows:
+        with_tasks = [row for row in rows if "tasks" in row]
+        console.print(_task_table(with_tasks))
+        for row in with_tasks:
             if row["generation"]:
                 rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())
                 console.print(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
@@ -327,13 +341,18 @@ def _cells(quality: Quality) -> list[str]:
         return ["none", f"{quality.overall.kl:.4f}", f"{quality.overall.dense_perplexity:.3f}", "", "", ""]
     realised = quality.realised_sparsity
     return [
-        f"{found.kl:.4f}",
+        f"{found.kl:.4f}{_error(found.kl_stderr, '.4f')}",
         f"{quality.overall.kl:.4f}",
         f"{found.dense_perplexity:.3f}",
-        f"{found.perplexity:.3f}",
-        f"{found.top1_agreement:.1%}",
+        f"{found.perplexity:.3f}{_error(found.perplexity_stderr, '.3f')}",
+        f"{found.top1_agreement:.1%}{_error(found.top1_stderr, '.1%')}",
         "not counted" if realised is None else f"{realised:.1%}",
     ]
+
+
+def _error(stderr: float, digits: str) -> str:
+    """A standard error behind its figure; of a single text there is none."""
+    return f" ± {stderr:{digits}}" if math.isfinite(stderr) else ""
 
 
 def _verdict(row: Mapping[str, Any]) -> str:

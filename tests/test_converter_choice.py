@@ -1,0 +1,123 @@
+"""The sparsity that a budget allows: found by few measurements, and what is written is what was measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_bundle import write_tiny_model
+
+from wisparse.cli import convert_main
+from wisparse.converter.quality.choice import Budget
+from wisparse.converter.searches.highest import LOWEST, highest
+from wisparse.converter.searches.search import Rungs
+from wisparse.formats.bundle import Bundle
+
+FLAGS = ["--search", "uniform", "--method", "teal", "--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
+
+
+@given(st.floats(1.0, 8.0), st.floats(1e-6, 1e3), st.floats(0.0, 0.3))
+def test_a_budget_is_met_exactly_and_soon(power: float, factor: float, bump: float) -> None:
+    asked = []
+
+    def loss(sparsity: float) -> float:
+        asked.append(sparsity)
+        return factor * sparsity**power * (1 + bump * math.sin(40 * sparsity) / 40)
+
+    found = highest(loss)
+    assert len(asked) == len(set(asked)) <= 14
+    assert all(LOWEST <= sparsity <= 0.95 for sparsity in asked)
+    if found is None:
+        assert loss(LOWEST) > 1.0
+        return
+    assert loss(found) <= 1.0
+    assert found == 0.95 or loss(round(found + 0.005, 4)) > 1.0
+
+
+def test_a_power_law_takes_four_searches() -> None:
+    asked = []
+    assert highest(lambda s: asked.append(s) or (s / 0.4321) ** 3.8) == 0.43
+    assert len(asked) <= 4
+
+
+@pytest.mark.parametrize(("loss", "found"), [(0.0, 0.95), (math.inf, None)])
+def test_a_budget_that_everything_or_nothing_keeps(loss: float, found: float | None) -> None:
+    assert highest(lambda _: loss) == found
+
+
+def test_what_a_budget_is_spent_on() -> None:
+    assert Budget(max_kl=0.02).spent(0.03, 0.0) == pytest.approx(1.5)
+    assert Budget(min_top1=0.95).spent(9.0, 0.97) == pytest.approx(0.6)
+    assert Budget(0.02, 0.95).spent(0.01, 0.9) == pytest.approx(2.0)
+    assert Budget(0.0).spent(0.0, 1.0) == 0.0
+    assert Budget(min_top1=1.0).spent(0.0, 0.99) == math.inf
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "tiny")
+
+
+def run(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        convert_main([str(argument) for argument in arguments])
+    return int(exit_.value.code or 0)
+
+
+def test_max_kl_writes_the_sparsity_that_keeps_it(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(model, "-o", out, "--max-kl", "5e-3", "--json", *FLAGS) == 0
+    document = json.loads(capsys.readouterr().out)
+    choice = document["choice"]
+    recipe = Bundle.open(out).recipe
+    assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
+    assert recipe.search["budget"] == {"max_kl": 5e-3, "min_top1": None, **choice}
+    kl = {one["sparsity"]: one["kl"] for one in choice["tried"]}
+    assert kl[recipe.sparsity] <= 5e-3 < kl[min(one for one in kl if one > recipe.sparsity)]
+    report = json.loads((out / "conversion_report.json").read_text())
+    beside = [point["sparsity"] for point in report["quality_against_sparsity"]]
+    expected = [recipe.sparsity - 0.05, recipe.sparsity, recipe.sparsity + 0.05]
+    assert beside == pytest.approx(expected), "what a bit less and a bit more would cost"
+
+
+def test_a_budget_that_nothing_keeps_says_what_is_best(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(model, "-o", tmp_path / "out", "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS) == 2
+    said = capsys.readouterr().err
+    assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
+    assert "Traceback" not in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_killed_choice_goes_on_and_tries_nothing_twice(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [model, "--max-kl", "5e-3", "-q", *FLAGS]
+    original: Any = Rungs.at
+    asked: list[float] = []
+
+    def counted(self: Rungs, sparsity: float) -> Any:
+        asked.append(sparsity)
+        if killed and len(asked) == 3:
+            raise KeyboardInterrupt
+        return original(self, sparsity)
+
+    monkeypatch.setattr(Rungs, "at", counted)
+    killed = False
+    assert run(*wanted, "-o", tmp_path / "whole") == 0
+    whole, asked, killed = asked, [], True
+    assert run(*wanted, "-o", tmp_path / "out") == 130
+    first, asked, killed = asked, [], False
+    assert run(*wanted, "-o", tmp_path / "out") == 0
+    assert first == whole[:3]
+    assert asked == whole
+    files = [path.relative_to(tmp_path / "out") for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert all((tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes() for name in files)
