@@ -5,7 +5,8 @@
 A chain (`interpreter_chains`, other ones than the task's) is right if all eight lines of a program are; the last half
 of every prompt is sparse, which is all of the program. A loop is an answer of 256 tokens, to a prompt read dense, whose
 last 192 characters repeat a piece of at most 64 (`greedy_loops`). Standard errors: of a share by its sample, of a
-difference by the problems that changed sides. Float32, so that sparsity is compared and no rounding. Readable lines go
+difference by the problems that changed sides; lines of one program are counted as if apart, which makes the error of
+their share a little too small. Float32, so that sparsity is compared and no rounding. Readable lines go
 to stderr, one JSON document to stdout, and to --output if given.
 """
 
