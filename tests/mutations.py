@@ -167,6 +167,27 @@ MUTATIONS = (
         "tests/test_formats_bundle.py",
     ),
     Mutation(
+        "an output bias is added to dense rows too",
+        "runtime/torch/decoder.py",
+        "y[first_sparse:] += self.output_bias",
+        "y += self.output_bias",
+        "tests/test_runtime_rungs.py -k in_force",
+    ),
+    Mutation(
+        "the CPU's step keeps the thresholds of the rung before",
+        "runtime/cpu/step.py",
+        "self._thresholds[row] = projection.threshold",
+        "self._thresholds[row] = self._thresholds[row] or projection.threshold",
+        "tests/test_runtime_rungs.py -k other_masks",
+    ),
+    Mutation(
+        "rungs may stand in any order",
+        "formats/record/manifest.py",
+        "if any(low >= high for low, high in pairwise(found)):",
+        "if len(set(found)) < len(found):",
+        "tests/test_formats_bundle.py",
+    ),
+    Mutation(
         "a small file's digest is not compared",
         "formats/bundle.py",
         "if found != manifest.sha256[name]:",
