@@ -63,12 +63,13 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str) -> 
     assert not torch.equal(expected[0.3], expected[0.5])
 
 
-def test_int8_weights_stay_rounded(bundle: Path) -> None:
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_weights_stay_rounded(bundle: Path, weights: str) -> None:
     opened = Bundle.open(bundle)
-    decoder = make(opened, "numba", weights="int8")
+    decoder = make(opened, "numba", weights=weights)
     for sparsity in (0.3, 0.0):
         decoder.set_masks(opened.at(sparsity).masks)
-        assert torch.equal(run(decoder), run(make(opened.at(sparsity), "numba", weights="int8")))
+        assert torch.equal(run(decoder), run(make(opened.at(sparsity), "numba", weights=weights)))
 
 
 @pytest.mark.parametrize("sparsity", [0.0, *RUNGS])

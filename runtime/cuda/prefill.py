@@ -90,7 +90,7 @@ def run_blocks(
     scales = query_scales(config, start, start + count, token_ids.device)
     x = embed(config, weights.embedding, token_ids, activation_dtype(weights.embedding.dtype))
 
-    def apply(group: Group, n: Tensor) -> Sequence[Tensor]:
+    def apply(group: Group, n: Tensor) -> tuple[Tensor, ...]:
         if observe is not None:
             observe(group, n, first_sparse)
         return _project(group, n, first_sparse)
@@ -110,7 +110,7 @@ def run_blocks(
     return x
 
 
-def _project(group: Group, x: Tensor, first_sparse: int) -> Sequence[Tensor]:
+def _project(group: Group, x: Tensor, first_sparse: int) -> tuple[Tensor, ...]:
     """Each projection of the group applied to x (T, K); rows from ``first_sparse`` on are masked."""
     if group.dense or first_sparse >= len(x):  # one product for all of them
         y = x @ group.weight_t[:, : group.out_features].to(x.dtype)

@@ -227,10 +227,10 @@ def with_kinds(weights: CudaWeights, kinds: Sequence[MaskKind]) -> CudaWeights:
         none = torch.zeros(group.out_features, dtype=wide_dtype(group.weight_t.dtype), device=group.weight_t.device)
         return replace(group, dense=kind.dense, masked_bias=none if kind.biased else None)
 
-    blocks = [
-        replace(block, **{field: of_kind(getattr(block, field), next(rest)) for field in _GROUPS})
-        for block in weights.blocks
-    ]
+    blocks = []
+    for block in weights.blocks:
+        qkv, o, gate_up, down = (of_kind(group, next(rest)) for group in block.groups)
+        blocks.append(replace(block, qkv=qkv, o=o, gate_up=gate_up, down=down))
     return replace(weights, blocks=blocks)
 
 
