@@ -137,6 +137,9 @@ def test_wheel_holds_every_module(checkout: Path, tmp_path: Path) -> None:
     held = {name[:-3].replace("/", ".").removesuffix(".__init__") for name in files if name.endswith(".py")}
     assert set(_modules()) <= held
     assert "wisparse/py.typed" in files
+    page = [f"wisparse/runtime/serve/web/{file.name}" for file in (ROOT / "runtime" / "serve" / "web").iterdir()]
+    assert len(page) == 3
+    assert set(page) <= set(files)
     # Nothing of ours may land at the top level of site-packages.
     assert {name.split("/")[0] for name in files} <= {"wisparse", f"wisparse-{PROJECT['project']['version']}.dist-info"}
 

@@ -22,6 +22,7 @@ import torch
 from bundle_maker import make_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from served import NAME, TEMPLATE, Running, with_template
 
 import wisparse
 from wisparse.formats.errors import UsageError
@@ -29,16 +30,9 @@ from wisparse.runtime.model import Model
 from wisparse.runtime.serve import answering, wire
 from wisparse.runtime.serve import app as module
 from wisparse.runtime.serve.answers import Growing
-from wisparse.runtime.serve.app import ServeSettings, http_server, make_app, open_socket
+from wisparse.runtime.serve.app import ServeSettings, open_socket
 from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat, read_completion
 from wisparse.runtime.serve.thinking import Thinking
-
-NAME = "example"
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if shout is defined %}{{ shout }}{% endif %}{% if add_generation_prompt %}assistant:{% endif %}"
-    "{% if think is defined %}<think>\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
@@ -51,51 +45,6 @@ def model(bundle: Path) -> Iterator[Model]:
     """One for what is expected; the server holds another."""
     with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=256) as model:
         yield model
-
-
-class Running:
-    """A server in a thread of this process."""
-
-    def __init__(self, bundle: Path, **more: Any) -> None:
-        self.settings = ServeSettings(NAME, port=0, **more)
-        self._listener = open_socket(self.settings)
-        self.port = self._listener.getsockname()[1]
-        model = wisparse.load(bundle, dtype="float32", backend="torch", max_batch=3, max_seq_len=256)
-        self.text = model.tokenizer
-        self._server = http_server(make_app(model, self.settings))
-        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
-        self._thread.join(60)
-        assert not self._thread.is_alive()
-
-    def client(self, key: str = "none") -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
-
-    def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("POST", path, data, {"content-type": "application/json", **headers})
-        answer = connection.getresponse()
-        found = json.loads(answer.read())
-        connection.close()
-        return answer.status, found
-
-    def metric(self, name: str) -> float:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-        connection.close()
-        return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
-
-    def idle(self) -> None:
-        """Wait until nothing runs and nothing waits."""
-        deadline = time.monotonic() + 30
-        while self.metric("wisparse_running ") + self.metric("wisparse_waiting "):
-            assert time.monotonic() < deadline, "a request is still there"
-            time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +81,19 @@ def test_a_stream_joins_to_the_whole(server: Running, model: Model) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
+
+
+def test_usage_along_the_way(server: Running) -> None:
+    chunks = list(
+        server.client().completions.create(
+            model=NAME, prompt="import", max_tokens=30, temperature=0, stream=True,
+            stream_options={"include_usage": True}, extra_body={"stream_options": {"continuous_usage_stats": True}},
+        )
+    )  # fmt: skip
+    told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert told == sorted(told)
+    assert told[-1] == 30
+    assert chunks[-1].choices == []
 
 
 def test_what_comes_together_goes_out_together(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,12 +305,7 @@ def test_what_lm_eval_asks(server: Running, model: Model) -> None:
 
 @pytest.fixture(scope="module")
 def chat_server(bundle: Path, tmp_path_factory: pytest.TempPathFactory, example_model: Path) -> Iterator[Running]:
-    source = tmp_path_factory.mktemp("chat") / "source"
-    source.mkdir()
-    for file in example_model.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
-    (source / "chat_template.jinja").write_text(TEMPLATE)
-    running = Running(make_bundle(source, source.parent / NAME, 0.4))
+    running = Running(with_template(example_model, tmp_path_factory.mktemp("chat"), TEMPLATE))
     yield running
     running.stop()
 

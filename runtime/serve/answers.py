@@ -72,6 +72,13 @@ class Shape:
         """The chunk that ``stream_options.include_usage`` asks for."""
         return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(answers, prompt_tokens)})
 
+    def tally(self, tokens: int, prompt_tokens: int) -> bytes:
+        """The chunk that ``stream_options.continuous_usage_stats`` asks for: tokens in and out so far."""
+        head = self._head("chat.completion.chunk")
+        return event(
+            {**head, "choices": [], "usage": {**_usage(tokens, prompt_tokens, 0), "prompt_tokens_details": None}}
+        )
+
     def prompt(self, index: int, scores: Sequence[TokenScore] | None) -> tuple[str, list[TokenScore | int]]:
         """An answer's prompt: its text and its tokens' scores, where they are told; of the first only the id."""
         if not self.echo:
@@ -193,7 +200,10 @@ def usage(answers: Sequence[Generation], prompt_tokens: int) -> dict[str, Any]:
     """Tokens in and out; each prompt counts once, however many answers it has, as what its first one found cached."""
     copies = sum(answer.prompt_tokens for answer in answers) // prompt_tokens
     cached = sum(min(one.cached_tokens for one in answers[at : at + copies]) for at in range(0, len(answers), copies))
-    completion = sum(len(answer.token_ids) for answer in answers)
+    return _usage(sum(len(answer.token_ids) for answer in answers), prompt_tokens, cached)
+
+
+def _usage(completion: int, prompt_tokens: int, cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion,

@@ -39,6 +39,7 @@ from ..model import Model
 from .answering import Answering
 from .answers import DONE, Shape, event, to_json
 from .metrics import Metrics
+from .page import page_routes
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
 from .thinking import OPEN
 from .wire import PATIENCE_SECONDS, EventStream, unless_gone
@@ -112,6 +113,7 @@ def make_app(model: Model, settings: ServeSettings) -> Starlette:
     """The ASGI application; the engine runs between its start and its end."""
     server = _Server(model, settings)
     routes = [
+        *page_routes(),
         Route("/health", server.health),
         Route("/metrics", server.guarded(server.metrics_page)),
         Route("/v1/models", server.guarded(server.models)),
@@ -254,10 +256,13 @@ class _Server:
         done: dict[int, Generation] = {}
         growing = shape.growing(len(answering))
         yield growing.opening()
-        items = first
+        items, tokens = first, 0
         while True:
             self._count(items, done)
+            tokens += len(items)
             yield growing.events(items)
+            if call.continuous_usage:
+                yield shape.tally(tokens, prompt_tokens)
             if len(done) == len(answering):
                 break
             try:
@@ -349,6 +354,7 @@ class _Server:
             "created": self._created,
             "owned_by": "wisparse",
             "max_model_len": self._model.max_seq_len,
+            "sparsity": self._model.sparsity,
         }
 
     def _let_in(self, request: Request) -> None:

@@ -79,6 +79,7 @@ class Call:
         template: further variables for the chat template.
         n: answers to each prompt.
         max_tokens: None until the context is full.
+        include_usage, continuous_usage: a stream tells its tokens at its end, or after all that it sends.
         echo: put the prompt before its answer.
         grammar: what the answer has to be.
     """
@@ -90,6 +91,7 @@ class Call:
     n: int
     stream: bool
     include_usage: bool
+    continuous_usage: bool
     template: Mapping[str, Any]
     echo: bool = False
     grammar: Grammar | None = None
@@ -197,6 +199,7 @@ def _call(
         n=n,
         stream=stream,
         include_usage=stream and _switch(options or {}, "include_usage", False, "stream_options."),
+        continuous_usage=stream and _switch(options or {}, "continuous_usage_stats", False, "stream_options."),
         template=template,
         grammar=_grammar(body),
     )

@@ -1,0 +1,255 @@
+"use strict";
+// A chat on the server's own API. What a model says is a stranger's text: it is put in place as text, never as HTML.
+
+const by = (id) => document.getElementById(id);
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
+const KEY = "wisparse-key";  // in this tab's storage alone
+
+let model = null;  // what /v1/models says
+let turns = [];  // each {question, answers: [{lane, text, failed}], box}
+let running = null;  // what stops the answer under way
+
+// --- the API ---
+
+async function call(path, options = {}) {
+  for (let why = ""; ; why = "The server does not know this key.") {
+    const key = sessionStorage.getItem(KEY);
+    const headers = { ...(options.headers || {}), ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+    const response = await fetch(path, { ...options, headers, credentials: "omit" });
+    if (response.status !== 401) return response;
+    sessionStorage.removeItem(KEY);
+    await askForKey(key ? why || "The server does not know this key." : "");
+  }
+}
+
+function askForKey(why) {
+  by("door-why").textContent = why;
+  by("key").value = "";
+  by("door").showModal();
+  return new Promise((resolve) => {
+    by("door-form").addEventListener("submit", () => {
+      sessionStorage.setItem(KEY, by("key").value.trim());
+      resolve();
+    }, { once: true });
+  });
+}
+
+async function problem(response) {
+  try {
+    return (await response.json()).error.message;
+  } catch {
+    return `the server answered ${response.status}`;
+  }
+}
+
+// Every event's JSON, as it comes.
+async function* events(response) {
+  const reader = response.body.getReader();
+  const decoder = new TextDecoder();
+  let text = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) return;
+      text += decoder.decode(value, { stream: true });
+      const parts = text.split("\n\n");
+      text = parts.pop();
+      for (const part of parts) {
+        if (!part.startsWith("data: ")) continue;
+        if (part === "data: [DONE]") return;
+        yield JSON.parse(part.slice(6));
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+function body(turn, lane) {
+  const sent = { model: model.id, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
+  for (const name of NUMBERS) if (by(name).value !== "") sent[name] = Number(by(name).value);
+  if (lane !== null) sent.sparsity = lane;
+  const messages = by("system").value.trim() ? [{ role: "system", content: by("system").value }] : [];
+  for (const other of turns) {
+    messages.push({ role: "user", content: other.question });
+    if (other === turn) break;
+    const said = other.answers.find((answer) => answer.lane === lane) || other.answers[0];
+    messages.push({ role: "assistant", content: said ? said.text : "" });
+  }
+  return { ...sent, messages };
+}
+
+// --- answering ---
+
+async function answer(turn) {
+  const stopping = new AbortController();
+  running = stopping;
+  busy(true);
+  turn.answers = [];
+  turn.box.replaceChildren();
+  let outcome = "Answered.";
+  try {
+    // One after the other, so that each has the machine, and its speed, to itself.
+    for (const lane of lanes()) outcome = await answerIn(turn, lane, stopping.signal);
+  } catch (error) {
+    outcome = stopping.signal.aborted ? "Stopped." : null;
+    if (outcome === null) say(`That failed: ${error.message}`, true);
+  }
+  if (outcome !== null) say(outcome);
+  running = null;
+  busy(false);
+}
+
+async function answerIn(turn, lane, signal) {
+  const box = element("div", "answer");
+  const words = element("div", "words");
+  const cost = element("p", "cost");
+  const thoughts = element("div", "thoughts");
+  box.append(element("p", "who", laneName(lane)), thoughts, words, cost);
+  box.setAttribute("aria-busy", "true");
+  turn.box.append(box);
+  const said = { lane, text: "" };
+  turn.answers.push(said);
+  const clock = { first: 0, before: 0, tokens: 0 };
+  say(`Answering, ${laneName(lane).toLowerCase()} …`);
+  let reason = null;
+  try {
+    const response = await call("v1/chat/completions", {
+      method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body(turn, lane)),
+    });
+    if (!response.ok) throw new Error(await problem(response));
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      const choice = event.choices[0];
+      if (choice && choice.delta.reasoning_content) thoughts.append(choice.delta.reasoning_content);
+      if (choice && choice.delta.content) {
+        said.text += choice.delta.content;
+        const low = nearEnd();
+        words.append(choice.delta.content);
+        if (low) by("talk").scrollTop = by("talk").scrollHeight;
+      }
+      if (choice && choice.finish_reason) reason = choice.finish_reason;
+      if (event.usage) cost.textContent = speed(clock, event.usage.completion_tokens);
+    }
+  } finally {
+    box.setAttribute("aria-busy", "false");
+  }
+  const ended = reason === "length" ? " The longest answer's length was reached." : "";
+  return `Answered. ${cost.textContent}.${ended}`;
+}
+
+// Tokens a second since the first came.
+function speed(clock, tokens) {
+  const now = performance.now();
+  if (!clock.first) Object.assign(clock, { first: now, before: tokens });
+  // Usage is told once more at the end; only what comes with tokens moves the clock.
+  if (tokens > clock.tokens) Object.assign(clock, { tokens, last: now });
+  const seconds = (clock.last - clock.first) / 1000;
+  const rate = seconds > 0 ? `, ${((clock.tokens - clock.before) / seconds).toFixed(1)} tok/s` : "";
+  return `${tokens} tokens${rate}`;
+}
+
+function lanes() {
+  if (by("rungs").hidden) return [null];
+  const left = Number(by("left").value);
+  return by("both").checked ? [left, Number(by("right").value)] : [left];
+}
+
+function laneName(lane) {
+  const sparsity = lane === null ? model.sparsity : lane;
+  if (sparsity === undefined) return "Answer";
+  return sparsity === 0 ? "Dense" : `${Math.round(sparsity * 1000) / 10}% sparse`;
+}
+
+// --- the page ---
+
+function element(kind, name, text = "") {
+  const made = document.createElement(kind);
+  made.className = name;
+  made.textContent = text;
+  return made;
+}
+
+function nearEnd() {
+  const talk = by("talk");
+  return talk.scrollHeight - talk.scrollTop - talk.clientHeight < 40;
+}
+
+function say(text, wrong = false) {
+  by("status").textContent = text;
+  by("status").classList.toggle("wrong", wrong);
+}
+
+function busy(yes) {
+  by("send").hidden = yes;
+  by("stop").hidden = !yes;
+  by("again").disabled = yes || !turns.length;
+  by("clear").disabled = yes || !turns.length;
+  if (yes) by("stop").focus();
+  else by("message").focus();
+}
+
+function ask(event) {
+  event.preventDefault();
+  const question = by("message").value;
+  if (running || !model || !question.trim()) return;
+  by("message").value = "";
+  const turn = { question, answers: [], box: element("div", "answers") };
+  const whole = element("section", "turn");
+  const mine = element("div", "mine");
+  mine.append(element("p", "who", "You"), element("div", "words", question));
+  whole.append(mine, turn.box);
+  whole.setAttribute("aria-label", `Turn ${turns.push(turn)}`);
+  by("talk").append(whole);
+  by("talk").scrollTop = by("talk").scrollHeight;
+  answer(turn);
+}
+
+function showRungs() {
+  const rungs = model.sparsities || [];
+  if (rungs.length > 1) {
+    for (const id of ["left", "right"]) {
+      for (const rung of rungs) by(id).append(new Option(laneName(rung), rung));
+    }
+    by("left").value = model.sparsity;
+    by("right").value = rungs[0] === model.sparsity ? rungs[rungs.length - 1] : rungs[0];
+    by("rungs").hidden = false;
+  } else if (model.sparsity !== undefined) {
+    by("in-force").textContent = `In force: ${laneName(null)}. This server cannot switch between dense and sparse.`;
+    by("in-force").hidden = false;
+  }
+}
+
+async function start() {
+  by("ask").addEventListener("submit", ask);
+  by("message").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) ask(event);
+  });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && running) running.abort();
+  });
+  by("stop").addEventListener("click", () => running && running.abort());
+  by("again").addEventListener("click", () => !running && turns.length && answer(turns[turns.length - 1]));
+  by("clear").addEventListener("click", () => {
+    turns = [];
+    by("talk").replaceChildren();
+    say("A new conversation.");
+    busy(false);
+  });
+  by("door").addEventListener("cancel", (event) => event.preventDefault());
+  by("fields").addEventListener("submit", (event) => event.preventDefault());
+  try {
+    const response = await call("v1/models");
+    if (!response.ok) throw new Error(await problem(response));
+    model = (await response.json()).data[0];
+    by("model").textContent = model.id;
+    document.title = `${model.id} · WiSparse`;
+    by("about").textContent = `WiSparse, context of ${model.max_model_len} tokens`;
+    showRungs();
+    by("message").focus();
+  } catch (error) {
+    say(`The server cannot be reached: ${error.message}`, true);
+  }
+}
+
+start();
