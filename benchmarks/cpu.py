@@ -201,7 +201,7 @@ def mv_in_linears() -> Iterator[None]:
 
 
 def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, kinds: tuple[str, ...]) -> dict[str, Any]:
-    """Milliseconds per token of transformers (as is, with mv) and of ours (native, int8) on one model."""
+    """Milliseconds per token of transformers (as is, with mv) and of ours (``kinds``) on one model."""
     from transformers import AutoModelForCausalLM
 
     bundle = Bundle.open(bundle_folder)
@@ -242,6 +242,8 @@ def decoding(source: Path, bundle_folder: Path, count: int, repetitions: int, ki
         suffix = "" if kind == "native" else f"_{kind}"
         result[f"speedup{suffix}"] = medians["transformers"] / ours
         result[f"speedup_over_mv{suffix}"] = medians["transformers_mv"] / ours
+    if {"int8", "int4"} <= set(kinds):
+        result["int4_over_int8"] = medians["wisparse_int8"] / medians["wisparse_int4"]
     for one in decoders.values():
         one.close()
     say(
@@ -271,7 +273,7 @@ def examples(work: Path, count: int, repetitions: int) -> dict[str, Any]:
         say(f"{packed.name}: not beside this checkout, left out")
     for name, source in sources.items():
         bundle = calibrated_bundle(source, work / f"{name}-{SPARSITY:.0%}", SPARSITY)
-        results[name] = decoding(source, bundle, count, repetitions, ("native", "int8"))
+        results[name] = decoding(source, bundle, count, repetitions, ("native", "int8", "int4"))
     return results
 
 
@@ -389,7 +391,7 @@ def main() -> None:
             source = random_checkpoint(LLAMA_1B, work / "llama-1b")
             bundle = calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY)
             if "llama-1b" in arguments.only:
-                result["llama_1b"] = decoding(source, bundle, 16, arguments.repetitions, ("native", "int8"))
+                result["llama_1b"] = decoding(source, bundle, 16, arguments.repetitions, ("native", "int8", "int4"))
             if "first-token" in arguments.only:
                 result["first_token"] = first_token(bundle, arguments.repetitions)
     result["machine"]["load_average_after"] = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
