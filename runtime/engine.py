@@ -92,8 +92,9 @@ class Engine:
         self._measuring = 0
         # Re-entrant: a forgotten stream may be collected, and so cancelled, wherever its thread happens to be.
         self._changed = threading.Condition()
+        self._seat = threading.Lock()  # held by whoever runs the steps
         self._open: set[Ticket] = set()
-        self._driven = self._closed = False
+        self._closed = False
         self._waiters: list[_Waiter] = []
         self._arrived: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
@@ -237,33 +238,25 @@ class Engine:
             until: asked after every step, by any thread.
         """
         while not until():
-            waiter = None
-            driving = False
-            try:
-                with self._changed:
-                    driving = not self._driven
-                    if driving:
-                        self._driven = True
-                    else:
-                        waiter = _Waiter(until, threading.Event())
-                        self._waiters.append(waiter)
-                if waiter is None:
+            if self._seat.acquire(blocking=False):
+                try:
                     self._run(until)
-                elif not until():  # else it came to hold before it could be seen that somebody waits for it
+                finally:
+                    self._seat.release()
+                    if self._waiters:  # one of them takes over
+                        self._wake(lambda waiter: True)
+                continue
+            waiter = _Waiter(until, threading.Event())
+            with self._changed:
+                self._waiters.append(waiter)
+            try:
+                # What came to hold, or whoever left, before it could be seen that somebody waits, wakes nobody.
+                if self._seat.locked() and not until():
                     waiter.woken.wait()
             finally:
-                self._leave(driving, waiter)
-
-    def _leave(self, driving: bool, waiter: _Waiter | None) -> None:
-        with self._changed:
-            if waiter is not None and waiter in self._waiters:
-                self._waiters.remove(waiter)
-            if driving:
-                self._driven = False
-            if not self._driven:  # one of them takes over
-                for other in self._waiters:
-                    other.woken.set()
-                self._waiters.clear()
+                with self._changed:
+                    if waiter in self._waiters:
+                        self._waiters.remove(waiter)
 
     def _serve(self) -> None:
         self.drive(lambda: self._stopping and not self._open)
@@ -273,23 +266,18 @@ class Engine:
         scheduler = self._scheduler
         while not until():
             try:
-                with memory_errors(self.decoder.device, "for this prompt"):
-                    while not until():
-                        if self._arrived or self._cancelled or self._asked:
-                            self._take()
-                        elif not scheduler.busy:
-                            self._wait(until)
-                            continue
-                        if scheduler.busy:
-                            for job in scheduler.step():
-                                self._deliver(job)
-                        if self._waiters:
-                            self._wake()
-            except WisparseError as error:
-                self._give_up(error, error)
+                if self._arrived or self._cancelled or self._asked:
+                    self._take()
+                elif not scheduler.busy:
+                    self._wait(until)
+                    continue
+                if scheduler.busy:
+                    for job in scheduler.step():
+                        self._deliver(job)
+                if self._waiters:
+                    self._wake(lambda waiter: bool(waiter.until()))
             except Exception as error:  # the others must outlive what one request meets
-                log.debug("the decoder failed", exc_info=True)
-                self._give_up(WisparseError(f"the decoder failed: {error}"), error)
+                self._give_up(error)
             except BaseException:  # an interrupt, anywhere: the slots are undefined, and a token may be on its way
                 scheduler.start_over()
                 for job in list(self._jobs):
@@ -302,10 +290,9 @@ class Engine:
             while not (self._arrived or self._cancelled or self._asked or until()):
                 self._changed.wait()
 
-    def _wake(self) -> None:
-        """Those who have what they wait for."""
+    def _wake(self, whom: Callable[[_Waiter], bool]) -> None:
         with self._changed:
-            for waiter in [waiter for waiter in self._waiters if waiter.until()]:
+            for waiter in [waiter for waiter in self._waiters if whom(waiter)]:
                 self._waiters.remove(waiter)
                 waiter.woken.set()
 
@@ -352,11 +339,20 @@ class Engine:
             elif ticket.pieces:
                 ticket.deliver(writer.piece(text))
 
-    def _give_up(self, told: WisparseError, raised: Exception) -> None:
+    def _give_up(self, raised: Exception) -> None:
+        """End those whom a failure concerns; they are told of it in a sentence."""
+        try:
+            with memory_errors(self.decoder.device, "for this prompt"):
+                raise raised
+        except WisparseError as error:
+            told = raised = error
+        except Exception as error:
+            log.debug("the decoder failed", exc_info=True)
+            told = WisparseError(f"the decoder failed: {error}")
         for job in self._scheduler.give_up():
             self._fail(job, told, raised)
         if self._waiters:
-            self._wake()
+            self._wake(lambda waiter: bool(waiter.until()))
 
     def _fail(self, job: Job, told: WisparseError, raised: Exception) -> None:
         self._refuse(self._jobs.pop(job), told, raised)

@@ -306,7 +306,7 @@ class Scheduler:
         rows = [None if job is reading else job for job in self._slots]
         # LongRoPE's cached keys do not fit once a sequence outgrows the short factors: it is read anew, which gives its
         # next token too.
-        for slot, job in enumerate(rows):
+        for slot, job in enumerate(rows if self._switch is not None else ()):
             if job is not None and self._filled(job) == self._switch:
                 rows[slot] = self._slots[slot] = None
                 self._waiting.appendleft(job)

@@ -191,7 +191,10 @@ class Model:
         ended: deque[tuple[int, Piece | WisparseError]] = deque()
         before = self.engine.tally
         with self._under_way(plan) as submit:
-            tickets = [submit(index, ended.append, pieces=False) for index in range(len(plan.requests))]
+            tickets = [
+                submit(index, lambda item, index=index: ended.append((index, item)), pieces=False)
+                for index in range(len(plan.requests))
+            ]
             for _ in tickets:
                 self.engine.drive(ended.__len__)
                 index, last = ended.popleft()
@@ -212,14 +215,14 @@ class Model:
         return self._pieces(self._plan(prompts, GenerationSettings(**settings)))
 
     def _pieces(self, plan: _Plan) -> Generator[Piece, None, None]:
-        came: deque[tuple[int, Piece | WisparseError]] = deque()
+        came: deque[Piece | WisparseError] = deque()
         with self._under_way(plan) as submit:
             ticket = submit(0, came.append)
             reason = None
             while reason is None:
                 if not came:
                     self.engine.drive(came.__len__)
-                piece = _good(ticket, came.popleft()[1])
+                piece = _good(ticket, came.popleft())
                 reason = piece.finish_reason
                 yield piece
 
@@ -231,10 +234,10 @@ class Model:
         return self._pieces_to_come(self._plan(prompts, GenerationSettings(**settings)))
 
     async def _pieces_to_come(self, plan: _Plan) -> AsyncGenerator[Piece, None]:
-        came: deque[tuple[int, Piece | WisparseError]] = deque()
+        came: deque[Piece | WisparseError] = deque()
         loop, woken = asyncio.get_running_loop(), asyncio.Event()
 
-        def deliver(item: tuple[int, Piece | WisparseError]) -> None:
+        def deliver(item: Piece | WisparseError) -> None:
             came.append(item)
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
                 loop.call_soon_threadsafe(woken.set)
@@ -250,7 +253,7 @@ class Model:
                     woken.clear()
                     if not came:
                         await woken.wait()
-                piece = _good(ticket, came.popleft()[1])
+                piece = _good(ticket, came.popleft())
                 reason = piece.finish_reason
                 yield piece
 
@@ -302,11 +305,9 @@ class Model:
         """Gives what submits a request of the plan by its index; what has not ended is taken back in the end."""
         tickets = []
 
-        def submit(index: int, deliver: Callable[[tuple[int, Piece | WisparseError]], None], **how: bool) -> Ticket:
+        def submit(index: int, deliver: Callable[[Piece | WisparseError], None], **how: bool) -> Ticket:
             request, stops = plan.requests[index]
-            tickets.append(
-                self.engine.submit(request, stops, lambda item: deliver((index, item)), measure=plan.measure, **how)
-            )
+            tickets.append(self.engine.submit(request, stops, deliver, measure=plan.measure, **how))
             return tickets[-1]
 
         if plan.measure:
