@@ -247,7 +247,7 @@ CONVERT: dict[str, list[Callable[[Any], bool]]] = {
     **{name: [] for name in ("sparsity", "default", "min_top1", "method", "search")},
     **{name: [] for name in ("num_generations", "num_offspring", "num_samples")},
     "max_kl": [lambda value: type(value) is float and 0 <= value < math.inf],
-    **{name: [] for name in ("seq_len", "seed", "dtype", "device", "revision")},
+    **{name: [] for name in ("seq_len", "seed", "dtype", "device", "revision", "weights")},
     **{name: [lambda value: value is True] for name in ("resume", "overwrite", "progress")},
     **{name: [_path] for name in ("model", "output_dir", "calibration", "work_dir")},
     "max_shard_size": [lambda value: type(value) in (int, str) and str(value) in ("2", str(2**70))],
