@@ -85,6 +85,11 @@ def rotate(
     check_target(target, _ROTATED, False)
     found = fetch_source(model, revision)
     checkpoint = Checkpoint.open(found.folder)
+    if checkpoint.quantised:
+        raise UnsupportedModelError(
+            f"{found.name}: the model is quantised, and turned weights would have to be rounded anew; rotate the "
+            "unquantised model, and convert that with --weights"
+        )
     check_rotatable(checkpoint)
     if not 2 <= seq_len <= checkpoint.config.max_position_embeddings:
         raise UsageError(

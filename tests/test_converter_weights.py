@@ -170,6 +170,8 @@ def test_what_cannot_be_is_said_before_any_work(
     packed = quantise_model(narrow, tmp_path / "packed", *PUBLISHED["gptq"]())
     assert run("convert", str(packed), *out, "--weights", "int8") == 2
     assert "the model is quantised, and its weights stay as they are" in capsys.readouterr().err
+    assert run("rotate", str(packed), *out) == 3
+    assert "turned weights would have to be rounded anew" in capsys.readouterr().err
     change_config(packed, lambda d: d["quantization_config"].update(quant_method="bitsandbytes"))
     assert run("convert", str(packed), *out) == 3
     assert "quantised by bitsandbytes" in capsys.readouterr().err
