@@ -170,13 +170,14 @@ def _int(bits: int, strategy: str, symmetric: bool = True) -> dict[str, Any]:
     return found | ({"group_size": 8} if strategy == "group" else {})
 
 
-def _fp8(strategy: str) -> dict[str, Any]:
+def _fp8(strategy: str, block_rows: int = 4) -> dict[str, Any]:
     found = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True}
-    return found | ({"block_structure": [5, 8]} if strategy == "block" else {})
+    return found | ({"block_structure": [block_rows, 8]} if strategy == "block" else {})
 
 
 def _block_fp8() -> tuple[Pack, dict[str, Any]]:
-    pack, _ = compressed("float-quantized", _fp8("block"))
+    # The last block has fewer rows; the package's first versions store such, but cannot read them.
+    pack, _ = compressed("float-quantized", _fp8("block", 5))
 
     def renamed(weight: Tensor) -> Parts:
         parts = pack(weight)
