@@ -227,6 +227,61 @@ def test_what_a_model_thinks_is_not_its_answer(chat_server: Running, stream: boo
     assert "".join(one.content or "" for one in messages) == "four"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response(chat_server: Running, model: Model, stream: bool) -> None:
+    expected = model.generate("system: Count.\nuser: 1 2 3\nassistant: 4\nuser: on\nassistant:", max_new_tokens=12)
+    messages: Any = [
+        {"role": "user", "content": "1 2 3"},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "4"}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "on"}]},
+    ]
+    found = chat_server.client().responses.create(
+        model=NAME, instructions="Count.", input=messages, max_output_tokens=12, temperature=0, stream=stream
+    )
+    if stream:
+        events = list(found)
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == expected.text
+        assert events[0].type == "response.created"
+        found = events[-1].response
+    assert found.output_text == expected.text
+    assert found.status == ("incomplete" if expected.finish_reason == "length" else "completed")
+    assert found.usage is not None
+    assert (found.usage.input_tokens, found.usage.output_tokens) == (expected.prompt_tokens, len(expected.token_ids))
+
+
+def test_a_response_with_a_thought_and_a_schema(chat_server: Running) -> None:
+    client = chat_server.client()
+    thought = client.responses.create(
+        model=NAME, input="2 + 2", max_output_tokens=60,
+        extra_body={"chat_template_kwargs": {"think": True}, "grammar": 'root ::= "two and two</think>four"'},
+    )  # fmt: skip
+    assert [item.type for item in thought.output] == ["reasoning", "message"]
+    assert thought.output_text == "four"
+    wanted: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
+    found = client.responses.create(model=NAME, input="tags", max_output_tokens=120, text=wanted, temperature=0)
+    assert set(json.loads(found.output_text)) == {"name", "tags"}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({}, "input"),
+        ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "a", "text": {"format": {"type": "yaml"}}}, "text"),
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "instructions": 5}, "instructions"),
+        ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
+        ({"input": [{"type": "function_call"}]}, "input[0]"),
+        ({"input": "a", "temperature": "hot"}, "temperature"),
+    ],
+)
+def test_a_bad_field_of_a_response_is_named(chat_server: Running, body: dict[str, Any], field: str) -> None:
+    status, found = chat_server.post("/v1/responses", body)
+    assert (status, found["error"]["param"]) == (400, field)
+    assert field in found["error"]["message"]
+
+
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -33,6 +33,7 @@ class Shape:
         echo: what is put before each answer, where that was asked for: its prompt, and that one's first token.
         scored: log-probabilities are told.
         thinks: whether an answer begins in the middle of a thought; None where there are none to split off.
+        include_usage: a stream ends with the count of its tokens.
     """
 
     chat: bool
@@ -41,6 +42,7 @@ class Shape:
     echo: Sequence[tuple[str, int]] = ()
     scored: bool = False
     thinks: bool | None = None
+    include_usage: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -69,7 +71,9 @@ class Shape:
         return Growing(self, count)
 
     def usage(self, answers: Sequence[Generation], prompt_tokens: int) -> bytes:
-        """The chunk that ``stream_options.include_usage`` asks for."""
+        """The chunk that ``stream_options.include_usage`` asks for, if it does."""
+        if not self.include_usage:
+            return b""
         return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(answers, prompt_tokens)})
 
     def tally(self, tokens: int, prompt_tokens: int) -> bytes:
@@ -172,6 +176,10 @@ class Growing:
         delta = self._delta(index, text, ended=reason is not None)
         chunks = shape.chunk(index, delta, None, logprobs) if delta or scores else b""
         return chunks + shape.chunk(index, {}, reason) if reason else chunks
+
+    def closing(self, answers: Sequence[Generation], prompt_tokens: int) -> bytes:
+        """What comes after the last piece."""
+        return self._shape.usage(answers, prompt_tokens) + DONE
 
     def _delta(self, index: int, text: str, *, ended: bool) -> dict[str, str]:
         """What a piece adds to a message."""

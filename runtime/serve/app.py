@@ -41,6 +41,7 @@ from .answers import DONE, Shape, event, to_json
 from .metrics import Metrics
 from .page import page_routes
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
+from .responses import ResponseShape, as_chat_body, as_response_error
 from .thinking import OPEN
 from .wire import PATIENCE_SECONDS, EventStream, unless_gone
 
@@ -54,7 +55,7 @@ _COLLECT_SECONDS = 1.0
 # Tokens whose text is kept for the next who asks for log-probabilities.
 _SPELLED = 1 << 16
 _ELSEWHERE = ("/v1/embeddings", "/v1/images/generations", "/v1/audio/transcriptions", "/v1/audio/speech",
-              "/v1/responses", "/v1/moderations")  # fmt: skip
+              "/v1/moderations")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ def make_app(model: Model, settings: ServeSettings) -> Starlette:
         Route("/v1/models", server.guarded(server.models)),
         Route("/v1/models/{name:path}", server.guarded(server.one_model)),
         Route("/v1/chat/completions", server.guarded(server.chat), methods=["POST"]),
+        Route("/v1/responses", server.guarded(server.respond), methods=["POST"]),
         Route("/v1/completions", server.guarded(server.complete), methods=["POST"]),
         *(Route(path, server.guarded(server.not_here), methods=["POST"]) for path in _ELSEWHERE),
     ]
@@ -206,19 +208,39 @@ class _Server:
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
         call = read_chat(body, self._defaults, self._model.decoder.max_batch)
-        return await self._answer(request, call, chat=True)
+        return await self._answer(request, call, functools.partial(self._shape, True))
 
     async def complete(self, request: Request) -> Response:
         body = await self._body(request)
         call = read_completion(body, self._defaults, self._model.decoder.max_batch)
-        return await self._answer(request, call, chat=False)
+        return await self._answer(request, call, functools.partial(self._shape, False))
 
-    async def _answer(self, request: Request, call: Call, *, chat: bool) -> Response:
+    async def respond(self, request: Request) -> Response:
+        body = await self._body(request)
+        try:
+            call = read_chat(as_chat_body(body), self._defaults, 1)
+        except ApiError as error:
+            raise as_response_error(error) from error
+
+        def shape(call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> ResponseShape:
+            return ResponseShape(self._settings.name, body, thinks)
+
+        return await self._answer(request, call, shape)
+
+    def _shape(self, chat: bool, call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> Shape:
+        scored, echo = call.sampling.logprobs is not None, self._echo(call, prompts)
+        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, call.include_usage)
+
+    async def _answer(
+        self,
+        request: Request,
+        call: Call,
+        dress: Callable[[Call, Sequence[Sequence[int]], bool | None], Shape | ResponseShape],
+    ) -> Response:
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
         prompts, constraints, thinks = await loop.run_in_executor(self._texts, self._encode, call)
-        scored = call.sampling.logprobs is not None
-        shape = Shape(chat, self._settings.name, self._spell, self._echo(call, prompts), scored, thinks)
+        shape = dress(call, prompts, thinks)
         answering = Answering(self._running)
         try:
             answering.submit(self._model, call, prompts, constraints)
@@ -231,7 +253,7 @@ class _Server:
         prompt_tokens = sum(map(len, prompts))
         self.metrics.prompt_tokens.inc(prompt_tokens)
         if call.stream:
-            chunks = self._chunks(answering, first, shape, call, prompt_tokens)
+            chunks = self._chunks(answering, first, shape, prompt_tokens)
             return EventStream(chunks, answering.cancel, self.metrics)
         try:
             whole = await unless_gone(request, self._collect(answering, first))
@@ -250,7 +272,7 @@ class _Server:
             items = await answering.next(_COLLECT_SECONDS)
 
     async def _chunks(
-        self, answering: Answering, first: list[tuple[int, Piece]], shape: Shape, call: Call, prompt_tokens: int
+        self, answering: Answering, first: list[tuple[int, Piece]], shape: Shape | ResponseShape, prompt_tokens: int
     ) -> AsyncIterator[bytes]:
         """The stream's events, each batch of pieces as one."""
         done: dict[int, Generation] = {}
@@ -270,9 +292,7 @@ class _Server:
             except WisparseError as error:  # the status is out already
                 yield event(_as_api_error(error).body) + DONE
                 return
-        if call.include_usage:
-            yield shape.usage([done[index] for index in sorted(done)], prompt_tokens)
-        yield DONE
+        yield growing.closing([done[index] for index in sorted(done)], prompt_tokens)
 
     def _count(self, items: Sequence[tuple[int, Piece]], done: dict[int, Generation]) -> None:
         self.metrics.tokens.inc(len(items))
