@@ -35,7 +35,7 @@ _KEPT = 32
 # default, some grammars would find no end all the same.
 _FUEL = 300_000
 # JSON on one line, as Python writes it: white space that may be any has no end, and a small model hides in it.
-_JSON_SPACE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # (256, 8) float32: what each byte of a bit mask adds to its eight tokens' logits, lowest bit first.
 _ADDED = np.where(
     np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),

@@ -174,7 +174,7 @@ def test_log_probabilities_of_a_completion(server: Running, model: Model, stream
     wanted = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
     bias = {"5": -3.0}
     expected = model.generate("import os", max_new_tokens=8, logprobs=2, logit_bias={5: -3.0}, **wanted)
-    more = {"repetition_penalty": wanted.pop("repetition_penalty")}
+    more = {"repetition_penalty": wanted.pop("repetition_penalty"), "sparsity": 0.4}
     found = server.client().completions.create(
         model=NAME, prompt="import os", max_tokens=8, temperature=0, logprobs=2, logit_bias=bias, stream=stream,
         extra_body=more, **wanted,
@@ -473,6 +473,8 @@ BAD = [
     ),
     ({"prompt": "a", "grammar": "root := ("}, "grammar"),
     ({"prompt": "a", "grammar": 5}, "grammar"),
+    ({"prompt": "a", "sparsity": 0.3}, "sparsity"),
+    ({"prompt": "a", "sparsity": "0.4"}, "sparsity"),
     ({"prompt": "a", "grammar": "start: /a/", "response_format": {"type": "json_object"}}, "grammar"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
 ]

@@ -164,7 +164,8 @@ class Growing:
     def piece(self, index: int, pieces: Sequence[Piece]) -> bytes:
         """Some pieces of an answer; the last one has a reason, and in a chat that is a chunk of its own."""
         shape, reason = self._shape, pieces[-1].finish_reason
-        text, scores = "", []
+        text = ""
+        scores: list[TokenScore | int] = []
         if not self._begun[index]:
             text, scores = shape.prompt(index, pieces[0].prompt_scores)
             self._begun[index] = True

@@ -237,6 +237,11 @@ class _Server:
         call: Call,
         dress: Callable[[Call, Sequence[Sequence[int]], bool | None], Shape | ResponseShape],
     ) -> Response:
+        if call.sparsity not in (None, self._model.sparsity):
+            raise ApiError(
+                400, f"sparsity: this server answers at {self._model.sparsity:g}, one rung at a time; found "
+                f"{call.sparsity:g}; start it with --sparsity", param="sparsity", code="invalid_value",
+            )  # fmt: skip
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
         prompts, constraints, thinks = await loop.run_in_executor(self._texts, self._encode, call)
@@ -332,7 +337,9 @@ class _Server:
             if len(ids) > most:
                 raise ContextLengthError(f"the prompt has {len(ids)} tokens and the context holds {most}: shorten it")
         count, grammar = len(encoded) * call.n, call.grammar
-        constraints = [None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)]
+        constraints: list[Constraint | None] = [
+            None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)
+        ]
         return encoded, constraints, thinks
 
     async def _body(self, request: Request) -> dict[str, Any]:

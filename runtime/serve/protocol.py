@@ -34,7 +34,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "json_schema": (),
     "modalities": (["text"],),
     "reasoning_effort": (),
-    "sparsity": (),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
@@ -82,6 +81,7 @@ class Call:
         include_usage, continuous_usage: a stream tells its tokens at its end, or after all that it sends.
         echo: put the prompt before its answer.
         grammar: what the answer has to be.
+        sparsity: the rung that the answer is to be decoded at; None: the server's.
     """
 
     prompts: tuple[Any, ...]
@@ -95,6 +95,7 @@ class Call:
     template: Mapping[str, Any]
     echo: bool = False
     grammar: Grammar | None = None
+    sparsity: float | None = None
 
     @property
     def silent(self) -> bool:
@@ -202,6 +203,7 @@ def _call(
         continuous_usage=stream and _switch(options or {}, "continuous_usage_stats", False, "stream_options."),
         template=template,
         grammar=_grammar(body),
+        sparsity=None if body.get("sparsity") is None else _number(body, "sparsity", 0.0, 0.0, 1.0),
     )
 
 
