@@ -33,7 +33,7 @@ class Shape:
         echo: what is put before each answer, where that was asked for: its prompt, and that one's first token.
         scored: log-probabilities are told.
         thinks: whether an answer begins in the middle of a thought; None where there are none to split off.
-        include_usage: a stream ends with the count of its tokens.
+        include_usage, continuous_usage: a stream tells its tokens at its end, or after all that it sends.
     """
 
     chat: bool
@@ -43,6 +43,7 @@ class Shape:
     scored: bool = False
     thinks: bool | None = None
     include_usage: bool = False
+    continuous_usage: bool = False
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -77,7 +78,9 @@ class Shape:
         return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(answers, prompt_tokens)})
 
     def tally(self, tokens: int, prompt_tokens: int) -> bytes:
-        """The chunk that ``stream_options.continuous_usage_stats`` asks for: tokens in and out so far."""
+        """The chunk that ``stream_options.continuous_usage_stats`` asks for, if it does: tokens in and out so far."""
+        if not self.continuous_usage:
+            return b""
         head = self._head("chat.completion.chunk")
         return event(
             {**head, "choices": [], "usage": {**_usage(tokens, prompt_tokens, 0), "prompt_tokens_details": None}}
@@ -177,6 +180,10 @@ class Growing:
         delta = self._delta(index, text, ended=reason is not None)
         chunks = shape.chunk(index, delta, None, logprobs) if delta or scores else b""
         return chunks + shape.chunk(index, {}, reason) if reason else chunks
+
+    def tally(self, tokens: int, prompt_tokens: int) -> bytes:
+        """What comes after the pieces so far."""
+        return self._shape.tally(tokens, prompt_tokens)
 
     def closing(self, answers: Sequence[Generation], prompt_tokens: int) -> bytes:
         """What comes after the last piece."""

@@ -229,7 +229,8 @@ class _Server:
 
     def _shape(self, chat: bool, call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> Shape:
         scored, echo = call.sampling.logprobs is not None, self._echo(call, prompts)
-        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, call.include_usage)
+        told = {"include_usage": call.include_usage, "continuous_usage": call.continuous_usage}
+        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, **told)
 
     async def _answer(
         self,
@@ -288,8 +289,7 @@ class _Server:
             self._count(items, done)
             tokens += len(items)
             yield growing.events(items)
-            if call.continuous_usage:
-                yield shape.tally(tokens, prompt_tokens)
+            yield growing.tally(tokens, prompt_tokens)
             if len(done) == len(answering):
                 break
             try:

@@ -226,6 +226,10 @@ class ResponseGrowing:
         self._texts.append(text)
         return self._part("response.output_text.delta", delta=text, logprobs=[]) if text else b""
 
+    def tally(self, tokens: int, prompt_tokens: int) -> bytes:
+        """What comes after the pieces so far: nothing, the last event has the count."""
+        return b""
+
     def closing(self, answers: Sequence[Generation], prompt_tokens: int) -> bytes:
         """What comes after the last piece."""
         shape, text = self._shape, "".join(self._texts)
