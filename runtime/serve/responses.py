@@ -69,7 +69,7 @@ def as_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_response_error(error: ApiError) -> ApiError:
     """A refusal of the chat's body, in this protocol's words."""
-    told = error.body["error"]
+    told: dict[str, Any] = error.body["error"]
     for theirs, ours in _RENAMED.items():
         if str(told["param"]).startswith(theirs):
             told["param"] = ours + told["param"][len(theirs) :]
