@@ -229,8 +229,8 @@ class _Server:
 
     def _shape(self, chat: bool, call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> Shape:
         scored, echo = call.sampling.logprobs is not None, self._echo(call, prompts)
-        told = {"include_usage": call.include_usage, "continuous_usage": call.continuous_usage}
-        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, **told)
+        usage = call.include_usage, call.continuous_usage
+        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, *usage)
 
     async def _answer(
         self,
