@@ -94,6 +94,9 @@ WITH = {
     ("convert", "--num-generations"): ["-o", "out", "--dry-run", "--search", "paper"],
     ("convert", "--num-offspring"): ["-o", "out", "--dry-run", "--search", "paper"],
     ("convert", "--private"): ["-o", "out", "--upload-repo", "me/it"],
+    ("generate", "--prompt-file"): ["--max-new-tokens", "1", *RUN],
+    ("generate", "--input"): ["--output", "answers", "--max-new-tokens", "1", *RUN],
+    ("generate", "--output"): ["--input", "TEXT", "--max-new-tokens", "1", *RUN],
     **{
         ("generate", name): ["--prompt", "x", "--temperature", "0.5", "--max-new-tokens", "1", *RUN]
         for name in ("--top-k", "--top-p", "--min-p", "--seed")

@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.cli import main
+from wisparse.commands.batch import Batch
 
 
 @pytest.fixture(scope="module")
@@ -216,3 +218,78 @@ print((peak() - before) / model.bundle.checkpoint.nbytes)
         [sys.executable, "-c", script, str(folder)], check=True, capture_output=True, text=True, cwd=tmp_path
     )
     assert float(result.stdout) < 1.35
+
+
+def test_a_prompt_from_a_file(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompt").write_text("def f(x):")
+    code, expected, _ = call(capsys, "generate", bundle, "--prompt", "def f(x):", "--max-new-tokens", 5)
+    assert code == 0
+    assert call(capsys, "generate", bundle, "--prompt-file", tmp_path / "prompt", "--max-new-tokens", 5)[1] == expected
+    (tmp_path / "prompt").write_bytes(b"\xff")
+    code, _, err = call(capsys, "generate", bundle, "--prompt-file", tmp_path / "prompt")
+    assert code == 2
+    assert "not text in UTF-8" in err
+    assert call(capsys, "generate", bundle, "--prompt", "a", "--prompt-file", tmp_path / "prompt")[0] == 2
+
+
+def test_prompts_from_a_file_go_on_after_a_kill(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts, output = tmp_path / "prompts", tmp_path / "answers"
+    texts = [f"x{number} = " + "1 + " * (number % 3) for number in range(7)]
+    prompts.write_text("".join(json.dumps({"id": text, "prompt": text}) + "\n" for text in texts))
+    line = ("generate", bundle, "--input", prompts, "--output", output, "--max-new-tokens", 4, "--max-batch", 3)
+    assert call(capsys, *line)[0] == 0
+    whole = output.read_bytes()
+    found = [json.loads(one) for one in whole.decode().splitlines()]
+    assert [one["id"] for one in found] == texts
+    model = wisparse.load(bundle)
+    assert [one["answer"]["text"] for one in found] == [model.generate(text, max_new_tokens=4).text for text in texts]
+    assert not list(tmp_path.glob("*.progress"))
+    assert call(capsys, *line)[0] == 2  # it is there already
+    # Killed in the middle of a line, with two answers there, one of which could only come from there.
+    output.unlink()
+    batch = Batch(str(prompts), str(output), {})
+    progress = tmp_path / "answers.progress"
+    with pytest.raises(KeyboardInterrupt):
+        batch.run(_Killed(model, 2), {"max_new_tokens": 4})  # type: ignore[arg-type]
+    with open(progress, "a") as file:
+        file.write('[6, {"te')
+    kept = progress.read_text().splitlines()[1:3]
+    again = Batch(str(prompts), str(output), {})
+    rest = _Killed(model, 99)
+    assert again.run(rest, {"max_new_tokens": 4}) == (7, 2)  # type: ignore[arg-type]
+    assert rest.asked == 5
+    assert len(kept) == 2
+    assert output.read_bytes() == whole
+    # Another run's progress is not gone on with.
+    output.unlink()
+    progress.write_text("0" * 64 + "\n")
+    code, _, err = call(capsys, *line)
+    assert code == 2
+    assert "other prompts, settings" in err
+
+
+class _Killed:
+    """A model that is interrupted after so many answers."""
+
+    def __init__(self, model: Any, after: int) -> None:
+        self._model, self._after, self.asked = model, after, 0
+
+    def generate_each(self, prompts: Any, **settings: Any) -> Any:
+        for count, found in enumerate(self._model.generate_each(prompts, **settings)):
+            if count == self._after:
+                raise KeyboardInterrupt
+            self.asked += 1
+            yield found
+
+
+@pytest.mark.parametrize("line", ["{}", "[1]", '{"prompt": 5}', '{"messages": []}', '{"prompt": "a", "answer": 1}', ""])
+def test_a_line_that_is_no_prompt_is_named(
+    line: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text(line)
+    code, _, err = call(capsys, "generate", bundle, "--input", tmp_path / "prompts", "--output", tmp_path / "answers")
+    assert code == 2
+    assert err.startswith("wisparse: --input: ")
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts"]

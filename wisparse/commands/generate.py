@@ -11,6 +11,7 @@ import click
 
 from wisparse.formats.errors import UsageError
 
+from .batch import Batch, read_text
 from .options import footer, load_model, loading_options, sampling_options, set_up_logging, show
 from .places import FOLDER_OR_ID
 
@@ -20,6 +21,14 @@ __all__ = ["command"]
 @click.command("generate")
 @click.argument("bundle", type=FOLDER_OR_ID)
 @click.option("--prompt", help="The text; - reads it from standard input, as does leaving the option out in a pipe.")
+@click.option("--prompt-file", help="File with the text.")
+@click.option(
+    "--input", "prompts", help="File of prompts, a JSON object a line: prompt (a text), or messages (a conversation)."
+)
+@click.option("--output", help="File for their answers, in order; a run that was killed goes on where it was.")
+@click.option(
+    "--max-batch", type=click.IntRange(1, 64), default=4, show_default=True, help="Prompts of --input at a time."
+)
 @loading_options
 @sampling_options
 @click.option(
@@ -32,6 +41,10 @@ __all__ = ["command"]
 def command(
     bundle: str,
     prompt: str | None,
+    prompt_file: str | None,
+    prompts: str | None,
+    output: str | None,
+    max_batch: int,
     as_json: bool,
     verbose: bool,
     **settings: Any,
@@ -44,9 +57,20 @@ def command(
     wisparse generate out --prompt "Why is the sky blue?"
     wisparse generate USER/NAME --temperature 0.7 --seed 1 < prompt.txt
     wisparse generate out --prompt "Once" --device cpu --weights int8 --json
+    wisparse generate out --input prompts.jsonl --output answers.jsonl
     """
     set_up_logging(verbose)
-    text = _read_prompt(prompt)
+    if prompts is not None or output is not None:
+        if prompts is None or output is None or prompt is not None or prompt_file is not None or as_json:
+            raise UsageError("--input and --output go together, without --prompt, --prompt-file and --json")
+        batch = Batch(prompts, output, {"bundle": bundle, **settings})
+        model = load_model(bundle, settings, max_batch)
+        count, before = batch.run(model, settings)
+        click.echo(f"{count} answers in {output}{f', {before} of them from before' if before else ''}", err=True)
+        return
+    if prompt is not None and prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file: expected one of them, found both")
+    text = _read_prompt(prompt) if prompt_file is None else read_text(prompt_file)
     model = load_model(bundle, settings)
     if as_json:
         answer = model.generate(text, measure_sparsity=True, **settings)

@@ -113,12 +113,12 @@ sampling_options = _stacked(
 )
 
 
-def load_model(bundle: str, options: dict[str, Any]) -> Model:
+def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
     loading = ("device", "dtype", "backend", "weights", "sparsity", "prefill", "max_seq_len", "revision")
     given = {name: options.pop(name) for name in loading}
     GenerationSettings(**options)
-    return load(bundle, **given)
+    return load(bundle, max_batch=max_batch, **given)
 
 
 def set_up_logging(verbose: bool) -> None:
