@@ -36,7 +36,7 @@ def main(bundle: str, max_new_tokens: int, rounds: int, streams: int) -> None:
     command = [sys.executable, "-m", "wisparse", "serve", bundle, "--port", "0", "--max-batch", str(streams)]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        client = openai.OpenAI(base_url=_address(server), api_key="none", max_retries=0)
+        client = openai.OpenAI(base_url=address_of(server), api_key="none", max_retries=0)
         name = client.models.list().data[0].id
         results = {}
         with wisparse.load(bundle, max_batch=streams) as model:
@@ -90,7 +90,7 @@ def _compare(
     }
 
 
-def _address(server: subprocess.Popen[str]) -> str:
+def address_of(server: subprocess.Popen[str]) -> str:
     assert server.stderr is not None  # it was asked for
     for line in server.stderr:
         if line.startswith("serving "):
