@@ -55,6 +55,9 @@ def test_projections_of_transformers_models_are_found() -> None:
             if isinstance(module, torch.nn.Linear) and name != "lm_head"
         }
         ours = {projection.name: projection for projection in config.projections()}
+        # Recurrent blocks have two that are too small to be worth a mask.
+        small = tuple(config.delta_net.tensors(1)) if config.delta_net else ()
+        linears = {name: module for name, module in linears.items() if not f"{name}.weight".endswith(small)}
         assert set(ours) == set(linears)
         for name, linear in linears.items():
             found = (ours[name].out_features, ours[name].in_features, ours[name].bias)
