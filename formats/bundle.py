@@ -90,7 +90,8 @@ class Bundle:
         Raises:
             UsageError: it has no such rung.
         """
-        number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool)
+        # The comparison before the difference: an integer may be too large to become a float.
+        number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool) and -1 < sparsity < 2
         for rung in (*self.rungs, 0.0):
             if number and abs(rung - sparsity) < _SAME_SPARSITY:
                 return replace(self, sparsity=rung)

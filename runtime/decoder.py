@@ -182,8 +182,9 @@ class Decoder(Protocol):
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         """Put other masks in force: another rung of the same bundle, or none that drops anything.
 
-        Costs milliseconds, as no weight is touched. The slots are empty afterwards (what they held was computed with
-        other masks), and nothing is counted.
+        Costs milliseconds, as no weight is touched. ``lengths`` are 0 afterwards, and nothing is counted. A slot's
+        first positions that were read dense still stand there, the same under any masks: ``prefill`` may go on behind
+        them (``start``), and ``copy`` take them. What was computed with other masks is no longer of use.
 
         Args:
             masks: projection name -> mask, for every projection.

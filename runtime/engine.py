@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -24,10 +24,11 @@ from .answer import Piece, Writer
 from .decoder import Decoder
 from .generation import Job, Request, Scheduler, Tally
 from .memory import memory_errors
+from .rungs import Rungs
 from .text.edge import Text
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import ProjectionMask
+    from wisparse.formats.bundle import Bundle
 
 __all__ = ["Engine", "EngineState", "QueueFullError", "Ticket"]
 
@@ -67,7 +68,8 @@ class Ticket:
 
 @dataclass(frozen=True)
 class EngineState:
-    """How busy an engine is: requests in the batch, and requests that wait for a place in it."""
+    """How busy an engine is: requests in the batch, and requests that wait for a place in it. Who has a place there and
+    waits until the batch's rung is its own counts as running."""
 
     running: int
     waiting: int
@@ -82,14 +84,18 @@ class _Waiter:
 
 
 class Engine:
-    """Runs the requests for one decoder, which nobody else may use meanwhile but through :meth:`call`."""
+    """Runs the requests for one decoder, which nobody else may use meanwhile but through :meth:`call`.
 
-    def __init__(self, decoder: Decoder, text: Text | None) -> None:
+    Args:
+        bundle: what the decoder was made of.
+    """
+
+    def __init__(self, decoder: Decoder, text: Text | None, bundle: Bundle) -> None:
         self.decoder = decoder
         self._text = text
-        self._scheduler = Scheduler(decoder)
+        self._rungs = Rungs(decoder, bundle)
+        self._scheduler = Scheduler(decoder, self._rungs)
         self._jobs: dict[Job, Ticket] = {}  # of whoever runs the steps
-        self._measuring = 0
         # Re-entrant: a forgotten stream may be collected, and so cancelled, wherever its thread happens to be.
         self._changed = threading.Condition()
         self._seat = threading.Lock()  # held by whoever runs the steps
@@ -182,28 +188,31 @@ class Engine:
         return future.result()
 
     def realised_sparsity(self) -> Future[float | None]:
-        """Share of the projections' weights left unread since somebody began to measure it."""
+        """Share of the projections' weights left unread since somebody began to measure it, or since another rung came
+        in force."""
         return self.ask(self.decoder.realised_sparsity)
 
     def start_measuring(self) -> Future[None]:
         """Count dropped channels, from zero unless they are counted already, until :meth:`stop_measuring`."""
-        return self.ask(lambda: self._measure(1))
+        return self.ask(lambda: self._rungs.measure(1))
 
     def stop_measuring(self) -> None:
         """As often as it was started."""
         if not self._closed:
-            self.ask(lambda: self._measure(-1))
+            self.ask(lambda: self._rungs.measure(-1))
 
     def forget_prefixes(self) -> None:
         """What the cache holds of earlier prompts is not used again; within :meth:`call`."""
         self._scheduler.forget_prefixes()
 
-    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        """Put other masks in force, while nothing is under way; within :meth:`call`."""
-        self.decoder.set_masks(masks)
-        self.forget_prefixes()
-        if self._measuring:
-            self.decoder.measure_sparsity(True)
+    def set_sparsity(self, sparsity: float) -> None:
+        """Choose the rung of requests that name none, while nothing is under way; within :meth:`call`."""
+        self._rungs.own = self._rungs.named(sparsity)
+        self._put_back()
+
+    def _put_back(self) -> None:
+        if not self._scheduler.busy and self._rungs.in_force != self._rungs.own:
+            self._scheduler.switch(self._rungs.own)
 
     def start(self, max_queue: int) -> None:
         """Have a thread of the engine's own run the steps, and refuse what more than ``max_queue`` would wait for."""
@@ -215,7 +224,8 @@ class Engine:
         self._thread.start()
 
     def stop(self, *, drain: bool = True) -> None:
-        """End that thread: after the answers under way, or at once without ``drain``."""
+        """End that thread: after the answers under way, or at once without ``drain``. The rung of requests that name
+        none is in force then."""
         with self._changed:
             thread, self._stopping = self._thread, True
             if not drain:
@@ -225,6 +235,8 @@ class Engine:
             thread.join()
         with self._changed:
             self._thread, self._max_queue, self._stopping = None, None, False
+        if thread is not None and not self._closed:
+            self.call(self._put_back)
 
     def close(self) -> None:
         """Give the decoder's memory back. What is under way ends with an error; closing twice is fine."""
@@ -375,11 +387,6 @@ class Engine:
         if self._closed:
             raise UsageError("the model was closed: load it again")
 
-    def _measure(self, more: int) -> None:
-        before, self._measuring = self._measuring, self._measuring + more
-        if bool(before) != bool(self._measuring):
-            self.decoder.measure_sparsity(self._measuring > 0)
-
     def _close(self) -> None:
         error = UsageError("the model was closed before the answer was there")
         with self._changed:
@@ -389,5 +396,5 @@ class Engine:
         self._arrived.clear()
         for ticket in tickets:
             self._refuse(ticket, error, error)
-        self._scheduler = Scheduler(self.decoder)  # whose jobs are gone
+        self._scheduler = Scheduler(self.decoder, self._rungs)  # whose jobs are gone
         self.decoder.close()

@@ -5,6 +5,9 @@ way; a sequence that ends frees its slot for the next prompt. While prompts are 
 comes between two tokens of the others. What a slot still holds of an earlier prompt is not read again (``prefix``).
 Sequences may be added, and taken back, at any time. Nothing here depends on what else is in the batch or was before, so
 a sequence is the same alone and among others.
+
+All sequences under way are at one rung. Prompts are taken in the order in which they came: one for another rung waits
+until those before it have ended, and those behind it wait for it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from .choosing import Chooser, Constraint, TokenScore, score, score_prompt
 from .decoder import Decoder, check_prompt, next_piece
 from .prefix import Prefixes
 from .rotary import switch_length
+from .rungs import Rungs
 from .sampling import SamplingSettings, resolve_seed, sample
 
 __all__ = ["Job", "Request", "Scheduler", "Tally"]
@@ -44,6 +48,7 @@ class Request:
         prefill: one of ``PREFILL_POLICIES``.
         constraint: what the answer may say, at its beginning; for this request alone. None: anything.
         score_prompt: tell what the model thought of the prompt's tokens too; needs ``sampling.logprobs``.
+        sparsity: the rung to decode at, 0 for the dense model; None: the decoder's own, see :class:`Rungs`.
     """
 
     token_ids: Sequence[int]
@@ -53,6 +58,7 @@ class Request:
     prefill: str = "dense"
     constraint: Constraint | None = None
     score_prompt: bool = False
+    sparsity: float | None = None
 
 
 @dataclass(eq=False)
@@ -61,6 +67,7 @@ class Job:
 
     Attributes:
         sampling: the request's, with a seed.
+        sparsity: the rung it is decoded at; None: the only one that its scheduler knows.
         chooser: how its tokens are chosen, at the newest one.
         token_ids: generated so far, a stop token included.
         scores: what the model thought of each of them; empty unless ``sampling.logprobs`` asks for it.
@@ -74,6 +81,7 @@ class Job:
 
     request: Request
     sampling: SamplingSettings
+    sparsity: float | None
     chooser: Chooser
     token_ids: list[int] = field(default_factory=list)
     scores: list[TokenScore] = field(default_factory=list)
@@ -125,12 +133,16 @@ class _Reading:
 class Scheduler:
     """Runs jobs on one decoder. Not thread-safe; the decoder must serve nobody else meanwhile.
 
+    Args:
+        rungs: the decoder's; None if requests name none.
+
     Attributes:
         tally: the steps so far.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, rungs: Rungs | None = None) -> None:
         self.tally = Tally()
+        self._rungs = rungs
         self._ended = 0.0  # the newest prefill or step
         self._decoder = decoder
         self._waiting: deque[Job] = deque()
@@ -164,12 +176,14 @@ class Scheduler:
         biased = max(request.sampling.logit_bias or (0,))
         if biased >= vocab_size:
             raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
+        self._rung(request)
 
     def submit(self, request: Request) -> Job:
         """Queue a request; raises what :meth:`check` does."""
         self.check(request)
         sampling = resolve_seed(request.sampling)
-        job = Job(request, sampling, Chooser(sampling, request.token_ids, request.constraint))
+        chooser = Chooser(sampling, request.token_ids, request.constraint)
+        job = Job(request, sampling, self._rung(request), chooser)
         self._waiting.append(job)
         return job
 
@@ -191,6 +205,7 @@ class Scheduler:
         failed = running if self._inside is None else [self._inside]
         for job in failed:
             job.finish_reason = "error"
+        self._waiting = deque(job for job in self._waiting if job.finish_reason is None)
         self.start_over()
         return failed
 
@@ -206,13 +221,20 @@ class Scheduler:
         """What slots hold of earlier prompts is not used again."""
         self._prefixes.forget()
 
+    def switch(self, sparsity: float) -> None:
+        """Put another rung in force, while no slot is in use. What slots hold of dense prompts is used on."""
+        assert self._rungs is not None
+        assert not any(self._slots)
+        self._rungs.switch(sparsity)
+        self._prefixes.keep_dense()
+
     def step(self) -> list[Job]:
         """Read a piece of a prompt if one waits and a slot is free and the others had their token, else decode.
 
         Returns:
             The jobs that got a token: the last of their ``token_ids``. After a piece that is not a prompt's last none.
         """
-        if self._reading is None and self._waiting and None in self._slots:
+        if self._reading is None and self._waiting and None in self._slots and self._turn(self._waiting[0]):
             self._admit(self._waiting.popleft())
         if self._reading is not None:
             others = sum(job is not None for job in self._slots) > 1
@@ -227,6 +249,24 @@ class Scheduler:
         self.tally.seconds += self._ended - before
         return advanced
 
+    def _rung(self, request: Request) -> float | None:
+        if self._rungs is not None:
+            return self._rungs.named(request.sparsity)
+        if request.sparsity is not None:
+            raise UsageError(f"sparsity: expected none, as there are no rungs to choose from, found {request.sparsity}")
+        return None
+
+    def _turn(self, job: Job) -> bool:
+        """Whether the next job's rung is in force; it is put in force as soon as nobody needs another one."""
+        if self._rungs is None or job.sparsity is None or job.sparsity == self._rungs.in_force:
+            return True
+        if any(self._slots):
+            return False
+        self._inside = job
+        self.switch(job.sparsity)
+        self._inside = None
+        return True
+
     def _admit(self, job: Job) -> None:
         """Give a job a slot."""
         tokens = [*job.request.token_ids, *job.token_ids]
@@ -235,7 +275,8 @@ class Scheduler:
         slot, source, length = self._prefixes.choose(tokens, sparse, idle)
         self._slots[slot] = job
         self._inside = job
-        if len(idle) == 1 or not self._waiting:  # whoever comes with it is there by now
+        alone = not self._waiting or self._waiting[0].sparsity != job.sparsity
+        if len(idle) == 1 or alone:  # whoever comes with it is there by now
             self._prepare()
         began = time.perf_counter()
         if source != slot:

@@ -58,7 +58,7 @@ class Model:
         self.text = text
         self.prefill = prefill
         self.stop_ids = stop_ids(bundle, text)
-        self.engine = Engine(decoder, text)
+        self.engine = Engine(decoder, text, bundle)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
         self.grammars = Grammars(lambda: bundle.read_bytes("tokenizer.json"), self.stop_ids)
 
@@ -96,8 +96,8 @@ class Model:
 
     @property
     def sparsity(self) -> float:
-        """Of the rung in force, one of ``bundle.rungs``; 0 for the dense model. Setting it takes milliseconds and loads
-        nothing.
+        """Of the rung that answers are decoded at, one of ``bundle.rungs``; 0 for the dense model. Setting it takes
+        milliseconds and loads nothing. A server's requests may each name another one.
 
         Raises:
             UsageError: set to a rung that the bundle lacks, or while an answer is in progress.
@@ -114,9 +114,8 @@ class Model:
                     f"sparsity: an answer is in progress at {self.sparsity:g}; wait for its end or close() the stream, "
                     f"then set {bundle.sparsity:g}"
                 )
-            if bundle.sparsity != self.sparsity:
-                self.engine.set_masks(bundle.masks)
-                self.bundle = bundle
+            self.engine.set_sparsity(bundle.sparsity)
+            self.bundle = bundle
 
         self.engine.call(switch)
 
@@ -290,6 +289,7 @@ class Model:
         sampling: SamplingSettings,
         stops: Sequence[str],
         prefill: str,
+        sparsity: float | None = None,
     ) -> tuple[Request, list[str]]:
         """What a scheduler takes for a prompt, and those of the stop strings that only the text can show.
 
@@ -298,7 +298,8 @@ class Model:
         special = [one for one in stops if self.text is not None and self.text.is_special(one)]
         tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
         ends = self.stop_ids | {token for token in tokens if token is not None}
-        return Request(token_ids, max_new_tokens, sampling, ends, prefill), [one for one in stops if one not in special]
+        request = Request(token_ids, max_new_tokens, sampling, ends, prefill, sparsity=sparsity)
+        return request, [one for one in stops if one not in special]
 
     @contextmanager
     def _under_way(self, plan: _Plan) -> Iterator[Callable[..., Ticket]]:

@@ -77,6 +77,11 @@ class Prefixes:
         self._clock += 1
         self._held[slot].used = self._clock
 
+    def keep_dense(self) -> None:
+        """Other masks are in force: only what was read without any serves on."""
+        for held in self._held:
+            held.tokens = held.tokens[: held.sparse_from]
+
     def forget(self) -> None:
         """No slot's contents are known any more."""
         self._held = [_Held() for _ in self._held]

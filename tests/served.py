@@ -70,11 +70,11 @@ class Running:
             time.sleep(0.02)
 
 
-def with_template(source: Path, folder: Path, template: str) -> Path:
+def with_template(source: Path, folder: Path, template: str, *rungs: float) -> Path:
     """A bundle of ``source`` with another chat template; ``folder`` is empty."""
     copy = folder / "source"
     copy.mkdir()
     for file in source.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "chat_template.jinja").write_text(template)
-    return make_bundle(copy, folder / NAME, 0.4)
+    return make_bundle(copy, folder / NAME, *(rungs or (0.4,)))

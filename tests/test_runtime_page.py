@@ -110,6 +110,61 @@ def test_a_conversation(tab: Tab, model: Model) -> None:
     assert answers(tab) == []
 
 
+def test_dense_and_sparse_side_by_side(
+    browser: Browser, example_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = with_template(example_model, tmp_path, TEMPLATE, 0.3, 0.6)
+    talk: list[Any] = [{"role": "user", "content": "what?"}]
+    expected: dict[float, list[str]] = {}
+    for rung in (0.6, 0.0):
+        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256, sparsity=rung) as alone:
+            first = alone.generate(talk, max_new_tokens=20).text
+            follow = [*talk, {"role": "assistant", "content": first}, {"role": "user", "content": "and then?"}]
+            expected[rung] = [first, alone.generate(follow, max_new_tokens=20).text]
+    assert expected[0.0] != expected[0.6]
+    decode, go_on = TorchDecoder.decode, threading.Event()
+
+    def held(self: Any, token_ids: Any) -> Any:
+        assert go_on.wait(60)
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(TorchDecoder, "decode", held)
+    server = Running(folder)
+    try:
+        tab = opened(browser, server)
+        assert tab.value("by('in-force').hidden") is True
+        assert tab.value("[...by('left').options].map((one) => one.text)") == ["Dense", "30% sparse", "60% sparse"]
+        assert tab.value("[by('left').value, by('right').value]") == ["0.6", "0"]
+        tab.value("by('both').checked = true")
+        ask(tab, "what?")
+        # It says which one runs; the other has not begun.
+        tab.until("document.querySelector('.answer .words')?.textContent")
+        assert status(tab) == "Answering, 60% sparse …"
+        assert len(answers(tab)) == 1
+        go_on.set()
+        tab.until("by('status').textContent.startsWith('Answered')")
+        assert answers(tab) == [expected[0.6][0], expected[0.0][0]]
+        assert tab.value("[...document.querySelectorAll('.answer .who')].map((one) => one.textContent)") == [
+            "60% sparse", "Dense"
+        ]  # fmt: skip
+        # Of the second no speed, if all came together to a slow reader.
+        speed = r"20 tokens(, [\d.]+ tok/s)?"
+        costs = tab.value("[...document.querySelectorAll('.answer .cost')].map((one) => one.textContent)")
+        assert re.fullmatch(r"20 tokens, [\d.]+ tok/s", costs[0]), costs
+        assert re.fullmatch(speed, costs[1]), costs
+        assert re.match(rf"Answered. 60% sparse: {speed}\. .*Dense: {speed}\. ", status(tab)), status(tab)
+        left, right = tab.value("[...document.querySelectorAll('.answer')].map((one) => one.getBoundingClientRect().x)")
+        assert left < right
+        # Each side goes on with its own answer.
+        ask(tab, "and then?")
+        tab.until("document.querySelectorAll('.answer').length === 4 && running === null")
+        assert answers(tab)[2:] == [expected[0.6][1], expected[0.0][1]]
+        assert tab.complaints() == []
+        tab.close()
+    finally:
+        server.stop()
+
+
 def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on = threading.Event()
     decode = TorchDecoder.decode

@@ -1,7 +1,10 @@
-"""The rungs of one bundle: switching on a running model is loading at that rung, on every back end."""
+"""The rungs of one bundle: switching on a running model is loading at that rung, on every back end; and answering a
+request that names one."""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +12,21 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from runtime_models import make_checkpoint
 
 import wisparse
 from wisparse.cli import cli
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import ResourceError, UsageError, WisparseError
+from wisparse.runtime.answer import Piece
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoder import Decoder
+from wisparse.runtime.engine import Engine, Ticket
+from wisparse.runtime.generation import Request, Scheduler
+from wisparse.runtime.rungs import Rungs
+from wisparse.runtime.sampling import SamplingSettings
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 RUNGS = (0.3, 0.5, 0.7)
@@ -170,3 +180,212 @@ def test_three_rungs_take_hardly_more_room_than_one(example_model: Path, tmp_pat
     three = make_bundle(example_model, tmp_path / "three", *RUNGS)
     # 1.009: this model's rows are short, so a scale weighs more beside its row than in any model in use.
     assert size(three) < 1.01 * size(one)
+
+
+# ---------------------------------------------------------------------------------------- requests that name a rung
+
+
+PIECE = 8
+
+
+class Bench:
+    """An engine on a tiny model, stepped by hand, and what each request gets from a decoder made at its rung."""
+
+    def __init__(self, folder: Path) -> None:
+        self.bundle = Bundle.open(folder)
+        self.decoder = self.make(self.bundle)
+        self._alone: dict[Request, list[int]] = {}
+        self._made: dict[float, Decoder] = {}
+        self.renew()
+
+    @staticmethod
+    def make(bundle: Bundle) -> Decoder:
+        decoder = make(bundle, "torch")
+        decoder.piece = decoder.grain = PIECE
+        return decoder
+
+    def renew(self) -> None:
+        """Another engine on the same decoder, whatever rung that is at."""
+        self.decoder.set_masks(self.bundle.masks)
+        self.engine = Engine(self.decoder, None, self.bundle)
+        self.answers: list[list[int]] = []
+        self.begun: list[int] = []
+        self.failed: dict[int, WisparseError] = {}
+
+    def ask(self, request: Request) -> Ticket:
+        number = len(self.answers)
+        self.answers.append([])
+
+        def deliver(item: Piece | WisparseError) -> None:
+            if isinstance(item, WisparseError):
+                self.failed[number] = item
+                return
+            if not self.answers[number]:
+                self.begun.append(number)
+            self.answers[number].append(item.token_id)
+
+        return self.engine.submit(request, (), deliver)
+
+    def steps(self, most: int = 10_000) -> None:
+        left = iter(range(most))
+        self.engine.drive(lambda: not self.engine.state.running or next(left, None) is None)
+
+    def alone(self, request: Request) -> list[int]:
+        rung = self.bundle.sparsity if request.sparsity is None else request.sparsity
+        if request not in self._alone:
+            if rung not in self._made:
+                self._made[rung] = self.make(self.bundle.at(rung))
+            scheduler = Scheduler(self._made[rung])
+            job = scheduler.submit(replace(request, sparsity=None))
+            while scheduler.busy:
+                scheduler.step()
+            self._alone[request] = job.token_ids
+        return self._alone[request]
+
+
+@pytest.fixture(scope="module")
+def bench(bundle: Path) -> Bench:
+    return Bench(bundle)
+
+
+def tokens(count: int, seed: int) -> tuple[int, ...]:
+    return tuple(torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+SHARED = tokens(17, 0)
+PROMPTS = (SHARED, SHARED + tokens(5, 1), SHARED[:9], tokens(26, 2), tokens(2, 3))
+REQUESTS = st.builds(
+    Request,
+    st.sampled_from(PROMPTS),
+    st.integers(1, 9),
+    st.sampled_from([SamplingSettings(), SamplingSettings(1.0, seed=3)]),
+    prefill=st.sampled_from(["dense", "dense", "half", "all"]),
+    sparsity=st.sampled_from([None, 0, *RUNGS]),
+)
+ACTIONS = st.lists(
+    st.one_of(
+        REQUESTS,
+        REQUESTS,
+        st.tuples(st.just("step"), st.integers(1, 5)),
+        st.tuples(st.just("cancel"), st.integers(0, 9)),
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(actions=ACTIONS)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_requests_for_any_rungs_get_what_loading_at_theirs_gives(bench: Bench, actions: list[Any]) -> None:
+    """And their first tokens in the order in which they came."""
+    bench.renew()
+    requests: list[Request] = []
+    tickets: list[Ticket] = []
+    cancelled: set[int] = set()
+    for action in actions:
+        match action:
+            case Request():
+                requests.append(action)
+                tickets.append(bench.ask(action))
+            case "step", count:
+                bench.steps(count)
+            case "cancel", number if number < len(tickets):
+                bench.engine.cancel(tickets[number])
+                cancelled.add(number)
+    bench.steps()
+    assert bench.failed == {}
+    assert bench.begun == sorted(bench.begun)
+    for number, request in enumerate(requests):
+        found, expected = bench.answers[number], bench.alone(request)
+        assert found == expected or (number in cancelled and found == expected[: len(found)])
+
+
+def wish(sparsity: float | None, count: int = 12, prompt: tuple[int, ...] = SHARED, prefill: str = "dense") -> Request:
+    return Request(prompt, count, prefill=prefill, sparsity=sparsity)
+
+
+def test_who_waits_for_another_rung_is_not_overtaken(bench: Bench) -> None:
+    bench.renew()
+    wanted = [wish(0.7), wish(0.3, 3), wish(0.7, 2), wish(None, 2)]
+    for one in wanted:
+        bench.ask(one)
+    bench.steps(8)
+    # A place is free, and the third could run along with the first: it waits behind the second.
+    assert len(bench.answers[0]) > 2
+    assert bench.answers[1:] == [[], [], []]
+    bench.steps()
+    assert bench.begun == [0, 1, 2, 3]
+    assert bench.answers == [bench.alone(one) for one in wanted]
+
+
+def test_who_is_cancelled_while_waiting_for_a_rung_holds_nobody_up(bench: Bench) -> None:
+    bench.renew()
+    bench.ask(wish(0.7, 20))
+    waiting = bench.ask(wish(0.3))
+    bench.ask(wish(0.7, 2))
+    bench.steps(6)
+    bench.engine.cancel(waiting)
+    bench.steps(8)
+    assert bench.answers[1:] == [[], bench.alone(wish(0.7, 2))]
+    assert len(bench.answers[0]) < 20  # the third ran beside it
+    bench.steps()
+    assert bench.answers[0] == bench.alone(wish(0.7, 20))
+
+
+def test_a_switch_that_fails_is_that_requests_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.renew()
+    set_masks, failures = bench.decoder.set_masks, [torch.OutOfMemoryError("no memory")]
+
+    def scarce(masks: Any) -> None:
+        if failures:
+            raise failures.pop()
+        set_masks(masks)
+
+    monkeypatch.setattr(bench.decoder, "set_masks", scarce)
+    wanted = [wish(0.7, 4), wish(0.3, 4), wish(0.3, 4), wish(0.7, 4)]
+    for one in wanted:
+        bench.ask(one)
+    bench.steps()
+    assert list(bench.failed) == [1]
+    assert isinstance(bench.failed[1], ResourceError)
+    for number in (0, 2, 3):
+        assert bench.answers[number] == bench.alone(wanted[number])
+    assert bench.engine.tally.tokens == 3 * 3  # nothing was decoded for the one that failed
+
+
+@pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])
+def test_what_was_read_dense_serves_at_every_rung(bench: Bench, prefill: str, kept: int) -> None:
+    scheduler = Scheduler(bench.decoder, Rungs(bench.decoder, bench.bundle))
+    bench.decoder.set_masks(bench.bundle.masks)
+
+    def cached(sparsity: float) -> int:
+        one = wish(sparsity, 3, prefill=prefill)
+        job = scheduler.submit(one)
+        while scheduler.busy:
+            scheduler.step()
+        assert job.token_ids == bench.alone(one)
+        return job.cached_tokens
+
+    assert cached(0.7) == 0
+    assert cached(0.7) == 16
+    assert [cached(sparsity) for sparsity in (0, 0.3, 0.5)] == [kept] * 3
+
+
+def test_a_model_keeps_its_own_rung(example: Path) -> None:
+    """Whatever others name."""
+    model = wisparse.load(example, backend="torch", device="cpu", dtype="float32", max_seq_len=64, sparsity=0.5)
+    expected = model.generate("def f", max_new_tokens=8).token_ids
+    model.engine.start(max_queue=9)
+    ended = threading.Event()
+    dense, stops = model.request(list(SHARED), 4, SamplingSettings(), [], "dense", 0)
+    model.engine.submit(dense, stops, lambda item: ended.set(), pieces=False)
+    assert ended.wait(60)
+    assert model.sparsity == 0.5
+    assert model.generate("def f", max_new_tokens=8).token_ids == expected
+    model.engine.submit(dense, stops, print, pieces=False)
+    model.engine.stop()
+    measured = model.engine.call(lambda: model.decoder.logits(PROMPT, 0).clone())
+    assert torch.equal(measured, make(Bundle.open(example).at(0.5), "torch").logits(PROMPT, 0))
+    with pytest.raises(UsageError, match=r"rungs, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found 0\.4"):
+        model.engine.check(wish(0.4))
+    model.close()

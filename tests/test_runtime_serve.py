@@ -169,6 +169,52 @@ def test_token_ids_and_several_prompts(server: Running, model: Model) -> None:
     assert [choice.text for choice in several.choices] == again
 
 
+def test_a_request_names_its_rung(example_model: Path, tmp_path: Path) -> None:
+    """Several clients at once, each for other rungs than its neighbours."""
+    rungs = (0.3, 0.6)
+    folder = with_template(example_model, tmp_path, TEMPLATE, *rungs)
+    messages: list[Any] = [{"role": "user", "content": "def f(x):"}]
+    expected = {}
+    for rung in (0, *rungs):
+        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256, sparsity=rung) as alone:
+            expected[rung] = alone.generate(messages, max_new_tokens=16).text
+    assert len(set(expected.values())) == 3
+    running = Running(folder)
+    try:
+        found: list[tuple[float | None, str]] = []
+
+        def client(number: int) -> None:
+            openai_client = running.client()
+            for turn in range(4):
+                rung = (None, 0, 0.3, 0.6)[(number + turn) % 4]
+                more: Any = {} if rung is None else {"extra_body": {"sparsity": rung}}
+                answer = openai_client.chat.completions.create(
+                    model=NAME, messages=messages, max_tokens=16, temperature=0, **more
+                )
+                found.append((rung, answer.choices[0].message.content or ""))
+
+        threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert len(found) == 16
+        assert all(text == expected[0.6 if rung is None else rung] for rung, text in found)
+        response = running.client().responses.create(
+            model=NAME, input="def f(x):", max_output_tokens=16, temperature=0, extra_body={"sparsity": 0}
+        )
+        assert response.output_text == expected[0]
+        (about,) = running.client().models.list()
+        assert about.model_extra is not None
+        assert (about.model_extra["sparsity"], about.model_extra["sparsities"]) == (0.6, [0, 0.3, 0.6])
+        for path, body in (("completions", {"prompt": "a"}), ("responses", {"input": "a"})):
+            status, refused = running.post(f"/v1/{path}", {**body, "sparsity": 0.4})
+            assert (status, refused["error"]["param"]) == (400, "sparsity")
+            assert "one of the bundle's rungs, 0.3, 0.6, or 0 for the dense model, found 0.4" in str(refused)
+    finally:
+        running.stop()
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_log_probabilities_of_a_completion(server: Running, model: Model, stream: bool) -> None:
     wanted = {"frequency_penalty": 0.7, "presence_penalty": 0.3, "repetition_penalty": 1.2}
@@ -475,6 +521,8 @@ BAD = [
     ({"prompt": "a", "grammar": 5}, "grammar"),
     ({"prompt": "a", "sparsity": 0.3}, "sparsity"),
     ({"prompt": "a", "sparsity": "0.4"}, "sparsity"),
+    ({"prompt": "a", "sparsity": True}, "sparsity"),
+    ({"prompt": "a", "sparsity": 10**400}, "sparsity"),
     ({"prompt": "a", "grammar": "start: /a/", "response_format": {"type": "json_object"}}, "grammar"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
 ]

@@ -52,7 +52,7 @@ class Answering:
                 seed = call.sampling.seed
                 sampling = call.sampling if seed is None else replace(call.sampling, seed=(seed + copy) % 2**63)
                 most = 1 if call.silent else call.max_tokens  # a prompt gives a token, wanted or not
-                request, stops = model.request(token_ids, most, sampling, call.stop, model.prefill)
+                request, stops = model.request(token_ids, most, sampling, call.stop, model.prefill, call.sparsity)
                 index = len(self._tickets)
                 request = replace(request, score_prompt=call.echo, constraint=constraints[index])
                 self._tickets.append(self._engine.submit(request, stops, self._receiver(index, call.silent)))

@@ -238,11 +238,6 @@ class _Server:
         call: Call,
         dress: Callable[[Call, Sequence[Sequence[int]], bool | None], Shape | ResponseShape],
     ) -> Response:
-        if call.sparsity not in (None, self._model.sparsity):
-            raise ApiError(
-                400, f"sparsity: this server answers at {self._model.sparsity:g}, one rung at a time; found "
-                f"{call.sparsity:g}; start it with --sparsity", param="sparsity", code="invalid_value",
-            )  # fmt: skip
         began = time.perf_counter()
         loop = asyncio.get_running_loop()
         prompts, constraints, thinks = await loop.run_in_executor(self._texts, self._encode, call)
@@ -382,6 +377,7 @@ class _Server:
             "owned_by": "wisparse",
             "max_model_len": self._model.max_seq_len,
             "sparsity": self._model.sparsity,
+            "sparsities": sorted({0.0, *self._model.bundle.rungs}),
         }
 
     def _let_in(self, request: Request) -> None:

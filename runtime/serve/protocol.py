@@ -81,7 +81,8 @@ class Call:
         include_usage, continuous_usage: a stream tells its tokens at its end, or after all that it sends.
         echo: put the prompt before its answer.
         grammar: what the answer has to be.
-        sparsity: the rung that the answer is to be decoded at; None: the server's.
+        sparsity: the rung that the answer is to be decoded at, as it was given: which there are the engine knows. None:
+            the server's.
     """
 
     prompts: tuple[Any, ...]
@@ -203,7 +204,7 @@ def _call(
         continuous_usage=stream and _switch(options or {}, "continuous_usage_stats", False, "stream_options."),
         template=template,
         grammar=_grammar(body),
-        sparsity=None if body.get("sparsity") is None else _number(body, "sparsity", 0.0, 0.0, 1.0),
+        sparsity=body.get("sparsity"),
     )
 
 

@@ -90,7 +90,11 @@ async function answer(turn) {
   let outcome = "Answered.";
   try {
     // One after the other, so that each has the machine, and its speed, to itself.
-    for (const lane of lanes()) outcome = await answerIn(turn, lane, stopping.signal);
+    const asked = lanes();
+    for (const lane of asked) {
+      const told = await answerIn(turn, lane, stopping.signal);
+      outcome += asked.length > 1 ? ` ${laneName(lane)}: ${told}` : ` ${told}`;
+    }
   } catch (error) {
     outcome = stopping.signal.aborted ? "Stopped." : null;
     if (outcome === null) say(`That failed: ${error.message}`, true);
@@ -135,7 +139,7 @@ async function answerIn(turn, lane, signal) {
     box.setAttribute("aria-busy", "false");
   }
   const ended = reason === "length" ? " The longest answer's length was reached." : "";
-  return `Answered. ${cost.textContent}.${ended}`;
+  return `${cost.textContent}.${ended}`;
 }
 
 // Tokens a second since the first came.
