@@ -312,7 +312,7 @@ class Engine:
         """Let in who has arrived and out who was cancelled, and do what was asked for."""
         while self._arrived:
             ticket = self._arrived.popleft()
-            detokenizer = None if self._text is None else self._text.detokenizer()
+            detokenizer = None if self._text is None else self._text.detokenizer(ticket.request.spoken)
             job = self._scheduler.submit(ticket.request)
             ticket.writer = Writer(job, detokenizer, ticket.stops)
             self._jobs[job] = ticket

@@ -49,6 +49,7 @@ class Request:
         constraint: what the answer may say, at its beginning; for this request alone. None: anything.
         score_prompt: tell what the model thought of the prompt's tokens too; needs ``sampling.logprobs``.
         sparsity: the rung to decode at, 0 for the dense model; None: the decoder's own, see :class:`Rungs`.
+        spoken: special tokens that are part of the answer's text.
     """
 
     token_ids: Sequence[int]
@@ -59,6 +60,7 @@ class Request:
     constraint: Constraint | None = None
     score_prompt: bool = False
     sparsity: float | None = None
+    spoken: frozenset[int] = frozenset()
 
 
 @dataclass(eq=False)

@@ -462,6 +462,19 @@ def test_a_model_without_a_template_says_so(chat_server: Running, monkeypatch: p
     assert "no chat template" in body["error"]["message"]
 
 
+def test_tools_need_a_template_that_has_them(chat_server: Running) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": tools}
+    status, found = chat_server.post("/v1/chat/completions", body)
+    assert (status, found["error"]["param"]) == (400, "tools")
+    assert "<tool_call>" in found["error"]["message"]
+    status, _ = chat_server.post("/v1/chat/completions", {**body, "tool_choice": "none", "max_tokens": 1})
+    assert status == 200
+    answered = {"role": "tool", "tool_call_id": "1", "content": "5"}
+    status, found = chat_server.post("/v1/chat/completions", {"messages": [*body["messages"], answered]})
+    assert (status, found["error"]["param"]) == (400, "messages")
+
+
 def test_models_health_and_what_is_not_here(server: Running) -> None:
     client = server.client()
     assert [one.id for one in client.models.list()] == [NAME]
@@ -525,6 +538,7 @@ BAD = [
     ({"prompt": "a", "sparsity": 10**400}, "sparsity"),
     ({"prompt": "a", "grammar": "start: /a/", "response_format": {"type": "json_object"}}, "grammar"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
 ]
 
 
@@ -746,6 +760,8 @@ _FIELDS = [
     "response_format",
     "grammar",
     "tools",
+    "tool_choice",
+    "parallel_tool_calls",
     "stream_options",
     "user",
     "chat_template_kwargs",

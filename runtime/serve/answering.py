@@ -54,7 +54,7 @@ class Answering:
                 most = 1 if call.silent else call.max_tokens  # a prompt gives a token, wanted or not
                 request, stops = model.request(token_ids, most, sampling, call.stop, model.prefill, call.sparsity)
                 index = len(self._tickets)
-                request = replace(request, score_prompt=call.echo, constraint=constraints[index])
+                request = replace(request, score_prompt=call.echo, constraint=constraints[index], spoken=call.spoken)
                 self._tickets.append(self._engine.submit(request, stops, self._receiver(index, call.silent)))
 
     def _receiver(self, index: int, silent: bool) -> Callable[[Piece | WisparseError], None]:

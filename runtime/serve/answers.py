@@ -12,6 +12,7 @@ from typing import Any
 
 from ..answer import Generation, Piece
 from ..choosing import TokenScore
+from .calls import CallPart, Calls
 from .thinking import Thinking
 
 __all__ = ["DONE", "Shape", "event", "to_json", "unsaid", "usage"]
@@ -33,6 +34,7 @@ class Shape:
         echo: what is put before each answer, where that was asked for: its prompt, and that one's first token.
         scored: log-probabilities are told.
         thinks: whether an answer begins in the middle of a thought; None where there are none to split off.
+        calls: makes what splits calls from an answer's text, held until they are whole or not; None: there are none.
         include_usage, continuous_usage: a stream tells its tokens at its end, or after all that it sends.
     """
 
@@ -44,6 +46,7 @@ class Shape:
     thinks: bool | None = None
     include_usage: bool = False
     continuous_usage: bool = False
+    calls: Callable[[bool], Calls] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -53,19 +56,31 @@ class Shape:
         for index, answer in enumerate(answers):
             prompt, scores = self.prompt(index, answer.prompt_scores)
             content: dict[str, Any] = {"text": prompt + answer.text}
+            reason = answer.finish_reason
             if self.chat:
-                content = {"message": {"role": "assistant", **self._parts(answer.text), "refusal": None}}
+                message = self._parts(answer.text)
+                reason = _reason(reason, "tool_calls" in message)
+                content = {"message": {"role": "assistant", **message, "refusal": None}}
             logprobs, _ = self.logprobs([*scores, *(answer.scores or ())])
-            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+            choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
         return {**self._head("chat.completion"), "choices": choices, "usage": usage(answers, prompt_tokens)}
 
-    def _parts(self, text: str) -> dict[str, str]:
-        """A message's text, and what was thought before it."""
-        if self.thinks is None:
-            return {"content": text}
-        thinking = Thinking(begun=self.thinks)
-        thought, answer = map("".join, zip(thinking.add(text), thinking.finish(), strict=True))
-        return {"content": answer, "reasoning_content": thought} if thought else {"content": answer}
+    def _parts(self, text: str) -> dict[str, Any]:
+        """A message's text, what was thought before it, and what it calls."""
+        thought = ""
+        if self.thinks is not None:
+            thinking = Thinking(begun=self.thinks)
+            thought, text = map("".join, zip(thinking.add(text), thinking.finish(), strict=True))
+        message: dict[str, Any] = {"content": text}
+        if thought:
+            message["reasoning_content"] = thought
+        if self.calls is not None:
+            calls = self.calls(True)
+            parts = [*calls.add(text), *calls.finish()]
+            if calls.count:
+                message["content"] = "".join(part for part in parts if isinstance(part, str)) or None
+                message["tool_calls"] = _whole_calls([part for part in parts if isinstance(part, CallPart)])
+        return message
 
     def growing(self, count: int) -> Growing:
         """The stream of so many answers."""
@@ -151,6 +166,7 @@ class Growing:
         self._begun = [False] * count
         self._ends = [0] * count  # of each answer's tokens so far, in characters
         self._thinking = None if shape.thinks is None else [Thinking(begun=shape.thinks) for _ in range(count)]
+        self._calls = None if shape.calls is None else [shape.calls(False) for _ in range(count)]
 
     def opening(self) -> bytes:
         """What comes before an answer's first piece: a chat says whose turn it is."""
@@ -177,9 +193,13 @@ class Growing:
         logprobs, self._ends[index] = shape.logprobs(scores, self._ends[index])
         if not shape.chat:
             return shape.chunk(index, {"text": text}, reason, logprobs) if text or scores or reason else b""
-        delta = self._delta(index, text, ended=reason is not None)
-        chunks = shape.chunk(index, delta, None, logprobs) if delta or scores else b""
-        return chunks + shape.chunk(index, {}, reason) if reason else chunks
+        deltas = self._deltas(index, text, ended=reason is not None) or ([{}] if scores else [])
+        told = [logprobs, *[None] * len(deltas)]  # with the first of what came together
+        chunks = b"".join(shape.chunk(index, delta, None, told[at]) for at, delta in enumerate(deltas))
+        if reason is None:
+            return chunks
+        called = self._calls is not None and self._calls[index].count > 0
+        return chunks + shape.chunk(index, {}, _reason(reason, called))
 
     def tally(self, tokens: int, prompt_tokens: int) -> bytes:
         """What comes after the pieces so far."""
@@ -189,14 +209,60 @@ class Growing:
         """What comes after the last piece."""
         return self._shape.usage(answers, prompt_tokens) + DONE
 
-    def _delta(self, index: int, text: str, *, ended: bool) -> dict[str, str]:
-        """What a piece adds to a message."""
-        if self._thinking is None:
-            return {"content": text} if text else {}
-        thought, answer = self._thinking[index].add(text)
-        if ended:
-            thought, answer = map("".join, zip((thought, answer), self._thinking[index].finish(), strict=True))
-        return {name: part for name, part in (("reasoning_content", thought), ("content", answer)) if part}
+    def _deltas(self, index: int, text: str, *, ended: bool) -> list[dict[str, Any]]:
+        """What some pieces add to a message, in order."""
+        thought = ""
+        if self._thinking is not None:
+            thought, text = self._thinking[index].add(text)
+            if ended:
+                thought, text = map("".join, zip((thought, text), self._thinking[index].finish(), strict=True))
+        parts: list[str | CallPart] = [text] if text else []
+        if self._calls is not None:
+            parts = self._calls[index].add(text)
+            if ended:
+                parts += self._calls[index].finish()
+        # Neighbours are one, but for a call's name, which comes before its arguments.
+        deltas: list[dict[str, Any]] = [{"reasoning_content": thought}] if thought else []
+        for called, group in itertools.groupby(parts, _kind):
+            together = list(group)
+            if called is None:
+                said = {"content": "".join(map(str, together))}
+                if deltas and "content" not in deltas[-1] and "tool_calls" not in deltas[-1]:
+                    deltas[-1] |= said
+                else:
+                    deltas.append(said)
+            else:
+                deltas.append({"tool_calls": [_call_delta([part for part in together if isinstance(part, CallPart)])]})
+        return deltas
+
+
+def _kind(part: str | CallPart) -> tuple[int, bool] | None:
+    return (part.index, part.name is not None) if isinstance(part, CallPart) else None
+
+
+def _call_delta(parts: Sequence[CallPart]) -> dict[str, Any]:
+    """A call's name, or some more of its arguments."""
+    first, text = parts[0], "".join(part.text for part in parts)
+    if first.name is None:
+        return {"index": first.index, "function": {"arguments": text}}
+    return {
+        "index": first.index, "id": first.id, "type": "function", "function": {"name": first.name, "arguments": text}
+    }  # fmt: skip
+
+
+def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
+    """Calls from their parts."""
+    calls = []
+    for _, group in itertools.groupby(parts, lambda part: part.index):
+        first, *rest = group
+        arguments = "".join(part.text for part in rest)
+        calls.append({"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}})
+    return calls
+
+
+def _reason(reason: str, called: bool) -> str:
+    """Why a message ended, as OpenAI calls it."""
+    return "tool_calls" if called and reason == "stop" else reason
 
 
 def unsaid(piece: Piece) -> Piece:

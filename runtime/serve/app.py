@@ -18,7 +18,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import uvicorn
@@ -38,6 +38,7 @@ from ..engine import Engine, QueueFullError
 from ..model import Model
 from .answering import Answering
 from .answers import DONE, Shape, event, to_json
+from .calls import Calls, syntax_of
 from .metrics import Metrics
 from .page import page_routes
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
@@ -146,6 +147,9 @@ class _Server:
         self._thinks = (
             model.text is not None and model.text.token_id(OPEN) is not None and not model.text.is_special(OPEN)
         )
+        source = None if model.text is None else model.text.template_source
+        self._syntax = None if source is None else syntax_of(source)
+        self._markers = {} if self._syntax is None else _special(model, (self._syntax.opens, self._syntax.closes))
         self._spell = functools.lru_cache(_SPELLED)(model.spell)
         self._engine: Engine | None = None
         self.metrics = Metrics(lambda: self._running.state)
@@ -207,7 +211,7 @@ class _Server:
 
     async def chat(self, request: Request) -> Response:
         body = await self._body(request)
-        call = read_chat(body, self._defaults, self._model.decoder.max_batch)
+        call = self._with_calls(read_chat(body, self._defaults, self._model.decoder.max_batch))
         return await self._answer(request, call, functools.partial(self._shape, True))
 
     async def complete(self, request: Request) -> Response:
@@ -230,7 +234,33 @@ class _Server:
     def _shape(self, chat: bool, call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> Shape:
         scored, echo = call.sampling.logprobs is not None, self._echo(call, prompts)
         usage = call.include_usage, call.continuous_usage
-        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, *usage)
+        calls: Callable[[bool], Calls] | None = None
+        if (offer := call.offer) is not None and (syntax := self._syntax) is not None:
+
+            def calls(held: bool) -> Calls:
+                return Calls(syntax, offer.names, one=not offer.several, held=held)
+
+        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, *usage, calls=calls)
+
+    def _with_calls(self, call: Call) -> Call:
+        """The call with what the model's syntax needs, if functions are offered."""
+        text = self._model.text
+        source = (text and text.template_source) or "tool"  # without a template it is refused all the same
+        if "tool" not in source and any("tool_calls" in one or one["role"] == "tool" for one in call.prompts[0]):
+            raise ApiError(
+                400, "messages: this model's chat template leaves calls and their results out; tell them as text",
+                param="messages", code="unsupported_parameter",
+            )  # fmt: skip
+        if call.offer is None:
+            return call
+        if self._syntax is None:
+            raise ApiError(
+                400, "tools: this model's chat template has no tools in a syntax that this server reads (Hermes's and "
+                "Qwen's <tool_call>, Llama 3's JSON, Mistral's [TOOL_CALLS] with a list); leave them out",
+                param="tools", code="unsupported_parameter",
+            )  # fmt: skip
+        grammar = call.offer.grammar(self._syntax, self._markers) if call.offer.forced else call.grammar
+        return replace(call, grammar=grammar, spoken=frozenset(self._markers.values()))
 
     async def _answer(
         self,
@@ -331,6 +361,12 @@ class _Server:
         for ids in encoded:
             if len(ids) > most:
                 raise ContextLengthError(f"the prompt has {len(ids)} tokens and the context holds {most}: shorten it")
+        if thinks and call.offer is not None and call.offer.forced:
+            raise ApiError(
+                400, "tool_choice: this model's template begins with a thought, for which a call that has to be leaves "
+                "no room; ask with auto, or switch thoughts off by chat_template_kwargs", param="tool_choice",
+                code="invalid_value",
+            )  # fmt: skip
         count, grammar = len(encoded) * call.n, call.grammar
         constraints: list[Constraint | None] = [
             None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)
@@ -389,6 +425,13 @@ class _Server:
                 401, "expected the server's key as Authorization: Bearer KEY", kind="authentication_error",
                 code="invalid_api_key",
             )  # fmt: skip
+
+
+def _special(model: Model, markers: Sequence[str]) -> dict[str, int]:
+    """Ids of those that are special tokens."""
+    text = model.tokenizer
+    found = {marker: text.token_id(marker) for marker in markers if text.is_special(marker)}
+    return {marker: token for marker, token in found.items() if token is not None}
 
 
 def _defaults(model: Model) -> Defaults:

@@ -14,6 +14,8 @@ from wisparse.formats.errors import UsageError
 
 from ..grammar import ANY_OBJECT, Grammar
 from ..sampling import SamplingSettings
+from .refusals import ApiError, bad
+from .tools import Offer, read_calls, read_offer
 
 __all__ = ["ApiError", "Call", "Defaults", "read_chat", "read_completion"]
 
@@ -39,24 +41,9 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-_ROLES = ("system", "developer", "user", "assistant")
-
-
-class ApiError(Exception):
-    """What is answered instead: an HTTP status, and OpenAI's four words about it."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+# What only a chat has.
+_CHAT = ("tools", "tool_choice")
 
 
 @dataclass(frozen=True)
@@ -81,6 +68,8 @@ class Call:
         include_usage, continuous_usage: a stream tells its tokens at its end, or after all that it sends.
         echo: put the prompt before its answer.
         grammar: what the answer has to be.
+        offer: the functions that the answer may call.
+        spoken: special tokens that are part of an answer's text.
         sparsity: the rung that the answer is to be decoded at, as it was given: which there are the engine knows. None:
             the server's.
     """
@@ -96,6 +85,8 @@ class Call:
     template: Mapping[str, Any]
     echo: bool = False
     grammar: Grammar | None = None
+    offer: Offer | None = None
+    spoken: frozenset[int] = frozenset()
     sparsity: float | None = None
 
     @property
@@ -110,22 +101,28 @@ def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
     Raises:
         ApiError: with the field named.
     """
-    _refuse(body)
+    _refuse({name: value for name, value in body.items() if name not in _CHAT})
+    offer = read_offer(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise _bad("messages", "a list of messages, one at least", messages)
+        raise bad("messages", "a list of messages, one at least", messages)
     template = body.get("chat_template_kwargs") or {}
     if not isinstance(template, dict) or {"messages", "add_generation_prompt"} & set(template):
-        raise _bad("chat_template_kwargs", "an object of further template variables", template)
+        raise bad("chat_template_kwargs", "an object of further template variables", template)
+    if offer is not None:
+        if "tools" in template:
+            raise bad("chat_template_kwargs", "no tools beside those of the request", template)
+        template = {**template, "tools": offer.tools}
     given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     conversation = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     top = _integer(body, "top_logprobs", 0, 0, _LOGPROBS)
     logprobs = top if _switch(body, "logprobs", False) else None
     if logprobs is None and top:
-        raise _bad("logprobs", "true, as top_logprobs asks for some", body.get("logprobs"))
+        raise bad("logprobs", "true, as top_logprobs asks for some", body.get("logprobs"))
     max_tokens = _integer(body, given, None, 1, _SEED)
     sampling = _sampling(body, defaults, logprobs)
-    return _call(body, (conversation,), sampling, most, max_tokens, template)
+    call = _call(body, (conversation,), sampling, most, max_tokens, template)
+    return replace(call, offer=offer)
 
 
 def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
@@ -141,7 +138,7 @@ def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> C
     elif isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_ids(one) for one in prompt):
         prompts = tuple(prompt)
     else:
-        raise _bad("prompt", "a text, a list of token ids, or a list of either", prompt)
+        raise bad("prompt", "a text, a list of token ids, or a list of either", prompt)
     sampling = _sampling(body, defaults, _integer(body, "logprobs", None, 0, _LOGPROBS))
     max_tokens = _integer(body, "max_tokens", 16, 0, _SEED)
     call = _call(body, prompts, sampling, most, max_tokens, {})
@@ -173,7 +170,7 @@ def _biases(body: Mapping[str, Any]) -> dict[int, float]:
     for token, bias in given.items():
         id_like = token.isascii() and token.isdigit() and len(token) < 10
         if not id_like or type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise _bad("logit_bias", expected, {token: bias})
+            raise bad("logit_bias", expected, {token: bias})
     return {int(token): float(bias) for token, bias in given.items()}
 
 
@@ -188,11 +185,11 @@ def _call(
     stream = _switch(body, "stream", False)
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        raise _bad("stream_options", "an object", options)
+        raise bad("stream_options", "an object", options)
     n = _integer(body, "n", 1, 1, most)
     assert n is not None  # it has a default
     if n * len(prompts) > most:
-        raise _bad("prompt", f"at most {most} answers in one request", f"{len(prompts)} prompts with n = {n}")
+        raise bad("prompt", f"at most {most} answers in one request", f"{len(prompts)} prompts with n = {n}")
     return Call(
         prompts=prompts,
         sampling=sampling,
@@ -222,9 +219,9 @@ def _grammar(body: Mapping[str, Any]) -> Grammar | None:
         case {"type": "json_object"}:
             schema = ANY_OBJECT
         case _:
-            raise _bad(field, expected, wanted)
+            raise bad(field, expected, wanted)
     if schema is not None and body.get("grammar"):
-        raise _bad("grammar", "none beside a response_format", body["grammar"])
+        raise bad("grammar", "none beside a response_format", body["grammar"])
     try:
         if schema is not None:
             return Grammar.of_schema(field, schema)
@@ -249,11 +246,11 @@ def _refuse(body: Mapping[str, Any]) -> None:
 
 def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, dict):
-        raise _bad(where, "an object with role and content", message)
+        raise bad(where, "an object with role and content", message)
     role = message.get("role")
     if role not in _ROLES:
-        raise _bad(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
-    for field in ("tool_calls", "function_call", "audio"):
+        raise bad(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
+    for field in ("function_call", "audio") if role == "assistant" else ("tool_calls", "function_call", "audio"):
         if message.get(field):
             raise ApiError(
                 400, f"{where}.{field}: this server does not have it yet", param=f"{where}.{field}",
@@ -265,9 +262,15 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     elif content is None and role == "assistant":
         content = ""
     elif not isinstance(content, str):
-        raise _bad(f"{where}.content", "a text, or a list of parts", content)
-    name = {"name": message["name"]} if isinstance(message.get("name"), str) else {}
-    return {"role": "system" if role == "developer" else role, "content": content, **name}
+        raise bad(f"{where}.content", "a text, or a list of parts", content)
+    more = {"name": message["name"]} if isinstance(message.get("name"), str) else {}
+    if role == "tool":
+        more["tool_call_id"] = message.get("tool_call_id")
+        if not isinstance(more["tool_call_id"], str):
+            raise bad(f"{where}.tool_call_id", "the id of the call that this answers", more["tool_call_id"])
+    if message.get("tool_calls"):
+        more["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
+    return {"role": "system" if role == "developer" else role, "content": content, **more}
 
 
 def _part(part: Any, where: str) -> str:
@@ -278,7 +281,7 @@ def _part(part: Any, where: str) -> str:
         )
     text = part.get("text") if kind == "text" else None
     if not isinstance(text, str):
-        raise _bad(where, "a part of type text", part)
+        raise bad(where, "a part of type text", part)
     return text
 
 
@@ -286,16 +289,12 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     given = body.get("stop")
     stops: Sequence[Any] = [] if given is None else given if isinstance(given, list) else [given]
     if len(stops) > _STOPS or not all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops):
-        raise _bad("stop", f"a text, or up to {_STOPS} of them, none empty or over {_LONGEST_STOP} characters", given)
+        raise bad("stop", f"a text, or up to {_STOPS} of them, none empty or over {_LONGEST_STOP} characters", given)
     return tuple(stops)
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _bad(field: str, expected: str, found: Any) -> ApiError:
-    return ApiError(400, f"{field}: expected {expected}, found {found!r:.80}", param=field, code="invalid_value")
 
 
 def _checked(
@@ -305,7 +304,7 @@ def _checked(
     if value is None:
         return default
     if not fits(value):
-        raise _bad(prefix + field, expected, value)
+        raise bad(prefix + field, expected, value)
     return value
 
 

@@ -7,6 +7,7 @@ to say (its post-processor), as in transformers' own TokenizersBackend.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +45,7 @@ class Text:
         self._vocab_size = vocab_size
         self.special_tokens = _special_tokens(tokenizer_config)
         source = template if template is not None else _template_of(tokenizer_config)
+        self.template_source = source
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
 
     @classmethod
@@ -106,9 +108,20 @@ class Text:
         """Text of token ids; ids that the tokenizer does not know give nothing."""
         return self._tokenizer.decode(token_ids, skip_special_tokens)
 
-    def detokenizer(self) -> Detokenizer:
-        """A fresh decoder for one growing sequence."""
-        return Detokenizer(self.decode)
+    def detokenizer(self, spoken: frozenset[int] = frozenset()) -> Detokenizer:
+        """A fresh decoder for one growing sequence; special tokens among ``spoken`` are part of its text."""
+        return Detokenizer(functools.partial(self._decode_spoken, spoken) if spoken else self.decode)
+
+    def _decode_spoken(self, spoken: frozenset[int], token_ids: Sequence[int]) -> str:
+        """Text of token ids, with some special tokens; what stands between two of these is decoded by itself."""
+        parts = []
+        start = 0
+        for index, token in enumerate(token_ids):
+            if token in spoken:
+                parts.append(self.decode(token_ids[start:index]))
+                parts.append(self.decode([token], skip_special_tokens=False))
+                start = index + 1
+        return "".join(parts) + self.decode(token_ids[start:])
 
     def token_id(self, token: str) -> int | None:
         """Id of a token that is a whole vocabulary entry; None if there is no such."""

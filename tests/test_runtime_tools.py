@@ -1,0 +1,483 @@
+"""Functions that a model may call: what is asked, what it writes, and what clients are told."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import string
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bundle_maker import make_bundle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from served import NAME, TEMPLATE, Running
+
+from wisparse.runtime.serve.calls import HERMES, LLAMA, MISTRAL, CallPart, Calls, Syntax, syntax_of
+from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat
+from wisparse.runtime.serve.tools import read_offer
+
+SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Rome", "Oslo"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+ASK: list[Any] = [{"role": "user", "content": "?"}]
+
+_LISTS = (
+    "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
+)
+_ENDS = "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+_CALL = "{% for c in m.tool_calls or [] %}"
+TEMPLATES = {
+    "hermes": _LISTS + _CALL + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}\n</tool_call>{% endfor %}" + _ENDS,
+    "llama": _LISTS + _CALL + """{{ '{"name": "' + c.function.name + '", ' }}{{ '"parameters": ' }}"""
+    "{{ c.function.arguments | tojson }}}{% endfor %}" + _ENDS,
+    "mistral": _LISTS + "{% if m.tool_calls %}[TOOL_CALLS][" + _CALL + "{{ (c.function | tojson)[:-1] }}"
+    '{% if c.id | length != 9 %}{{ raise_exception("nine characters") }}{% endif %}, "id": "{{ c.id }}"}'
+    "{% if not loop.last %}, {% endif %}{% endfor %}]{% endif %}" + _ENDS,
+}  # fmt: skip
+TWO = {
+    "hermes": '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>',
+    "llama": '{"name": "weather", "parameters": {"city": "Oslo"}}; {"name": "clock", "parameters": {}}',
+    "mistral": '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "clock", "arguments": {}}]',
+}
+
+
+def _told(parts: Sequence[str | CallPart]) -> tuple[str, list[list[str]]]:
+    """The text, and each call's name and arguments."""
+    calls: list[list[str]] = []
+    for part in parts:
+        if isinstance(part, CallPart):
+            if part.name is not None:
+                assert part.index == len(calls)
+                assert part.id
+                calls.append([part.name, ""])
+            assert part.index == len(calls) - 1  # one after the other
+            calls[part.index][1] += part.text
+    return "".join(part for part in parts if isinstance(part, str)), calls
+
+
+def _split(syntax: Syntax, pieces: Sequence[str], **how: bool) -> tuple[str, list[list[str]]]:
+    calls = Calls(syntax, {"weather", "clock"}, **how)
+    parts = [part for piece in pieces for part in calls.add(piece)] + calls.finish()
+    found = _told(parts)
+    assert calls.count == len(found[1])
+    return found
+
+
+def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
+    borders = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    return [text[start:stop] for start, stop in itertools.pairwise(borders)]
+
+
+def _written(syntax: Syntax, calls: Sequence[tuple[str, str]]) -> str:
+    """The calls as a model writes them."""
+    objects = [f'{{"name": "{name}", "{syntax.key}": {arguments}}}' for name, arguments in calls]
+    if syntax.listed:
+        return f"{syntax.opens}[{', '.join(objects)}]"
+    if syntax.bare:
+        return "; ".join(objects)
+    return "\n".join(f"{syntax.opens}\n{one}\n{syntax.closes}" for one in objects)
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(st.sampled_from('aé"\\{}[]<\n '), max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text("ab{", max_size=3), inner, max_size=3),
+    max_leaves=5,
+)
+_ARGUMENTS = st.dictionaries(st.text("ab}", max_size=3), _JSON, max_size=3)
+_CUTS = st.lists(st.integers(0, 200), max_size=12)
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
+@given(
+    calls=st.lists(st.tuples(st.sampled_from(["weather", "clock"]), _ARGUMENTS), min_size=1, max_size=3),
+    before=st.sampled_from(["", "Well", "Well,\n\n", "a {b}\n", "<tool", "  "]),
+    ascii_only=st.booleans(),
+    cuts=_CUTS,
+)
+def test_calls_are_found_wherever_pieces_end(
+    syntax: Syntax, calls: list[tuple[str, dict[str, Any]]], before: str, ascii_only: bool, cuts: list[int]
+) -> None:
+    if syntax.bare and before.strip():
+        before += "\n"
+    written = [(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls]
+    text = before + _written(syntax, written)
+    for held in (True, False):
+        said, found = _split(syntax, _pieces(text, cuts), held=held)
+        assert said == before.rstrip()
+        assert [tuple(call) for call in found] == written
+        assert _split(syntax, _pieces(text, cuts), held=held, one=True)[1] == [list(written[0])]
+
+
+_SCRAPS = [
+    "<tool_call>", "</tool_call>", "<tool_", "call>", "[TOOL_CALLS]", "[TOOL", "<|python_tag|>", "<|py", "[", "]",
+    "{", "}", '{"name": "weather", "arguments": ', '{"name": "clock", "parameters": {}}',
+    '{"name": "nobody", "arguments": {}}',
+    '{"arguments": {"a": 1}, "name": "weather"}', '{"name": "weather"}', '{"name"', '{"id": "1", ', '"', "\\", ";", ",",
+    "\n", " ", "a", " " * 70, '"{\\"a\\": 1}"', "{}", "NaN", "1e999", "\\ud800", "[" * 40, "é",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
+@settings(max_examples=400)
+@given(scraps=st.lists(st.sampled_from(_SCRAPS), max_size=14), cuts=_CUTS)
+def test_whatever_a_model_writes_pieces_make_no_difference(syntax: Syntax, scraps: list[str], cuts: list[int]) -> None:
+    text = "".join(scraps)
+    for held in (True, False):
+        whole = _split(syntax, [text], held=held)
+        assert _split(syntax, _pieces(text, cuts), held=held) == whole
+        assert _split(syntax, list(text), held=held) == whole
+        if held:
+            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[1])
+            assert whole[1] or whole[0] == text
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "weather", "%s": {"city": }',
+        '{"name": "weather", "%s": {"city": "Oslo"',
+        '{"name": "weather", "%s": {"city": "Oslo}}\n',
+        '{"name": "weather", "%s": {"city": NaN}}',
+        '{"name": "weather", "%s": ["Oslo"]}',
+        '{"name": "nobody", "%s": {"city": "Oslo"}}',
+        '{"name": 5, "%s": {}}',
+        '{"%s": {}}',
+        '{"name": "weather", "%s": ' + '{"a": ' * 100,
+        '{"name": "weather", "%s": {"a": ' + "1" * 5000 + "}}",
+    ],
+)
+def test_what_does_not_parse_is_text_as_it_stands(syntax: Syntax, body: str) -> None:
+    opens = "" if syntax.bare else f"{syntax.opens}[" if syntax.listed else syntax.opens
+    text = f"So: \n{opens}{body % syntax.key}{']' if syntax.listed else ''}"
+    assert _split(syntax, list(text)) == (text, [])
+
+
+def test_a_call_whose_arguments_break_once_it_is_told_keeps_what_it_has() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": <b>Oslo'
+    assert _split(HERMES, list(text), held=False) == ("<b>Oslo", [["weather", '{"city": ']])
+
+
+def test_arguments_come_in_pieces_and_the_name_first() -> None:
+    calls = Calls(HERMES, {"weather"}, held=False)
+    heard = [
+        calls.add(piece) for piece in ('a\n<tool_call>{"name": "wea', 'ther", "arguments": ', '{"ci', 'ty": 1}', "}")
+    ]
+    assert heard[0] == ["a"]
+    assert heard[1] == []
+    name, first = heard[2]
+    assert isinstance(name, CallPart)
+    assert (name.name, name.text) == ("weather", "")
+    assert [first, *heard[3]] == [CallPart(0, '{"ci'), CallPart(0, 'ty": 1}')]
+    assert calls.add("</tool_call>") + calls.finish() == heard[4] == []
+
+
+@pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
+def test_much_of_what_could_begin_a_call_costs_little(syntax: Syntax) -> None:
+    """Each character is looked at so many times at most: an object ends, or is too deep, or breaks."""
+    text = (syntax.opens + '{"id": {"name": "weather",\n') * 3000
+    looked = 0
+    calls = Calls(syntax, {"weather"})
+    step = calls._fail
+
+    def counted() -> bool:
+        nonlocal looked
+        looked += calls._nesting.at
+        return step()
+
+    calls._fail = counted  # type: ignore[method-assign]
+    said, _ = _told(calls.add(text) + calls.finish())
+    assert said == text
+    assert looked < 40 * len(text)
+
+
+def test_syntaxes_are_known_by_the_template() -> None:
+    for name, template in TEMPLATES.items():
+        assert syntax_of(template) is SYNTAXES[name]
+        assert syntax_of(template.replace('"', '\\"')) is SYNTAXES[name]
+    for other in (
+        TEMPLATE,
+        "{{ tools }}",
+        "{{ tools }}<tool_call>\n<function=name>\n<parameter=a>",
+        "{{ tools }}<tool_call>name\n<arg_key>",
+        "{{ tools }}[TOOL_CALLS]name[ARGS]{}",
+        '<tool_call>{"name": 1, "arguments": 2}',
+    ):
+        assert syntax_of(other) is None
+
+
+def _function(**more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **more}}
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [CLOCK] * 2}, "tools"),
+        ({"tools": [_function(name=f"f{number}") for number in range(129)]}, "tools"),
+        ({"tools": [_function(description="a" * 300_000)]}, "tools"),
+        ({"tools": [5]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tools": [CLOCK, _function(name="a b")]}, "tools[1].function.name"),
+        ({"tools": [_function(name="a" * 65)]}, "tools[0].function.name"),
+        ({"tools": [_function(name="f\n")]}, "tools[0].function.name"),
+        ({"tools": [_function(description=5)]}, "tools[0].function.description"),
+        ({"tools": [_function(parameters=[])]}, "tools[0].function.parameters"),
+        ({"tools": [_function(parameters={"type": "string"})]}, "tools[0].function.parameters"),
+        ({"tools": [_function(strict="yes")]}, "tools[0].function.strict"),
+        ({"tools": [CLOCK], "tool_choice": "clock"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": 5}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": "required", "grammar": "start: /a/"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "parallel_tool_calls": 1}, "parallel_tool_calls"),
+        ({"tools": [CLOCK], "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_a_bad_field_is_named(body: dict[str, Any], field: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_chat({"messages": ASK, **body}, Defaults(), 1)
+    assert refused.value.status == 400
+    assert refused.value.body["error"]["param"] == field
+    assert field in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        ({"role": "tool", "content": "5"}, "tool_call_id"),
+        ({"role": "tool", "tool_call_id": "1"}, "content"),
+        ({"role": "user", "content": "", "tool_calls": [5]}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": 5}, "tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]"),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]},
+            "tool_calls[0].function.arguments",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": [5]}}]},
+            "tool_calls[0].function.arguments",
+        ),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "function_call"),
+    ],
+    ids=lambda value: json.dumps(value)[:60],
+)
+def test_a_bad_message_is_named(message: dict[str, Any], field: str) -> None:
+    with pytest.raises(ApiError) as refused:
+        read_chat({"messages": [*ASK, message]}, Defaults(), 1)
+    assert refused.value.body["error"]["param"] == f"messages[1].{field}"
+
+
+def test_none_offers_nothing() -> None:
+    call = read_chat({"messages": ASK, "tools": [CLOCK], "tool_choice": "none"}, Defaults(), 1)
+    assert call.offer is None
+    assert "tools" not in call.template
+    call = read_chat({"messages": ASK, "tools": [CLOCK]}, Defaults(), 1)
+    assert call.offer is not None
+    assert call.offer.names == {"clock"}
+    assert call.template == {"tools": [CLOCK]}
+
+
+def test_a_grammar_that_looks_like_another_kind() -> None:
+    offer = read_offer({"tools": [_function(parameters={"description": "a ::= b"})], "tool_choice": "required"})
+    assert offer is not None
+    assert "::=" not in offer.grammar(HERMES, {}).source
+
+
+@pytest.fixture(scope="module", params=list(SYNTAXES))
+def syntax(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def server(syntax: str, example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """One whose template has tools; the marker is a special token in two of three, as it is in those models."""
+    folder = tmp_path_factory.mktemp(syntax)
+    source = folder / "source"
+    source.mkdir()
+    for file in example_model.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    if syntax != "hermes":
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            text = (source / name).read_text().replace("<|pad|>", SYNTAXES[syntax].opens)
+            (source / name).write_text(text)
+    (source / "chat_template.jinja").write_text(TEMPLATES[syntax])
+    running = Running(make_bundle(source, folder / NAME, 0.4))
+    yield running
+    running.stop()
+
+
+def _says(syntax: str, text: str, special: bool) -> dict[str, Any]:
+    """A model that can say nothing but this."""
+    opens = SYNTAXES[syntax].opens
+    parts = [json.dumps(part, ensure_ascii=False) for part in text.split(opens)]
+    return {"grammar": "start: " + (" <[3]> " if special else " " + json.dumps(opens) + " ").join(parts)}
+
+
+def _ask(server: Running, text: str, syntax: str, stream: bool, **more: Any) -> tuple[str, list[Any], str]:
+    """Text, calls, and why it ended; with OpenAI's own client."""
+    asked: dict[str, Any] = {"messages": ASK, "tools": [WEATHER, CLOCK], **more}
+    extra = _says(syntax, text, syntax != "hermes") if text else {}
+    completions = server.client().chat.completions
+    if not stream:
+        choice = completions.create(model=NAME, max_tokens=120, extra_body=extra, **asked).choices[0]
+        return choice.message.content or "", choice.message.tool_calls or [], str(choice.finish_reason)
+    with completions.stream(model=NAME, max_tokens=120, extra_body=extra, **asked) as events:
+        for _ in events:
+            pass
+        choice = events.get_final_completion().choices[0]
+    return choice.message.content or "", choice.message.tool_calls or [], str(choice.finish_reason)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_and_the_turn_after_them(
+    server: Running, syntax: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = []
+    render = server.text.render
+
+    def seen(*args: Any, **more: Any) -> str:
+        prompts.append(render(*args, **more))
+        return prompts[-1]
+
+    monkeypatch.setattr(server.text, "render", seen)
+    before = "Well.\n" if syntax == "llama" else "Well. "
+    said, calls, reason = _ask(server, before + TWO[syntax], syntax, stream)
+    assert (said, reason) == ("Well.", "tool_calls")
+    assert [(call.function.name, call.function.arguments) for call in calls] == [
+        ("weather", '{"city": "Oslo"}'),
+        ("clock", "{}"),
+    ]
+    assert len({call.id for call in calls}) == 2
+    turns = [
+        *ASK,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": call.id, "type": "function", "function": call.function.model_dump(include={"name", "arguments"})}
+                for call in calls
+            ],
+        },
+        *({"role": "tool", "tool_call_id": call.id, "content": f"{call.function.name}: 5"} for call in calls),
+    ]
+    said, calls, reason = _ask(server, "It is cold.", syntax, stream, messages=turns)
+    assert (said, calls, reason) == ("It is cold.", [], "stop")
+    first, second = prompts
+    assert first == "weather clock user: ?\nassistant:"
+    assert second.startswith("weather clock user: ?\nassistant: ")
+    assert second.endswith("tool: weather: 5\ntool: clock: 5\nassistant:")
+    assert '"name": "weather"' in second
+    assert '{"city": "Oslo"}' in second
+
+
+def test_a_call_in_a_stream_has_openais_form(server: Running, syntax: str) -> None:
+    chunks = list(
+        server.client().chat.completions.create(
+            model=NAME, messages=ASK, tools=[WEATHER, CLOCK], stream=True, max_tokens=120, logprobs=True,
+            extra_body=_says(syntax, TWO[syntax], syntax != "hermes"),
+        )
+    )  # fmt: skip
+    choices = [chunk.choices[0] for chunk in chunks]
+    deltas = [call for choice in choices for call in choice.delta.tool_calls or ()]
+    assert "".join(choice.delta.content or "" for choice in choices) == ""
+    assert [call.index for call in deltas] == sorted(call.index for call in deltas)
+    heads = [call for call in deltas if call.id]
+    assert [(call.index, call.type, call.function.name, call.function.arguments) for call in heads] == [
+        (0, "function", "weather", ""),
+        (1, "function", "clock", ""),
+    ]
+    assert [call.index for call in deltas if call.function.name] == [0, 1]
+    arguments = "".join(call.function.arguments for call in deltas if call.index == 0)
+    assert arguments == '{"city": "Oslo"}'
+    assert [choice.finish_reason for choice in choices if choice.finish_reason] == ["tool_calls"]
+    assert sum(len(choice.logprobs.content) for choice in choices if choice.logprobs) > 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_call_where_several_are_not_wanted(server: Running, syntax: str, stream: bool) -> None:
+    _, calls, reason = _ask(server, TWO[syntax], syntax, stream, parallel_tool_calls=False)
+    assert [call.function.name for call in calls] == ["weather"]
+    assert reason == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_no_call_is_content(server: Running, syntax: str, stream: bool) -> None:
+    text = TWO[syntax].replace("weather", "whether").replace("clock", "crock")
+    assert _ask(server, text, syntax, stream) == (text, [], "stop")
+    # Where nothing is offered, nothing is looked for.
+    said, calls, reason = _ask(server, "Well.", syntax, stream, tool_choice="none")
+    assert (said, calls, reason) == ("Well.", [], "stop")
+
+
+def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
+    named: Any = {"type": "function", "function": {"name": "weather"}}
+    for stream in (False, True):
+        said, calls, reason = _ask(server, "", syntax, stream, tool_choice=named, temperature=0)
+        assert (said, reason, [call.function.name for call in calls]) == ("", "tool_calls", ["weather"])
+        assert json.loads(calls[0].function.arguments)["city"] in ("Rome", "Oslo")
+    said, calls, _ = _ask(
+        server, "", syntax, False, tools=[WEATHER, _function(parameters=WEATHER["function"]["parameters"])],
+        tool_choice="required", parallel_tool_calls=False, temperature=1.5, seed=3,
+    )  # fmt: skip
+    assert said == ""
+    assert [call.function.name in ("weather", "f") for call in calls] == [True]
+    _, calls, _ = _ask(server, "", syntax, False, tools=[WEATHER], tool_choice="required", temperature=0)
+    assert calls
+
+
+def test_a_call_that_is_cut_off(server: Running, syntax: str) -> None:
+    chunks = server.client().chat.completions.create(
+        model=NAME, messages=ASK, tools=[WEATHER], max_tokens=12, temperature=0, logprobs=True,
+        extra_body=_says(syntax, TWO[syntax], syntax != "hermes"),
+    )  # fmt: skip
+    choice = chunks.choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls is None
+    assert TWO[syntax].startswith(choice.message.content)
+
+
+def test_where_there_are_no_tools(server: Running) -> None:
+    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+        status, found = server.post(path, {**body, "tools": [WEATHER]})
+        assert (status, found["error"]["param"]) == (400, "tools")
+
+
+def test_special_tokens_that_are_spoken(server: Running, syntax: str) -> None:
+    """They stand where they were written, whatever the tokens around them; others stay out."""
+    if syntax == "hermes":
+        assert not server.text.is_special("<tool_call>")
+        return
+    opens = SYNTAXES[syntax].opens
+    assert server.text.token_id(opens) == 3
+    chance = random.Random(5)
+    for _ in range(20):
+        words = ["".join(chance.choices(string.ascii_letters + " é漢", k=chance.randrange(1, 9))) for _ in range(6)]
+        ids: list[int] = []
+        for word in words:
+            ids += [*server.text.encode(word, add_special_tokens=False), 3, 1]
+        detokenizer = server.text.detokenizer(frozenset({3}))
+        assert "".join(map(detokenizer.add, ids)) + detokenizer.finish() == "".join(word + opens for word in words)
+        assert opens not in server.text.decode(ids)
