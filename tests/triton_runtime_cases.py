@@ -117,6 +117,15 @@ def test_other_masks_are_what_loading_them_gives():
     # Sparse, dense, sparse with biases.
     assert len(fast._of_kinds) == 3
     assert all(len(steps) == 1 for _, steps in fast._of_kinds.values())
+    # What was read dense stands there still, under masks of another kind too; what was decoded behind it does not.
+    other = changed(0.0, 0.0)
+    fast.prefill(0, PROMPT, len(PROMPT))
+    fast.decode(torch.tensor([5]))
+    fast.set_masks(other.masks)
+    fast.prefill(0, PROMPT, len(PROMPT), start=len(PROMPT) - 1)
+    slow = TorchDecoder(other, dtype=torch.float64, **settings)
+    slow.prefill(0, PROMPT, len(PROMPT))
+    assert torch.equal(fast.decode(torch.tensor([7])), slow.decode(torch.tensor([7])))
 
 
 @pytest.mark.parametrize(
