@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import NAME, TEMPLATE, Running
 
-from wisparse.runtime.serve.calls import HERMES, LLAMA, MISTRAL, CallPart, Calls, Syntax, syntax_of
+from wisparse.runtime.serve.calls import CallPart, Calls
 from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat
+from wisparse.runtime.serve.syntax import HERMES, LLAMA, MISTRAL, Syntax, syntax_of
 from wisparse.runtime.serve.tools import read_offer
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
@@ -40,7 +41,10 @@ ASK: list[Any] = [{"role": "user", "content": "?"}]
 _LISTS = (
     "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}"
 )
-_ENDS = "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+_ENDS = (
+    "{{ '\n' }}{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+    "{% if think is defined %}<think>{% endif %}"
+)
 _CALL = "{% for c in m.tool_calls or [] %}"
 TEMPLATES = {
     "hermes": _LISTS + _CALL + '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": '
@@ -136,7 +140,7 @@ _SCRAPS = [
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(scraps=st.lists(st.sampled_from(_SCRAPS), max_size=14), cuts=_CUTS)
 def test_whatever_a_model_writes_pieces_make_no_difference(syntax: Syntax, scraps: list[str], cuts: list[int]) -> None:
     text = "".join(scraps)
@@ -336,15 +340,17 @@ def _says(syntax: str, text: str, special: bool) -> dict[str, Any]:
     return {"grammar": "start: " + (" <[3]> " if special else " " + json.dumps(opens) + " ").join(parts)}
 
 
-def _ask(server: Running, text: str, syntax: str, stream: bool, **more: Any) -> tuple[str, list[Any], str]:
+def _ask(
+    server: Running, text: str, syntax: str, stream: bool, most: int = 120, **more: Any
+) -> tuple[str, list[Any], str]:
     """Text, calls, and why it ended; with OpenAI's own client."""
     asked: dict[str, Any] = {"messages": ASK, "tools": [WEATHER, CLOCK], **more}
     extra = _says(syntax, text, syntax != "hermes") if text else {}
     completions = server.client().chat.completions
     if not stream:
-        choice = completions.create(model=NAME, max_tokens=120, extra_body=extra, **asked).choices[0]
+        choice = completions.create(model=NAME, max_tokens=most, extra_body=extra, **asked).choices[0]
         return choice.message.content or "", choice.message.tool_calls or [], str(choice.finish_reason)
-    with completions.stream(model=NAME, max_tokens=120, extra_body=extra, **asked) as events:
+    with completions.stream(model=NAME, max_tokens=most, extra_body=extra, **asked) as events:
         for _ in events:
             pass
         choice = events.get_final_completion().choices[0]
@@ -444,8 +450,20 @@ def test_calls_that_have_to_be(server: Running, syntax: str) -> None:
     )  # fmt: skip
     assert said == ""
     assert [call.function.name in ("weather", "f") for call in calls] == [True]
-    _, calls, _ = _ask(server, "", syntax, False, tools=[WEATHER], tool_choice="required", temperature=0)
+    _, calls, _ = _ask(server, "", syntax, False, 40, tools=[WEATHER], tool_choice="required", temperature=0)
     assert calls
+
+
+def test_a_thought_before_a_call(server: Running, syntax: str) -> None:
+    thought = {"chat_template_kwargs": {"think": True}}
+    says = _says(syntax, f"cold?</think>\n\n{TWO[syntax]}", syntax != "hermes")
+    body = {"messages": ASK, "tools": [WEATHER, CLOCK], "max_tokens": 120, **thought}
+    status, found = server.post("/v1/chat/completions", {**body, **says})
+    assert status == 200
+    message = found["choices"][0]["message"]
+    assert (message["content"], message["reasoning_content"], len(message["tool_calls"])) == (None, "cold?", 2)
+    status, found = server.post("/v1/chat/completions", {**body, "tool_choice": "required"})
+    assert (status, found["error"]["param"]) == (400, "tool_choice")
 
 
 def test_a_call_that_is_cut_off(server: Running, syntax: str) -> None:

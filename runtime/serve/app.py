@@ -38,11 +38,12 @@ from ..engine import Engine, QueueFullError
 from ..model import Model
 from .answering import Answering
 from .answers import DONE, Shape, event, to_json
-from .calls import Calls, syntax_of
+from .calls import Calls
 from .metrics import Metrics
 from .page import page_routes
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
 from .responses import ResponseShape, as_chat_body, as_response_error
+from .syntax import syntax_of
 from .thinking import OPEN
 from .wire import PATIENCE_SECONDS, EventStream, unless_gone
 

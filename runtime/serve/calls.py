@@ -1,12 +1,5 @@
 """Calls of functions in what a model writes, split from its text wherever the borders of pieces fall.
 
-Which syntax a model was trained on is told by its chat template. A call is a JSON object with ``name`` and
-``arguments`` (or ``parameters``), behind a marker:
-
-    hermes   <tool_call>{...}</tool_call>      Hermes, Qwen 2.5 and 3
-    llama    {...}; {...}  or  <|python_tag|>{...}      Llama 3.1 to 3.3: an answer or a line begins with it
-    mistral  [TOOL_CALLS][{...}, {...}]
-
 What does not become a call is text as it stands.
 """
 
@@ -14,18 +7,19 @@ from __future__ import annotations
 
 import json
 import re
-import uuid
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard.safe_json import parse_json
 
-__all__ = ["HERMES", "LLAMA", "MISTRAL", "CallPart", "Calls", "Syntax", "syntax_of"]
+from .nesting import BrokenError, Nesting
+from .syntax import Syntax
+
+__all__ = ["CallPart", "Calls"]
 
 # White space before a call belongs to neither; more of it than this is text.
 _SPACE = 64
-_DEPTH = 32
 _HEAD_CHARACTERS = 1024
 _KEYS = ("name", "arguments", "parameters", "type", "id")
 _WHITE = r"[ \t\r\n]*"
@@ -34,51 +28,6 @@ _HEAD = re.compile(
     rf'\{{{_WHITE}(?:"type"{_WHITE}:{_WHITE}"function"{_WHITE},{_WHITE})?"name"{_WHITE}:{_WHITE}"([^"\\\x00-\x1f]*)"'
     rf'{_WHITE},{_WHITE}"(?:arguments|parameters)"{_WHITE}:{_WHITE}(?=\{{)'
 )
-_IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
-_OUTSIDE = re.compile(r"[ \t\r\n0-9A-Za-z+\-.:,]*")
-
-
-@dataclass(frozen=True)
-class Syntax:
-    """How a model writes calls.
-
-    Attributes:
-        opens: the marker before a call, or before the list of them.
-        closes: what may stand behind a call, and belongs to it.
-        listed: calls are a JSON list.
-        bare: a call may do without its marker where a line begins.
-        key: how the model calls the arguments.
-        short: ids have nine characters, else the template refuses them.
-    """
-
-    opens: str
-    closes: str
-    key: str = "arguments"
-    listed: bool = False
-    bare: bool = False
-    short: bool = False
-
-    def new_id(self) -> str:
-        """A name for a call."""
-        return uuid.uuid4().hex[:9] if self.short else f"call_{uuid.uuid4().hex[:24]}"
-
-
-HERMES = Syntax("<tool_call>", "</tool_call>")
-LLAMA = Syntax("<|python_tag|>", ";", key="parameters", bare=True)
-MISTRAL = Syntax("[TOOL_CALLS]", "]", listed=True, short=True)
-
-
-def syntax_of(template: str) -> Syntax | None:
-    """The syntax that a chat template writes; None if it knows no tools, or has a syntax that is not known here."""
-    text = template.replace('\\"', '"')
-    if "tools" not in text:
-        return None
-    if "<tool_call>" in text:
-        # Others write <function=name> or <arg_key> between the same tags.
-        return HERMES if "arguments" in text and "<function=" not in text and "<arg_key>" not in text else None
-    if MISTRAL.opens in text:
-        return None if "[ARGS]" in text else MISTRAL
-    return LLAMA if '"parameters": ' in text and '{"name": ' in text else None
 
 
 @dataclass(frozen=True)
@@ -89,49 +38,6 @@ class CallPart:
     text: str = ""
     id: str | None = None
     name: str | None = None
-
-
-class _BrokenError(Exception):
-    """No JSON goes on like this."""
-
-
-class _Nesting:
-    """Follows a JSON object to its end, through pieces; ``at`` characters of the text are looked at."""
-
-    def __init__(self, closers: str = "") -> None:
-        self._closers = list(closers)
-        self._in_string = False
-        self.at = 0
-
-    def reaches_end(self, text: str) -> bool:
-        """Whether the object ends in ``text``, then before ``at``; of more text the beginning is the same.
-
-        Raises:
-            _BrokenError: at ``at``.
-        """
-        while True:
-            self.at = (_IN_STRING if self._in_string else _OUTSIDE).match(text, self.at).end()  # type: ignore[union-attr]
-            if self.at == len(text):
-                return False
-            found = text[self.at]
-            if found == '"':
-                self._in_string = not self._in_string
-            elif self._in_string:
-                if found != "\\":
-                    raise _BrokenError
-                if self.at + 1 == len(text):
-                    return False
-                self.at += 1
-            elif found in "{[" and len(self._closers) < _DEPTH:
-                self._closers.append("}" if found == "{" else "]")
-            elif self._closers and found == self._closers[-1]:
-                self._closers.pop()
-                if not self._closers:
-                    self.at += 1
-                    return True
-            else:
-                raise _BrokenError
-            self.at += 1
 
 
 class Calls:
@@ -152,7 +58,7 @@ class Calls:
         self._text = ""  # not told yet; behind ``_marker``, which is text again if no call follows
         self._marker = ""
         self._at = 0  # where the object begins
-        self._nesting = _Nesting()
+        self._nesting = Nesting()
         self._fresh = True  # nothing but white space since the beginning, or since a call
         self._last = ""  # character of the text told
         self._ended = False
@@ -204,7 +110,7 @@ class Calls:
         return True
 
     def _begin(self, step: Callable[[], bool]) -> None:
-        self._step, self._nesting = step, _Nesting()
+        self._step, self._nesting = step, Nesting()
 
     def _next_marker(self) -> tuple[int, int]:
         """Where the next call may begin, and the length of its marker."""
@@ -263,7 +169,7 @@ class Calls:
         try:
             if not self._nesting.reaches_end(self._text):
                 return self._fail() if self._ended else False
-        except _BrokenError:
+        except BrokenError:
             return self._fail()
         call = _read(self._text[start : self._nesting.at], self._names)
         if call is None:
@@ -291,13 +197,13 @@ class Calls:
         ends, following = False, self._plain
         try:
             ends, following = self._nesting.reaches_end(self._text), self._tail
-        except _BrokenError:
+        except BrokenError:
             ends = True
         at, self._nesting.at = self._nesting.at, 0
         self._add(self._text[:at])
         self._text = self._text[at:]
         if ends:
-            self._step, self._nesting = following, _Nesting("}")
+            self._step, self._nesting = following, Nesting("}")
         elif self._ended:
             self._text = ""  # half of an escape
         return ends
@@ -308,7 +214,7 @@ class Calls:
         following = self._plain
         try:
             ends, following = self._nesting.reaches_end(self._text), self._between
-        except _BrokenError:
+        except BrokenError:
             ends = True
         self._text = self._text[self._nesting.at :]
         self._nesting.at = 0
@@ -359,7 +265,7 @@ def _read(text: str, names: Collection[str]) -> tuple[str, str] | None:
                 parse_json(arguments.encode(), "arguments", UsageError)
                 return name, arguments
             case dict():
-                head, nesting = _HEAD.match(text), _Nesting()
+                head, nesting = _HEAD.match(text), Nesting()
                 if head is None:
                     return name, json.dumps(arguments, ensure_ascii=False)
                 nesting.at = head.end()

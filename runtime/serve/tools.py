@@ -12,8 +12,8 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard.safe_json import parse_json
 
 from ..grammar import Grammar
-from .calls import Syntax
 from .refusals import ApiError, bad
+from .syntax import Syntax
 
 __all__ = ["Offer", "read_calls", "read_offer"]
 
