@@ -367,8 +367,7 @@ def test_threads_and_broken_streams_leave_the_model_right(model: Model) -> None:
     wanted = [model.generate(prompt, max_new_tokens=12).token_ids for prompt in prompts]
     stream = model.stream("def g(", max_new_tokens=50)
     next(stream)
-    with pytest.raises(UsageError, match="unfinished"):
-        model.generate("x")
+    assert model.generate(prompts[0], max_new_tokens=12).token_ids == wanted[0]  # beside the one that is not read
     stream.close()
     found: dict[int, tuple[int, ...]] = {}
 
