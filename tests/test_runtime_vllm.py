@@ -273,7 +273,7 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (dense, {"quantization": "wisparse"}, {}, "not a bundle"),
         (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
         (bundle, {"additional_config": {"wisparse": {"prefill": "half"}}}, {}, "expected one of dense, all in vLLM"),
-        (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "expected 0.5, the bundle's own, or 0 for dense, found 0.4"),
+        (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "rungs, 0.5, or 0 for the dense model, found 0.4"),
     ]
     (tmp_path / "cases.json").write_text(json.dumps([(str(b), a, e) for b, a, e, _ in asked]))
     answers = ask(python, "refusals", tmp_path / "cases.json")
