@@ -14,8 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-
 TESTS = Path(__file__).resolve().parent
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 CASES = {
@@ -26,7 +24,10 @@ CASES = {
 }
 COMPILE = "triton_compile.py"
 # Each file takes minutes under the interpreter, and waits its turn for a core.
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed"),
+]
 QUICK = "quick"
 
 

@@ -199,14 +199,10 @@ class Plain(Packing):
 
 
 @dataclass(frozen=True)
-class Gptq(Packing):
-    """GPTQ's: codes in int32 words along K, zero points along N, scales (G, N); everything is transposed.
-
-    ``zero_offset``: what is added to a stored zero point: 1 in the first version of the format, 0 in the second.
-    """
+class _InWords(Packing):
+    """int4 in groups of ``size`` channels, None for a whole row, eight codes to an int32 word."""
 
     size: int | None
-    zero_offset: int
 
     @property
     def group(self) -> int | None:
@@ -215,6 +211,16 @@ class Gptq(Packing):
     @property
     def kind(self) -> Kind:
         return "int4"
+
+
+@dataclass(frozen=True)
+class Gptq(_InWords):
+    """GPTQ's: codes in int32 words along K, zero points along N, scales (G, N); everything is transposed.
+
+    ``zero_offset``: what is added to a stored zero point: 1 in the first version of the format, 0 in the second.
+    """
+
+    zero_offset: int
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = self._groups(columns)
@@ -242,18 +248,8 @@ class Gptq(Packing):
 
 
 @dataclass(frozen=True)
-class Awq(Packing):
+class Awq(_InWords):
     """AutoAWQ's ``gemm``: codes and zero points in int32 words along N, interleaved; scales (G, N)."""
-
-    size: int | None
-
-    @property
-    def group(self) -> int | None:
-        return self.size
-
-    @property
-    def kind(self) -> Kind:
-        return "int4"
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = self._groups(columns)
