@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.write import write_bundle
 
 __all__ = ["LLAMA_1B", "calibrated_bundle", "random_checkpoint"]

@@ -36,11 +36,11 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
     from gpu_models import SHAPES
 
     from wisparse.formats.bundle import ProjectionMask
-    from wisparse.formats.checkpoint import TensorInfo
     from wisparse.formats.errors import BundleError
     from wisparse.formats.model.expected import expected_tensors
     from wisparse.formats.model.model_config import ModelConfig
     from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+    from wisparse.formats.weights.checkpoint import TensorInfo
     from wisparse.formats.write import write_bundle
 
     config_dict = {**SHAPES[shape], "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "dtype": "bfloat16"}

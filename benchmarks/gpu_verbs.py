@@ -88,10 +88,10 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> N
     from gpu_models import SHAPES, calibrate, random_bundle
 
     from wisparse.formats.bundle import ProjectionMask
-    from wisparse.formats.checkpoint import TensorInfo
     from wisparse.formats.errors import BundleError
     from wisparse.formats.model.expected import expected_tensors
     from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+    from wisparse.formats.weights.checkpoint import TensorInfo
     from wisparse.formats.write import write_bundle
     from wisparse.runtime.cuda.decoder import CudaDecoder
 

@@ -298,7 +298,7 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     from wisparse.formats.model.model_config import ModelConfig
     from wisparse.formats.record.manifest import Manifest
     from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
-    from wisparse.formats.sidecar import sidecar_bytes
+    from wisparse.formats.record.sidecar import sidecar_bytes
 
     model = ModelConfig.from_dict(config)
     packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",

@@ -23,17 +23,17 @@ import torch
 
 import wisparse
 from wisparse.formats.bundle import Bundle, ProjectionMask, is_document
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.guard.folder import clear_leftovers
 from wisparse.formats.guard.places import expand
 from wisparse.formats.hub import Source, fetch_source, push_bundle
-from wisparse.formats.in_codes import in_codes
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.model.quantised import Kind
 from wisparse.formats.record.card import Evaluation, read_inherited, render_card
 from wisparse.formats.record.recipe import CalibrationRecord, Recipe, Rung
+from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.weights.in_codes import in_codes
 from wisparse.formats.write import BUNDLE, write_bundle
 
 from .model.fingerprint import Hashes, small_digests, weight_digests

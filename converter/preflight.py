@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.guard.places import folder_kind, shown
 from wisparse.formats.guard.safe_json import read_json
@@ -24,8 +23,9 @@ from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.wrappers import is_wrapper, text_config
-from wisparse.formats.quantisation.config import read_quantisation
 from wisparse.formats.record.manifest import has_masks
+from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.weights.quantisation import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .bench.sensitivity import LARGEST_LOGITS

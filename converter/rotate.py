@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.formats.checkpoint import INDEX, Checkpoint
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.guard.folder import Kind, check_target, replaced_folder, write_file
 from wisparse.formats.guard.safe_json import dump_json
 from wisparse.formats.guard.safetensors_header import build_header
 from wisparse.formats.hub import fetch_source
+from wisparse.formats.weights.checkpoint import INDEX, Checkpoint
 from wisparse.formats.write import copied_files
 
 from .bench.divergence import kl_rows

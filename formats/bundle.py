@@ -16,7 +16,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError, UsageError
 from .guard.files import PARTIAL, list_files, read_bounded, require_folder
 from .guard.places import folder_kind, shown
@@ -25,7 +24,8 @@ from .guard.safetensors_header import read_header
 from .model.model_config import ModelConfig, Projection
 from .record.manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, require_version
 from .record.recipe import Recipe
-from .sidecar import ProjectionMask, check_header, read_masks
+from .record.sidecar import ProjectionMask, check_header, read_masks
+from .weights.checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 
 __all__ = ["MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "is_document"]
 

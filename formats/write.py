@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from .bundle import SMALL_FILES
-from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .guard.files import file_digest, list_files, read_bounded
 from .guard.folder import Kind, check_target, replaced_folder
@@ -31,8 +30,9 @@ from .model.expected import LM_HEAD
 from .model.model_config import ModelConfig
 from .record.manifest import MANIFEST, SIDECAR, Manifest, check_rungs, is_file_name, listed_files
 from .record.recipe import FORMAT_VERSION, Recipe, Rung
-from .sidecar import ProjectionMask, check_mask, sidecar_bytes
+from .record.sidecar import ProjectionMask, check_mask, sidecar_bytes
 from .verify import verify_files
+from .weights.checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 
 __all__ = ["BUNDLE", "check_output", "copied_files", "estimate_bytes", "parse_size", "write_bundle"]
 

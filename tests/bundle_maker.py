@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.model.model_config import Projection
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.write import write_bundle
 
 

@@ -154,14 +154,14 @@ MUTATIONS = (
     ),
     Mutation(
         "a sidecar of another recipe is believed",
-        "formats/sidecar.py",
+        "formats/record/sidecar.py",
         'if metadata.get("recipe_sha256") != recipe_digest(manifest.recipe, manifest.version):',
         'if metadata.get("recipe_sha256") is None:',
         "tests/test_formats_bundle.py",
     ),
     Mutation(
         "an infinite threshold is believed",
-        "formats/sidecar.py",
+        "formats/record/sidecar.py",
         '_SMALLEST_NORMAL <= threshold < float("inf")',
         '_SMALLEST_NORMAL <= threshold <= float("inf")',
         "tests/test_formats_bundle.py",

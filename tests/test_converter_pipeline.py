@@ -24,9 +24,9 @@ from wisparse.converter.pipeline import convert
 from wisparse.converter.searches import search as search_module
 from wisparse.converter.work import finish
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError, UsageError
 from wisparse.formats.verify import verify_bundle
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 FAST: dict[str, Any] = {
     "sparsity": 0.5,

@@ -18,9 +18,9 @@ from wisparse.converter.model.rotation import find_rotation
 from wisparse.converter.model.source import load_source
 from wisparse.converter.rotate import rotate
 from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.model.architectures import ARCHITECTURES
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 
 def _is_fixed(kind: str) -> bool:

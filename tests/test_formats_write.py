@@ -30,10 +30,10 @@ from tiny_bundle import (
 
 from wisparse.formats import write as write_room
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.record.recipe import Recipe, Rung
 from wisparse.formats.verify import verify_bundle
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.write import check_output, estimate_bytes, parse_size, write_bundle
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -13,9 +13,9 @@ from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.model.source import load_source
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.verify import verify_bundle
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.runtime.decoder import make_decoder
 
 BY_TRANSFORMERS = ["pack int4 groups", "pack int8 rows", "fp8 rows"]

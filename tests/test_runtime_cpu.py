@@ -23,10 +23,10 @@ from torch import Tensor
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.model.quantised import quantise_int4
 from wisparse.formats.model.weight_types import group_of
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.kernels.cpu import team as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask

@@ -13,10 +13,10 @@ from tiny_bundle import tiny_masks, tiny_recipe
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.onnx.file import export_onnx
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.write import write_bundle
 from wisparse.runtime.torch.delta_net import apply_delta_rule
 

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.model.architectures import ARCHITECTURES
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.write import write_bundle
 
 __all__ = [

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 
 from wisparse.formats.bundle import SMALL_FILES
-from wisparse.formats.checkpoint import INDEX, Checkpoint
 from wisparse.formats.errors import WisparseError
 from wisparse.formats.guard.files import identity, list_files, open_regular, read_bounded
+from wisparse.formats.weights.checkpoint import INDEX, Checkpoint
 from wisparse.formats.write import copied_files
 
 __all__ = ["Hashes", "small_digests", "weight_digests"]

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model.expected import LM_HEAD
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 from .flow import BlockFlow
 from .masking import MaskedModel

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from wisparse.formats.guard.places import shown
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.wrappers import RENAMED
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 from .flow import input_device
 

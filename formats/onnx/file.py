@@ -19,10 +19,10 @@ import torch
 from onnx import TensorProto
 
 from ..bundle import SMALL_FILES, Bundle
-from ..checkpoint import is_finite
 from ..errors import AccessError, BundleError, UnsupportedModelError, UsageError
 from ..guard.folder import Kind, check_target, replaced_folder
 from ..guard.safe_json import read_json
+from ..weights.checkpoint import is_finite
 from .graph import DTYPES, OPSETS, build_graph
 from .step import RotaryTables
 

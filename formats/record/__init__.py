@@ -1,1 +1,1 @@
-"""What a conversion decided and wrote, set down for programs and for people: recipe, manifest, model card."""
+"""What a conversion decided and wrote, for programs and for people: recipe, manifest, masks, model card."""

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 __all__ = ["staged_reads"]
 

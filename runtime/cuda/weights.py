@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.model import model_config
 from wisparse.formats.model.model_config import ModelConfig, Projection
+from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.precision import wide_dtype
 

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import BundleError
-from .guard.safetensors_header import DTYPES, Header, build_header
-from .model.model_config import Projection
-from .record.manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
-from .record.recipe import FORMAT_VERSION, ProjectionRecipe, Recipe
+from ..errors import BundleError
+from ..guard.safetensors_header import DTYPES, Header, build_header
+from ..model.model_config import Projection
+from .manifest import MANIFEST, MAX_SPARSITY, SIDECAR, Manifest, recipe_digest, require_version
+from .recipe import FORMAT_VERSION, ProjectionRecipe, Recipe
 
 __all__ = ["ProjectionMask", "check_header", "check_mask", "read_masks", "sidecar_bytes"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..model.expected import LM_HEAD
+from ..model.model_config import ModelConfig
+from ..model.quantised import QuantizedMatrix
 from .checkpoint import Checkpoint, StoredWeight, TensorInfo
-from .model.expected import LM_HEAD
-from .model.model_config import ModelConfig
-from .model.quantised import QuantizedMatrix
-from .quantisation.packings import Packed, Packing, Plain
+from .packings import Packed, Packing, Plain
 
 __all__ = ["in_codes"]
 

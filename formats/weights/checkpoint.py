@@ -22,19 +22,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
-from .guard.crc import combine_crc32
-from .guard.files import FileIdentity, open_regular, require_folder
-from .guard.places import folder_kind, shown
-from .guard.safe_json import read_json
-from .guard.safetensors_header import DTYPES, STORED_DTYPES, Entry, Header, read_header
-from .model.expected import LM_HEAD, expected_tensors, is_derived
-from .model.model_config import ModelConfig
-from .model.quantised import QuantizedMatrix
-from .model.wrappers import is_wrapper, text_config, text_name
-from .quantisation.config import read_quantisation
-from .quantisation.packings import Packing, Part
-from .record.manifest import has_masks
+from ..errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
+from ..guard.crc import combine_crc32
+from ..guard.files import FileIdentity, open_regular, require_folder
+from ..guard.places import folder_kind, shown
+from ..guard.safe_json import read_json
+from ..guard.safetensors_header import DTYPES, STORED_DTYPES, Entry, Header, read_header
+from ..model.expected import LM_HEAD, expected_tensors, is_derived
+from ..model.model_config import ModelConfig
+from ..model.quantised import QuantizedMatrix
+from ..model.wrappers import is_wrapper, text_config, text_name
+from ..record.manifest import has_masks
+from .packings import Packing, Part
+from .quantisation import read_quantisation
 
 __all__ = ["INDEX", "Checkpoint", "StoredWeight", "TensorInfo", "is_finite"]
 
