@@ -60,15 +60,17 @@ class Row:
 # ---------------------------------------------------------------------- bundles
 
 
-def endless_source(folder: Path, vocab_size: int | None = None) -> Path:
-    """The example's files without an end-of-text token; with ``vocab_size`` only its tokenizer, made that large by
-    words of its own."""
+def endless_source(folder: Path, vocab_size: int | None = None, end: int | None = None) -> Path:
+    """The example's files without an end-of-text token, or with ``end`` for one; with ``vocab_size`` only its
+    tokenizer, made that large by words of its own."""
     folder.mkdir(parents=True)
     for name in ("config.json", "generation_config.json", "tokenizer_config.json"):
         document = json.loads((EXAMPLE / name).read_text("utf-8"))
         kept = {key: value for key, value in document.items() if not key.startswith("eos_token")}
         if vocab_size is None or name == "tokenizer_config.json":
             (folder / name).write_text(json.dumps(kept), "utf-8")
+    if end is not None:
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": end}), "utf-8")
     shutil.copy(EXAMPLE / "chat_template.jinja", folder)
     tokenizer = json.loads((EXAMPLE / "tokenizer.json").read_text("utf-8"))
     if vocab_size is None:
@@ -80,7 +82,7 @@ def endless_source(folder: Path, vocab_size: int | None = None) -> Path:
     return folder
 
 
-def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> None:
+def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end: int | None = None) -> None:
     """A bundle of a published shape: random weights, thresholds calibrated on the device as ``gpu_decode.py`` does."""
     import math
 
@@ -131,19 +133,21 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str) -> N
         calibration=CalibrationRecord("self", 1, 256, 256, 0, "ab" * 32),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        source = Source(endless_source(Path(folder, "source"), config.vocab_size))
+        source = Source(endless_source(Path(folder, "source"), config.vocab_size, end))
         write_bundle(source, recipe, {SPARSITY: masks}, out)  # type: ignore[arg-type]
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """The package from this checkout, wherever the script was started."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
 
 
-def wisparse(*arguments: object, stdin: str = "") -> subprocess.CompletedProcess[str]:
-    """A verb, as it is typed."""
+def wisparse(*arguments: object, stdin: str = "", timeout: float | None = None) -> subprocess.CompletedProcess[str]:
+    """A verb, as it is typed; ``timeout`` in seconds."""
     command = [sys.executable, "-m", "wisparse", *map(str, arguments)]
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, env=_environment(), check=False)
+    done = subprocess.run(
+        command, input=stdin, capture_output=True, text=True, env=environment(), check=False, timeout=timeout
+    )
     if done.returncode:
         raise SystemExit(
             f"{' '.join(command)}: exit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-4000:]}"
@@ -215,9 +219,10 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=8)
     parser.add_argument("--keep", action="store_true", help="leave the bundles where they are")
     parser.add_argument("--part", choices=("make",), help=argparse.SUPPRESS)
+    parser.add_argument("--end", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part == "make":
-        make_random(arguments.shape, arguments.blocks, arguments.folder, arguments.device)
+        make_random(arguments.shape, arguments.blocks, arguments.folder, arguments.device, arguments.end)
         return
     folder = Path(tempfile.mkdtemp(prefix="wisparse-verbs-", dir=arguments.folder))
     random, example = folder / arguments.shape, folder / "example"
@@ -234,7 +239,7 @@ def main() -> None:
         # In a process of its own, which gives the GPU's memory back.
         child = [sys.executable, __file__, "--part", "make", "--shape", arguments.shape, "--folder", str(random)]
         child += ["--device", arguments.device] + (["--blocks", str(arguments.blocks)] if arguments.blocks else [])
-        subprocess.run(child, check=True, env=_environment())
+        subprocess.run(child, check=True, env=environment())
 
     def make_example() -> None:
         source = endless_source(folder / "source")
