@@ -29,7 +29,7 @@ from wisparse.kernels.gpu.gemv import launch_kind
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
-from wisparse.runtime.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingSettings
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 PROMPT, TOKENS = 5, 200

@@ -30,8 +30,8 @@ from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask, scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
-from wisparse.runtime.decoder import Decoder
-from wisparse.runtime.sampling import SamplingSettings, sample
+from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.decoding.sampling import SamplingSettings, sample
 from wisparse.runtime.torch import decoder as torch_decoder
 from wisparse.runtime.torch.decoder import TorchDecoder
 

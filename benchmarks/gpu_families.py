@@ -27,8 +27,8 @@ import triton
 from gpu_models import calibrate, mask_bundle, random_bundle
 
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.decoder import Decoder
-from wisparse.runtime.sampling import SamplingSettings
+from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.decoding.sampling import SamplingSettings
 from wisparse.runtime.timing import wait
 from wisparse.runtime.torch.decoder import TorchDecoder
 

@@ -113,7 +113,7 @@ def load(folder: Path, plain: bool) -> dict:
 
     from wisparse.runtime import loader
     from wisparse.runtime.cuda import decoder as cuda_decoder
-    from wisparse.runtime.sampling import SamplingSettings
+    from wisparse.runtime.decoding.sampling import SamplingSettings
 
     imports = time.perf_counter() - _STARTED
     torch.zeros(1, device="cuda")

@@ -16,7 +16,7 @@ import torch
 from wisparse.kernels.gpu.head import HEAD_ROWS, launch_next
 from wisparse.kernels.gpu.sample import SampleState, launch_sample
 from wisparse.runtime.cuda.graph import time_launches
-from wisparse.runtime.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingSettings
 
 SETTINGS = {
     "temperature": SamplingSettings(0.8),

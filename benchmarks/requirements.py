@@ -17,7 +17,7 @@ from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.runtime.cache import bytes_per_position
+from wisparse.runtime.decoding.cache import bytes_per_position
 
 _LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072)
 _QWEN3 = dict(model_type="qwen3", vocab_size=151936, max_position_embeddings=40960, head_dim=128, num_key_value_heads=8)

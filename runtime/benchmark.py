@@ -24,11 +24,11 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.weight_types import WEIGHT_TYPES
 
-from .cache import bytes_per_position
-from .decoder import Decoder
-from .memory import peak_bytes
+from .decoding.cache import bytes_per_position
+from .decoding.decoder import Decoder
+from .decoding.memory import peak_bytes
+from .decoding.sampling import SamplingSettings
 from .model import Model
-from .sampling import SamplingSettings
 from .timing import read_bandwidth_gbps, wait
 
 __all__ = ["Comparison", "Speed", "Workload", "compare", "compare_weights", "machine"]

@@ -35,7 +35,7 @@ from wisparse.formats.guard.places import shown
 from wisparse.formats.hub import is_reachable
 from wisparse.formats.prefill import sparse_from
 
-from .generation import Tally
+from .generation.scheduler import Tally
 from .loader import load
 from .model import Model
 

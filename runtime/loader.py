@@ -17,8 +17,8 @@ from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.kernels.backend import BACKENDS
 
-from .decoder import make_decoder
-from .memory import default_max_seq_len, memory_errors, weight_bytes
+from .decoding.decoder import make_decoder
+from .decoding.memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text.edge import Text
 

@@ -16,13 +16,13 @@ from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.prefill import sparse_from
 
-from .answer import Generation, Piece
-from .decoder import Decoder
-from .engine import Engine, Ticket
-from .generation import Request, Tally
-from .grammar import Grammars
-from .sampling import SamplingSettings
-from .settings import GenerationArguments, GenerationSettings, spelled_out
+from .decoding.decoder import Decoder
+from .decoding.sampling import SamplingSettings
+from .generation.answer import Generation, Piece
+from .generation.engine import Engine, Ticket
+from .generation.grammar import Grammars
+from .generation.scheduler import Request, Tally
+from .generation.settings import GenerationArguments, GenerationSettings, spelled_out
 from .text.edge import Text, stop_ids
 from .text.prompts import Message, Prompt, as_prompts
 

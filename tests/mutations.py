@@ -48,7 +48,7 @@ MUTATIONS = (
     ),
     Mutation(
         "the nucleus leaves out the token that reaches top_p",
-        "runtime/sampling.py",
+        "runtime/decoding/sampling.py",
         "inside = (sums - ordered.exp() / total) < top_p",
         "inside = (sums - ordered.exp() / total) <= top_p",
         "tests/test_runtime_sampling.py",
@@ -105,21 +105,21 @@ MUTATIONS = (
     ),
     Mutation(
         "half a prompt is one token more",
-        "runtime/generation.py",
+        "runtime/generation/scheduler.py",
         '"half": length - length // 2',
         '"half": length // 2',
         "tests/test_runtime_generation.py",
     ),
     Mutation(
         "an answer ends a token before the context is full",
-        "runtime/generation.py",
+        "runtime/generation/scheduler.py",
         "self._filled(job) == self._decoder.max_seq_len:",
         "self._filled(job) + 1 == self._decoder.max_seq_len:",
         "tests/test_runtime_generation.py",
     ),
     Mutation(
         "a random number belongs to the position before",
-        "runtime/sampling.py",
+        "runtime/decoding/sampling.py",
         "(start + (position + 1) * 0x9E3779B97F4A7C15)",
         "(start + position * 0x9E3779B97F4A7C15)",
         "tests/test_runtime_sampling.py",
@@ -133,7 +133,7 @@ MUTATIONS = (
     ),
     Mutation(
         "LongRoPE's long factors begin one token early",
-        "runtime/rotary.py",
+        "runtime/decoding/rotary.py",
         "length > self._switch",
         "length >= self._switch",
         "tests/test_runtime_decoder.py",

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.formats.prefill import sparse_from
-from wisparse.runtime.choosing import Chooser, score_prompt
-from wisparse.runtime.generation import Scheduler
+from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.generation.choosing import Chooser, score_prompt
+from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
-from wisparse.runtime.sampling import SamplingSettings
 
 VOCABULARY = 50
 tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)

@@ -33,7 +33,7 @@ from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cpu import step as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.cpu.weights import read_matrix
-from wisparse.runtime.decoder import make_decoder
+from wisparse.runtime.decoding.decoder import make_decoder
 from wisparse.runtime.model import Model
 from wisparse.runtime.torch import decoder as torch_decoder_module
 from wisparse.runtime.torch.decoder import TorchDecoder

@@ -23,9 +23,9 @@ from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError, BundleError, ContextLengthError, UsageError, WisparseError
 from wisparse.formats.prefill import sparse_from
-from wisparse.runtime.decoder import make_decoder
-from wisparse.runtime.generation import Request, Scheduler
-from wisparse.runtime.memory import default_max_seq_len, weight_bytes
+from wisparse.runtime.decoding.decoder import make_decoder
+from wisparse.runtime.decoding.memory import default_max_seq_len, weight_bytes
+from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.model import Model
 from wisparse.runtime.text.edge import stop_ids
 
@@ -457,7 +457,9 @@ def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> N
     position = 2 * 3 * 2 * 16 * 4  # keys and values, blocks, heads, head_dim, float32
 
     def with_free(count: int, max_batch: int = 1, device: str = "cpu") -> int:
-        monkeypatch.setattr("wisparse.runtime.memory.available_bytes", lambda device: count * 4 * position + 1000)
+        monkeypatch.setattr(
+            "wisparse.runtime.decoding.memory.available_bytes", lambda device: count * 4 * position + 1000
+        )
         return default_max_seq_len(tiny.config, torch.float32, torch.device(device), max_batch, 1000)
 
     assert tiny.config.max_position_embeddings == 256

@@ -13,8 +13,8 @@ from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.generation import Request, Scheduler
-from wisparse.runtime.grammar import Grammar, Grammars
+from wisparse.runtime.generation.grammar import Grammar, Grammars
+from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.model import Model
 
 SCHEMA = {

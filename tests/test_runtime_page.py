@@ -14,7 +14,7 @@ from browser import Browser, Tab, find_chromium
 from served import NAME, TEMPLATE, Running, with_template
 
 import wisparse
-from wisparse.runtime.answer import Writer
+from wisparse.runtime.generation.answer import Writer
 from wisparse.runtime.model import Model
 from wisparse.runtime.torch.decoder import TorchDecoder
 

@@ -14,10 +14,10 @@ from runtime_models import make_checkpoint
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.decoder import Decoder, make_decoder
-from wisparse.runtime.generation import Job, Request, Scheduler
-from wisparse.runtime.prefix import Prefixes
-from wisparse.runtime.sampling import SamplingSettings
+from wisparse.runtime.decoding.decoder import Decoder, make_decoder
+from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.generation.prefix import Prefixes
+from wisparse.runtime.generation.scheduler import Job, Request, Scheduler
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")

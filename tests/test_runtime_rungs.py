@@ -20,13 +20,13 @@ import wisparse
 from wisparse.cli import cli
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
-from wisparse.runtime.answer import Piece
 from wisparse.runtime.cpu.decoder import CpuDecoder
-from wisparse.runtime.decoder import Decoder
-from wisparse.runtime.engine import Engine, Ticket
-from wisparse.runtime.generation import Request, Scheduler
-from wisparse.runtime.rungs import Rungs
-from wisparse.runtime.sampling import SamplingSettings
+from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.generation.answer import Piece
+from wisparse.runtime.generation.engine import Engine, Ticket
+from wisparse.runtime.generation.rungs import Rungs
+from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 RUNGS = (0.3, 0.5, 0.7)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.sampling import SamplingSettings, resolve_seed, sample, uniform
+from wisparse.runtime.decoding.sampling import SamplingSettings, resolve_seed, sample, uniform
 
 
 def random_logits(vocab_size: int, seed: int, rows: int = 1) -> Tensor:

@@ -37,12 +37,14 @@ SUB_ROOMS = {
     "converter/text": {"model", "work"},
     "converter/weights": {"model", "text", "work"},
     "converter/work": set(),
-    "runtime/cpu": {"cache", "rotary", "torch"},
-    "runtime/cuda": {"cache", "decoder", "rotary", "sampling", "timing", "torch"},
-    "runtime/serve": {"answer", "choosing", "engine", "grammar", "model", "sampling"},
+    "runtime/cpu": {"decoding", "torch"},
+    "runtime/cuda": {"decoding", "timing", "torch"},
+    "runtime/decoding": set(),
+    "runtime/generation": {"decoding", "text"},
+    "runtime/serve": {"decoding", "generation", "model"},
     "runtime/tasks": set(),
     "runtime/text": set(),
-    "runtime/torch": {"cache", "decoder", "rotary"},
+    "runtime/torch": {"decoding"},
     "runtime/vllm": set(),
 }
 HEAVY = ("transformers", "datasets", "matplotlib")
@@ -218,8 +220,8 @@ def test_every_error_is_public() -> None:
 
 
 def test_a_stream_takes_what_generate_takes() -> None:
+    from wisparse.runtime.generation.settings import GenerationArguments, GenerationSettings
     from wisparse.runtime.model import Model
-    from wisparse.runtime.settings import GenerationArguments, GenerationSettings
 
     signature = inspect.signature(Model.generate)
     shown = {name: one for name, one in signature.parameters.items() if one.kind is one.KEYWORD_ONLY}

@@ -16,10 +16,10 @@ from runtime_models import FAMILIES
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.runtime.cache import KVCache
 from wisparse.runtime.cuda.step import DecodeStep, Places
 from wisparse.runtime.cuda.weights import load_weights
-from wisparse.runtime.rotary import Rotary
+from wisparse.runtime.decoding.cache import KVCache
+from wisparse.runtime.decoding.rotary import Rotary
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

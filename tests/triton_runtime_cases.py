@@ -19,8 +19,8 @@ from wisparse.runtime.cuda import prefill as cuda_prefill
 from wisparse.runtime.cuda import step as cuda_step
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
-from wisparse.runtime.decoder import Decoder
-from wisparse.runtime.sampling import SamplingSettings, sample
+from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.decoding.sampling import SamplingSettings, sample
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 GREEDY = SamplingSettings()

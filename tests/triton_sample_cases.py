@@ -1,4 +1,6 @@
-"""Sampling on the device against its twin, runtime/sampling.py. Run by test_kernels_triton.py as triton_cases.py is.
+"""Sampling on the device against its twin, runtime/decoding/sampling.py.
+
+Run by test_kernels_triton.py as triton_cases.py is:
 
 TRITON_INTERPRET=1 python -m pytest tests/triton_sample_cases.py
 """
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 from wisparse.kernels.gpu.sample import SampleState, launch_sample
-from wisparse.runtime.sampling import SamplingSettings, sample, uniform
+from wisparse.runtime.decoding.sampling import SamplingSettings, sample, uniform
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from wisparse.runtime.decoding.rotary import attention_scaling, inverse_frequencies, switch_length
+
 from .formats.bundle import Bundle
 from .formats.errors import WisparseError
 from .formats.model.model_config import ModelConfig
@@ -16,7 +18,6 @@ from .formats.onnx.file import MODEL
 from .formats.onnx.graph import ADDED, DOMAIN
 from .formats.onnx.step import RotaryTables
 from .kernels.reference import keep_mask, scores
-from .runtime.rotary import attention_scaling, inverse_frequencies, switch_length
 from .runtime.torch.decoder import TorchDecoder
 
 __all__ = ["PROBE", "OnnxDecoder", "check_export", "rotary_tables"]

@@ -1,4 +1,5 @@
-"""The next token drawn at random from the logits, on the device: what runtime/sampling.py defines, in three launches.
+"""The next token drawn at random from the logits, on the device, in three launches: what runtime/decoding/sampling.py
+defines.
 
     count:      how many logits have each of the 2**16 values that a half-precision number can have, leaving out those
                 that cannot be kept: below top_k other logits, or too light for top_p
@@ -131,7 +132,7 @@ def _finished(logit, MULTIPLIER: tl.constexpr, CAP: tl.constexpr):
 
 @triton.jit
 def _mix(state):
-    """The output function of SplitMix64, as in runtime/sampling.py."""
+    """The output function of SplitMix64, as in runtime/decoding/sampling.py."""
     state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9
     state = (state ^ (state >> 27)) * 0x94D049BB133111EB
     return state ^ (state >> 31)

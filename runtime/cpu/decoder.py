@@ -22,8 +22,8 @@ from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.threads import prepare_all
 from wisparse.kernels.cpu.types import type_name
 
-from ..cache import KVCache
-from ..rotary import Rotary
+from ..decoding.cache import KVCache
+from ..decoding.rotary import Rotary
 from ..torch.decoder import TorchDecoder, finish_logits, read_block, read_norm
 from .step import Step
 from .weights import CpuProjection, read_matrices
@@ -40,7 +40,7 @@ _ON_THE_WAY = {
 
 
 class CpuDecoder(TorchDecoder):
-    """See :class:`runtime.decoder.Decoder`; CPU only; every type of ``WEIGHT_TYPES``."""
+    """See :class:`runtime.decoding.decoder.Decoder`; CPU only; every type of ``WEIGHT_TYPES``."""
 
     name: ClassVar[str] = "numba"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)

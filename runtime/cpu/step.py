@@ -18,8 +18,8 @@ from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.team import Team
 from wisparse.kernels.cpu.threads import team_size
 
-from ..cache import KVCache
-from ..rotary import Rotary, query_scales, switch_length
+from ..decoding.cache import KVCache
+from ..decoding.rotary import Rotary, query_scales, switch_length
 from ..torch.decoder import Block, Norm
 from .weights import CpuProjection
 

@@ -26,10 +26,10 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
-from ..cache import KVCache
-from ..decoder import Decoder, check_part, check_prompt
-from ..rotary import Rotary
-from ..sampling import SamplingSettings
+from ..decoding.cache import KVCache
+from ..decoding.decoder import Decoder, check_part, check_prompt
+from ..decoding.rotary import Rotary
+from ..decoding.sampling import SamplingSettings
 from ..torch.decoder import finish_logits
 from .graph import Landing
 from .prefill import piece_size, read_sequence
@@ -46,7 +46,7 @@ _StepKey = tuple[int, int, int]
 
 
 class CudaDecoder(Decoder):
-    """See :class:`runtime.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
+    """See :class:`runtime.decoding.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = ("native",)

@@ -15,7 +15,7 @@ from wisparse.kernels.gpu.gemv import GemvTile, launch_kind
 from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.precision import rows_together
 
-from ..decoder import Decoder
+from ..decoding.decoder import Decoder
 from ..timing import read_bandwidth_gbps
 from .decoder import CudaDecoder
 from .graph import time_launches

@@ -19,9 +19,9 @@ from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
-from ..cache import KVCache
-from ..decoder import next_piece
-from ..rotary import Rotary, query_scales
+from ..decoding.cache import KVCache
+from ..decoding.decoder import next_piece
+from ..decoding.rotary import Rotary, query_scales
 from ..torch.decoder import activate, add_half, capped_attention, embed, place
 from .weights import CudaWeights
 

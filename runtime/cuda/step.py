@@ -31,9 +31,9 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, SampleState, launch_samp
 from wisparse.kernels.gpu.tiles import choose_tile
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 
-from ..cache import KVCache
-from ..rotary import Rotary, query_scales, switch_length
-from ..sampling import SamplingSettings
+from ..decoding.cache import KVCache
+from ..decoding.rotary import Rotary, query_scales, switch_length
+from ..decoding.sampling import SamplingSettings
 from .graph import capture
 from .weights import CudaNorm, CudaWeights
 

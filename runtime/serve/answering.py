@@ -16,9 +16,9 @@ from dataclasses import replace
 
 from wisparse.formats.errors import WisparseError
 
-from ..answer import Piece
-from ..choosing import Constraint
-from ..engine import Engine, Ticket
+from ..generation.answer import Piece
+from ..generation.choosing import Constraint
+from ..generation.engine import Engine, Ticket
 from ..model import Model
 from .answers import unsaid
 from .protocol import Call

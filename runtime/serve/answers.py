@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..answer import Generation, Piece
-from ..choosing import TokenScore
+from ..generation.answer import Generation, Piece
+from ..generation.choosing import TokenScore
 from .calls import CallPart, Calls
 from .thinking import Thinking
 

@@ -32,9 +32,9 @@ from starlette.routing import Route
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 from wisparse.formats.guard.safe_json import parse_json
 
-from ..answer import Generation, Piece
-from ..choosing import Constraint
-from ..engine import Engine, QueueFullError
+from ..generation.answer import Generation, Piece
+from ..generation.choosing import Constraint
+from ..generation.engine import Engine, QueueFullError
 from ..model import Model
 from .answering import Answering
 from .answers import DONE, Shape, event, to_json

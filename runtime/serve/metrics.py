@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from ..engine import EngineState
+from ..generation.engine import EngineState
 
 __all__ = ["Metrics"]
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from wisparse.formats.errors import UsageError
 
-from ..grammar import ANY_OBJECT, Grammar
-from ..sampling import SamplingSettings
+from ..decoding.sampling import SamplingSettings
+from ..generation.grammar import ANY_OBJECT, Grammar
 from .refusals import ApiError, bad
 from .tools import Offer, read_calls, read_offer
 

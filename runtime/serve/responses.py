@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..answer import Generation, Piece
+from ..generation.answer import Generation, Piece
 from .answers import to_json
 from .protocol import ApiError
 from .thinking import Thinking

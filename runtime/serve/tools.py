@@ -11,7 +11,7 @@ from typing import Any
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard.safe_json import parse_json
 
-from ..grammar import Grammar
+from ..generation.grammar import Grammar
 from .refusals import ApiError, bad
 from .syntax import Syntax
 

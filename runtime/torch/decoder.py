@@ -24,9 +24,9 @@ from wisparse.formats.model import model_config
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask, soft_cap
 
-from ..cache import KVCache
-from ..decoder import Decoder, check_part, check_prompt, next_piece
-from ..rotary import Rotary, query_scales, rotate
+from ..decoding.cache import KVCache
+from ..decoding.decoder import Decoder, check_part, check_prompt, next_piece
+from ..decoding.rotary import Rotary, query_scales, rotate
 from .delta_net import DeltaWeights, read_delta_weights
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Placed(Protocol):
 
 
 class TorchDecoder(Decoder):
-    """See :class:`runtime.decoder.Decoder`; any device, any floating dtype."""
+    """See :class:`runtime.decoding.decoder.Decoder`; any device, any floating dtype."""
 
     name: ClassVar[str] = "torch"
     weight_types: ClassVar[tuple[str, ...]] = ("native",)

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from wisparse.formats.model.delta_net import DeltaNet
 
-from ..cache import DeltaState
+from ..decoding.cache import DeltaState
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle

@@ -249,7 +249,7 @@ def _on_tasks(
     task_options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Metrics with masks off and under each policy."""
-    from wisparse.runtime.generation import Tally
+    from wisparse.runtime.generation.scheduler import Tally
     from wisparse.runtime.lm_eval_adapter import evaluate_tasks
     from wisparse.runtime.loader import load
 

@@ -12,9 +12,9 @@ import click
 
 from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
+from wisparse.runtime.generation.settings import GenerationSettings
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
-from wisparse.runtime.settings import GenerationSettings
 
 __all__ = ["device_options", "footer", "load_model", "loading_options", "sampling_options", "set_up_logging", "show"]
 

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, TypeVar
 
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 
+from ..decoding.decoder import Decoder
+from ..decoding.memory import memory_errors
+from ..text.edge import Text
 from .answer import Piece, Writer
-from .decoder import Decoder
-from .generation import Job, Request, Scheduler, Tally
-from .memory import memory_errors
 from .rungs import Rungs
-from .text.edge import Text
+from .scheduler import Job, Request, Scheduler, Tally
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..decoding.memory import peak_bytes
+from ..text.detokenize import Detokenizer, StopStrings
 from .choosing import TokenScore
-from .generation import Job
-from .memory import peak_bytes
-from .text.detokenize import Detokenizer, StopStrings
+from .scheduler import Job
 
 __all__ = ["Generation", "Piece", "Writer"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .decoder import Decoder
+from ..decoding.decoder import Decoder
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .sampling import SamplingSettings
+from ..decoding.sampling import SamplingSettings
 
 __all__ = ["Chooser", "Constraint", "TokenScore", "score", "score_prompt"]
 

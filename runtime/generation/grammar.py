@@ -25,7 +25,7 @@ from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.guard.safe_json import parse_json
 
-from .text.tokenizer import is_plain
+from ..text.tokenizer import is_plain
 
 __all__ = ["ANY_OBJECT", "Derivation", "Grammar", "Grammars"]
 

@@ -11,9 +11,9 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import arguments
 from wisparse.formats.prefill import PREFILL_POLICIES
 
+from ..decoding.sampling import SamplingSettings
+from ..text.prompts import stop_texts
 from .grammar import Grammar
-from .sampling import SamplingSettings
-from .text.prompts import stop_texts
 
 __all__ = ["GenerationArguments", "GenerationSettings", "spelled_out"]
 

@@ -24,12 +24,12 @@ from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.guard import arguments
 from wisparse.formats.prefill import sparse_from
 
+from ..decoding.decoder import Decoder, check_prompt, next_piece
+from ..decoding.rotary import switch_length
+from ..decoding.sampling import SamplingSettings, resolve_seed, sample
 from .choosing import Chooser, Constraint, TokenScore, score, score_prompt
-from .decoder import Decoder, check_prompt, next_piece
 from .prefix import Prefixes
-from .rotary import switch_length
 from .rungs import Rungs
-from .sampling import SamplingSettings, resolve_seed, sample
 
 __all__ = ["Job", "Request", "Scheduler", "Tally"]
 
