@@ -7,13 +7,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.generation.grammar import Grammar, Grammars
+from wisparse.runtime.generation.grammar import Grammar, Grammars, _added, _added_there
 from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.model import Model
 
@@ -153,3 +154,11 @@ def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
     assert bool((logits[model.config.vocab_size :] == -torch.inf).all())
     allowed = [model.tokenizer.decode([token]) for token in (logits == 0).nonzero()[:, 0].tolist()]
     assert allowed == ["a"]
+
+
+def test_a_mask_opened_on_the_device_is_the_one_opened_here() -> None:
+    bits = np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8)
+    device = torch.device("cpu")
+    assert torch.equal(_added_there(bits, device), _added(bits, device))
+    allowed = [bool(bits[token // 8] >> token % 8 & 1) for token in range(4000)]
+    assert (_added_there(bits, device) == 0).tolist() == allowed

@@ -9,6 +9,7 @@ step ends its own answer.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import threading
@@ -106,12 +107,30 @@ class Derivation:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise UsageError(f"{self._field}: it cannot be followed further: {_told(self._matcher)}")
-        added = torch.from_numpy(np.take(_ADDED, bits, axis=0).reshape(-1)[: len(logits)])
-        logits[: len(added)] += added.to(logits.device)
+        added = _added(bits, logits.device)[: len(logits)]
+        logits[: len(added)] += added
         logits[len(added) :] = -torch.inf  # the vocabulary may be padded beyond what the tokenizer knows
 
     def take(self, token: int) -> None:
         self._matcher.consume_token(token)  # what goes wrong is told by the next mask
+
+
+def _added(bits: np.ndarray, device: torch.device) -> Tensor:
+    """What a mask, (n,) uint8, adds to the logits of its tokens, (8n,) float32 there."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.take(_ADDED, bits, axis=0).reshape(-1))
+    return _added_there(bits, device)
+
+
+def _added_there(bits: np.ndarray, device: torch.device) -> Tensor:
+    """The bits alone go over, while the step that gives the logits may still run."""
+    there = torch.from_numpy(bits.copy()).to(device, non_blocking=True)
+    return _table(device)[there.long()].view(-1)
+
+
+@functools.cache
+def _table(device: torch.device) -> Tensor:
+    return torch.from_numpy(_ADDED).to(device)
 
 
 class Grammars:
