@@ -101,7 +101,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.7}}),
 }
 
-# Some of their blocks are recurrent, which the plain back end runs alone.
+# Some of their blocks are recurrent.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5": (
         "qwen3_5_text",

@@ -17,7 +17,7 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from quantised_models import PUBLISHED, quantise_model
-from runtime_models import FAMILIES, make_checkpoint
+from runtime_models import FAMILIES, HYBRIDS, make_checkpoint
 from tiny_bundle import write_tiny_model
 from torch import Tensor
 
@@ -51,6 +51,7 @@ VARIANTS = (
     "phi3-partial",
     "phi3-long",
     *FAMILIES,
+    *HYBRIDS,
 )
 CPU = torch.device("cpu")
 
@@ -173,6 +174,8 @@ def test_sparse_greedy_tokens_equal_the_references(
         # Norms of whole vectors, of which every thread computes a part.
         ("gemma2", torch.float32, "native"),
         ("olmo2", torch.float32, "native"),
+        # Two key heads for up to six threads, and states that a step moves on.
+        ("qwen3.5", torch.bfloat16, "native"),
     ],
 )
 def test_bits_depend_neither_on_the_batch_nor_on_threads(
@@ -253,7 +256,10 @@ def test_int4_decodes_as_the_reference_does_with_the_rounded_weights(
     twin._head = decoder._output.linear(torch.eye(bundle.config.hidden_size), None).T
     steps = tokens(25, 3)
     wanted = decode_all(twin, PROMPTS, steps)
-    torch.testing.assert_close(decode_all(decoder, PROMPTS, steps), wanted, atol=3e-4, rtol=1e-4)
+    # A recurrent head's output is divided by its size, whatever that is: the plain decoder's own float32 is ten times
+    # as far from its float64 there as with attention alone.
+    atol = 3e-3 if variant in HYBRIDS else 3e-4
+    torch.testing.assert_close(decode_all(decoder, PROMPTS, steps), wanted, atol=atol, rtol=1e-4)
 
 
 def test_int8_costs_little_quality(example_bundle: Path) -> None:

@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from bundle_maker import make_bundle
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_models import make_checkpoint
-from tiny_bundle import tiny_masks, tiny_recipe
+from test_every_family import greedy_by_runtime, greedy_by_transformers, hugging_face
 
 import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.onnx.file import export_onnx
-from wisparse.formats.weights.checkpoint import Checkpoint
-from wisparse.formats.write import write_bundle
+from wisparse.runtime.decoding.decoder import make_decoder
 from wisparse.runtime.torch.delta_net import apply_delta_rule
 
 
@@ -51,23 +51,54 @@ def test_chunks_give_what_positions_give(heads: int, length: int, key_dim: int, 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("hybrid")
-    source = Checkpoint.open(make_checkpoint("qwen3.5", folder / "source"))
-    rungs = {0.5: tiny_masks(source.config)}
-    return write_bundle(source, tiny_recipe(source.config, rungs), rungs, folder / "bundle")
+    return make_bundle(make_checkpoint("qwen3.5", folder / "source"), folder / "bundle")
 
 
-def test_a_slot_used_again_remembers_nothing(hybrid: Path) -> None:
-    model = wisparse.load(hybrid, device="cpu", dtype="float32")
-    assert model.decoder.name == "torch", "auto takes the back end that can"
+BACKENDS = ("torch", "numba")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_tokens_and_logits_are_those_of_transformers(hybrid: Path, backend: str) -> None:
+    tokens = torch.randint(3, 101, (24,), generator=torch.Generator().manual_seed(1))
+    theirs = hugging_face(hybrid)
+    with torch.inference_mode():
+        expected = theirs(tokens[None], use_cache=False).logits[0]
+    model = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend)
+    assert expected.abs().max() > 1
+    assert (model.decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
+    sparse = greedy_by_transformers(wisparse.sparsify(theirs, hybrid), tokens)
+    assert greedy_by_runtime(model, tokens) == sparse
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_slot_used_again_remembers_nothing(hybrid: Path, backend: str) -> None:
+    model = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend)
     first = model.generate([5, 9, 14], max_new_tokens=12)
     model.generate([70, 2, 33, 33, 8], max_new_tokens=9)
     assert model.generate([5, 9, 14], max_new_tokens=12).token_ids == first.token_ids
 
 
-@pytest.mark.parametrize("backend", ["numba"])
-def test_back_ends_without_recurrent_blocks_say_so(hybrid: Path, backend: str) -> None:
-    with pytest.raises(UsageError, match="no recurrent blocks"):
-        wisparse.load(hybrid, device="cpu", backend=backend)
+def test_slots_join_and_leave_while_others_are_decoded(hybrid: Path) -> None:
+    """Each sequence's logits are what they are alone, whoever is idle, joins or starts anew beside it."""
+    bundle, found = Bundle.open(hybrid), {}
+    for backend in BACKENDS:
+        decoder = make_decoder(
+            bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=40, backend=backend, max_batch=3
+        )
+        rows = []
+        for slot in (2, 0):
+            decoder.prefill(slot, torch.tensor([5, 9, 14, 20 + slot]), 4)
+        for step in ([7, -1, 8], [7, -1, -1], [-1, -1, 9]):
+            logits = decoder.decode(torch.tensor(step))
+            rows += [logits[slot].clone() for slot in range(3) if step[slot] >= 0]
+        decoder.prefill(1, torch.tensor([33, 4]), 2)
+        decoder.copy(2, 0, 6)
+        rows += [row.clone() for row in decoder.decode(torch.tensor([3, 4, 3]))]
+        assert torch.equal(rows[-1], rows[-3]), "a copy goes on as what it was made of"
+        decoder.prefill(0, torch.tensor([5, 9, 14, 20]), 4)
+        assert torch.equal(decoder.decode(torch.tensor([7]))[0], rows[0]), "nothing is left of before"
+        found[backend] = torch.stack(rows)
+    torch.testing.assert_close(found["numba"], found["torch"], rtol=1e-4, atol=3e-4)
 
 
 def test_no_export_without_recurrent_blocks(hybrid: Path, tmp_path: Path) -> None:
@@ -100,16 +131,18 @@ def test_which_blocks_are_recurrent(hybrid: Path) -> None:
     assert full.delta_net is None, "a model without recurrent blocks needs none of what they need"
 
 
-def test_a_prompt_that_begins_like_another_is_read_anew(hybrid: Path) -> None:
-    model = wisparse.load(hybrid, device="cpu", dtype="float32")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_prompt_that_begins_like_another_is_read_anew(hybrid: Path, backend: str) -> None:
+    model = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend)
     prompt = [5, 9, 14, 20, 33, 61, 8]
     alone = model.generate([*prompt, 40], max_new_tokens=8).token_ids
     model.generate(prompt, max_new_tokens=8)
     assert model.generate([*prompt, 40], max_new_tokens=8).token_ids == alone
 
 
-def test_a_state_is_not_taken_for_that_of_another_position(hybrid: Path) -> None:
-    decoder = wisparse.load(hybrid, device="cpu", dtype="float32").decoder
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_state_is_not_taken_for_that_of_another_position(hybrid: Path, backend: str) -> None:
+    decoder = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend).decoder
     tokens = torch.tensor([5, 9, 14, 20, 33, 61, 8])
     whole = decoder.prefill(0, tokens, len(tokens)).clone()
     decoder.prefill(0, tokens, len(tokens), stop=4)

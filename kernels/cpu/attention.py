@@ -137,6 +137,14 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
 
 
 @exact
+def _gate(x, gate, n):
+    """x *= sigmoid(gate)."""
+    x_, gate_ = floats(x), floats(gate)
+    for i in range(n):
+        x_[i] = x_[i] / (ONE + exp32(-gate_[i]))
+
+
+@exact
 def attention(p, block, part, parts, out, scratch, tag):
     """Attention of this thread's span of heads, for every row; appends k and v to the cache on the way.
 
@@ -147,9 +155,12 @@ def attention(p, block, part, parts, out, scratch, tag):
     facts, constants = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES), constants_row(p[StepField.FLOATS])
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
     slots, positions = pointer(p[StepField.SLOTS], np.int64(0)), pointer(p[StepField.POSITIONS], np.int64(0))
-    window = facts[BlockField.WINDOW]
+    window, place = facts[BlockField.WINDOW], facts[BlockField.PLACE]
     size = size_of(tag)
-    q_size, width, share = heads * dim, (heads + 2 * kv_heads) * dim, heads // kv_heads
+    q_size, share = heads * dim, heads // kv_heads
+    # What lies between a query and the next: with a gate, that.
+    stride = 2 * dim if p[StepField.GATED] != 0 else dim
+    keys_from, width = heads * stride, heads * stride + 2 * kv_heads * dim
     q_norm, k_norm = facts[BlockField.Q_NORM], facts[BlockField.K_NORM]
     whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
     norm_bytes = 4 * dim if whole != 0 else 0  # from one head's weights to the next one's
@@ -162,32 +173,35 @@ def attention(p, block, part, parts, out, scratch, tag):
             scale *= floats(p[StepField.QUERY_SCALES])[position]
         q_factor = k_factor = ZERO
         if whole != 0:
-            q_factor, k_factor = _rms_factor(qkv, q_size, eps), _rms_factor(qkv + 4 * q_size, kv_heads * dim, eps)
+            q_factor, k_factor = _rms_factor(qkv, q_size, eps), _rms_factor(qkv + 4 * keys_from, kv_heads * dim, eps)
         start = max(0, position + 1 - window) if window > 0 else 0
         h = first
         while h < last:
             group = h // share
             stop = min(last, (group + 1) * share)
-            row = (((block * p[StepField.MAX_BATCH] + slots[b]) * kv_heads + group) * max_len) * dim * size
+            row = ((place * p[StepField.MAX_BATCH] + slots[b]) * kv_heads + group) * max_len * dim * size
             keys, values = p[StepField.KEYS] + row, p[StepField.VALUES] + row
             # A group shared by two threads is appended by both, with the same bits.
             _place(
-                qkv + 4 * (q_size + group * dim), dim, facts, position, k_norm + group * norm_bytes, k_factor, after,
+                qkv + 4 * (keys_from + group * dim), dim, facts, position, k_norm + group * norm_bytes, k_factor, after,
                 eps, scratch,
             )  # fmt: skip
-            rotated, fresh = floats(scratch), floats(qkv + 4 * (q_size + (kv_heads + group) * dim))
+            rotated, fresh = floats(scratch), floats(qkv + 4 * (keys_from + (kv_heads + group) * dim))
             key, value = pointer(keys + position * dim * size, tag), pointer(values + position * dim * size, tag)
             for d in range(dim):
                 key[d] = narrow(rotated[d], tag)
                 value[d] = narrow(fresh[d], tag)
             for i in range(h, stop):
                 _place(
-                    qkv + 4 * i * dim, dim, facts, position, q_norm + i * norm_bytes, q_factor, after, eps,
+                    qkv + 4 * i * stride, dim, facts, position, q_norm + i * norm_bytes, q_factor, after, eps,
                     scratch + 4 * (i - h) * dim,
                 )  # fmt: skip
             _attend(
                 scratch, stop - h, keys, values, start, position + 1, dim, scale, cap,
                 p[StepField.SCORES] + 4 * h * max_len, max_len, out + 4 * (b * q_size + h * dim), tag,
             )  # fmt: skip
+            if stride != dim:
+                for i in range(h, stop):
+                    _gate(out + 4 * (b * q_size + i * dim), qkv + 4 * (i * stride + dim), dim)
             h = stop
     return first * dim, last * dim

@@ -8,8 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 __all__ = [
-    "TILE", "BlockField", "DequantizeField", "FloatField", "LayoutField", "LinearField", "ProjectionField",
-    "ScaleType", "StepField", "StoredAs", "TeamField",
+    "TILE", "BlockField", "DeltaField", "DequantizeField", "FloatField", "LayoutField", "LinearField",
+    "ProjectionField", "ScaleType", "StepField", "StoredAs", "TeamField",
 ]  # fmt: skip
 
 TILE = 64  # rows and columns that are transposed at a time
@@ -60,6 +60,29 @@ class BlockField(IntEnum):
     COS = 8  # (max_len, rotary_half) float32
     SIN = 9
     INTERLEAVED = 10  # pairs are neighbours, not halves
+    FIRST = 11  # its first row of the table of projections
+    NUM_INPUTS = 12  # projections that read the input of attention or of the recurrent half
+    INPUT_WIDTH = 13  # columns of these together
+    PLACE = 14  # which of the cache's blocks with attention it is
+    DELTA = 15  # recurrent: a row of `DeltaField`; 0: it has attention
+
+
+class DeltaField(IntEnum):
+    """A recurrent block's own numbers (int64): a gated DeltaNet. Tensors are float32 but for the inputs."""
+
+    KEY_HEADS = 0
+    VALUE_HEADS = 1
+    KEY_DIM = 2
+    VALUE_DIM = 3
+    TAPS = 4  # of the convolution
+    A = 5  # (value_heads, hidden): how fast a head forgets
+    B = 6  # (value_heads, hidden): how much it takes in
+    KERNEL = 7  # (taps, mixed_size)
+    RATE = 8  # (value_heads,)
+    DT_BIAS = 9  # (value_heads,)
+    NORM = 10  # (value_dim,)
+    INPUTS = 11  # (max_batch, taps - 1, mixed_size), the base type: the convolution's last inputs
+    STATES = 12  # (max_batch, value_heads, key_dim, value_dim)
 
 
 class FloatField(IntEnum):
@@ -137,7 +160,7 @@ class StepField(IntEnum):
     MAX_LEN = 9
     MAX_BATCH = 10
     NUM_BLOCKS = 11
-    NUM_QKV = 12  # projections of the group: 3, or 1 if fused
+    NUM_PROJECTIONS = 12  # of all blocks
     NUM_GATE_UP = 13  # 2, or 1 if fused
     VOCAB = 14
     QK_WHOLE = 15  # q and k are normalised as whole vectors, not head by head
@@ -149,13 +172,13 @@ class StepField(IntEnum):
     BLOCKS = 21  # the table
     FINAL_NORM = 22  # (hidden,) float32
     QUERY_SCALES = 23  # (max_len,) float32: what queries are multiplied by; 0: nothing
-    KEYS = 24  # (blocks, max_batch, kv_heads, max_len, head_dim), the base type
+    KEYS = 24  # (blocks with attention, max_batch, kv_heads, max_len, head_dim), the base type
     VALUES = 25
     PROJECTIONS = 26  # the table, block by block
     THRESHOLDS = 27  # one float32 for each of its rows
     FLOATS = 28  # see `FloatField`
     HALF = 29  # (rows, hidden) float32: the output of attention or MLP
-    QKV = 30  # (rows, q + 2 kv) float32
+    QKV = 30  # (rows, the block's INPUT_WIDTH) float32
     SEGMENT_INDEX = 31  # (max(q, intermediate),) int32
     SEGMENT_VALUE = 32  # (rows, max(q, intermediate)) float32
     SEGMENT_COUNT = 33  # (threads, 2) int64
@@ -168,3 +191,4 @@ class StepField(IntEnum):
     SPARE_COUNTS = 40  # (threads,) int64 that nobody reads
     LOGITS = 41  # (slots, V) float32
     TEAM = 42  # see `TeamField`
+    GATED = 43  # each head's query is followed by a gate of the same width, for what attention gives it

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import BLOCK_BYTES, attention, rms_norm
+from .delta_net import delta_net
 from .intrinsics import (
     ONE,
     ZERO,
@@ -92,12 +93,10 @@ def step(p, base_tag):
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     team = p[StepField.TEAM]
     rows, hidden, inner = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.INTERMEDIATE]
-    q_size, kv_size = p[StepField.HEADS] * p[StepField.HEAD_DIM], p[StepField.KV_HEADS] * p[StepField.HEAD_DIM]
-    num_qkv, num_gate_up = p[StepField.NUM_QKV], p[StepField.NUM_GATE_UP]
-    per_block = num_qkv + 1 + num_gate_up + 1
+    num_gate_up = p[StepField.NUM_GATE_UP]
     constants = constants_row(p[StepField.FLOATS])
     eps, multiplier = constants[FloatField.EPS], constants[FloatField.RESIDUAL_MULTIPLIER]
-    half, qkv, width = p[StepField.HALF], p[StepField.QKV], q_size + 2 * kv_size
+    half, qkv = p[StepField.HALF], p[StepField.QKV]
     thresholds = floats(p[StepField.THRESHOLDS])
 
     length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
@@ -111,13 +110,12 @@ def step(p, base_tag):
     seg_index, seg_value = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE]
     seg_count = p[StepField.SEGMENT_COUNT]
     segments = pointer(seg_count, np.int64(0))
-    counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_BLOCKS] * per_block
+    counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]
     # What every thread lists for itself is counted once.
     spare = p[StepField.SPARE_COUNTS] + 8 * part
 
     lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
     mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
-    qkv_lo, qkv_hi = span(width, part, parts), span(width, part + 1, parts)
 
     tokens = pointer(p[StepField.TOKENS], np.int64(0))
     for b in range(rows):
@@ -127,8 +125,9 @@ def step(p, base_tag):
             target[j] = widen(source[j]) * constants[FloatField.EMBEDDING_MULTIPLIER]
 
     for block in range(p[StepField.NUM_BLOCKS]):
-        first = block * per_block
         facts = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES)
+        first, num_qkv, width = facts[BlockField.FIRST], facts[BlockField.NUM_INPUTS], facts[BlockField.INPUT_WIDTH]
+        qkv_lo, qkv_hi = span(width, part, parts), span(width, part + 1, parts)
 
         x = _normed(residual, facts[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
         begin = np.int64(0)
@@ -150,13 +149,17 @@ def step(p, base_tag):
             begin = end
         meet(team, parts)
 
-        # Attention writes its heads' outputs where the accumulators are, and lists the channels kept for o_proj.
-        a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
+        # The heads' outputs are written where the accumulators are, and the channels kept for o_proj listed.
+        if facts[BlockField.DELTA] != 0:
+            a_lo, a_hi = delta_net(p, facts[BlockField.DELTA], part, parts, x, qkv, acc, index, base_tag)
+        else:
+            a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
         i = first + num_qkv
         row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
+        field = projection_row(row)
         segments[2 * part] = a_lo
         segments[2 * part + 1] = select(
-            acc, q_size, rows, a_lo, a_hi, projection_row(row)[ProjectionField.SCALE], thresholds[i],
+            acc, field[ProjectionField.K], rows, a_lo, a_hi, field[ProjectionField.SCALE], thresholds[i],
             seg_index + 4 * a_lo, seg_value + 4 * a_lo, length, counts + 8 * i,
         )  # fmt: skip
         meet(team, parts)
@@ -186,7 +189,7 @@ def step(p, base_tag):
                 acc_stride, partial, partial_stride, base_tag,
             )  # fmt: skip
         _activate_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo, p[StepField.GELU])
-        i = first + per_block - 1
+        i = first + num_qkv + num_gate_up + 1
         row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
         segments[2 * part] = mlp_lo
         # The accumulator begins at column mlp_lo, select counts from column 0.

@@ -22,9 +22,9 @@ from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.threads import prepare_all
 from wisparse.kernels.cpu.types import type_name
 
-from ..decoding.cache import KVCache
+from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.rotary import Rotary
-from ..torch.decoder import TorchDecoder, finish_logits, read_block, read_norm
+from ..torch.decoder import PIECE, TorchDecoder, finish_logits, read_block, read_norm
 from .step import Step
 from .weights import CpuProjection, read_matrices
 
@@ -85,6 +85,7 @@ class CpuDecoder(TorchDecoder):
         self._norm = read_norm(bundle, "model.norm", device, dtype)
         self._rotaries = [Rotary(rope, device, dtype) for rope in config.rotaries]
         self._cache = KVCache(config, max_batch, max_seq_len, device, dtype)
+        self.grain = prefix_grain(config, PIECE, max_seq_len)
         self._sparse_positions = 0
         self._decoded_positions = 0
         self._step = Step(
@@ -95,8 +96,6 @@ class CpuDecoder(TorchDecoder):
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         if device.type != "cpu":
             return f"it runs on the CPU, the device is {device.type}"
-        if config.delta_net is not None:
-            return "it has no recurrent blocks"
         return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
 
     def decode(self, token_ids: Tensor) -> Tensor:

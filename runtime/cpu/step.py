@@ -13,14 +13,15 @@ from torch import Tensor
 
 from wisparse.formats.machine.cores import usable_cores
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.cpu.layout import BlockField, FloatField, ProjectionField, StepField
+from wisparse.kernels.cpu.layout import BlockField, DeltaField, FloatField, ProjectionField, StepField
 from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.team import Team
 from wisparse.kernels.cpu.threads import team_size
 
-from ..decoding.cache import KVCache
+from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import Rotary, query_scales, switch_length
 from ..torch.decoder import Block, Norm
+from ..torch.delta_net import DeltaWeights
 from .weights import CpuProjection
 
 __all__ = ["Step"]
@@ -84,12 +85,13 @@ class Step:
             (StepField.MAX_LEN, max_len),
             (StepField.MAX_BATCH, max_batch),
             (StepField.NUM_BLOCKS, config.num_blocks),
-            (StepField.NUM_QKV, len(config.architecture.qkv)),
+            (StepField.NUM_PROJECTIONS, len(self._projections)),
             (StepField.NUM_GATE_UP, len(config.architecture.gate_up)),
             (StepField.VOCAB, config.vocab_size),
             (StepField.QK_WHOLE, qk_norm is not None and not qk_norm.per_head),
             (StepField.QK_AFTER, qk_norm is not None and qk_norm.per_head and qk_norm.after_rotary),
             (StepField.GELU, config.activation == "gelu_tanh"),
+            (StepField.GATED, config.architecture.attention_gate),
         ):
             self._parameters[field] = size
         set_(StepField.EMBEDDING, embedding)
@@ -98,7 +100,8 @@ class Step:
             set_(StepField.HEAD_SCALE, output.scale)
         set_(StepField.FINAL_NORM, _norm_weight(final_norm))
         tables = [_rotary_tables(rotary, config, max_len) for rotary in rotaries]
-        set_(StepField.BLOCKS, torch.tensor([self._describe_block(b, tables) for b in blocks], dtype=torch.int64))
+        self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
+        set_(StepField.BLOCKS, torch.tensor(self._describe_blocks(blocks, tables, cache), dtype=torch.int64))
         scales = query_scales(config, 0, max_len, torch.device("cpu"))
         if scales is not None:
             set_(StepField.QUERY_SCALES, scales)
@@ -154,6 +157,45 @@ class Step:
         self._kept_alive.append(tensor)
         return tensor.data_ptr()
 
+    def _describe_blocks(
+        self, blocks: Sequence[Block], tables: Sequence[tuple[Tensor, Tensor]], cache: KVCache
+    ) -> list[list[int]]:
+        """The table of blocks."""
+        rows, first = [], 0
+        for index, block in enumerate(blocks):
+            row = self._describe_block(block, tables)
+            row[BlockField.FIRST], row[BlockField.NUM_INPUTS] = first, len(block.qkv)
+            row[BlockField.INPUT_WIDTH] = sum(projection.out_features for projection in block.qkv)
+            if block.delta is None:
+                row[BlockField.PLACE] = cache.places[index]
+            else:
+                row[BlockField.DELTA] = self._describe_delta(block.delta, cache.recurrent[index])
+            rows.append(row)
+            first += len(block.projections)
+        return rows
+
+    def _describe_delta(self, delta: DeltaWeights, states: DeltaState) -> int:
+        """Where a recurrent block's row is; ``states``: of all slots."""
+        row = torch.zeros(len(DeltaField), dtype=torch.int64)
+        fields: dict[DeltaField, Tensor | int] = {
+            DeltaField.KEY_HEADS: delta.config.key_heads,
+            DeltaField.VALUE_HEADS: delta.config.value_heads,
+            DeltaField.KEY_DIM: delta.config.key_dim,
+            DeltaField.VALUE_DIM: delta.config.value_dim,
+            DeltaField.TAPS: delta.config.taps,
+            DeltaField.A: delta.a.float(),
+            DeltaField.B: delta.b.float(),
+            DeltaField.KERNEL: delta.kernel[:, 0].t().float(),
+            DeltaField.RATE: delta.log_rate.float().exp(),
+            DeltaField.DT_BIAS: delta.dt_bias.float(),
+            DeltaField.NORM: delta.norm.float(),
+            DeltaField.INPUTS: states.inputs,
+            DeltaField.STATES: states.state,
+        }
+        for field, value in fields.items():
+            row[field] = self._address(value) if isinstance(value, Tensor) else value
+        return self._address(row)
+
     def _describe_block(self, block: Block, tables: Sequence[tuple[Tensor, Tensor]]) -> list[int]:
         """A block's row of the table; ``tables`` are the cosines and sines of every rotary embedding."""
         row = [0] * len(BlockField)
@@ -186,7 +228,10 @@ class Step:
         """Buffers for a team of ``threads`` and ``rows`` rows; what was counted is kept."""
         config = self._config
         longest = max(config.hidden_size, config.q_size, config.intermediate_size)
-        widest = max(longest, config.q_size + 2 * config.kv_size)
+        if config.delta_net is not None:  # what out_proj reads, and a head's scratch
+            delta = config.delta_net
+            longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
+        widest = max(longest, self._input_width)
         # residual, normed, two accumulators, one list, sums: see `step`. Whole pages: threads share no cache line.
         scratch = 4 * (2 * rows * config.hidden_size + 2 * rows * widest + longest + rows * longest)
         scratch += 4 * rows * (widest + 2)
@@ -197,7 +242,7 @@ class Step:
         self._threads, self._capacity = threads, rows
         self._buffers = {
             StepField.HALF: torch.empty(rows, config.hidden_size),
-            StepField.QKV: torch.empty(rows, config.q_size + 2 * config.kv_size),
+            StepField.QKV: torch.empty(rows, self._input_width),
             StepField.SEGMENT_INDEX: torch.empty(longest, dtype=torch.int32),
             StepField.SEGMENT_VALUE: torch.empty(rows, longest),
             StepField.SEGMENT_COUNT: torch.empty(threads, 2, dtype=torch.int64),

@@ -14,12 +14,18 @@ from torch import Tensor
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
 
-__all__ = ["DeltaState", "KVCache", "bytes_per_position"]
+__all__ = ["DeltaState", "KVCache", "bytes_per_position", "prefix_grain"]
 
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one position of one slot takes over all blocks."""
     return 2 * _num_attention(config) * config.kv_size * dtype.itemsize
+
+
+def prefix_grain(config: ModelConfig, grain: int, max_seq_len: int) -> int:
+    """A decoder's ``grain``: what it would be, or, as the state of recurrent blocks cannot be taken back to an earlier
+    position, so large that no beginning serves again."""
+    return grain if config.delta_net is None else max_seq_len + 1
 
 
 def _num_attention(config: ModelConfig) -> int:
@@ -53,31 +59,38 @@ class KVCache:
     """``max_batch`` slots of ``max_seq_len`` positions.
 
     Attributes:
+        places: block with attention -> which of these it is.
         keys, values: (blocks with attention, max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
             ``lengths``.
-        states: slot by slot, block -> the state of a recurrent one. It holds for the whole of what was read: unlike
-            keys and values, it cannot be taken back to an earlier position.
+        recurrent: block -> the state of a recurrent one, of all slots: each tensor of a ``DeltaState`` with max_batch
+            in front.
+        states: slot by slot, views of it. A state holds for the whole of what was read: unlike keys and values, it
+            cannot be taken back to an earlier position.
         lengths: positions filled, slot by slot.
     """
 
     def __init__(
         self, config: ModelConfig, max_batch: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._places: dict[int, int] = {}
+        self.places: dict[int, int] = {}
         for index, block in enumerate(config.blocks):
             if not block.recurrent:
-                self._places[index] = len(self._places)
-        shape = (len(self._places), max_batch, config.num_kv_heads, max_seq_len, config.head_dim)
+                self.places[index] = len(self.places)
+        shape = (len(self.places), max_batch, config.num_kv_heads, max_seq_len, config.head_dim)
         try:
             self.keys = torch.empty(shape, dtype=dtype, device=device)
             self.values = torch.empty(shape, dtype=dtype, device=device)
-            self.states = [_states(config, device, dtype) for _ in range(max_batch)]
+            self.recurrent = _states(config, max_batch, device, dtype)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
             size = bytes_per_position(config, dtype) * max_batch * max_seq_len
             raise ResourceError(
                 f"no memory for a cache of {size / 1e9:.1f} GB ({max_batch} x {max_seq_len} positions): "
                 "load with a smaller max_seq_len or max_batch"
             ) from error
+        self.states = [
+            {index: DeltaState(of.inputs[slot], of.state[slot]) for index, of in self.recurrent.items()}
+            for slot in range(max_batch)
+        ]
         self.lengths = [0] * max_batch
 
     def begin(self, slot: int, start: int) -> None:
@@ -105,7 +118,7 @@ class KVCache:
             The slot's keys and values up to the end of what was written, (num_kv_heads, start + T, head_dim).
         """
         stop = start + keys.shape[1]
-        place = self._places[block]
+        place = self.places[block]
         self.keys[place, slot, :, start:stop] = keys
         self.values[place, slot, :, start:stop] = values
         return self.keys[place, slot, :, :stop], self.values[place, slot, :, :stop]
@@ -127,15 +140,15 @@ class KVCache:
             )
 
 
-def _states(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> dict[int, DeltaState]:
+def _states(config: ModelConfig, max_batch: int, device: torch.device, dtype: torch.dtype) -> dict[int, DeltaState]:
     delta = config.delta_net
     if delta is None:
         return {}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {
         index: DeltaState(
-            torch.zeros(delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
-            torch.zeros(delta.value_heads, delta.key_dim, delta.value_dim, dtype=wide, device=device),
+            torch.zeros(max_batch, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
+            torch.zeros(max_batch, delta.value_heads, delta.key_dim, delta.value_dim, dtype=wide, device=device),
         )
         for index, block in enumerate(config.blocks)
         if block.recurrent

@@ -24,7 +24,7 @@ from wisparse.formats.model import model_config
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask, soft_cap
 
-from ..decoding.cache import KVCache
+from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.decoder import Decoder, check_part, check_prompt, next_piece
 from ..decoding.rotary import Rotary, query_scales, rotate
 from .delta_net import DeltaWeights, read_delta_weights
@@ -163,7 +163,7 @@ class TorchDecoder(Decoder):
 
     name: ClassVar[str] = "torch"
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
-    piece = grain = PIECE
+    piece = PIECE
 
     def __init__(
         self,
@@ -188,8 +188,7 @@ class TorchDecoder(Decoder):
         self._head = self._embedding if tied else bundle.checkpoint.tensor("lm_head.weight", device).to(dtype)
         self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
         self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
-        if self.config.delta_net is not None:
-            self.grain = max_seq_len + 1  # recurrent blocks' states cannot be taken back: no beginning serves again
+        self.grain = prefix_grain(self.config, PIECE, max_seq_len)
         self._sparse_positions = 0
 
     @classmethod
