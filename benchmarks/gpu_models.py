@@ -105,7 +105,7 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
         for group in block.groups:
             first = 0
             for i, width in enumerate(group.widths):
-                g = group.weight_t[:, first : first + width].float().norm(dim=1)
+                g = group.matrix.data[:, first : first + width].float().norm(dim=1)
                 group.scales[i] = (g / g.log().mean().exp()) ** alpha
                 first += width
     for sparsity in sparsities:

@@ -90,10 +90,10 @@ def main() -> None:
         x = torch.randn(case.k, device="cuda", dtype=torch.float16)
         threshold = float(x.float().abs().quantile(arguments.sparsity)) if arguments.sparsity > 0 else -1.0
         launches = [
-            teal_launch(teal, group.weight_t, case.widths, x, [threshold] * len(case.widths), arguments.sparsity)
+            teal_launch(teal, group.matrix.data, case.widths, x, [threshold] * len(case.widths), arguments.sparsity)
             for group in case.groups
         ]
-        expected = torch.where(x.abs() > threshold, x, 0).float() @ case.groups[0].weight_t.float()
+        expected = torch.where(x.abs() > threshold, x, 0).float() @ case.groups[0].matrix.data.float()
         error = float((torch.cat(launches[0]()).float() - expected).norm() / expected.norm())
 
         def launch(launches: list[Callable[[], list[Tensor]]] = launches) -> None:

@@ -26,6 +26,7 @@ from gpu_models import SHAPES
 
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
+from wisparse.kernels.gpu.matrix import plain_matrix
 from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.reference import keep_mask
 
@@ -78,7 +79,14 @@ class Case:
         else:
             self.x = x
         self.groups = [
-            Group(torch.randn(k, n, device="cuda", dtype=dtype), widths, None, scales, thresholds, sparsity == 0)
+            Group(
+                plain_matrix(torch.randn(k, n, device="cuda", dtype=dtype), widths),
+                widths,
+                None,
+                scales,
+                thresholds,
+                sparsity == 0,
+            )
             for _ in range(copies)
         ]
         width = widths[0] if target == "silu" else n

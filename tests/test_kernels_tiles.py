@@ -152,8 +152,9 @@ def test_a_launch_whose_programs_would_wait_for_ever_is_refused(pollers, multipr
 
 def test_the_launcher_refuses_pollers_where_programs_run_one_after_the_other():
     from wisparse.kernels.gpu.gemv import GemvTile, Group, sparse_gemv
+    from wisparse.kernels.gpu.matrix import plain_matrix
 
-    group = Group(torch.ones(50, 72), (72,), None, torch.ones(1, 50), torch.zeros(1), False)
+    group = Group(plain_matrix(torch.ones(50, 72), (72,)), (72,), None, torch.ones(1, 50), torch.zeros(1), False)
     with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu, found 4"):
         sparse_gemv(torch.ones(1, 50), group, GemvTile(block_n=64, splits=4, warps=2, pollers=2))
 

@@ -18,6 +18,7 @@ TESTS = Path(__file__).resolve().parent
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 CASES = {
     "kernels are their twins": "triton_cases.py",
+    "products of codes are their twins": "triton_codes_cases.py",
     "a decode step is the plain decoder's": "triton_decoder_cases.py",
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",

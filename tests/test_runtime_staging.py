@@ -113,7 +113,7 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
             while sum(projection.out_features for projection in own) < group.out_features:
                 own.append(projections.pop(0))
             stored = torch.cat([tensor(f"{projection.name}.weight") for projection in own])
-            assert torch.equal(group.weight_t[:, : group.out_features], stored.T)
+            assert torch.equal(group.matrix.data[:, : group.out_features], stored.T)
             if any(projection.bias for projection in own):
                 assert group.bias is not None
                 assert torch.equal(group.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))

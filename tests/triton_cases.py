@@ -19,6 +19,7 @@ from wisparse.kernels.gpu.head import launch_embed, launch_logits, launch_next
 from wisparse.kernels.gpu.lists import room_source
 from wisparse.kernels.gpu.mask import mask_rows
 from wisparse.kernels.gpu.mask_gemm import mask_gemm
+from wisparse.kernels.gpu.matrix import plain_matrix
 from wisparse.kernels.gpu.partials import NOTHING
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 from wisparse.kernels.reference import keep_mask, sparse_linear
@@ -45,7 +46,7 @@ def make_group(
     if sparsity >= 1:
         thresholds.fill_(1e30)
     return Group(
-        weight_t.to(DEVICE, dtype),
+        plain_matrix(weight_t.to(DEVICE, dtype), widths),
         widths,
         torch.randn(n, generator=generator).to(DEVICE, dtype) if bias else None,
         scales.to(DEVICE),
@@ -59,7 +60,7 @@ def twin(x: torch.Tensor, group: Group) -> torch.Tensor:
     parts = []
     start = 0
     for i, width in enumerate(group.widths):
-        weight = group.weight_t[:, start : start + width].double().T
+        weight = group.matrix.data[:, start : start + width].double().T
         mask = keep_mask(x, group.scales[i], group.thresholds[i])
         masked = torch.where(mask, x, x.new_zeros(())).double()
         bias = None if group.bias is None else group.bias[start : start + width].double()
@@ -166,7 +167,7 @@ def test_lists_longer_than_shared_memory_are_the_twins(batch, lead):
     group = make_group((64,), 6000, torch.float16, 0.5)
     tile = GemvTile(block_n=64, block_k=16, splits=1, stages=3, lead=lead)
     assert room_source(2 * 4 * 6000) == "" != room_source(2 * 4 * 600)
-    assert program_lists(replace(group, weight_t=group.weight_t.to("meta")).layout, tile, batch).in_room == ""
+    assert program_lists(replace(group, matrix=group.matrix.to("meta")).layout, tile, batch).in_room == ""
     x = rows(batch, 6000, torch.float16)
     assert_close(sparse_gemv(x, group, tile), twin(x, group), torch.float16)
 
@@ -261,7 +262,7 @@ def test_many_rows_in_one_launch_are_the_twins(dtype, widths, k, bias):
 def test_twin_here_is_the_reference():
     group = make_group((24, 8), 32, torch.float32, 0.5, bias=True)
     x = rows(2, 32, torch.float32)
-    weight = group.weight_t[:, :24].T
+    weight = group.matrix.data[:, :24].T
     whole = sparse_linear(x, weight, group.bias[:24], group.scales[0], group.thresholds[0])
     torch.testing.assert_close(twin(x, group)[:, :24].float(), whole, rtol=1e-5, atol=1e-5)
 
@@ -319,12 +320,12 @@ def test_nan_and_inf_go_where_the_twins_go(tile):
     half = make_group((64,), 48, torch.float16, 0.5)
     x = rows(1, 48, torch.float16)
     x[0, 7] = torch.tensor(-1, dtype=torch.int16).view(torch.float16)
-    half.weight_t.view(torch.int16)[7] = -1
+    half.matrix.data.view(torch.int16)[7] = -1
     assert sparse_gemv(x, half, tile).isnan().all()
     # A dropped channel's weight is never read: an Inf there does not leak.
     x = rows(1, 48, torch.float32)
     x[0, 7] = 0.0
-    group.weight_t[7] = float("inf")
+    group.matrix.data[7] = float("inf")
     assert sparse_gemv(x, group, tile).isfinite().all()
 
 

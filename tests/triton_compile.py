@@ -147,7 +147,7 @@ def gemv(
             "hidden": Source(activation, wide, norm or f"*{dtype}", None),
             "attention": Source(None, None, None, Stretches(wide, wide, wide)),
         }[source],
-        "weights": Weights(f"*{dtype}", None, "*fp32", "*fp32"),
+        "weights": Weights(f"*{dtype}", None, "*fp32", "*fp32", None, None),
         "masked_ptr": "*fp32" if by_row else None,
         "target": Target(activation, wide if target == "residual" else None),
         "memory": Memory(

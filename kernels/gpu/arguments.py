@@ -35,10 +35,12 @@ class Source(NamedTuple):
 class Weights(NamedTuple):
     """A group of projections that read one input."""
 
-    weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side
+    weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; codes: int32 words
     bias: Tensor | None  # (N,) of the weights' type, or wide
     scales: Tensor  # (projections, K) float32
     thresholds: Tensor  # (projections,) float32
+    code_scales: Tensor | None  # codes: (K / group, padded columns) float32
+    zeros: Tensor | None  # codes of zero that are not the kind's own: the same shape
 
 
 class Target(NamedTuple):
@@ -84,11 +86,13 @@ class Shape(NamedTuple):
 
 class Modes(NamedTuple):
     """Compiled in: ``output`` is TO_PLAIN, TO_RESIDUAL, TO_SILU or TO_GELU; ``dense``: no channel is dropped; ``pdl``:
-    programmatic dependent launch."""
+    programmatic dependent launch; ``codes``: the ``Matrix``'s kind, and its ``group``."""
 
     output: int
     dense: bool
     pdl: bool
+    codes: str
+    group: int
 
 
 class Columns(NamedTuple):

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from .arguments import Counting, Stretches
+from .codes import code_columns, decoded
 from .common import (
     combined_attention,
     load_squares,
@@ -83,7 +84,8 @@ def masked_gemm_kernel(
     n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = n < of.width
     columns = of.first + n
-    weight_column_ptr = weights.weight_t + columns
+    CODED: tl.constexpr = modes.codes != "plain"
+    read = code_columns(of, n, shape) if CODED else weights.weight_t + columns
 
     # --- what is known before the kernel before this one has ended
     position = tl.arange(0, lists.segment)
@@ -118,11 +120,14 @@ def masked_gemm_kernel(
     count = (BLOCKS - split + SPLITS - 1) // SPLITS
     for step in tl.range(0, count, num_stages=cut.stages):
         k_now = (step * SPLITS + split) * BLOCK_K + lane
-        at = weight_column_ptr[None, :] + k_now.to(tl.int64)[:, None] * shape.stride
-        if WHOLE:  # noqa: SIM108 (resolved at compile time)
-            w = tl.load(at)
+        if CODED:
+            w = decoded(weights, read, k_now, (k_now < K)[:, None] & in_width[None, :], tl.float32, shape, modes)
         else:
-            w = tl.load(at, mask=(k_now < K)[:, None] & in_width[None, :], other=0.0)
+            at = read[None, :] + k_now.to(tl.int64)[:, None] * shape.stride
+            if WHOLE:  # noqa: SIM108 (resolved at compile time)
+                w = tl.load(at)
+            else:
+                w = tl.load(at, mask=(k_now < K)[:, None] & in_width[None, :], other=0.0)
         if SHARED:  # noqa: SIM102 (resolved at compile time)
             # In here, as the compiler puts the first reads of weights before the loop.
             if step == 0:
@@ -131,7 +136,7 @@ def masked_gemm_kernel(
                     shape, modes, LIST, SHARED, dtype,
                 )  # fmt: skip
         x = get_half(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
-        acc = tl.dot(x, w, acc, input_precision="ieee")
+        acc = tl.dot(x.to(w.dtype), w, acc, input_precision="ieee")
     if BLOCKS < SPLITS:
         # A program without a block was not in the loop; and sums of the kernel before may still lie in scratch memory.
         wait_for_previous_kernel(modes.pdl)

@@ -26,6 +26,7 @@ from .common import TO_GELU, TO_PLAIN, TO_RESIDUAL, TO_SILU, exact_argument
 from .gemm_kernel import masked_gemm_kernel
 from .gemv_kernel import sparse_gemv_kernel
 from .lists import ROOM_LIMIT_BESIDE, room_source
+from .matrix import Matrix
 from .partials import NOTHING
 
 __all__ = [
@@ -128,7 +129,7 @@ def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
 
 
 class Layout(NamedTuple):
-    """What a launch has to know of a group before it sees a number of it: as in ``Group``."""
+    """What a launch has to know of a group before it sees a number of it: as in ``Group`` and ``Matrix``."""
 
     in_features: int
     widths: tuple[int, ...]
@@ -136,6 +137,8 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     device: torch.device
     dense: bool
+    codes: str = "plain"
+    group: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,7 +146,7 @@ class Group:
     """Projections that read one input, their columns side by side.
 
     Attributes:
-        weight_t: (K, stride) fp32, fp16 or bf16; the first ``sum(widths)`` columns are used.
+        matrix: the weights, plain (fp32, fp16 or bf16) or in codes.
         widths: columns of each projection, one to three.
         bias: (sum(widths),) of the weights' dtype, or None.
         scales: (projections, K) float32.
@@ -153,7 +156,7 @@ class Group:
             output bias of their own; else None.
     """
 
-    weight_t: Tensor
+    matrix: Matrix
     widths: tuple[int, ...]
     bias: Tensor | None
     scales: Tensor
@@ -164,7 +167,7 @@ class Group:
     @property
     def in_features(self) -> int:
         """K."""
-        return self.weight_t.shape[0]
+        return self.matrix.in_features
 
     @property
     def out_features(self) -> int:
@@ -174,8 +177,12 @@ class Group:
     @cached_property
     def layout(self) -> Layout:
         """Its shape, type and place."""
-        weight = self.weight_t
-        return Layout(weight.shape[0], self.widths, weight.stride(0), weight.dtype, weight.device, self.dense)
+        matrix = self.matrix
+        data = matrix.data
+        return Layout(
+            matrix.in_features, self.widths, data.stride(0), matrix.dtype, data.device, self.dense,
+            matrix.kind, 0 if matrix.kind == "plain" else matrix.group,
+        )  # fmt: skip
 
 
 class Scratch:
@@ -191,7 +198,7 @@ class Scratch:
 
     def reserve(self, group: Group, tile: GemvTile, batch: int = 1) -> None:
         """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
-        batch = rows_together(batch, group.weight_t.dtype)
+        batch = rows_together(batch, group.matrix.dtype)
         tiles = count_tiles(group.widths, tile.block_n)
         lists = program_lists(group.layout, tile, batch)
         in_scratch = 0 if lists.in_room else tiles * tile.splits * lists.length
@@ -304,7 +311,7 @@ def plan_launch(
         kernel,
         tiles * tile.splits,
         Shape(layout.in_features, n0, n1, n2, n0 + n1 + n2, layout.stride, tiles, batch, *stretches, ssq_pad),
-        Modes(OUTPUTS[target], layout.dense, pdl),
+        Modes(OUTPUTS[target], layout.dense, pdl, layout.codes, layout.group),
         cut,
         lists,
         sums_at_once(tile, batch, target, kind=kind),
@@ -378,7 +385,7 @@ def launch_gemv(
     Raises:
         ValueError: the tile's pollers are more than the device runs at once: they would wait for ever.
     """
-    if rows_together(batch, group.weight_t.dtype) < batch:
+    if rows_together(batch, group.matrix.dtype) < batch:
         for i in range(batch):
             launch_gemv(
                 group, x[i : i + 1], out[i : i + 1], scratch, tile, source=source, target=target, norm=norm, eps=eps,
@@ -409,10 +416,12 @@ def launch_gemv(
     plan.kernel[(plan.programs,)](
         given,
         Weights(
-            group.weight_t,
+            group.matrix.data,
             group.bias if group.masked_bias is None else group.masked_bias,
             group.scales,
             group.thresholds,
+            group.matrix.scales,
+            group.matrix.zeros,
         ),
         masked,
         Target(out, ssq_out),

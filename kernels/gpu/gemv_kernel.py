@@ -13,6 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .codes import code_columns, decoded
 from .common import (
     combined_attention,
     let_next_kernel_start,
@@ -69,7 +70,8 @@ def sparse_gemv_kernel(
     n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = n < of.width
     columns = of.first + n
-    weight_column_ptr = weights.weight_t + columns
+    CODED: tl.constexpr = modes.codes != "plain"
+    read = code_columns(of, n, shape) if CODED else weights.weight_t + columns
 
     # --- this program's channels: x, which of them are kept, and their list
     position = tl.arange(0, SEGMENT)
@@ -111,7 +113,7 @@ def sparse_gemv_kernel(
         lead = ()
         for step in tl.static_range(LEAD):
             ks = _channels(list_index, lane, step * STEP, split, True, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-            lead = lead + _rows(weight_column_ptr, ks, in_width, K, shape.stride, UNROLL)
+            lead = lead + _rows(weights, read, ks, in_width, wide, shape, modes, UNROLL)
     wait_for_previous_kernel(modes.pdl)
     if not SHARED:
         # Not before: the kernel before this one may still read its lists in the same scratch memory.
@@ -183,7 +185,7 @@ def sparse_gemv_kernel(
         sums = sums + (tl.zeros((BLOCK_K, BLOCK_N), wide),)  # noqa: RUF005
     # Two steps ahead with the channels, one with the weights: the memory is never idle while a program multiplies.
     ks = _channels(list_index, lane, LEAD_ROWS, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
-    ws = _rows(weight_column_ptr, ks, in_width, K, shape.stride, UNROLL)
+    ws = _rows(weights, read, ks, in_width, wide, shape, modes, UNROLL)
     ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
     if LEAD_ROWS > 0:
         tl.debug_barrier()
@@ -194,7 +196,7 @@ def sparse_gemv_kernel(
             w = tl.where(used[:, None] | (BATCH > 1), lead[i], 0.0)
             sums = _add_products(sums, list_value, at, w.to(wide), BATCH, LIST, SHARED)
     for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
-        ahead = _rows(weight_column_ptr, ks, in_width, K, shape.stride, UNROLL)
+        ahead = _rows(weights, read, ks, in_width, wide, shape, modes, UNROLL)
         ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, SPLITS, CHUNK, UNROLL, BLOCK_K, SHARED)
         # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
         # flight; it moves nothing across a barrier.
@@ -285,15 +287,24 @@ def _channels(
 
 
 @triton.jit
-def _rows(weight_column_ptr, ks, in_width, K: tl.constexpr, STRIDE: tl.constexpr, UNROLL: tl.constexpr):
-    """The program's stretch of the rows ``ks``, as UNROLL tensors (BLOCK_K, BLOCK_N); zeros where there is none."""
+def _rows(
+    weights, read, ks, in_width, wide: tl.constexpr,
+    shape: tl.constexpr, modes: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """The program's stretch of the rows ``ks``, as UNROLL tensors (BLOCK_K, BLOCK_N); zeros where there is none.
+
+    ``read``: what to read of a row, the addresses in the first; of codes the columns."""
     ws = ()
     for i in tl.static_range(UNROLL):
-        w = tl.load(
-            weight_column_ptr[None, :] + ks[i].to(tl.int64)[:, None] * STRIDE,
-            mask=(ks[i] < K)[:, None] & in_width[None, :],
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+        if modes.codes != "plain":
+            live = (ks[i] < shape.k)[:, None] & in_width[None, :]
+            w = decoded(weights, read, ks[i], live, wide, shape, modes)
+        else:
+            w = tl.load(
+                read[None, :] + ks[i].to(tl.int64)[:, None] * shape.stride,
+                mask=(ks[i] < shape.k)[:, None] & in_width[None, :],
+                other=0.0,
+                eviction_policy="evict_first",
+            )
         ws = ws + (w,)  # noqa: RUF005
     return ws

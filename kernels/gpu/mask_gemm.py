@@ -94,10 +94,11 @@ def mask_gemm(x: Tensor, group: Group, masked: Tensor, tile: GemvTile) -> Tensor
     block_m = max(16, min(128, triton.next_power_of_2(rows)))
     widths = (*group.widths, 0, 0)[:3]
     out = torch.empty(rows, group.out_features, dtype=x.dtype, device=x.device)
+    weight_t = group.matrix.data
     grid = (sum(triton.cdiv(width, tile.block_n) for width in group.widths), triton.cdiv(rows, block_m))
     _mask_gemm_kernel[grid](
-        x, group.weight_t, group.weight_t if group.bias is None else group.bias, group.scales, group.thresholds, masked,
-        out, rows, K=group.in_features, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=group.weight_t.stride(0),
+        x, weight_t, weight_t if group.bias is None else group.bias, group.scales, group.thresholds, masked,
+        out, rows, K=group.in_features, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=weight_t.stride(0),
         HAS_BIAS=group.bias is not None, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

@@ -113,7 +113,7 @@ def run_blocks(
 def _project(group: Group, x: Tensor, first_sparse: int) -> tuple[Tensor, ...]:
     """Each projection of the group applied to x (T, K); rows from ``first_sparse`` on are masked."""
     if group.dense or first_sparse >= len(x):  # one product for all of them
-        y = x @ group.weight_t[:, : group.out_features].to(x.dtype)
+        y = x @ group.matrix.data[:, : group.out_features].to(x.dtype)
         return _with_bias(group, y, first_sparse).split(group.widths, dim=-1)
     outputs = []
     first = 0
@@ -121,7 +121,7 @@ def _project(group: Group, x: Tensor, first_sparse: int) -> tuple[Tensor, ...]:
         tail = x[first_sparse:]
         keep = keep_mask(tail, group.scales[i], group.thresholds[i])
         masked = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
-        outputs.append(masked @ group.weight_t[:, first : first + width].to(x.dtype))
+        outputs.append(masked @ group.matrix.data[:, first : first + width].to(x.dtype))
         first += width
     return _with_bias(group, torch.cat(outputs, dim=-1), first_sparse).split(group.widths, dim=-1)
 

@@ -19,6 +19,7 @@ from wisparse.formats.model import model_config
 from wisparse.formats.model.model_config import ModelConfig, Projection
 from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.kernels.gpu.gemv import Group
+from wisparse.kernels.gpu.matrix import empty_matrix, put_columns
 from wisparse.kernels.precision import wide_dtype
 
 from ..torch.decoder import Norm
@@ -93,7 +94,7 @@ class CudaWeights:
         tensors = {id(t): t for t in (self.embedding, self.norm.weight, self.head)}
         for block in self.blocks:
             for group in block.groups:
-                tensors[id(group)] = group.weight_t
+                tensors[id(group)] = group.matrix.data
         return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
@@ -191,22 +192,21 @@ def _load_group(
 ) -> Group:
     k = projections[0].in_features
     total = sum(projection.out_features for projection in projections)
-    # Rows start at multiples of 16 elements, so that they can be read 16 bytes at a time.
-    weight_t = torch.empty(k, -(-total // 16) * 16, dtype=dtype, device=device)
     has_bias = any(projection.bias for projection in projections)
     bias = torch.zeros(total, dtype=dtype, device=device) if has_bias else None
-    widths: list[int] = []
+    widths = tuple(projection.out_features // copies for projection in projections for _ in range(copies))
+    matrix = empty_matrix("plain", k, widths, None, dtype, device)
     first = 0
-    for projection in projections:
+    for i, projection in enumerate(projections):
         last = first + projection.out_features
-        weight_t[:, first:last] = read(f"{projection.name}.weight").T
+        for copy, part in enumerate(read(f"{projection.name}.weight").chunk(copies)):
+            put_columns(matrix, i * copies + copy, part)
         if bias is not None and projection.bias:
             bias[first:last] = read(f"{projection.name}.bias")
-        widths += [projection.out_features // copies] * copies
         first = last
     scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
     thresholds = torch.zeros(len(widths), dtype=torch.float32, device=device)
-    return Group(weight_t, tuple(widths), bias, scales, thresholds, dense=True)
+    return Group(matrix, widths, bias, scales, thresholds, dense=True)
 
 
 def mask_kinds(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[MaskKind, ...]:
@@ -224,7 +224,7 @@ def with_kinds(weights: CudaWeights, kinds: Sequence[MaskKind]) -> CudaWeights:
     rest = iter(kinds)
 
     def of_kind(group: Group, kind: MaskKind) -> Group:
-        none = torch.zeros(group.out_features, dtype=wide_dtype(group.weight_t.dtype), device=group.weight_t.device)
+        none = torch.zeros(group.out_features, dtype=wide_dtype(group.matrix.dtype), device=group.matrix.data.device)
         return replace(group, dense=kind.dense, masked_bias=none if kind.biased else None)
 
     blocks = []

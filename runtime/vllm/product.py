@@ -67,10 +67,13 @@ class Layer:
     def group(self) -> Any:
         """The same for our GPU kernels."""
         from wisparse.kernels.gpu.gemv import Group
+        from wisparse.kernels.gpu.matrix import plain_matrix
 
         # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any
         # bundle.
-        return Group(self.weight.t(), tuple(self.widths), self.bias, self.scales, self.thresholds, dense=False)
+        widths = tuple(self.widths)
+        matrix = plain_matrix(self.weight.t(), widths)
+        return Group(matrix, widths, self.bias, self.scales, self.thresholds, dense=False)
 
     def parts(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Of each projection: which outputs are its, its weight (width, K) and bias (width,)."""
