@@ -17,7 +17,7 @@ from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.kernels.backend import BACKENDS
 
-from .decoding.decoder import make_decoder
+from .backends import make_decoder
 from .decoding.memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text.edge import Text

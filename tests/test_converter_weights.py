@@ -18,7 +18,7 @@ from wisparse.converter.weights.stage import quantise_weights
 from wisparse.converter.work.progress import Progress
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.model.quantised import quantise_int4
-from wisparse.runtime.decoding.decoder import make_decoder
+from wisparse.runtime.backends import make_decoder
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 

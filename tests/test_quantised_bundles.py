@@ -16,7 +16,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.verify import verify_bundle
 from wisparse.formats.weights.checkpoint import Checkpoint
-from wisparse.runtime.decoding.decoder import make_decoder
+from wisparse.runtime.backends import make_decoder
 
 BY_TRANSFORMERS = ["pack int4 groups", "pack int8 rows", "fp8 rows"]
 TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])

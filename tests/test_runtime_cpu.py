@@ -30,10 +30,10 @@ from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.kernels.cpu import team as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
+from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.cpu import step as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.cpu.weights import read_matrix
-from wisparse.runtime.decoding.decoder import make_decoder
 from wisparse.runtime.model import Model
 from wisparse.runtime.torch import decoder as torch_decoder_module
 from wisparse.runtime.torch.decoder import TorchDecoder

@@ -11,7 +11,7 @@ from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.decoding.decoder import make_decoder
+from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.model import Generation, Model
 from wisparse.runtime.text.edge import Text
 

@@ -16,7 +16,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.prefill import PREFILL_POLICIES, sparse_from
 from wisparse.kernels.reference import keep_mask
-from wisparse.runtime.decoding.decoder import make_decoder
+from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings
 from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.torch.decoder import TorchDecoder

@@ -23,7 +23,7 @@ from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError, BundleError, ContextLengthError, UsageError, WisparseError
 from wisparse.formats.prefill import sparse_from
-from wisparse.runtime.decoding.decoder import make_decoder
+from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.memory import default_max_seq_len, weight_bytes
 from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.model import Model

@@ -14,7 +14,8 @@ from runtime_models import make_checkpoint
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.decoding.decoder import Decoder, make_decoder
+from wisparse.runtime.backends import make_decoder
+from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings
 from wisparse.runtime.generation.prefix import Prefixes
 from wisparse.runtime.generation.scheduler import Job, Request, Scheduler

@@ -1,4 +1,4 @@
-"""What a decoder is, and which one runs a bundle.
+"""What a decoder is.
 
 A decoder takes token ids and gives logits or the next ids; it knows nothing of text. Its state is ``max_batch`` slots,
 one sequence each, in a cache allocated once. ``torch.decoder`` is the readable reference that the faster ones must
@@ -10,35 +10,28 @@ agree with.
 
 from __future__ import annotations
 
-import importlib
-import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.formats.guard import arguments
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
 
-from .memory import memory_errors
 from .sampling import SamplingSettings, sample
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle, ProjectionMask
+    from wisparse.formats.bundle import ProjectionMask
 
-__all__ = ["Decoder", "check_part", "check_prompt", "make_decoder", "next_piece"]
-
-log = logging.getLogger(__name__)
+__all__ = ["Decoder", "check_part", "check_prompt", "next_piece"]
 
 
 class Decoder(Protocol):
     """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions.
 
     Implementations subclass it. They are constructed as ``Implementation(bundle, device=..., dtype=..., weights=...,
-    max_seq_len=..., max_batch=...)`` by :func:`make_decoder`, which has asked ``refusal`` before.
+    max_seq_len=..., max_batch=...)`` by ``backends.make_decoder``, which has asked ``refusal`` before.
 
     Not safe to call from several threads at once: ``engine`` sees to it that one at a time does. After any exception,
     also a KeyboardInterrupt, inside ``prefill``, ``decode`` or ``step`` the slots are undefined until their next
@@ -243,71 +236,3 @@ def check_part(token_ids: Tensor, max_seq_len: int, start: int, stop: int | None
 def next_piece(start: int, piece: int) -> int:
     """Where the piece that position ``start`` lies in ends."""
     return (start // piece + 1) * piece
-
-
-# Back end -> its decoder. Imported when chosen: numba and triton cost seconds.
-_IMPLEMENTATIONS = {
-    "torch": ("wisparse.runtime.torch.decoder", "TorchDecoder"),
-    "numba": ("wisparse.runtime.cpu.decoder", "CpuDecoder"),
-    "triton": ("wisparse.runtime.cuda.decoder", "CudaDecoder"),
-}
-
-
-def make_decoder(
-    bundle: Bundle,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    max_seq_len: int,
-    backend: str = "auto",
-    weights: str = "native",
-    max_batch: int = 1,
-) -> Decoder:
-    """Build the decoder that ``backend`` names, or the fastest one that can run this bundle there.
-
-    The choice and its reason are logged. ``auto`` falls back to plain PyTorch if the faster one refuses the model;
-    a back end asked for by name is never replaced.
-
-    Args:
-        bundle: an opened bundle; its weights are read here, once.
-        device, dtype: where, and in which floating type.
-        max_seq_len: positions of one slot, 1 to the model's context.
-        backend: ``auto``, ``torch``, ``numba`` or ``triton``.
-        weights: ``native`` (as ``dtype`` says), or ``int8`` or ``int4`` (rounded at load; not every back end has them).
-        max_batch: slots, that is, sequences decoded side by side.
-
-    Raises:
-        UsageError: a back end that does not fit the device, dtype, weights or model.
-    """
-    from wisparse.kernels.backend import choose_backend
-
-    if not 1 <= max_seq_len <= bundle.config.max_position_embeddings:
-        raise UsageError(
-            f"max_seq_len: expected 1 to the model's context of {bundle.config.max_position_embeddings}, "
-            f"found {max_seq_len}"
-        )
-    arguments.integer("max_batch", max_batch, 1)
-    arguments.choice("weights", weights, tuple(WEIGHT_TYPES))
-    try:
-        choice = choose_backend(device, dtype, backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    reason = choice.reason
-    implementation = _implementation(choice.name)
-    refused: str | None = implementation.refusal(bundle.config, device, dtype, weights)
-    if refused is not None and backend == "auto" and choice.name != "torch":
-        reason = f"{choice.name} cannot: {refused}"
-        implementation = _implementation("torch")
-        refused = implementation.refusal(bundle.config, device, dtype, weights)
-    if refused is not None:
-        raise UsageError(f"back end {implementation.name} cannot run this model: {refused}")
-    log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
-    with memory_errors(device, "to load the model"):
-        return implementation(
-            bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
-        )
-
-
-def _implementation(name: str) -> type[Any]:
-    module, class_name = _IMPLEMENTATIONS[name]
-    return getattr(importlib.import_module(module), class_name)
