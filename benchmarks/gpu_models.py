@@ -119,7 +119,8 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
             settings.append((group, group.thresholds.clone()))
 
         _switch_dense(decoder, False)
-        for _ in read_sequence(decoder.weights, decoder.config, decoder._rotaries, decoder._cache, 0, ids, 0, observe):
+        made = decoder.weights, decoder.config, decoder._rotaries, decoder._cache
+        for _ in read_sequence(*made, 0, ids, 0, range(tokens), decoder.piece, observe):
             pass
         found[sparsity] = settings
     return found
