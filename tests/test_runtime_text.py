@@ -288,6 +288,9 @@ def test_the_template_is_found_where_it_may_stand() -> None:
     assert make_text("file", {"chat_template": "config"}).render(messages) == "file"
     assert make_text(None, {"chat_template": "config"}).render(messages) == "config"
     assert make_text(None, {"chat_template": named}).render(messages) == "list"
+    several = make_text(None, {"chat_template": named})
+    assert several.render(messages, tools=[{}]) == several.template_source == "no"
+    assert make_text(None, {"chat_template": "config"}).render(messages, tools=[{}]) == "config"
     with pytest.raises(UsageError, match="no chat template"):
         make_text().render(messages)
     with pytest.raises(BundleError, match="chat_template: expected a text"):

@@ -15,11 +15,13 @@ from bundle_maker import make_bundle
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import NAME, TEMPLATE, Running
+from tool_templates import PUBLISHED
 
+from wisparse.formats.guard.template import ChatTemplate
 from wisparse.runtime.serve.calls import CallPart, Calls
 from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat
 from wisparse.runtime.serve.syntax import HERMES, LLAMA, MISTRAL, Syntax, syntax_of
-from wisparse.runtime.serve.tools import read_offer
+from wisparse.runtime.serve.tools import read_offer, short_ids
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 WEATHER = {
@@ -228,6 +230,49 @@ def test_syntaxes_are_known_by_the_template() -> None:
         assert syntax_of(other) is None
 
 
+@pytest.mark.parametrize(("template", "opens", "ends"), PUBLISHED.values(), ids=PUBLISHED)
+def test_what_the_published_templates_ask_for(template: str, opens: str, ends: str) -> None:
+    """A conversation as OpenAI's clients send it is rendered, and the calls that it writes are read back."""
+    chat = ChatTemplate(template, {"bos_token": "<s>", "eos_token": "</s>"})
+    syntax = syntax_of(template)
+    assert syntax is not None
+    wanted = [["weather", '{"city": "Oslo", "days": [1, {"a": "\\n é"}]}'], ["clock", "{}"]]
+    for count in (1,) if syntax is LLAMA else (1, 2):
+        ids = [f"call_{number}_of_another_server" for number in range(count)]
+        calls = [
+            {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
+            for id, (name, arguments) in zip(ids, wanted[:count], strict=True)
+        ]
+        results = [{"role": "tool", "tool_call_id": id, "content": f"result {id[5]}"} for id in ids]
+        said = {"role": "assistant", "content": None, "tool_calls": calls}
+        call = read_chat({"messages": [*ASK, said, *results], "tools": [WEATHER, CLOCK]}, Defaults(), 1)
+        messages = short_ids(call.prompts[0]) if syntax.short else call.prompts[0]
+        text = chat.render(messages, **call.template)
+        assert "weather" in chat.render(messages[:1], **call.template)
+        assert all(f"result {number}" in text for number in range(count))
+        if opens != "[/INST]":  # which opens every answer
+            assert text.endswith(opens)
+        written = text.partition(opens)[2].partition(ends)[0]
+        for held, pieces in ((True, [written]), (False, list(written))):
+            before, found = _split(syntax, pieces, held=held)
+            assert before.strip() == ""
+            assert [[name, json.loads(arguments)] for name, arguments in found] == [
+                [name, json.loads(arguments)] for name, arguments in wanted[:count]
+            ]
+
+
+def test_a_thought_goes_back_with_the_calls_it_led_to() -> None:
+    template, *_ = PUBLISHED["qwen-3"]
+    called = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "reasoning_content": "what time?", "tool_calls": [called]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "5"}
+    call = read_chat({"messages": [*ASK, said, result], "tools": [CLOCK]}, Defaults(), 1)
+    text = ChatTemplate(template, {}).render(call.prompts[0], **call.template)
+    assert "<|im_start|>assistant\n<think>\nwhat time?\n</think>\n\n<tool_call>" in text
+    with pytest.raises(ApiError, match="reasoning_content"):
+        read_chat({"messages": [*ASK, {**said, "reasoning_content": 5}]}, Defaults(), 1)
+
+
 def _function(**more: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", **more}}
 
@@ -301,7 +346,8 @@ def test_none_offers_nothing() -> None:
     call = read_chat({"messages": ASK, "tools": [CLOCK]}, Defaults(), 1)
     assert call.offer is not None
     assert call.offer.names == {"clock"}
-    assert call.template == {"tools": [CLOCK]}
+    filled = {"name": "clock", "description": "", "parameters": {"type": "object", "properties": {}}}
+    assert call.template == {"tools": [{"type": "function", "function": filled}]}
 
 
 def test_a_grammar_that_looks_like_another_kind() -> None:

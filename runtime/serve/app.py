@@ -45,6 +45,7 @@ from .protocol import ApiError, Call, Defaults, read_chat, read_completion
 from .responses import ResponseShape, as_chat_body, as_response_error
 from .syntax import syntax_of
 from .thinking import OPEN
+from .tools import short_ids
 from .wire import PATIENCE_SECONDS, EventStream, unless_gone
 
 __all__ = ["ServeSettings", "http_server", "make_app", "open_socket", "serve"]
@@ -252,6 +253,8 @@ class _Server:
                 400, "messages: this model's chat template leaves calls and their results out; tell them as text",
                 param="messages", code="unsupported_parameter",
             )  # fmt: skip
+        if self._syntax is not None and self._syntax.short:
+            call = replace(call, prompts=tuple(map(short_ids, call.prompts)))
         if call.offer is None:
             return call
         if self._syntax is None:

@@ -15,7 +15,7 @@ from wisparse.formats.errors import UsageError
 from ..decoding.sampling import SamplingSettings
 from ..generation.grammar import ANY_OBJECT, Grammar
 from .refusals import ApiError, bad
-from .tools import Offer, read_calls, read_offer
+from .tools import Offer, name_results, read_calls, read_offer
 
 __all__ = ["ApiError", "Call", "Defaults", "read_chat", "read_completion"]
 
@@ -115,6 +115,7 @@ def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
         template = {**template, "tools": offer.tools}
     given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
     conversation = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    name_results(conversation)
     top = _integer(body, "top_logprobs", 0, 0, _LOGPROBS)
     logprobs = top if _switch(body, "logprobs", False) else None
     if logprobs is None and top:
@@ -268,6 +269,10 @@ def _message(message: Any, where: str) -> dict[str, Any]:
         more["tool_call_id"] = message.get("tool_call_id")
         if not isinstance(more["tool_call_id"], str):
             raise bad(f"{where}.tool_call_id", "the id of the call that this answers", more["tool_call_id"])
+    if role == "assistant" and message.get("reasoning_content"):
+        more["reasoning_content"] = message["reasoning_content"]
+        if not isinstance(more["reasoning_content"], str):
+            raise bad(f"{where}.reasoning_content", "a text", more["reasoning_content"])
     if message.get("tool_calls"):
         more["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
     return {"role": "system" if role == "developer" else role, "content": content, **more}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -15,12 +16,14 @@ from ..generation.grammar import Grammar
 from .refusals import ApiError, bad
 from .syntax import Syntax
 
-__all__ = ["Offer", "read_calls", "read_offer"]
+__all__ = ["Offer", "name_results", "read_calls", "read_offer", "short_ids"]
 
 _MOST = 128
 _MOST_CHARACTERS = 1 << 18
+_SHORT = 9
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
 _CHOICES = "none, auto, required, or an object of type function that names one of the tools"
+_NO_PARAMETERS = {"type": "object", "properties": {}}
 # As in a ``response_format``: on one line, as Python writes it.
 _SPACES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -73,7 +76,7 @@ def _call_schema(function: Mapping[str, Any], key: str) -> dict[str, Any]:
         "type": "object",
         "properties": {
             "name": {"const": function["name"]},
-            key: function.get("parameters") or {"type": "object"},
+            key: function["parameters"],
         },
         "required": ["name", key],
         "additionalProperties": False,
@@ -139,7 +142,9 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
         raise bad(f"{where}.function.parameters", "the JSON schema of an object", parameters)
     if not isinstance(function.get("strict", False), bool):
         raise bad(f"{where}.function.strict", "true or false", function["strict"])
-    return {"type": "function", "function": function}
+    # Templates count on what transformers' own schemas have.
+    filled = {"name": name, "description": description, "parameters": parameters or dict(_NO_PARAMETERS)}
+    return {"type": "function", "function": {**filled, **function, "parameters": filled["parameters"]}}
 
 
 def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
@@ -170,3 +175,29 @@ def _call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(arguments, dict):
         raise bad(f"{where}.function.arguments", "an object, or its JSON as a text", arguments)
     return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
+
+
+def name_results(messages: Sequence[dict[str, Any]]) -> None:
+    """Give the results among a conversation's messages the names of the functions that were called, where their client
+    left them out, as OpenAI's may: some templates want them."""
+    called = {call["id"]: call["function"]["name"] for one in messages for call in one.get("tool_calls", ())}
+    for one in messages:
+        if one["role"] == "tool" and one["tool_call_id"] in called:
+            one.setdefault("name", called[one["tool_call_id"]])
+
+
+def short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with ids of nine letters and digits: a call's as long as it likes, say of another server, is known
+    by its digest."""
+
+    def short(name: str) -> str:
+        fits = len(name) == _SHORT and name.isascii() and name.isalnum()
+        return name if fits else hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:_SHORT]
+
+    found = [dict(one) for one in messages]
+    for one in found:
+        if "tool_calls" in one:
+            one["tool_calls"] = [{**call, "id": short(call["id"])} for call in one["tool_calls"]]
+        if "tool_call_id" in one:
+            one["tool_call_id"] = short(one["tool_call_id"])
+    return found

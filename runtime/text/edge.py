@@ -32,7 +32,12 @@ _CLOSING = 1000
 
 
 class Text:
-    """A bundle's tokenizer and chat template."""
+    """A bundle's tokenizer and chat template.
+
+    Attributes:
+        template: None if there is none.
+        template_source: of the one that is given tools.
+    """
 
     def __init__(
         self,
@@ -44,9 +49,14 @@ class Text:
         self._tokenizer = read_tokenizer(tokenizer_json)
         self._vocab_size = vocab_size
         self.special_tokens = _special_tokens(tokenizer_config)
-        source = template if template is not None else _template_of(tokenizer_config)
-        self.template_source = source
+        named = _templates_of(tokenizer_config) if template is None else {"default": template}
+        source = named.get("default")
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+        # Some models have a template of its own for conversations with tools.
+        self.template_source = named.get("tool_use", source)
+        self._tool_template = self.template
+        if self.template_source is not None and self.template_source != source:
+            self._tool_template = ChatTemplate(self.template_source, self.special_tokens)
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Text:
@@ -138,9 +148,10 @@ class Text:
         Raises:
             UsageError: there is no template, or it refuses the messages.
         """
-        if self.template is None:
+        template = self._tool_template if more.get("tools") else self.template
+        if template is None:
             raise UsageError("this model has no chat template: give it plain text to continue")
-        return self.template.render(messages, **more)
+        return template.render(messages, **more)
 
     def template_ends_turns(self, stops: frozenset[int]) -> bool:
         """Whether the template closes an assistant's turn with a token that ends generation.
@@ -217,12 +228,16 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _template_of(config: Mapping[str, Any]) -> str | None:
-    """The template inside ``tokenizer_config.json``: a text, or the one called ``default`` of a list."""
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
-        template = named[-1].get("template") if named else None
-    if template is not None and not isinstance(template, str):
-        raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
-    return template
+def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates inside ``tokenizer_config.json``, by name: a text is the default one, a list has names."""
+    given = config.get("chat_template")
+    entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
+    found = {
+        entry["name"]: entry.get("template")
+        for entry in entries
+        if isinstance(entry, dict) and entry.get("name") in ("default", "tool_use")
+    }
+    for template in found.values():
+        if not isinstance(template, str):
+            raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
+    return found
