@@ -15,8 +15,8 @@ median of rounds:
     a request for which the GPU's memory is short, beside one that goes on (another process takes the memory)
 
 Predicted: a stream's token takes bench's step and nothing else, as all else is done while the GPU computes; a schema's
-mask is not: its bits go to the GPU between two steps. A running answer waits for one piece of the prompt (1,024
-positions: 16 TFLOP, so about 30 ms) and a step.
+mask is not: its bits go to the GPU between two steps. A running answer waits for one piece of the prompt (768
+positions: 12 TFLOP, so about 25 ms; 1,024 took 53 to 56) and a step.
 
 A part that fails is told of, and the others go on; the script then ends with code 1. Writes NAME.json and NAME.md under
 ``--out``, anew after every part.

@@ -357,3 +357,13 @@ def test_a_model_that_is_closed_ends_what_is_under_way(example_model: Path, tmp_
     with pytest.raises(UsageError, match="the model was closed: load it again"):
         model.generate("x")
     model.close()
+
+
+def test_what_the_first_long_prompt_needs_is_there_before_a_server_runs(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(model.decoder, "prepare_prompts", lambda: asked.append(model.engine._thread is None))
+    model.engine.start(max_queue=1)
+    model.engine.stop()
+    assert asked == [True]

@@ -386,3 +386,16 @@ def test_closing_twice_is_fine():
     start(decoder)
     decoder.close()
     decoder.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_few_positions_after_a_prefix_attend_as_many_do(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    config = SimpleNamespace(attention_scale=0.25, attention_softcap=None)
+    q, keys, values = (torch.randn(heads, count, 16).to(dtype) for heads, count in ((4, 9), (2, 29), (2, 29)))
+    few = cuda_prefill._attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(cuda_prefill, "_FEW", 0)
+    many = cuda_prefill._attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
+    torch.testing.assert_close(few, many)
+    alone = cuda_prefill._attention(config, q[:, :1], keys[:, :21], values[:, :21], 20, None)  # type: ignore[arg-type]
+    torch.testing.assert_close(few[:, :1], alone)

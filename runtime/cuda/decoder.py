@@ -32,7 +32,7 @@ from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings
 from ..torch.decoder import finish_logits
 from .graph import Landing
-from .prefill import piece_size, read_sequence
+from .prefill import lower_right, piece_size, read_sequence
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
 from .weights import CudaWeights, MaskKind, load_weights, mask_kinds, put_masks, with_kinds
 
@@ -170,6 +170,9 @@ class CudaDecoder(Decoder):
         for start, rows in _blocks(slots):
             for context in contexts_between(first, last):
                 self.step_for(rows, start, context).prepare(sampled=sampled, count=self._counting)
+
+    def prepare_prompts(self) -> None:
+        lower_right()
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:

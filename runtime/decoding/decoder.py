@@ -160,6 +160,10 @@ class Decoder(Protocol):
         """
         return None
 
+    def prepare_prompts(self) -> None:
+        """Do now what the first long prompt would do before it is read: for a server, whose clients would all wait."""
+        return None
+
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
         """Logits of every position of one sequence, for evaluation; no slot is changed.
 

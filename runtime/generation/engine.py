@@ -216,6 +216,7 @@ class Engine:
 
     def start(self, max_queue: int) -> None:
         """Have a thread of the engine's own run the steps, and refuse what more than ``max_queue`` would wait for."""
+        self.decoder.prepare_prompts()
         with self._changed:
             if self._thread is not None:
                 raise UsageError("a server runs on this model already: end it first")
