@@ -32,7 +32,7 @@ from wisparse.runtime.serve import app as module
 from wisparse.runtime.serve.answers import Growing
 from wisparse.runtime.serve.app import ServeSettings, open_socket
 from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat, read_completion
-from wisparse.runtime.serve.thinking import Thinking
+from wisparse.runtime.serve.thinking import Thinking, ThoughtCount
 
 
 @pytest.fixture(scope="module")
@@ -263,12 +263,17 @@ def test_thoughts_are_split_off_wherever_pieces_end(thought: str, answer: str, c
 def test_what_a_model_thinks_is_not_its_answer(chat_server: Running, stream: bool) -> None:
     found = chat_server.client().chat.completions.create(
         model=NAME, messages=[{"role": "user", "content": "2 + 2"}], stream=stream, max_tokens=60,
+        stream_options={"include_usage": True} if stream else openai.omit,
         extra_body={
             "chat_template_kwargs": {"think": True},
             "grammar": 'root ::= "two and two\\n</think>\\n\\nfour"',
         },
     )  # fmt: skip
-    messages = [chunk.choices[0].delta for chunk in found] if stream else [found.choices[0].message]
+    *chunks, last = found if stream else [found]
+    messages = [chunk.choices[0].delta for chunk in chunks] if stream else [found.choices[0].message]
+    closing = chat_server.text.encode("two and two\n</think>", add_special_tokens=False)
+    assert abs(last.usage.completion_tokens_details.reasoning_tokens - len(closing)) <= 2  # by other borders
+    assert last.usage.completion_tokens > last.usage.completion_tokens_details.reasoning_tokens
     assert "".join(getattr(one, "reasoning_content", None) or "" for one in messages) == "two and two"
     assert "".join(one.content or "" for one in messages) == "four"
 
@@ -296,6 +301,20 @@ def test_a_response(chat_server: Running, model: Model, stream: bool) -> None:
     assert (found.usage.input_tokens, found.usage.output_tokens) == (expected.prompt_tokens, len(expected.token_ids))
 
 
+@given(thought=st.text("a \n<", max_size=6), answer=st.text("a<", max_size=6), begun=st.booleans())
+def test_thoughts_are_counted(thought: str, answer: str, begun: bool) -> None:
+    for closed in (True, False):
+        text = ("" if begun else "\n<think>") + thought + ("</think>" + answer if closed else "")
+        count = ThoughtCount(begun=begun)
+        for letter in text:  # each a token
+            count.add(letter)
+        assert count.tokens == len(text) - (len(answer) if closed else 0)
+    count = ThoughtCount(begun=False)
+    for letter in f"b{answer}</think>":
+        count.add(letter)
+    assert count.tokens == 0
+
+
 def test_a_response_with_a_thought_and_a_schema(chat_server: Running) -> None:
     client = chat_server.client()
     thought = client.responses.create(
@@ -304,6 +323,8 @@ def test_a_response_with_a_thought_and_a_schema(chat_server: Running) -> None:
     )  # fmt: skip
     assert [item.type for item in thought.output] == ["reasoning", "message"]
     assert thought.output_text == "four"
+    assert thought.usage is not None
+    assert 0 < thought.usage.output_tokens_details.reasoning_tokens < thought.usage.output_tokens
     wanted: Any = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
     found = client.responses.create(model=NAME, input="tags", max_output_tokens=120, text=wanted, temperature=0)
     assert set(json.loads(found.output_text)) == {"name", "tags"}
@@ -318,7 +339,17 @@ def test_a_response_with_a_thought_and_a_schema(chat_server: Running) -> None:
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "a", "instructions": 5}, "instructions"),
         ({"input": [{"role": "robot", "content": "a"}]}, "input[0].role"),
-        ({"input": [{"type": "function_call"}]}, "input[0]"),
+        ({"input": [{"type": "function_call"}]}, "input[0].name"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].arguments"),
+        ({"input": [{"type": "function_call_output", "output": "5"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0]"),
+        ({"input": [{"type": "reasoning", "content": [5]}]}, "input[0].content"),
+        ({"input": ["a", {"role": "user", "content": 5}]}, "input[0]"),
+        ({"input": [{"type": "reasoning"}, {"role": "user", "content": 5}], "instructions": "b"}, "input[1].content"),
+        ({"input": "a", "tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
+        ({"input": "a", "tools": [], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": "a", "temperature": "hot"}, "temperature"),
     ],
 )
@@ -599,11 +630,20 @@ def test_a_bad_body(server: Running, body: bytes, status: int) -> None:
 
 def test_a_prompt_longer_than_the_context(server: Running) -> None:
     status, body = server.post("/v1/completions", {"prompt": [5] * 300})
-    assert status == 400
+    assert (status, body["error"]["param"]) == (400, "prompt")
     assert body["error"]["code"] == "context_length_exceeded"
     assert "300 tokens" in body["error"]["message"]
     assert "256" in body["error"]["message"]
     assert server.post("/v1/completions", {"prompt": [10**9]})[0] == 400
+
+
+def test_a_conversation_longer_than_the_context(chat_server: Running) -> None:
+    for path, body, field in (
+        ("/v1/responses", {"input": "a " * 2000}, "input"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a " * 2000}]}, "messages"),
+    ):
+        status, found = chat_server.post(path, body)
+        assert (status, found["error"]["param"], found["error"]["code"]) == (400, field, "context_length_exceeded")
 
 
 def test_only_json_is_taken(server: Running) -> None:
@@ -719,9 +759,9 @@ def test_headers_without_end(server: Running) -> None:
     assert server.client().models.list()
 
 
-def test_a_failure_in_the_middle_is_said_in_the_stream(
-    server: Running, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def breaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fifth step fails."""
     from wisparse.runtime.torch.decoder import TorchDecoder
 
     calls = []
@@ -734,9 +774,23 @@ def test_a_failure_in_the_middle_is_said_in_the_stream(
         return decode(self, token_ids)
 
     monkeypatch.setattr(TorchDecoder, "decode", broken)
+
+
+@pytest.mark.usefixtures("breaking")
+def test_a_failure_in_the_middle_is_said_in_the_stream(server: Running) -> None:
     with pytest.raises(openai.APIError, match="the device is lost"):
         list(server.client().completions.create(model=NAME, prompt="def", max_tokens=50, stream=True, temperature=0))
     assert server.client().completions.create(model=NAME, prompt="import", max_tokens=3, temperature=0).choices
+
+
+@pytest.mark.usefixtures("breaking")
+def test_a_failure_in_the_middle_of_a_response(chat_server: Running) -> None:
+    *_, error, failed = chat_server.client().responses.create(
+        model=NAME, input="def", max_output_tokens=50, stream=True, temperature=0
+    )
+    assert (error.type, failed.type, failed.response.status) == ("error", "response.failed", "failed")
+    assert "the device is lost" in error.message
+    assert failed.response.error.message == error.message
 
 
 _FIELDS = [

@@ -524,9 +524,63 @@ def test_a_call_that_is_cut_off(server: Running, syntax: str) -> None:
 
 
 def test_where_there_are_no_tools(server: Running) -> None:
-    for path, body in (("/v1/completions", {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
-        status, found = server.post(path, {**body, "tools": [WEATHER]})
-        assert (status, found["error"]["param"]) == (400, "tools")
+    status, found = server.post("/v1/completions", {"prompt": "a", "tools": [WEATHER]})
+    assert (status, found["error"]["param"]) == (400, "tools")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_calls_and_goes_on(
+    server: Running, syntax: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = []
+    render = server.text.render
+
+    def seen(*args: Any, **more: Any) -> str:
+        prompts.append(render(*args, **more))
+        return prompts[-1]
+
+    monkeypatch.setattr(server.text, "render", seen)
+    tools: Any = [{"type": "function", **tool["function"]} for tool in (WEATHER, CLOCK)]
+    before = "Well.\n" if syntax == "llama" else "Well. "
+
+    def ask(given: Any, text: str, **more: Any) -> Any:
+        extra = {**_says(syntax, text, syntax != "hermes"), **more} if text else more
+        asked: dict[str, Any] = {"model": NAME, "input": given, "tools": tools, "max_output_tokens": 120}
+        if not stream:
+            return server.client().responses.create(**asked, extra_body=extra)
+        with server.client().responses.stream(**asked, extra_body=extra) as events:
+            told = list(events)
+            final = events.get_final_response()
+        assert [event.sequence_number for event in told] == list(range(len(told)))
+        deltas = [event for event in told if event.type == "response.function_call_arguments.delta"]
+        for index, item in enumerate(final.output):
+            if item.type == "function_call":
+                assert "".join(one.delta for one in deltas if one.output_index == index) == item.arguments
+                assert {one.item_id for one in deltas if one.output_index == index} <= {item.id}
+        added = [event.item.id for event in told if event.type == "response.output_item.added"]
+        done = [event.item.id for event in told if event.type == "response.output_item.done"]
+        assert added == done == [item.id for item in final.output]
+        return final
+
+    found = ask("?", f"cold?</think>\n\n{before}{TWO[syntax]}", chat_template_kwargs={"think": True})
+    assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
+    assert found.status == "completed"
+    assert {item.status for item in found.output} == {"completed"}
+    assert (found.output[0].content[0].text, found.output_text) == ("cold?", "Well.")
+    calls = found.output[2:]
+    assert [(call.name, json.loads(call.arguments)) for call in calls] == [("weather", {"city": "Oslo"}), ("clock", {})]
+    assert found.usage.output_tokens_details.reasoning_tokens > 0
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": f"{call.name}: 5"} for call in calls]
+    turns = [{"role": "user", "content": "?"}, *(item.to_dict() for item in found.output), *results]
+    found = ask(turns, "It is cold.")
+    assert ([item.type for item in found.output], found.output_text) == (["message"], "It is cold.")
+    # As the same conversation of /v1/chat/completions is rendered.
+    assert "user: ?\nassistant: Well." in prompts[-1]
+    assert prompts[-1].endswith("tool: weather: 5\ntool: clock: 5\nassistant:")
+    assert prompts[-1].count("assistant:") == 2
+    found = ask("?", "", tool_choice={"type": "function", "name": "weather"}, temperature=0)
+    assert [item.type for item in found.output] == ["function_call"]
+    assert json.loads(found.output[0].arguments)["city"] in ("Rome", "Oslo")
 
 
 def test_special_tokens_that_are_spoken(server: Running, syntax: str) -> None:

@@ -22,6 +22,7 @@ from ..generation.engine import Engine, Ticket
 from ..model import Model
 from .answers import unsaid
 from .protocol import Call
+from .thinking import ThoughtCount
 
 __all__ = ["Answering"]
 
@@ -30,9 +31,11 @@ _GATHER_SECONDS = 0.01
 
 
 class Answering:
-    """The pieces of one request's answers, as they come from the engine's thread."""
+    """The pieces of one request's answers, as they come from the engine's thread; ``thinks`` as for a ``Shape``."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, thinks: bool | None = None) -> None:
+        self._thinks = thinks
+        self._thoughts: list[ThoughtCount] = []
         self._engine = engine
         self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[int, Piece | WisparseError]] = deque()
@@ -54,6 +57,7 @@ class Answering:
                 most = 1 if call.silent else call.max_tokens  # a prompt gives a token, wanted or not
                 request, stops = model.request(token_ids, most, sampling, call.stop, model.prefill, call.sparsity)
                 index = len(self._tickets)
+                self._thoughts.append(ThoughtCount(begun=bool(self._thinks)))
                 request = replace(request, score_prompt=call.echo, constraint=constraints[index], spoken=call.spoken)
                 self._tickets.append(self._engine.submit(request, stops, self._receiver(index, call.silent)))
 
@@ -93,10 +97,17 @@ class Answering:
         self._woken.clear()
         items = [self._items.popleft() for _ in range(len(self._items))]
         self._taken = self._loop.time()
-        for _, item in items:
+        for index, item in items:
             if isinstance(item, WisparseError):
                 raise item
+            if self._thinks is not None:
+                self._thoughts[index].add(item.text)
         return items  # type: ignore[return-value]
+
+    @property
+    def thought_tokens(self) -> int:
+        """Of all answers so far."""
+        return sum(one.tokens for one in self._thoughts)
 
     def cancel(self) -> None:
         """Take back what has not ended."""

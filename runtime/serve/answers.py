@@ -13,9 +13,10 @@ from typing import Any
 from ..generation.answer import Generation, Piece
 from ..generation.choosing import TokenScore
 from .calls import CallPart, Calls
+from .refusals import ApiError
 from .thinking import Thinking
 
-__all__ = ["DONE", "Shape", "event", "to_json", "unsaid", "usage"]
+__all__ = ["Shape", "to_json", "unsaid"]
 
 DONE = b"data: [DONE]\n\n"
 
@@ -50,8 +51,9 @@ class Shape:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, answers: Sequence[Generation], prompt_tokens: int) -> dict[str, Any]:
-        """A finished answer, or several; the prompts had ``prompt_tokens`` together."""
+    def whole(self, answers: Sequence[Generation], prompt_tokens: int, thought_tokens: int) -> dict[str, Any]:
+        """A finished answer, or several; the prompts had ``prompt_tokens`` together, of the answers' own
+        ``thought_tokens`` were thought."""
         choices = []
         for index, answer in enumerate(answers):
             prompt, scores = self.prompt(index, answer.prompt_scores)
@@ -63,7 +65,8 @@ class Shape:
                 content = {"message": {"role": "assistant", **message, "refusal": None}}
             logprobs, _ = self.logprobs([*scores, *(answer.scores or ())])
             choices.append({"index": index, **content, "logprobs": logprobs, "finish_reason": reason})
-        return {**self._head("chat.completion"), "choices": choices, "usage": usage(answers, prompt_tokens)}
+        spent = usage(answers, prompt_tokens, thought_tokens if self.chat else None)
+        return {**self._head("chat.completion"), "choices": choices, "usage": spent}
 
     def _parts(self, text: str) -> dict[str, Any]:
         """A message's text, what was thought before it, and what it calls."""
@@ -86,11 +89,12 @@ class Shape:
         """The stream of so many answers."""
         return Growing(self, count)
 
-    def usage(self, answers: Sequence[Generation], prompt_tokens: int) -> bytes:
+    def usage(self, answers: Sequence[Generation], prompt_tokens: int, thought_tokens: int) -> bytes:
         """The chunk that ``stream_options.include_usage`` asks for, if it does."""
         if not self.include_usage:
             return b""
-        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": usage(answers, prompt_tokens)})
+        spent = usage(answers, prompt_tokens, thought_tokens if self.chat else None)
+        return event({**self._head("chat.completion.chunk"), "choices": [], "usage": spent})
 
     def tally(self, tokens: int, prompt_tokens: int) -> bytes:
         """The chunk that ``stream_options.continuous_usage_stats`` asks for, if it does: tokens in and out so far."""
@@ -205,9 +209,13 @@ class Growing:
         """What comes after the pieces so far."""
         return self._shape.tally(tokens, prompt_tokens)
 
-    def closing(self, answers: Sequence[Generation], prompt_tokens: int) -> bytes:
+    def closing(self, answers: Sequence[Generation], prompt_tokens: int, thought_tokens: int) -> bytes:
         """What comes after the last piece."""
-        return self._shape.usage(answers, prompt_tokens) + DONE
+        return self._shape.usage(answers, prompt_tokens, thought_tokens) + DONE
+
+    def failing(self, error: ApiError) -> bytes:
+        """What comes instead of the rest."""
+        return event(error.body) + DONE
 
     def _deltas(self, index: int, text: str, *, ended: bool) -> list[dict[str, Any]]:
         """What some pieces add to a message, in order."""
@@ -278,11 +286,15 @@ def _finite(logprob: float) -> float:
     return max(logprob, _NEVER)
 
 
-def usage(answers: Sequence[Generation], prompt_tokens: int) -> dict[str, Any]:
-    """Tokens in and out; each prompt counts once, however many answers it has, as what its first one found cached."""
+def usage(answers: Sequence[Generation], prompt_tokens: int, thought_tokens: int | None) -> dict[str, Any]:
+    """Tokens in and out, and of those the thought ones if they are told; each prompt counts once, however many answers
+    it has, as what its first one found cached."""
     copies = sum(answer.prompt_tokens for answer in answers) // prompt_tokens
     cached = sum(min(one.cached_tokens for one in answers[at : at + copies]) for at in range(0, len(answers), copies))
-    return _usage(sum(len(answer.token_ids) for answer in answers), prompt_tokens, cached)
+    found = _usage(sum(len(answer.token_ids) for answer in answers), prompt_tokens, cached)
+    if thought_tokens is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
+    return found
 
 
 def _usage(completion: int, prompt_tokens: int, cached: int) -> dict[str, Any]:

@@ -37,12 +37,13 @@ from ..generation.choosing import Constraint
 from ..generation.engine import Engine, QueueFullError
 from ..model import Model
 from .answering import Answering
-from .answers import DONE, Shape, event, to_json
+from .answers import Shape, to_json
 from .calls import Calls
 from .metrics import Metrics
 from .page import page_routes
 from .protocol import ApiError, Call, Defaults, read_chat, read_completion
-from .responses import ResponseShape, as_chat_body, as_response_error
+from .response_shape import ResponseShape
+from .responses import as_chat_body, as_response_error
 from .syntax import syntax_of
 from .thinking import OPEN
 from .tools import short_ids
@@ -219,30 +220,38 @@ class _Server:
     async def complete(self, request: Request) -> Response:
         body = await self._body(request)
         call = read_completion(body, self._defaults, self._model.decoder.max_batch)
-        return await self._answer(request, call, functools.partial(self._shape, False))
+        try:
+            return await self._answer(request, call, functools.partial(self._shape, False))
+        except ContextLengthError as error:
+            raise _as_api_error(error, "prompt") from error
 
     async def respond(self, request: Request) -> Response:
         body = await self._body(request)
+        origins: list[int] = []
         try:
-            call = read_chat(as_chat_body(body), self._defaults, 1)
+            asked, origins = as_chat_body(body)
+            call = self._with_calls(read_chat(asked, self._defaults, 1))
+
+            def shape(call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> ResponseShape:
+                return ResponseShape(self._settings.name, body, thinks, self._calls(call))
+
+            return await self._answer(request, call, shape)
         except ApiError as error:
-            raise as_response_error(error) from error
-
-        def shape(call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> ResponseShape:
-            return ResponseShape(self._settings.name, body, thinks)
-
-        return await self._answer(request, call, shape)
+            raise as_response_error(error, origins) from error
+        except WisparseError as error:
+            raise as_response_error(_as_api_error(error)) from error
 
     def _shape(self, chat: bool, call: Call, prompts: Sequence[Sequence[int]], thinks: bool | None) -> Shape:
         scored, echo = call.sampling.logprobs is not None, self._echo(call, prompts)
         usage = call.include_usage, call.continuous_usage
-        calls: Callable[[bool], Calls] | None = None
-        if (offer := call.offer) is not None and (syntax := self._syntax) is not None:
+        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, *usage, calls=self._calls(call))
 
-            def calls(held: bool) -> Calls:
-                return Calls(syntax, offer.names, one=not offer.several, held=held)
-
-        return Shape(chat, self._settings.name, self._spell, echo, scored, thinks, *usage, calls=calls)
+    def _calls(self, call: Call) -> Callable[[bool], Calls] | None:
+        """What splits calls from an answer's text, if it may have some."""
+        offer, syntax = call.offer, self._syntax
+        if offer is None or syntax is None:
+            return None
+        return lambda held: Calls(syntax, offer.names, one=not offer.several, held=held)
 
     def _with_calls(self, call: Call) -> Call:
         """The call with what the model's syntax needs, if functions are offered."""
@@ -276,7 +285,7 @@ class _Server:
         loop = asyncio.get_running_loop()
         prompts, constraints, thinks = await loop.run_in_executor(self._texts, self._encode, call)
         shape = dress(call, prompts, thinks)
-        answering = Answering(self._running)
+        answering = Answering(self._running, thinks)
         try:
             answering.submit(self._model, call, prompts, constraints)
             # Whatever can be wrong with a request is known by its first token, before a status is sent.
@@ -294,7 +303,7 @@ class _Server:
             whole = await unless_gone(request, self._collect(answering, first))
         finally:
             answering.cancel()
-        return _json(shape.whole(whole, prompt_tokens))
+        return _json(shape.whole(whole, prompt_tokens, answering.thought_tokens))
 
     async def _collect(self, answering: Answering, first: list[tuple[int, Piece]]) -> list[Generation]:
         """The answers, when all have ended."""
@@ -324,9 +333,9 @@ class _Server:
             try:
                 items = await answering.next()
             except WisparseError as error:  # the status is out already
-                yield event(_as_api_error(error).body) + DONE
+                yield growing.failing(_as_api_error(error))
                 return
-        yield growing.closing([done[index] for index in sorted(done)], prompt_tokens)
+        yield growing.closing([done[index] for index in sorted(done)], prompt_tokens, answering.thought_tokens)
 
     def _count(self, items: Sequence[tuple[int, Piece]], done: dict[int, Generation]) -> None:
         self.metrics.tokens.inc(len(items))
@@ -457,11 +466,12 @@ def _defaults(model: Model) -> Defaults:
     )
 
 
-def _as_api_error(error: WisparseError) -> ApiError:
+def _as_api_error(error: WisparseError, prompt: str = "messages") -> ApiError:
+    """As OpenAI words it; ``prompt``: the field that held what was too long."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), kind="rate_limit_error", code="queue_full")
     if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), param="messages", code="context_length_exceeded")
+        return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
     if isinstance(error, UsageError):
         named = str(error).partition(":")[0]
         return ApiError(400, str(error), param=named if named.isidentifier() else None)

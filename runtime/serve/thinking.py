@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CLOSE", "OPEN", "Thinking"]
+__all__ = ["OPEN", "Thinking", "ThoughtCount"]
 
 OPEN, CLOSE = "<think>", "</think>"
 
@@ -57,3 +57,32 @@ class Thinking:
             text = text.lstrip()
             self._started = bool(text)
         return text
+
+
+class ThoughtCount:
+    """How many of one answer's tokens are thought, the tags among them."""
+
+    def __init__(self, *, begun: bool) -> None:
+        """``begun``: as for ``Thinking``."""
+        self._tag: str | None = CLOSE if begun else OPEN  # the next to come; None: nothing more is thought
+        self._held = ""
+        self._seen = 0
+        self.tokens = 0
+
+    def add(self, text: str) -> None:
+        """One more token, and the text that it adds."""
+        if self._tag is None:
+            return
+        self._seen += 1
+        self._held += text
+        if self._tag == OPEN:
+            found = self._held.lstrip()
+            if not found.startswith(OPEN):
+                if not OPEN.startswith(found):
+                    self._tag = None
+                return
+            self._tag, self._held = CLOSE, found[len(OPEN) :]
+        self.tokens = self._seen
+        if CLOSE in self._held:
+            self._tag = None
+        self._held = self._held[1 - len(CLOSE) :]

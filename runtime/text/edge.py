@@ -232,12 +232,11 @@ def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The templates inside ``tokenizer_config.json``, by name: a text is the default one, a list has names."""
     given = config.get("chat_template")
     entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
-    found = {
-        entry["name"]: entry.get("template")
-        for entry in entries
-        if isinstance(entry, dict) and entry.get("name") in ("default", "tool_use")
-    }
-    for template in found.values():
-        if not isinstance(template, str):
-            raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
+    found = {}
+    for entry in entries:
+        if isinstance(entry, dict) and entry.get("name") in ("default", "tool_use"):
+            template = entry.get("template")
+            if not isinstance(template, str):
+                raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
+            found[entry["name"]] = template
     return found
