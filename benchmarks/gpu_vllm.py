@@ -5,25 +5,28 @@
 
 Every part is a process of its own with a time limit; what it found is a line of JSON in results.jsonl, and the last
 lines of this script's output sum them up. Nothing needs to be installed: vLLM finds the plug-in by a folder with its
-entry point that this script makes.
+entry point that this script makes. ``--only dense+sparse,kernels``: parts joined by + start at once, each with caches
+of its own, and measure one after the other, so that both starts see the same machine.
 
 The speeds are of Llama-3.1-8B's shape with vLLM's own random weights (``load_format="dummy"``). The thresholds are
-those that drop half of each projection's channels on tokens that the dense model decodes, all channel scales are 1, and
-the share that is dropped is counted on other tokens. The files of the weights are empty: nothing reads them.
+those that drop half of each projection's channels on tokens that the model itself decoded dense, all channel scales
+are 1, and the share that is dropped is counted on other such tokens. The files of the weights are empty: nothing reads
+them.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import hashlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +82,23 @@ def engine(arguments: argparse.Namespace, model: Path, **changes: Any) -> Any:
     settings: dict[str, Any] = {
         "model": str(model), "dtype": "bfloat16", "max_model_len": 4352, "max_num_seqs": 128, "seed": 0,
         "enable_prefix_caching": False, "kv_cache_memory_bytes": 24 << 30,
-        "tensor_parallel_size": arguments.tensor_parallel,
+        "gpu_memory_utilization": 0.45, "tensor_parallel_size": arguments.tensor_parallel,
     }  # fmt: skip
     if arguments.rehearse:
         settings |= {"dtype": "float32", "enforce_eager": True}
-        settings.pop("kv_cache_memory_bytes")
+        del settings["kv_cache_memory_bytes"], settings["gpu_memory_utilization"]
     return LLM(**(settings | changes))
 
 
-def used_gib() -> float:
-    """What is taken of the first GPU's memory."""
-    if shutil.which("nvidia-smi") is None:
-        return 0.0
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-i", "0"]
-    return round(float(subprocess.run(command, capture_output=True, text=True, check=True).stdout) / 1024, 2)
+def take_turn(beside: int) -> Any:
+    """Wait until ``beside`` engines have started, then be the one that measures while the answer is held."""
+    (WORK / f"started-{os.getpid()}").touch()
+    end = time.monotonic() + 100
+    while len(list(WORK.glob("started-*"))) < beside and time.monotonic() < end:
+        time.sleep(0.1)
+    turn = open(WORK / "turn", "w")  # noqa: SIM115 (held open until the process ends)
+    fcntl.flock(turn, fcntl.LOCK_EX)
+    return turn
 
 
 def time_us(count: int, run: Any) -> float:
@@ -125,14 +131,14 @@ def part_compile(arguments: argparse.Namespace) -> None:
 
     from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.kernels.gpu.mask_gemm import mask_gemm
-    from wisparse.runtime.vllm import product
+    from wisparse.runtime.vllm.layer import Layer
 
     jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
     for name, rows, (block_n, block_k, stages, warps) in jobs[arguments.share :: 8]:
         k, widths = SHAPES[name]
         weight = torch.zeros(k, sum(widths), dtype=torch.bfloat16, device="cuda").t()
         scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.zeros(len(widths), device="cuda")
-        group = product.Layer(weight, None, scales, thresholds, widths).group()
+        group = Layer(weight, None, scales, thresholds, widths).group()
         x = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda")
         tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
         try:
@@ -148,7 +154,9 @@ def part_tune(arguments: argparse.Namespace) -> None:
     from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.kernels.gpu.mask_gemm import mask_gemm, mask_gemm_kind
     from wisparse.kernels.gpu.tiles import remember_tiles, tile_key
-    from wisparse.runtime.vllm import product
+    from wisparse.runtime.vllm import launches, product
+    from wisparse.runtime.vllm.compiling import finish_compiling
+    from wisparse.runtime.vllm.layer import Layer, channel_major
 
     shares = [[sys.executable, __file__, "compile", "--share", str(share)] for share in range(8)]
     for process in [subprocess.Popen(share) for share in shares]:
@@ -157,14 +165,15 @@ def part_tune(arguments: argparse.Namespace) -> None:
     blocks, chosen = 6, {}
     for name, (k, widths) in SHAPES.items():
         scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.full((len(widths),), 0.6745).cuda()
-        weights = [product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
+        weights = [channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
                    for _ in range(blocks)]  # fmt: skip
-        layers = [product.Layer(weight, None, scales, thresholds, widths) for weight in weights]
+        layers = [Layer(weight, None, scales, thresholds, widths) for weight in weights]
         product.reserve(layers[0])
+        finish_compiling()
         groups = [layer.group() for layer in layers]
         for rows in (4, 8, 16, 32, 64, 128):
             x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
-            old = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
+            old = launches.sparse if rows <= launches.SPARSE_ROWS else launches.masked_inputs
             times = {
                 "as it was": time_us(
                     blocks, lambda x=x, m=masked, old=old, layers=layers: [old(x, layer, m) for layer in layers]
@@ -191,7 +200,7 @@ def part_tune(arguments: argparse.Namespace) -> None:
                     raise RuntimeError(f"{name} {rows} {tile}: another result than the reference")
                 if times[label] < best:
                     best = times[label]
-                    arch = product._arch(x.device)[0]
+                    arch = launches._arch(x.device)[0]
                     chosen[tile_key(arch, k, sum(widths), mask_gemm_kind(rows))] = tile
             say("tune", rows=rows, name=name, **times)
     remember_tiles(chosen)
@@ -203,93 +212,83 @@ def part_kernels(arguments: argparse.Namespace) -> None:
     import torch
     from torch.nn.functional import linear
 
-    from wisparse.runtime.vllm import product
+    from wisparse.runtime.vllm import launches, product
+    from wisparse.runtime.vllm.compiling import finish_compiling
+    from wisparse.runtime.vllm.layer import Layer, channel_major
 
     torch.manual_seed(0)
     shapes = SHAPES
     blocks = 8
-    layers: dict[str, list[product.Layer]] = {}
+    layers: dict[str, list[Layer]] = {}
     for name, (k, widths) in shapes.items():
         layers[name] = []
         for _ in range(blocks):
-            weight = product.channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
+            weight = channel_major(torch.randn(sum(widths), k, device="cuda", dtype=torch.bfloat16) * 0.02)
             scales = torch.ones(len(widths), k, device="cuda")
             thresholds = torch.full((len(widths),), 0.6745, device="cuda")  # half of a normal distribution
-            layers[name].append(product.Layer(weight, None, scales, thresholds, widths))
+            layers[name].append(Layer(weight, None, scales, thresholds, widths))
             product.reserve(layers[name][-1])
+    finish_compiling()
     nk = {name: [torch.randn(sum(w), k, device="cuda", dtype=torch.bfloat16) for _ in range(blocks)]
           for name, (k, w) in shapes.items()}  # fmt: skip
 
-    for rows in (1, 2, 4, 8, 16, 17, 32, 64, 128, 256):
+    for rows in (1, 8, 16, 32, 64, 128):
         found: dict[str, Any] = {}
         for name, (k, _) in shapes.items():
             x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
             masked, these = torch.ones(rows, device="cuda"), layers[name]
             times = {"dense": time_us(blocks, lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
             times["dense_t"] = time_us(blocks, lambda x=x, these=these: [linear(x, layer.weight) for layer in these])
-            if rows <= product.SPARSE_ROWS:
+            if rows <= launches.SPARSE_ROWS:
                 times["sparse"] = time_us(
-                    blocks, lambda x=x, m=masked, these=these: [product.sparse(x, layer, m) for layer in these]
+                    blocks, lambda x=x, m=masked, these=these: [launches.sparse(x, layer, m) for layer in these]
                 )
             times["masked"] = time_us(
-                blocks, lambda x=x, m=masked, these=these: [product.masked_inputs(x, layer, m) for layer in these]
+                blocks, lambda x=x, m=masked, these=these: [launches.masked_inputs(x, layer, m) for layer in these]
             )
+            tile = launches.mask_tile(x.device, k, sum(SHAPES[name][1]), min(rows, 16))
+            if tile is not None and 2 < rows <= launches.MASKED_ROWS:
+                times["in its loop"] = time_us(blocks, lambda x=x, m=masked, these=these, tile=tile: [
+                    launches.in_its_loop(x, layer, m, tile) for layer in these])  # fmt: skip
             found[name] = times
             expected = product.in_torch(x.float(), replace(these[0], weight=these[0].weight.float()), masked)
-            way = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
+            way = launches.sparse if rows <= launches.SPARSE_ROWS else launches.masked_inputs
             ours = way(x, these[0], masked).float()
             found[name]["error"] = round(float((ours - expected).abs().max() / expected.abs().max()), 5)
         say("kernels", rows=rows, **found)
 
 
-def part_calibrate(arguments: argparse.Namespace) -> None:
-    """The dense folder, and the bundle with thresholds for half of the channels."""
-    import torch
+def part_folders(arguments: argparse.Namespace) -> None:
+    """The dense folder, and the bundle; its thresholds drop nothing until ``drop_half``."""
+    config = config_of(arguments)
+    (WORK / "dense").mkdir(parents=True, exist_ok=True)
+    (WORK / "dense" / "config.json").write_text(json.dumps(config))
+    write_bundle(config, WORK / "bundle")
+
+
+def drop_half(llm: Any, prompts: list[Any], sampling: Any) -> dict[str, Any]:
+    """Give a bundle's layers thresholds for half of their channels, on tokens that the model decodes without them."""
+    from gpu_vllm_inside import watch_products, watched
     from vllm import SamplingParams
 
-    config = config_of(arguments)
-    dense = WORK / "dense"
-    dense.mkdir(parents=True, exist_ok=True)
-    (dense / "config.json").write_text(json.dumps(config))
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    changes = {} if arguments.rehearse else {"kv_cache_memory_bytes": 4 << 30}
-    llm = engine(
-        arguments, dense, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_num_seqs=4,
-        **(changes | {"tensor_parallel_size": 1}),
-    )  # fmt: skip
-    inputs: dict[str, list[Any]] = {}
-
-    def watch(model: Any) -> None:
-        for name, module in model.named_modules():
-            if name.endswith(("qkv_proj", "o_proj", "gate_up_proj", "down_proj")):
-
-                def keep(_: Any, args: Any, name: str = name) -> None:
-                    if args[0].shape[0] == 1:  # a decoded token
-                        inputs.setdefault(name, []).append(args[0].detach().abs().float().flatten().clone())
-
-                module.register_forward_pre_hook(keep)
-
-    llm.apply_model(watch)
-    sampling = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True, detokenize=False)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(2):
-        prompt = torch.randint(3, config["vocab_size"], (64,), generator=generator).tolist()
-        llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
-    thresholds, dropped = {}, []
-    for name, seen in inputs.items():
-        half = len(seen) // 2
-        sizes = torch.cat(seen[:half])
-        # A value in the middle of a gap would need a search; where equal values meet the threshold they are kept.
-        thresholds[name] = float(sizes.float().kthvalue(sizes.numel() // 2).values)
-        dropped.append(float((torch.cat(seen[half:]) < thresholds[name]).float().mean()))
-    write_bundle(config, thresholds, WORK / "bundle")
-    say("calibrate", projections=len(thresholds), tokens=half, dropped_mean=round(statistics.mean(dropped), 4),
-        dropped_from=round(min(dropped), 4), dropped_to=round(max(dropped), 4))  # fmt: skip
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
+    done = [list(answer.outputs[0].token_ids) for answer in llm.generate(prompts, sampling, use_tqdm=False)]
+    half, found = len(done) // 2, {}
+    # More tokens at once than any graph holds: only then do products run from Python.
+    for answers, choose in ((done[:half], True), (done[half:], False)):
+        tokens = [token for answer in answers for token in answer]
+        layers = llm.apply_model(partial(watch_products, choose=choose))[0]
+        llm.generate([{"prompt_token_ids": tokens}], one, use_tqdm=False)
+        shares = llm.apply_model(watched)[0]
+        if len(shares) != layers:
+            raise RuntimeError(f"expected {layers} products of one prompt, found {len(shares)}")
+        found = {"layers": layers, "tokens": len(tokens), "dropped_mean": round(statistics.mean(shares), 4),
+                 "dropped_from": round(min(shares), 4), "dropped_to": round(max(shares), 4)}  # fmt: skip
+    return found
 
 
-def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: Path) -> None:
-    """A bundle that passes every check but has holes for weights; thresholds by vLLM's names of the layers."""
-    import numpy as np
+def write_bundle(config: dict[str, Any], folder: Path) -> None:
+    """A bundle that passes every check but has holes for weights, and thresholds that drop nothing."""
     import torch
 
     from wisparse.formats.bundle import Bundle, ProjectionMask
@@ -301,12 +300,9 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
     from wisparse.formats.record.sidecar import sidecar_bytes
 
     model = ModelConfig.from_dict(config)
-    packed = {"q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj", "gate_proj": "gate_up_proj",
-              "up_proj": "gate_up_proj"}  # fmt: skip
+    threshold = 2.0**-100
     projections, masks = [], {}
     for projection in model.projections():
-        parent, _, role = projection.name.rpartition(".")
-        threshold = float(np.float32(thresholds[f"{parent}.{packed.get(role, role)}"]))
         projections.append(ProjectionRecipe(projection.name, 0.5, 0.0, threshold, 0.5))
         masks[projection.name] = ProjectionMask(torch.ones(projection.in_features), threshold, 0.5)
     recipe = Recipe(
@@ -340,11 +336,14 @@ def write_bundle(config: dict[str, Any], thresholds: dict[str, float], folder: P
 def part_speed(arguments: argparse.Namespace) -> None:
     """Decoding and prompts of one engine, ``--model dense`` or ``bundle``."""
     import torch
+    from gpu_vllm_inside import reserved_gib
     from vllm import SamplingParams
 
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # apply_model sends this script's functions
     began = time.perf_counter()
     llm = engine(arguments, WORK / arguments.model, load_format="dummy", skip_tokenizer_init=True)
     started = round(time.perf_counter() - began, 1)
+    turn = take_turn(arguments.beside)
     method = llm.llm_engine.vllm_config.model_config.quantization
     if (method == "wisparse") != (arguments.model == "bundle"):
         raise RuntimeError(f"expected the plug-in for the bundle alone, found {method!r} for {arguments.model}")
@@ -357,10 +356,13 @@ def part_speed(arguments: argparse.Namespace) -> None:
 
     tokens = 20 if arguments.rehearse else TOKENS
     sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-    llm.generate(prompts(2, PROMPT), sampling, use_tqdm=False)
     name = f"speed {arguments.model}" + (f" tp{arguments.tensor_parallel}" if arguments.tensor_parallel > 1 else "")
-    say(name, start_s=started, gib=used_gib())
-    for count in REQUESTS[: 3 if arguments.rehearse else None]:
+    say(name, start_s=started, gib=llm.apply_model(reserved_gib)[0])
+    if arguments.model == "bundle":
+        say("thresholds" + name.removeprefix("speed"), **drop_half(llm, prompts(16, PROMPT), sampling))
+    else:
+        llm.generate(prompts(16, PROMPT), sampling, use_tqdm=False)
+    for count in REQUESTS[: 3 if arguments.rehearse else arguments.sizes]:
         rates = []
         for _ in range(2 if count > 8 else 3):
             batch = prompts(count, PROMPT)
@@ -377,7 +379,8 @@ def part_speed(arguments: argparse.Namespace) -> None:
         start = time.perf_counter()
         llm.generate(batch, one, use_tqdm=False)
         rates.append(8 * length / (time.perf_counter() - start))
-    say(name, prompt_tok_per_s=round(max(rates)), each=[round(rate) for rate in rates], gib=used_gib())
+    say(name, prompt_tok_per_s=round(max(rates)), each=[round(rate) for rate in rates],
+        gib=llm.apply_model(reserved_gib)[0])  # fmt: skip
     short = [prompts(16, length // 32) for _ in range(3)]
     rates = []
     for batch in short:
@@ -385,6 +388,7 @@ def part_speed(arguments: argparse.Namespace) -> None:
         llm.generate(batch, one, use_tqdm=False)
         rates.append(16 * (length // 32) / (time.perf_counter() - start))
     say(name, short_prompt_tok_per_s=round(max(rates)), each=[round(rate) for rate in rates])
+    turn.close()
 
 
 def part_start(arguments: argparse.Namespace) -> None:
@@ -411,7 +415,7 @@ def part_tokens(arguments: argparse.Namespace) -> None:
 
     source = Path(arguments.source)
     bundle = WORK / f"bundle-{source.name}"
-    text = (ROOT / "runtime" / "generation.py").read_text().splitlines(keepends=True)
+    text = Path(__file__).read_text("utf-8").splitlines(keepends=True)
     prompts = ["".join(text[i * 9 : i * 9 + 1 + i % 5]) or "def" for i in range(20)]
     sampling = SamplingParams(temperature=0, max_tokens=64)
     changes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "dtype": arguments.dtype}
@@ -458,6 +462,59 @@ def part_tokens(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
+def write_quantised(kind: str) -> Path:
+    """A small random model with the example's tokenizer, converted ``--weights kind``; in a process of its own: vLLM
+    forks one that has no GPU in use."""
+    script = f"""
+import shutil, torch, transformers
+from pathlib import Path
+torch.manual_seed(0)
+config = transformers.LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+    num_key_value_heads=4, vocab_size=8192, max_position_embeddings=512, initializer_range=0.06)
+model = Path({str(WORK)!r}, "random-{kind}")
+transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(model)
+for file in Path({str(ROOT)!r}, "examples", "pycode-llama-6m").glob("tokenizer*"):
+    shutil.copy(file, model)
+from wisparse.cli import main
+main(["convert", str(model), "-o", str(model.with_name("quantised-{kind}")), "--overwrite", "-q", "--weights", {kind!r},
+      "--method", "teal", "--search", "uniform", "--num-samples", "4", "--seq-len", "64", "--device", "cpu",
+      "--calibration", {str(Path(__file__))!r}])
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
+    return WORK / f"quantised-{kind}"
+
+
+def part_quantised(arguments: argparse.Namespace) -> None:
+    """A bundle with quantised weights, run dense by vLLM without the plug-in and by our runtime, token by token."""
+    import torch
+    from vllm import SamplingParams
+
+    bundle = write_quantised(arguments.kind)
+    os.environ["VLLM_PLUGINS"] = ""
+    changes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True}
+    if not arguments.rehearse:
+        changes |= {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.2}
+    llm = engine(arguments, bundle, **changes)
+    method = llm.llm_engine.vllm_config.model_config.quantization
+    text = Path(__file__).read_text("utf-8").splitlines(keepends=True)
+    prompts = ["".join(text[i * 9 : i * 9 + 1 + i % 5]) or "def" for i in range(20)]
+    sampling = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, detokenize=False)
+    answers = llm.generate(prompts, sampling, use_tqdm=False)
+    import wisparse
+
+    own = wisparse.load(bundle, dtype="float32" if arguments.rehearse else "bfloat16", sparsity=0)
+    same, short = 0, []
+    for answer in answers:
+        logits = own.decoder.prefill(0, torch.tensor(list(answer.prompt_token_ids)), 0)
+        for token in answer.outputs[0].token_ids:
+            logits = logits.float().flatten().cpu()
+            short.append(float(logits.max() - logits[token]))
+            same += int(logits.argmax()) == token
+            logits = own.decoder.decode(torch.tensor([token]))
+    say(f"quantised {arguments.kind}", method=str(method), tokens=len(short), own_choice=round(same / len(short), 4),
+        worst_logit_short=round(max(short), 4))  # fmt: skip
+
+
 # --- the driver
 
 
@@ -471,28 +528,40 @@ def entry_point() -> Path:
     return folder
 
 
-def run(name: str, seconds: int, *arguments: str) -> None:
-    """One part in a process of its own; its log stays, a failure is a line of results."""
-    log = OUT / f"{name}.log"
+def start(name: str, seconds: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """One part in a process of its own."""
     environment = dict(os.environ)
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(entry_point()), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(ROOT), str(ROOT / "benchmarks"), str(entry_point()), environment.get("PYTHONPATH", "")]
+    )
     # Every start is a first one, but those that are meant to be second ones.
-    environment["VLLM_CACHE_ROOT"] = str(WORK / f"cache-{name.removesuffix('-again')}")
-    environment["WISPARSE_CACHE"] = str(WORK / "tiles")
-    began = time.perf_counter()
+    caches = WORK / f"cache-{name.removesuffix('-again')}"
+    environment |= {
+        "VLLM_CACHE_ROOT": str(caches),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "WISPARSE_CACHE": str(WORK / "tiles"),
+    }
     command = ["timeout", "-k", "10", str(seconds), sys.executable, __file__, *arguments]
-    with open(log, "w", encoding="utf-8") as file:
-        code = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=environment, check=False).returncode
-    took = round(time.perf_counter() - began, 1)
-    print(f"== {name}: exit {code}, {took} s", flush=True)
-    lines = log.read_text("utf-8", errors="replace").splitlines()
+    with open(WORK / f"{name}.log", "w", encoding="utf-8") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+
+
+def finish(name: str, part: subprocess.Popen[bytes], began: float) -> None:
+    """Its log stays, a failure is a line of results."""
+    code = part.wait()
+    print(f"== {name}: exit {code}, {time.perf_counter() - began:.1f} s", flush=True)
+    text = (WORK / f"{name}.log").read_text("utf-8", errors="replace")
+    with open(OUT / "logs.txt", "a", encoding="utf-8") as file:
+        file.write(f"== {name}\n{text}")
+    lines = text.splitlines()
     if code:
         say(name, failed=code)
         print("\n".join(line[:300] for line in lines[-25:]), flush=True)
     for line in lines:
         if line.startswith('{"part"'):
             print(line, flush=True)
-        elif "Model loading took" in line or "GPU KV cache size" in line or "attention backend" in line:
+        elif any(word in line for word in ("Model loading took", "attention backend", "capturing finished", "took ")):
             print(line[-160:], flush=True)
 
 
@@ -527,6 +596,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
     parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--sizes", type=int, default=len(REQUESTS), help="how many of the numbers of requests")
+    parser.add_argument("--beside", type=int, default=1, help="engines that start at once")
+    parser.add_argument("--kind", default="int8")
+    parser.add_argument("--seconds", type=int, default=3600, help="for all parts together")
     arguments = parser.parse_args()
     OUT.mkdir(parents=True, exist_ok=True)
     if arguments.part:
@@ -535,10 +608,10 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     (OUT / "results.jsonl").write_text("")
     extra = ["--rehearse"] if arguments.rehearse else []
-    extra += ["--tensor-parallel", str(arguments.tensor_parallel)] if arguments.tensor_parallel > 1 else []
+    extra += ["--tensor-parallel", str(arguments.tensor_parallel), "--sizes", str(arguments.sizes)]
     source = ["--source", arguments.source, *extra]
     parts = {
-        "calibrate": (150, "calibrate", *extra),
+        "folders": (40, "folders", *extra),
         "tune": (150, "tune"),
         "sparse": (200, "speed", "--model", "bundle", *extra),
         "dense": (170, "speed", "--model", "dense", *extra),
@@ -548,12 +621,23 @@ def main() -> None:
         "sparse-again": (100, "start", "--model", "bundle", *extra),
         "dense-again": (80, "start", "--model", "dense", *extra),
         "kernels": (90, "kernels"),
+        **{f"quantised-{kind}": (100, "quantised", "--kind", kind, *source) for kind in ("int8", "int4", "fp8")},
     }
     needs_gpu = ("tune", "tokens", "kernels") if arguments.rehearse else ()
     wanted = arguments.only.split(",") if arguments.only else [name for name in parts if name not in needs_gpu]
-    for name in wanted:
-        seconds, *command = parts[name]
-        run(name, 600 if arguments.rehearse else seconds, *command)
+    end = time.perf_counter() + arguments.seconds
+    for names in wanted:
+        running, began = {}, time.perf_counter()
+        for old in WORK.glob("started-*"):
+            old.unlink()
+        for name in names.split("+"):
+            seconds, *command = parts[name]
+            beside = ["--beside", str(names.count("+") + 1)]
+            left = min(900 if arguments.rehearse else seconds, int(end - began))
+            if left > 5:
+                running[name] = start(name, left, *command, *beside)
+        for name, part in running.items():
+            finish(name, part, began)
     summary()
 
 

@@ -29,8 +29,10 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.prefill import sparse_from
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
+from wisparse.runtime.vllm.launches import products
+from wisparse.runtime.vllm.layer import Layer
 from wisparse.runtime.vllm.plugin import register
-from wisparse.runtime.vllm.product import masked_linear
+from wisparse.runtime.vllm.product import mask_ahead, masked_linear
 from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
 from wisparse.runtime.vllm.settings import Settings
 from wisparse.runtime.vllm.versions import require_known_version
@@ -89,6 +91,44 @@ def test_the_operator_is_the_reference_row_by_row() -> None:
     torch.library.opcheck(masked_linear, (x, weight, bias, scales, thresholds, masked, [5, 3]))
     torch.library.opcheck(masked_linear, (x, weight, bias, scales, thresholds, masked, [5, 3], added))
     torch.library.opcheck(masked_linear, (x, weight, None, scales, thresholds, masked, [5, 3]))
+
+
+def test_a_mask_ahead_is_the_operators() -> None:
+    # As a compiler sees it: one graph for any number of rows, the mask a part of it.
+    generator = torch.Generator().manual_seed(0)
+    weight, scales = torch.randn(8, 16, generator=generator), torch.rand(1, 16, generator=generator) + 0.5
+    thresholds, masked = torch.tensor([0.7]), torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+
+    @torch.compile(fullgraph=True, dynamic=True, backend="aot_eager")
+    def ahead(x: torch.Tensor) -> torch.Tensor:
+        x = mask_ahead(x, scales[0], thresholds[0], masked)
+        return masked_linear(x, weight, None, scales, thresholds, masked, [8], None, True)
+
+    for rows in (6, 3, 7):
+        x = torch.randn(rows, 16, generator=generator)
+        x[1, 3], x[2, 4] = float("nan"), float("inf")
+        found = ahead(x)
+        expected = masked_linear(x, weight, None, scales, thresholds, masked, [8])
+        assert torch.equal(found.nan_to_num(7), expected.nan_to_num(7))
+        assert not torch.equal(found[0], torch.nn.functional.linear(x[0], weight))
+
+
+@pytest.mark.parametrize("widths", [[8, 8], [12, 4, 4], [6, 2, 4]])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_of_the_projections_own_inputs(widths: list[int], with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight_t = torch.randn(16, 32, generator=generator)[:, : sum(widths)]
+    bias = torch.randn(sum(widths), generator=generator) if with_bias else None
+    layer = Layer(weight_t.t(), bias, torch.ones(len(widths), 16), torch.zeros(len(widths)), widths)
+    inputs = torch.randn(len(widths), 5, 16, generator=generator)
+    expected = torch.cat(
+        [torch.nn.functional.linear(x, w, b) for x, (_, w, b) in zip(inputs, layer.parts(), strict=True)], -1
+    )
+    torch.testing.assert_close(products(inputs, layer), expected)
+    piece = min(widths)
+    if len(set(widths)) > 1:
+        copies = torch.cat([x.expand(width // piece, -1, -1) for x, width in zip(inputs, widths, strict=True)])
+        torch.testing.assert_close(products(copies, layer), expected)
 
 
 def test_a_batch_larger_than_announced_is_an_error() -> None:

@@ -228,16 +228,19 @@ def test_rows_that_are_not_masked_keep_all_channels(dtype, tile, batch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_copies_of_many_rows_are_masked_as_the_reference(dtype):
-    group = make_group((8, 8), 1300, dtype, 0.5)
+@pytest.mark.parametrize(("copies", "of"), [(None, (0, 1, 2)), ((3, 1, 2), (0, 0, 0, 1, 2, 2))])
+def test_copies_of_many_rows_are_masked_as_the_reference(dtype, copies, of):
+    group = make_group((8, 8, 8), 1300, dtype, 0.5)
     x = rows(5, 1300, dtype)
     x[1, 3], x[2, 4] = float("nan"), float("inf")
     masked = torch.tensor([1.0, 1.0, 1.0, 0.0, 0.0], device=DEVICE)
-    found = mask_rows(x, group.scales, group.thresholds, masked)
-    for i in range(2):
+    pdl = not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
+    found = mask_rows(x, group.scales, group.thresholds, masked, copies=copies, pdl=pdl)
+    assert len(found) == len(of)
+    for copy, i in enumerate(of):
         keep = keep_mask(x, group.scales[i], group.thresholds[i]) | (masked[:, None] == 0)
         expected = torch.where(keep, x, x.new_zeros(()))
-        assert torch.equal(found[i].nan_to_num(7), expected.nan_to_num(7))
+        assert torch.equal(found[copy].nan_to_num(7), expected.nan_to_num(7))
 
 
 @pytest.mark.quick

@@ -168,7 +168,7 @@ def mask(arch: int, projections: int):
     pointers = dict.fromkeys(("x_ptr", "out_ptr"), "*bf16") | dict.fromkeys(
         ("scale_ptr", "threshold_ptr", "masked_ptr"), "*fp32"
     )
-    constants = dict(K=4096, P=projections, BLOCK_K=1024)
+    constants = dict(K=4096, SECOND=projections, THIRD=projections + 1, BLOCK_K=1024, PDL=arch >= 90)
     return compile_kernel(triton_mask._mask_rows_kernel, arch, pointers | {"M": "i32"}, constants, 4)
 
 

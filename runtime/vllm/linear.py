@@ -12,10 +12,14 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import BundleError
 
-from .product import Layer, channel_major, reserve
+from .layer import Layer, channel_major
+from .product import mask_ahead, reserve
 from .rows import MaskedRows
 
 __all__ = ["WisparseLinearMethod"]
+
+# The layer that reads what the activation and its product with `up` have written.
+_AFTER_ELEMENTWISE = ".down_proj"
 
 
 @register_weight_loader_v2_supported_method
@@ -81,11 +85,15 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
             added = added.to(device)
         layer.register_buffer("wisparse_output_bias", added, persistent=False)
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
-        reserve(Layer(layer.weight, None, layer.wisparse_scales, layer.wisparse_thresholds, self._widths))
+        reserve(Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths))
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch."""
+        """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch. The mask of an
+        input that a compiled step has just written stands before it: there it costs nothing."""
+        ready = self._prefix.endswith(_AFTER_ELEMENTWISE) and len(self._masks) == 1 and torch.compiler.is_compiling()
+        if ready:
+            x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)
         return torch.ops.wisparse.masked_linear(
             x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,
-            self._widths, layer.wisparse_output_bias,
+            self._widths, layer.wisparse_output_bias, ready,
         )  # fmt: skip
