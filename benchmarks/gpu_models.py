@@ -169,3 +169,4 @@ def _switch_dense(decoder: CudaDecoder, dense: bool) -> None:
     for block in decoder.weights.blocks:
         for group in block.groups:
             object.__setattr__(group, "dense", dense)
+            group.__dict__.pop("layout", None)  # worked out once

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
 
 from .decoding.cache import bytes_per_position
 from .decoding.decoder import Decoder
@@ -31,7 +30,7 @@ from .decoding.sampling import SamplingSettings
 from .model import Model
 from .timing import read_bandwidth_gbps, wait
 
-__all__ = ["Comparison", "Speed", "Workload", "compare", "compare_weights", "machine"]
+__all__ = ["Comparison", "Speed", "Workload", "compare", "compare_weights", "machine", "time_run"]
 
 _GREEDY = SamplingSettings()
 
@@ -136,7 +135,7 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
     for run in range(1 + workload.runs):
         for (name, sparsity), runs in found.items():
             models[name].sparsity = sparsity
-            timed = _run(models[name].decoder, workload)
+            timed = time_run(models[name].decoder, workload)
             if run:  # the first only warms up
                 runs.append(timed)
     for name, model in models.items():
@@ -161,10 +160,10 @@ def _comparison(
     sparse: list[tuple[float, float]],
     table: dict[str, dict[str, float]],
 ) -> Comparison:
-    device, config = decoder.device, decoder.config
+    device = decoder.device
 
     def speed(runs: list[tuple[float, float]], unread: float) -> Speed:
-        needed = _bytes_per_step(config, decoder.dtype, weights, unread, workload)
+        needed = _bytes_per_step(decoder, unread, workload)
         step_ms = statistics.median(seconds for _, seconds in runs) / workload.new_tokens * 1e3
         rates = tuple(workload.batch * workload.new_tokens / seconds for _, seconds in runs)
         return Speed(
@@ -206,7 +205,7 @@ def machine(device: torch.device) -> dict[str, str]:
     return found
 
 
-def _run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
+def time_run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
     """Seconds of the prefill and of the steps."""
     last = None
     began = time.perf_counter()
@@ -226,7 +225,7 @@ def _realised(decoder: Decoder, workload: Workload) -> float:
     """Sparsity of a short run, which is not one of those timed."""
     decoder.measure_sparsity(True)
     short = Workload(workload.prompt_length, min(workload.new_tokens, 32), workload.batch, 1, workload.seed)
-    _run(decoder, short)
+    time_run(decoder, short)
     found = decoder.realised_sparsity()
     decoder.measure_sparsity(False)
     return found or 0.0
@@ -238,12 +237,10 @@ def _prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
     return list(torch.randint(config.vocab_size, shape, generator=generator))
 
 
-def _bytes_per_step(config: ModelConfig, dtype: torch.dtype, weights: str, sparsity: float, workload: Workload) -> int:
-    held = WEIGHT_TYPES[weights]
-    projections = sum(held.nbytes((p.out_features, p.in_features), dtype) for p in config.projections())
-    head = WEIGHT_TYPES[held.head].nbytes((config.vocab_size, config.hidden_size), dtype)
+def _bytes_per_step(decoder: Decoder, sparsity: float, workload: Workload) -> int:
+    projections, head = decoder.bytes_read()
     context = workload.prompt_length + workload.new_tokens // 2
-    cache = bytes_per_position(config, dtype) * context * workload.batch
+    cache = bytes_per_position(decoder.config, decoder.dtype) * context * workload.batch
     return round(projections * (1 - sparsity)) + head + cache
 
 

@@ -17,7 +17,7 @@ from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.kernels.backend import BACKENDS
 
-from .backends import make_decoder
+from .backends import choose_decoder, make_decoder
 from .decoding.memory import default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
 from .text.edge import Text
@@ -54,7 +54,8 @@ def load(
         backend: ``auto`` (the fastest that can run it; the choice and its reason are logged), ``torch``, ``numba`` or
             ``triton``.
         weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
-            group of 128 channels, or the largest divisor below; the output layer is int8).
+            group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
+            layer is int8 with any of them.
         sparsity: one of the bundle's rungs, or 0 for the dense model; None: the bundle's default. ``model.sparsity``
             changes it between two answers.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
@@ -86,7 +87,8 @@ def load(
     chosen = pick_dtype(opened, dtype)
     text = Text.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     if max_seq_len is None:
-        needed = weight_bytes(opened, chosen, weights)
+        implementation, _ = choose_decoder(opened.config, target, chosen, backend, weights)
+        needed = weight_bytes(opened, chosen, weights, implementation.keeps)
         with memory_errors(target, "to begin with"):
             max_seq_len = default_max_seq_len(opened.config, chosen, target, max_batch, needed)
         if max_seq_len < opened.config.max_position_embeddings:

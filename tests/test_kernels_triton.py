@@ -22,6 +22,7 @@ CASES = {
     "a decode step is the plain decoder's": "triton_decoder_cases.py",
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
+    "weights in codes decode as the plain decoder's": "triton_weights_cases.py",
 }
 COMPILE = "triton_compile.py"
 # Each file takes minutes under the interpreter, and waits its turn for a core.

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 from quantised_models import PUBLISHED, change_config, quantise_model
 from safetensors.torch import load_file
 from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
+from wisparse.commands.export_onnx import command as export_onnx
 from wisparse.converter.model.source import load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.verify import verify_bundle
 from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.runtime.backends import make_decoder
+from wisparse.runtime.decoding.memory import weight_bytes
 
 BY_TRANSFORMERS = ["pack int4 groups", "pack int8 rows", "fp8 rows"]
 TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])
@@ -108,3 +112,47 @@ def test_the_config_alone_decides_nothing_of_a_plain_model(tmp_path: Path) -> No
     change_config(plain, lambda d: d.update(quantization_config=PUBLISHED["gptq"]()[1]))
     with pytest.raises(Exception, match="does not say what the files hold"):
         Checkpoint.open(plain)
+
+
+def test_an_onnx_export_is_widened_and_says_so(made: Callable[[str], tuple[Path, Path]], tmp_path: Path) -> None:
+    """The command itself compares the result with our runtime."""
+    pytest.importorskip("onnxruntime", reason="needs the onnx extra")
+    pytest.importorskip("onnx", reason="needs the onnx extra")
+    _, bundle = made("gptq")
+    result = CliRunner().invoke(export_onnx, [str(bundle), str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    assert "agrees with our runtime" in result.output
+    assert "note: the bundle's int4 weights are widened to float32" in result.stderr
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_what_is_widened_is_said_and_counted(
+    made: Callable[[str], tuple[Path, Path]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The CPU back end multiplies with int4 codes and with int8 ones of whole rows, the plain one with none."""
+    caplog.set_level("INFO")
+    taken = {}
+    for name, kinds in {"pack int4 groups": {"torch"}, "fp8 rows": {"torch", "numba"}}.items():
+        opened = Bundle.open(made(name)[1])
+        for backend in ("torch", "numba"):
+            caplog.clear()
+            decoder = make_decoder(
+                opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8, backend=backend
+            )
+            kept = [stored for stored in opened.checkpoint.quantised.values() if decoder.keeps(stored)]
+            assert bool(kept) == (backend not in kinds)
+            assert ("widens the bundle's" in caplog.text) == (backend in kinds)
+            needed = weight_bytes(opened, torch.float32, "native", decoder.keeps)
+            taken[name, backend], head = decoder.bytes_read()
+            assert taken[name, backend] + head < needed  # the embedding and norms come on top
+            decoder.close()
+    assert taken["pack int4 groups", "numba"] < taken["pack int4 groups", "torch"] / 2
+    assert taken["fp8 rows", "numba"] == taken["fp8 rows", "torch"]
+
+
+def test_fp8_at_load_is_refused_where_nothing_multiplies_with_it(made: Callable[[str], tuple[Path, Path]]) -> None:
+    opened = Bundle.open(made("gptq")[1])
+    with pytest.raises(
+        UsageError, match=r"no back end can run this model on cpu: numba cannot: it has no fp8 weights;"
+    ):
+        make_decoder(opened, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8, weights="fp8")

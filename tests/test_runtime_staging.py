@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
+from wisparse.formats.model.quantised import QuantizedMatrix
+from wisparse.formats.model.weight_types import round_weight
 from wisparse.runtime.cuda.staging import staged_reads
 
 CPU = torch.device("cpu")
@@ -118,3 +121,70 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
                 assert group.bias is not None
                 assert torch.equal(group.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))
         assert not projections
+
+
+@pytest.mark.parametrize("scheme", PUBLISHED)
+def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from wisparse.kernels.gpu.matrix import widen
+    from wisparse.runtime.cuda.weights import load_weights
+
+    plain = write_tiny_model(tmp_path / "plain", CONFIGS["llama"])
+    bundle = Bundle.open(
+        write_tiny_bundle(tmp_path / "bundle", quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]()))
+    )
+    weights = load_weights(bundle, CPU, torch.bfloat16)
+    assert weights.widened is not None
+    for index, block in enumerate(weights.blocks):
+        projections = iter(bundle.config.projections(index))
+        for group in block.groups:
+            for i in range(len(group.widths)):
+                stored = bundle.checkpoint.matrix(f"{next(projections).name}.weight")
+                assert isinstance(stored, QuantizedMatrix)
+                assert group.matrix.kind == stored.kind
+                room = torch.full(stored.shape[::-1], float("nan"), dtype=torch.bfloat16)
+                assert torch.equal(widen(group.matrix, i, room).T, stored.dequantise(torch.bfloat16))
+            assert weights.widened.numel() >= group.in_features * max(group.widths)
+    # Zero points that all say what codes without them mean are not kept.
+    assert (weights.blocks[0].qkv.matrix.zeros is None) == ("zero points" not in scheme and scheme != "awq")
+
+
+@pytest.mark.parametrize(("weights", "kept"), [("int8", True), ("int4", False), ("fp8", False)])
+def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -> None:
+    """From plain ones as the table of types says; codes of the kind that is asked for are kept, others rounded anew."""
+    pytest.importorskip("triton")
+    from wisparse.kernels.gpu.matrix import widen
+    from wisparse.runtime.cuda.weights import load_weights
+
+    plain = write_tiny_model(tmp_path / "plain", CONFIGS["phi3"])
+    source = quantise_model(plain, tmp_path / "source", *PUBLISHED["pack int8 rows"]())
+    for number, folder in enumerate((plain, source)):
+        bundle = Bundle.open(write_tiny_bundle(tmp_path / f"bundle-{number}", folder))
+        found = load_weights(bundle, CPU, torch.float32, weights)
+        name = "model.layers.0.mlp.gate_up_proj.weight"
+        expected = round_weight(bundle.checkpoint.tensor(name), weights)
+        if kept and folder == source:
+            stored = bundle.checkpoint.matrix(name)
+            assert isinstance(stored, QuantizedMatrix)
+            expected = stored
+        group = found.blocks[0].gate_up
+        assert group.matrix.kind == weights
+        wide = torch.empty(group.in_features, group.out_features)
+        assert torch.equal(widen(group.matrix, None, wide).T, expected.dequantise(torch.float32))
+        head = round_weight(bundle.checkpoint.tensor("lm_head.weight"), "int8")
+        assert found.head_scales is not None
+        assert torch.equal(found.head, head.codes)
+        assert torch.equal(found.head_scales, head.scales[:, 0])
+
+
+def test_weights_beyond_the_type_are_not_rounded(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from wisparse.runtime.cuda.weights import load_weights
+
+    large = {"model.layers.1.mlp.up_proj.weight": torch.full((24, 16), 1e6)}
+    model = write_tiny_model(tmp_path / "plain", CONFIGS["llama"], add=large)
+    bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", model))
+    with pytest.raises(
+        BundleError, match=r"up_proj\.weight: expected finite weights, found NaN or Inf in torch.float16"
+    ):
+        load_weights(bundle, CPU, torch.float16, "int8")

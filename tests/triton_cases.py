@@ -475,9 +475,10 @@ def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("batch", "passes", "block_k"), [(1, 1, 32), (1, 4, 32), (1, 4, 64), (3, 1, 32)]
-)  # rows of 48 in two pieces, or whole
-def test_embedding_logits_and_next(dtype, batch, passes, block_k):
+    ("batch", "passes", "block_k", "codes"),
+    [(1, 1, 32, False), (1, 4, 32, True), (1, 4, 64, False), (1, 4, 64, True), (3, 1, 32, False), (3, 1, 32, True)],
+)  # rows of 48 in two pieces, or whole; int8 rows
+def test_embedding_logits_and_next(dtype, batch, passes, block_k, codes):
     vocabulary, k, eps, parts, block_v = 101, 48, 1e-5, 2, 32
     embedding = rows(vocabulary, k, dtype)
     tokens = torch.tensor([5, -1, 100][:batch], device=DEVICE)
@@ -491,6 +492,11 @@ def test_embedding_logits_and_next(dtype, batch, passes, block_k):
 
     norm = (1 + 0.1 * rows(1, k, dtype, seed=2)[0]).to(dtype)
     weight = rows(vocabulary, k, dtype, seed=3) / math.sqrt(k)
+    scales = None
+    if codes:
+        scales = weight.float().abs().amax(1) / 127
+        weight = torch.round(weight.float() / scales[:, None]).to(torch.int8)
+        scales[70] = scales[40]
     weight[70] = weight[40]  # a tie, to be won by the lower id
     tiles = -(-vocabulary // block_v)
     logits = torch.full((batch, vocabulary), float("nan"), device=DEVICE)
@@ -499,12 +505,13 @@ def test_embedding_logits_and_next(dtype, batch, passes, block_k):
         torch.empty(batch, tiles, dtype=torch.int32, device=DEVICE),
     )
     launch_logits(
-        hidden, ssq, norm, weight, logits, best, best_id, eps=eps, block_k=block_k, block_v=block_v, passes=passes
-    )
+        hidden, ssq, norm, weight, logits, best, best_id, eps=eps, scales=scales, block_k=block_k, block_v=block_v,
+        passes=passes,
+    )  # fmt: skip
     x = norm * (hidden.to(wide) * torch.rsqrt(hidden.to(wide).square().mean(1, keepdim=True) + eps)).to(stored)
-    exact = x.double() @ weight.double().T
+    exact = x.double() @ (weight.double() if scales is None else weight.double() * scales.double()[:, None]).T
     assert_close(logits, exact, dtype)
-    if dtype == torch.float32:
+    if dtype == torch.float32 and not codes:
         assert torch.equal(logits, exact.float())
 
     positions = torch.tensor([3, 4, 5][:batch], dtype=torch.int32, device=DEVICE)

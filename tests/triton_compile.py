@@ -218,11 +218,17 @@ def logits(
     stages: int = 1,
     passes: int = 4,
     norm: str | None = None,
+    codes: bool = False,
 ):
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
+    if codes:
+        floats["scale_ptr"] = "*fp32"
+    else:
+        exact["scale_ptr"] = None
     types = {
-        "hidden_ptr": activation, "ssq_ptr": wide, "norm_ptr": norm or f"*{dtype}", "weight_ptr": f"*{dtype}",
+        "hidden_ptr": activation, "ssq_ptr": wide, "norm_ptr": norm or f"*{dtype}",
+        "weight_ptr": "*i8" if codes else f"*{dtype}",
         "logits_ptr": "*fp32", "best_ptr": "*fp32", "best_id_ptr": "*i32", "V": "i32", **floats,
     }  # fmt: skip
     constants = dict(
@@ -290,6 +296,8 @@ def families(arch: int) -> dict[str, tuple]:
         "attention scaled": attending(scaled=True),
         "logits batch 1 offset": (partial(logits, norm="*fp32"),),
         "logits batch 4 offset": (partial(logits, norm="*fp32"), 4, 64, 128, "bf16", 3, 1),
+        "logits int8": (partial(logits, codes=True),),
+        "logits int8 batch 4": (partial(logits, codes=True), 4, 64, 128, "bf16", 3, 1),
         "add offset": (add, "*fp32", 1.0),
         "add norm": (add, "*bf16", 1.0),
         "add multiplied": (add, None, 0.22),

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-__all__ = ["WEIGHT_TYPES", "WeightType", "group_of"]
+from .quantised import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8
+
+__all__ = ["WEIGHT_TYPES", "WeightType", "code_bytes", "group_of", "round_weight"]
 
 _GROUP = 128
 _SMALLEST_GROUP = 32
@@ -36,9 +39,7 @@ class WeightType:
         """About the bytes of a weight (N, K) held so in a decoder of ``dtype``; other tensors have numbers of it."""
         if self.bits is None or len(shape) != 2:
             return math.prod(shape) * dtype.itemsize
-        n, k = shape
-        groups = -(-k // _GROUP) if self.grouped else 1
-        return (n * self.bits + 7) // 8 * k + n * groups * self.scale_dtype.itemsize
+        return code_bytes(self.bits, shape, _GROUP if self.grouped else None)
 
 
 WEIGHT_TYPES: Mapping[str, WeightType] = {
@@ -47,8 +48,16 @@ WEIGHT_TYPES: Mapping[str, WeightType] = {
         WeightType("native", None, False, torch.float32, "native"),
         WeightType("int8", 8, False, torch.float32, "int8"),
         WeightType("int4", 4, True, torch.bfloat16, "int8"),
+        WeightType("fp8", 8, False, torch.float32, "int8"),
     )
 }
+
+
+def code_bytes(bits: int, shape: tuple[int, ...], group: int | None, *, zero_points: bool = False) -> int:
+    """About the bytes of a weight (N, K) in codes with scales of four bytes, which not every back end needs."""
+    n, k = shape
+    groups = 1 if group is None else -(-k // group)
+    return (n * bits + 7) // 8 * k + n * groups * (8 if zero_points else 4)
 
 
 def group_of(k: int) -> int:
@@ -61,3 +70,15 @@ def group_of(k: int) -> int:
     if group < min(_SMALLEST_GROUP, k):
         raise ValueError(f"{k} channels cannot be cut into even groups of {_SMALLEST_GROUP} to {_GROUP}")
     return group
+
+
+def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
+    """A weight (N, K), floating and finite, as it is held with ``weights``, which is not ``native``.
+
+    Raises:
+        ValueError: its channels cannot be cut into groups.
+    """
+    if weights == "int4":
+        held = WEIGHT_TYPES[weights]
+        return quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=held.scale_dtype)
+    return quantise_int8(weight) if weights == "int8" else quantise_fp8(weight)

@@ -117,7 +117,7 @@ def export_onnx(
         if check is not None:
             check(partial)
     num_bytes = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return OnnxExport(out, opset, dtype, num_bytes, num_sparse, _notes(rotaries))
+    return OnnxExport(out, opset, dtype, num_bytes, num_sparse, _notes(bundle, rotaries, dtype))
 
 
 def _switch_length(rotaries: Sequence[RotaryTables]) -> int | None:
@@ -125,15 +125,22 @@ def _switch_length(rotaries: Sequence[RotaryTables]) -> int | None:
     return min((rotary.switch_length for rotary in rotaries if rotary.long_frequencies is not None), default=None)
 
 
-def _notes(rotaries: Sequence[RotaryTables]) -> tuple[str, ...]:
+def _notes(bundle: Bundle, rotaries: Sequence[RotaryTables], dtype: str) -> tuple[str, ...]:
+    notes = []
+    if bundle.checkpoint.quantised:
+        kinds = sorted({stored.packing.kind for stored in bundle.checkpoint.quantised.values()})
+        notes.append(
+            f"the bundle's {' and '.join(kinds)} weights are widened to {dtype}: the same numbers, but the file is as "
+            "large as that of an unquantised model"
+        )
     length = _switch_length(rotaries)
-    if length is None:
-        return ()
-    return (
-        f"LongRoPE: a prompt of any length is right, but a sequence that grows beyond {length:,} positions while it is "
-        f"decoded has to be read anew at that point, as one prompt; onnxruntime-genai does so at 4,096 positions, for "
-        "one sequence at a time, optimum-onnx does not",
-    )
+    if length is not None:
+        notes.append(
+            f"LongRoPE: a prompt of any length is right, but a sequence that grows beyond {length:,} positions while "
+            "it is decoded has to be read anew at that point, as one prompt; onnxruntime-genai does so at 4,096 "
+            "positions, for one sequence at a time, optimum-onnx does not"
+        )
+    return tuple(notes)
 
 
 def _write(
@@ -161,8 +168,8 @@ def _write(
     onnx.checker.check_model(str(folder / MODEL))
     for name, content in small.items():
         (folder / name).write_bytes(content)
-    # What is written here has no sidecar, and is no bundle.
-    config = {key: value for key, value in bundle.config_dict.items() if key != "wisparse"}
+    # What is written here has no sidecar, and is no bundle; its weights are widened.
+    config = {key: value for key, value in bundle.config_dict.items() if key not in ("wisparse", "quantization_config")}
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENAI, _genai_config(bundle, long_rope=length is not None))
     return sum(mask.sparsity > 0 for mask in bundle.masks.values())

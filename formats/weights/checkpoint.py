@@ -225,14 +225,14 @@ class Checkpoint:
         stored = self.quantised.get(name)
         return self.tensors[name].shape if stored is None else (stored.rows, stored.columns)
 
-    def matrix(self, name: str) -> Tensor | QuantizedMatrix:
-        """A weight as it is stored: in codes if it is quantised, else as `tensor` gives it; on the CPU.
+    def matrix(self, name: str, device: str | torch.device = "cpu") -> Tensor | QuantizedMatrix:
+        """A weight as it is stored: in codes if it is quantised, else as `tensor` gives it; on ``device``.
 
         Raises:
             error: as `tensor`, or codes and scales that make no weight.
             ResourceError: not enough memory.
         """
-        return self._decode(name) if name in self.quantised else self._stored(name)
+        return self._decode(name, device) if name in self.quantised else self._stored(name).to(device)
 
     def require_matrix(self, name: str) -> None:
         """Raise as `tensor` does for a quantised weight that makes none; nothing is kept."""
@@ -275,10 +275,11 @@ class Checkpoint:
             raise self.error(f"{name}: its codes and scales make infinite numbers; the model is damaged")
         return weight
 
-    def _decode(self, name: str) -> QuantizedMatrix:
+    def _decode(self, name: str, device: str | torch.device = "cpu") -> QuantizedMatrix:
         weight = self.quantised[name]
+        parts = {part: tensor.to(device) for part, tensor in self._parts_of(name).items()}
         try:
-            return weight.packing.decode(self._parts_of(name), weight.rows, weight.columns)
+            return weight.packing.decode(parts, weight.rows, weight.columns)
         except ValueError as reason:
             raise self.error(f"{name}: {reason}") from None
 

@@ -46,6 +46,11 @@ class Packing(ABC):
     def kind(self) -> Kind:
         """What a weight becomes."""
 
+    @property
+    @abstractmethod
+    def zero_points(self) -> bool:
+        """Whether each scale has a code of its own for zero."""
+
     @abstractmethod
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         """Last part of a tensor's name -> what is expected there, for a weight (rows, columns).
@@ -98,6 +103,10 @@ class Packed(Packing):
     @property
     def kind(self) -> Kind:
         return "int4" if self.bits == 4 else "int8"
+
+    @property
+    def zero_points(self) -> bool:
+        return not self.symmetric
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = self._groups(columns)
@@ -164,6 +173,10 @@ class Plain(Packing):
     def kind(self) -> Kind:
         return self.number
 
+    @property
+    def zero_points(self) -> bool:
+        return not self.symmetric
+
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = self._groups(columns)
         scale_rows = rows if self.block_rows is None else -(-rows // self.block_rows)
@@ -211,6 +224,10 @@ class _InWords(Packing):
     @property
     def kind(self) -> Kind:
         return "int4"
+
+    @property
+    def zero_points(self) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def _logits_kernel(
     ssq_ptr,  # (B, SSQ) wide
     norm_ptr,  # (K,) of the weights' type, or wide: 1 + weight
     weight_ptr,  # (V, K)
+    scale_ptr,  # (V,) float32: of int8 weights; None for plain ones
     logits_ptr,  # (B, V) float32
     best_ptr,  # (B, tiles) float32
     best_id_ptr,  # (B, tiles) int32
@@ -113,7 +114,7 @@ def _logits_kernel(
                     x = tl.load(hidden_ptr + k, mask=k < K, other=0.0).to(wide)
                     norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(wide)
                     acc += normalise(x, norm, rstd, dtype, ONCE).to(wide)[None, :] * w.to(wide)
-            y = tl.sum(acc, axis=1).to(dtype).to(tl.float32)
+            y = _as_logits(tl.sum(acc, axis=1), scale_ptr, v, V, dtype)
             tl.store(logits_ptr + v, y, mask=v < V)
             better = (v < V) & (y > best)
             best = tl.where(better, y, best)
@@ -142,14 +143,25 @@ def _logits_kernel(
             ).to(tl.float32)
             norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
             acc = tl.dot(
-                normalise(x, norm[None, :], rstd_rows[:, None], dtype, ONCE), tl.trans(w), acc, input_precision="ieee"
+                normalise(x, norm[None, :], rstd_rows[:, None], dtype, ONCE),
+                tl.trans(w.to(dtype)),  # a code of eight bits is exact in every type
+                acc,
+                input_precision="ieee",
             )
         for row in tl.static_range(BATCH):
-            y = tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0).to(dtype).to(tl.float32)
+            y = _as_logits(tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0), scale_ptr, v, V, dtype)
             tl.store(logits_ptr + row * V + v, y, mask=v < V)
             shown = tl.where((v < V) & (y == y), y, float("-inf"))
             broken = ((v < V) & (y != y)).to(tl.int32)
             _store_best(best_ptr, best_id_ptr, shown, v, broken, row * tl.num_programs(0) + tile)
+
+
+@triton.jit
+def _as_logits(total, scale_ptr, v, V, dtype: tl.constexpr):
+    """Sums of the tokens ``v``, times the scales of their codes if there are any, as the weights' type rounds them."""
+    if scale_ptr is not None:
+        total *= tl.load(scale_ptr + v, mask=v < V, other=0.0).to(total.dtype)
+    return total.to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -226,6 +238,7 @@ def launch_logits(
     best_id: Tensor,
     *,
     eps: float,
+    scales: Tensor | None = None,
     block_k: int | None = None,
     warps: int | None = None,
     stages: int | None = None,
@@ -238,18 +251,19 @@ def launch_logits(
     Args:
         hidden: (B, K), with ``ssq`` (B, parts) wide, the partial sums of its squares.
         norm: (K,).
-        weight: (V, K), Hugging Face's layout.
+        weight: (V, K), Hugging Face's layout; of the hidden state's type, or int8.
+        scales: (V,) float32, what the products with int8 rows are multiplied by.
         logits: (B, V) float32, values rounded to the weights' dtype. float32's rows are launched one by one.
         best, best_id: (B, ceil(V / block_v)) float32 and int32, each tile's largest logit and its lowest id.
     """
     batch, width = hidden.shape
     vocabulary = weight.shape[0]
     parts = ssq.shape[1]
-    if batch > 1 and weight.dtype == torch.float32:
+    if batch > 1 and ssq.dtype == torch.float64:
         for i in range(batch):
             one = slice(i, i + 1)
             launch_logits(
-                hidden[one], ssq[one], norm, weight, logits[one], best[one], best_id[one], eps=eps,
+                hidden[one], ssq[one], norm, weight, logits[one], best[one], best_id[one], eps=eps, scales=scales,
                 block_k=block_k, warps=warps, stages=stages, block_v=block_v, passes=passes, pdl=pdl,
             )  # fmt: skip
         return
@@ -267,6 +281,7 @@ def launch_logits(
         ssq,
         norm,
         weight,
+        scales,
         logits,
         best,
         best_id,

@@ -17,6 +17,7 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import ContextLengthError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.weight_types import WEIGHT_TYPES
+from wisparse.formats.weights.checkpoint import StoredWeight
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.threads import prepare_all
@@ -40,10 +41,10 @@ _ON_THE_WAY = {
 
 
 class CpuDecoder(TorchDecoder):
-    """See :class:`runtime.decoding.decoder.Decoder`; CPU only; every type of ``WEIGHT_TYPES``."""
+    """See :class:`runtime.decoding.decoder.Decoder`; CPU only."""
 
     name: ClassVar[str] = "numba"
-    weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
+    weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
 
     def __init__(
         self,
@@ -96,7 +97,18 @@ class CpuDecoder(TorchDecoder):
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         if device.type != "cpu":
             return f"it runs on the CPU, the device is {device.type}"
+        if weights not in cls.weight_types:
+            return f"it has no {weights} weights; int8 ones are as small"
         return None if dtype in _DTYPES else f"it knows float32, bfloat16 and float16, not {dtype}"
+
+    @classmethod
+    def keeps(cls, stored: StoredWeight) -> bool:
+        packing = stored.packing
+        return packing.kind == "int4" or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
+
+    def bytes_read(self) -> tuple[int, int]:
+        inside = sum(projection.nbytes for block in self._blocks for projection in block.projections)
+        return inside, self._output.nbytes
 
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths = self._cache.lengths

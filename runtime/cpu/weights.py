@@ -17,8 +17,8 @@ from torch import Tensor
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.model.model_config import Projection
-from wisparse.formats.model.quantised import QuantizedMatrix, quantise_int4
-from wisparse.formats.model.weight_types import WEIGHT_TYPES, group_of
+from wisparse.formats.model.quantised import QuantizedMatrix
+from wisparse.formats.model.weight_types import WEIGHT_TYPES, group_of, round_weight
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.operations import empty_int4, pack_int4, pack_int4_into, quantize_into, transpose_into
@@ -50,6 +50,10 @@ class CpuProjection(MaskedLinear):
         self.matrix = matrix
         self.bias = bundle.checkpoint.tensor(f"{name}.bias").to(dtype) if projection.bias else None
         self.set_mask(bundle.masks.get(name))
+
+    @property
+    def nbytes(self) -> int:
+        return self.matrix.nbytes
 
     def product(self, x: Tensor) -> Tensor:
         return self.matrix.linear(x, self.bias)
@@ -92,11 +96,12 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
         ResourceError: not enough memory.
         UsageError: its channels cannot be cut into groups.
     """
-    if name in bundle.checkpoint.quantised and weights in ("native", "int4"):
+    how = bundle.checkpoint.quantised.get(name)
+    if how is not None and weights in ("native", how.packing.kind):
         stored = bundle.checkpoint.matrix(name)
         assert isinstance(stored, QuantizedMatrix)
         laid_out = _as_stored(name, stored, transposed)
-        if laid_out is not None and (weights == "native" or stored.kind == weights):
+        if laid_out is not None:
             return laid_out
     return _READERS[weights](bundle, name, dtype, transposed)
 
@@ -148,12 +153,12 @@ def _read_int4(bundle: Bundle, name: str, dtype: torch.dtype, transposed: bool) 
     matrix = _memory(name, (n, k), lambda: empty_int4((n, k), group, scale_dtype=scale_dtype))
     for first, piece in _pieces(bundle, name, dtype):
         _check_finite(bundle, name, piece.float().sum(1), first)
-        codes = quantise_int4(piece, group=group, scale_dtype=scale_dtype)
+        codes = round_weight(piece, "int4")
         pack_int4_into(codes.codes, codes.scales, codes.zeros, matrix, first)
     return matrix
 
 
-# What weights may be held as -> how they are read; the keys are those of WEIGHT_TYPES.
+# What weights may be held as -> how they are read.
 _READERS = {"native": _read_native, "int8": _read_int8, "int4": _read_int4}
 
 

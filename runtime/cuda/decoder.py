@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 import triton
 from torch import Tensor
-from torch.nn import functional
 
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.precision import activation_dtype
@@ -32,12 +32,13 @@ from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings
 from ..torch.decoder import finish_logits
 from .graph import Landing
-from .prefill import lower_right, piece_size, read_sequence
+from .prefill import head_products, lower_right, piece_size, read_sequence
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
 from .weights import CudaWeights, MaskKind, load_weights, mask_kinds, put_masks, with_kinds
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
+    from wisparse.formats.weights.checkpoint import StoredWeight
 
 __all__ = ["CudaDecoder"]
 
@@ -49,7 +50,7 @@ class CudaDecoder(Decoder):
     """See :class:`runtime.decoding.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
 
     name: ClassVar[str] = "triton"
-    weight_types: ClassVar[tuple[str, ...]] = ("native",)
+    weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
     grain = 1
 
     def __init__(
@@ -66,7 +67,7 @@ class CudaDecoder(Decoder):
         self.device, self.dtype = device, dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-            self.weights = load_weights(bundle, device, dtype)
+            self.weights = load_weights(bundle, device, dtype, weights)
             self._activations = activation_dtype(dtype)
             self._rotaries = [Rotary(rope, device, self._activations) for rope in self.config.rotaries]
             self._places = Places.of(self.config, self._rotaries, max_seq_len, device, self._activations)
@@ -89,8 +90,6 @@ class CudaDecoder(Decoder):
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        if weights not in cls.weight_types:
-            return f"it has no {weights} weights"
         if device.type != "cuda":
             return f"it runs on cuda, the device is {device.type}"
         if config.delta_net is not None:
@@ -100,6 +99,14 @@ class CudaDecoder(Decoder):
         if config.head_dim > 256:
             return f"its attention keeps one head in registers, up to 256 wide; head_dim is {config.head_dim}"
         return None
+
+    @classmethod
+    def keeps(cls, stored: StoredWeight) -> bool:
+        return True
+
+    def bytes_read(self) -> tuple[int, int]:
+        head, scales = self.weights.head, self.weights.head_scales
+        return self.weights.num_bytes_inside, head.nbytes + (0 if scales is None else scales.nbytes)
 
     @property
     def lengths(self) -> list[int]:
@@ -293,7 +300,7 @@ class CudaDecoder(Decoder):
     def _logits(self, hidden: Tensor) -> Tensor:
         """(T, H) to (T, V) float32."""
         normed = self.weights.norm(hidden)
-        return finish_logits(self.config, functional.linear(normed, self.weights.head.to(normed.dtype)).float())
+        return finish_logits(self.config, head_products(self.weights, normed).float())
 
     def _observer(self) -> Callable[[Group, Tensor, int], None] | None:
         kept = self._kept_in_prompts

@@ -2,8 +2,8 @@
 
 The block is the plain decoder's (``runtime.torch.decoder``), the weights are this decoder's own, (K, N). Masked
 positions multiply by the whole weight all the same: prefill is bound by arithmetic, and a prompt's positions keep
-different channels. With float32 weights activations and products are float64, as in the decode step
-(``kernels.gpu.common``).
+different channels. Codes are widened one projection at a time, in memory that all share. With float32 weights
+activations and products are float64, as in the decode step (``kernels.precision``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import Group
-from wisparse.kernels.precision import activation_dtype
+from wisparse.kernels.gpu.matrix import Matrix, widen
+from wisparse.kernels.precision import activation_dtype, wide_dtype
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
@@ -25,7 +26,7 @@ from ..decoding.rotary import Rotary, query_scales
 from ..torch.decoder import activate, add_half, capped_attention, embed, place
 from .weights import CudaWeights
 
-__all__ = ["lower_right", "piece_size", "read_sequence", "run_blocks"]
+__all__ = ["head_products", "lower_right", "piece_size", "read_sequence", "run_blocks"]
 
 # Prompts are read in pieces: bounds the activations of a long one, and the time that other sequences wait for theirs.
 # Others wait for a piece: for 1,024 positions of an 8B model 53 to 56 ms on an H200, more than the 50 they may.
@@ -96,7 +97,7 @@ def run_blocks(
     def apply(group: Group, n: Tensor) -> tuple[Tensor, ...]:
         if observe is not None:
             observe(group, n, first_sparse)
-        return _project(group, n, first_sparse)
+        return _project(group, n, first_sparse, weights.widened)
 
     for index, block in enumerate(weights.blocks):
         n = x if block.attention_input is None else block.attention_input(x)
@@ -113,20 +114,46 @@ def run_blocks(
     return x
 
 
-def _project(group: Group, x: Tensor, first_sparse: int) -> tuple[Tensor, ...]:
+def _project(group: Group, x: Tensor, first_sparse: int, widened: Tensor | None) -> tuple[Tensor, ...]:
     """Each projection of the group applied to x (T, K); rows from ``first_sparse`` on are masked."""
-    if group.dense or first_sparse >= len(x):  # one product for all of them
-        y = x @ group.matrix.data[:, : group.out_features].to(x.dtype)
+    matrix = group.matrix
+    dense = group.dense or first_sparse >= len(x)
+    if dense and matrix.kind == "plain":  # one product for all of them
+        y = x @ matrix.data[:, : group.out_features].to(x.dtype)
         return _with_bias(group, y, first_sparse).split(group.widths, dim=-1)
     outputs = []
-    first = 0
-    for i, width in enumerate(group.widths):
-        tail = x[first_sparse:]
-        keep = keep_mask(tail, group.scales[i], group.thresholds[i])
-        masked = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
-        outputs.append(masked @ group.matrix.data[:, first : first + width].to(x.dtype))
-        first += width
+    for i in range(len(group.widths)):
+        masked = x
+        if not dense:
+            tail = x[first_sparse:]
+            keep = keep_mask(tail, group.scales[i], group.thresholds[i])
+            masked = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
+        outputs.append(masked @ _numbers(matrix, i, widened).to(x.dtype))
     return _with_bias(group, torch.cat(outputs, dim=-1), first_sparse).split(group.widths, dim=-1)
+
+
+def _numbers(matrix: Matrix, index: int, widened: Tensor | None) -> Tensor:
+    """One projection's weight (K, N), codes in ``widened``, which the next one overwrites."""
+    width = matrix.widths[index]
+    if matrix.kind == "plain":
+        first = matrix.first(index)
+        return matrix.data[:, first : first + width]
+    assert widened is not None
+    return widen(matrix, index, widened[: matrix.in_features * width].view(matrix.in_features, width))
+
+
+def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
+    """x (T, H), normalised, times the output layer: (T, V) of x's type."""
+    if weights.head_scales is None:
+        return functional.linear(x, weights.head.to(x.dtype))
+    assert weights.widened is not None
+    # Codes of eight bits are exact in every floating type; the sums are multiplied.
+    rows = max(1, weights.widened.numel() // x.shape[1])
+    parts = []
+    for codes, scales in zip(weights.head.split(rows), weights.head_scales.split(rows), strict=True):
+        wide = weights.widened[: codes.numel()].view(codes.shape).copy_(codes)
+        parts.append((functional.linear(x, wide.to(x.dtype)) * scales.to(wide_dtype(x.dtype))).to(x.dtype))
+    return torch.cat(parts, dim=-1)
 
 
 def _with_bias(group: Group, y: Tensor, first_sparse: int) -> Tensor:

@@ -308,7 +308,7 @@ class DecodeStep:
         if role == "logits":
             launch_logits(
                 self.hidden, self._sums(index - 1, "down"), weights.norm.factors, weights.head, self.logits,
-                self._best, self._best_id, eps=eps, pdl=pdl,
+                self._best, self._best_id, eps=eps, scales=weights.head_scales, pdl=pdl,
             )  # fmt: skip
             return
         if role == "next":

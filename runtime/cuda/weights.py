@@ -1,8 +1,9 @@
 """A model's weights on the GPU, channel-major: a kept channel is one contiguous row.
 
-Each tensor is read, moved to the GPU, transposed there into its place and let go, so the GPU holds the weights and one
-tensor more, and the host a few parts of one (``staging``). ``lm_head`` and the embeddings are read densely and
-stay as they are.
+Each tensor is read, moved to the GPU, laid out there in its place and let go, so the GPU holds the weights and one
+tensor more, and the host a few parts of one (``staging``). Projections that a bundle holds in codes stay in them, and
+others are rounded here if they are asked for so. ``lm_head`` and the embeddings are read densely and stay as they are;
+``lm_head`` may be rounded to eight bits.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.model import model_config
 from wisparse.formats.model.model_config import ModelConfig, Projection
+from wisparse.formats.model.quantised import QuantizedMatrix
+from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.kernels.gpu.gemv import Group
-from wisparse.kernels.gpu.matrix import empty_matrix, put_columns
+from wisparse.kernels.gpu.matrix import MIDDLE, Matrix, empty_matrix, put_columns
 from wisparse.kernels.precision import wide_dtype
 
 from ..torch.decoder import Norm
@@ -40,6 +44,8 @@ __all__ = [
 ]
 
 _GROUPS = ("qkv", "o", "gate_up", "down")
+# Rows of an output layer in codes that a prompt reads at once, at least.
+_HEAD_ROWS = 4096
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -81,41 +87,116 @@ class MaskKind(NamedTuple):
 
 @dataclass(frozen=True)
 class CudaWeights:
-    """Everything a decoder reads."""
+    """Everything a decoder reads.
+
+    Attributes:
+        head: (V, H), int8 if it has scales.
+        head_scales: (V,) float32, or None.
+        widened: (n,) room for one projection's numbers, in which prompts read codes; None without codes.
+    """
 
     embedding: Tensor
     blocks: list[BlockWeights]
     norm: CudaNorm
     head: Tensor
+    head_scales: Tensor | None
+    widened: Tensor | None
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights on the device; tied embeddings count once."""
         tensors = {id(t): t for t in (self.embedding, self.norm.weight, self.head)}
-        for block in self.blocks:
-            for group in block.groups:
-                tensors[id(group)] = group.matrix.data
-        return sum(t.numel() * t.element_size() for t in tensors.values())
+        if self.head_scales is not None:
+            tensors[id(self.head_scales)] = self.head_scales
+        return sum(tensor.nbytes for tensor in tensors.values()) + self.num_bytes_inside
+
+    @property
+    def num_bytes_inside(self) -> int:
+        """Bytes of the projections' weights."""
+        return sum(group.matrix.num_bytes for block in self.blocks for group in block.groups)
 
 
-def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype) -> CudaWeights:
-    """Read a bundle's weights onto ``device`` as ``dtype``; copies may still be under way on the current stream.
+@dataclass(frozen=True)
+class _Source:
+    """A bundle's tensors, as ``dtype`` on ``device``.
+
+    Attributes:
+        checkpoint: a ``Checkpoint``, or whatever else makes tensors up.
+        stored: reads one of them onto the device, in its stored type, quantised ones widened.
+    """
+
+    checkpoint: Any
+    stored: Callable[[str], Tensor]
+    device: torch.device
+    dtype: torch.dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self.stored(name).to(self.dtype)
+
+    def weight(self, name: str, weights: str) -> Tensor | QuantizedMatrix:
+        """A weight as ``weights`` says: in codes where it is stored in them, or was asked for so.
+
+        Raises:
+            BundleError: damaged, or beyond ``dtype`` where it is rounded.
+            UsageError: its channels cannot be cut into groups.
+        """
+        how = self.checkpoint.quantised.get(name) if isinstance(self.checkpoint, Checkpoint) else None
+        if how is not None and weights in ("native", how.packing.kind):
+            return self.checkpoint.matrix(name, self.device)
+        plain = self.tensor(name)
+        return plain if weights == "native" else self.rounded(name, plain, weights)
+
+    def rounded(self, name: str, weight: Tensor, weights: str) -> QuantizedMatrix:
+        """A weight in codes; errors as of `weight`."""
+        least, largest = torch.aminmax(weight)
+        if not (bool(torch.isfinite(least)) and bool(torch.isfinite(largest))):
+            raise BundleError(f"{name}: expected finite weights, found NaN or Inf in {self.dtype}")
+        try:
+            return round_weight(weight, weights)
+        except ValueError as error:
+            raise UsageError(f"{name}: {error}: load it with weights int8") from None
+
+    def head(self, config: ModelConfig, embedding: Tensor, weights: str) -> Tensor | QuantizedMatrix:
+        """The output layer, plain or int8 with a scale a row."""
+        if config.tie_word_embeddings:
+            return embedding if weights == "native" else self.rounded(_EMBEDDING, embedding, weights)
+        found = self.weight(_HEAD, weights)
+        if isinstance(found, Tensor) or (found.kind == "int8" and found.group is None and found.zeros is None):
+            return found
+        wide = found.dequantise(self.dtype)
+        return wide if weights == "native" else self.rounded(_HEAD, wide, weights)
+
+
+def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str = "native") -> CudaWeights:
+    """Read a bundle's weights onto ``device``; copies may still be under way on the current stream.
 
     The bundle's masks are in force; ``with_kinds`` and ``put_masks`` bring others.
+
+    Args:
+        dtype: of the activations, and of the weights that are not in codes.
+        weights: one of ``WEIGHT_TYPES``: what the projections are rounded to; ``native``: as the bundle has them.
     """
-    with _reads(bundle.checkpoint, _names(bundle.config), device) as stored:
+    config = bundle.config
+    with _reads(bundle.checkpoint, _names(config), device) as stored:
+        source = _Source(bundle.checkpoint, stored, device, dtype)
+        embedding = source.tensor(_EMBEDDING)
+        head = source.head(config, embedding, WEIGHT_TYPES[weights].head)
+        blocks = [_load_block(config, index, source, weights) for index in range(config.num_blocks)]
+        norm = _norm(config, source.tensor(_NORM))
+        codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
+        widest = max(_numbers_to_widen(group) for block in blocks for group in block.groups)
+        if scales is not None:
+            widest = max(widest, _HEAD_ROWS * codes.shape[1])
+        widened = torch.empty(widest, dtype=dtype, device=device) if widest else None
+        unmasked = CudaWeights(embedding, blocks, norm, codes, scales, widened)
+        found = with_kinds(unmasked, mask_kinds(config, bundle.masks))
+        put_masks(found, config, bundle.masks)
+        return found
 
-        def read(name: str) -> Tensor:
-            return stored(name).to(dtype)
 
-        config = bundle.config
-        embedding = read(_EMBEDDING)
-        head = embedding if config.tie_word_embeddings else read(_HEAD)
-        blocks = [_load_block(config, index, read, device, dtype) for index in range(config.num_blocks)]
-        unmasked = CudaWeights(embedding, blocks, _norm(config, read(_NORM)), head)
-        weights = with_kinds(unmasked, mask_kinds(config, bundle.masks))
-        put_masks(weights, config, bundle.masks)
-        return weights
+def _numbers_to_widen(group: Group) -> int:
+    """Numbers of the group's widest projection, if it is in codes."""
+    return 0 if group.matrix.kind == "plain" else group.in_features * max(group.widths)
 
 
 def _reads(
@@ -155,21 +236,13 @@ def _norm(config: ModelConfig, weight: Tensor) -> CudaNorm:
     return CudaNorm(weight, config.rms_norm_eps, offset, factors)
 
 
-def _load_block(
-    config: ModelConfig,
-    index: int,
-    read: Callable[[str], Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> BlockWeights:
-    def group(field: str) -> Group:
-        return _load_group(*_projections(config, index)[field], read, device, dtype)
-
+def _load_block(config: ModelConfig, index: int, source: _Source, weights: str) -> BlockWeights:
     norms = {
-        field: None if name is None else _norm(config, read(f"model.layers.{index}.{name}.weight"))
+        field: None if name is None else _norm(config, source.tensor(f"model.layers.{index}.{name}.weight"))
         for field, name in _norms(config).items()
     }
-    groups = {field: group(field) for field in _GROUPS}
+    projections = _projections(config, index)
+    groups = {field: _load_group(*projections[field], source, weights) for field in _GROUPS}
     return BlockWeights(**norms, **groups, facts=config.blocks[index])  # type: ignore[arg-type]
 
 
@@ -183,30 +256,51 @@ def _projections(config: ModelConfig, index: int) -> dict[str, tuple[list[Projec
     return {field: ([by_role[role] for role in roles[field]], 2 if field in fused else 1) for field in _GROUPS}
 
 
-def _load_group(
-    projections: list[Projection],
-    copies: int,
-    read: Callable[[str], Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Group:
+def _load_group(projections: list[Projection], copies: int, source: _Source, weights: str) -> Group:
+    device, dtype = source.device, source.dtype
     k = projections[0].in_features
     total = sum(projection.out_features for projection in projections)
     has_bias = any(projection.bias for projection in projections)
     bias = torch.zeros(total, dtype=dtype, device=device) if has_bias else None
     widths = tuple(projection.out_features // copies for projection in projections for _ in range(copies))
-    matrix = empty_matrix("plain", k, widths, None, dtype, device)
+    matrix: Matrix | None = None
     first = 0
     for i, projection in enumerate(projections):
         last = first + projection.out_features
-        for copy, part in enumerate(read(f"{projection.name}.weight").chunk(copies)):
-            put_columns(matrix, i * copies + copy, part)
+        weight = source.weight(f"{projection.name}.weight", weights)
+        if matrix is None:
+            matrix = _room_for(weight, widths, dtype)
+        for copy in range(copies):
+            _put_rows(matrix, i * copies + copy, weight, copy * widths[i * copies])
+        del weight
         if bias is not None and projection.bias:
-            bias[first:last] = read(f"{projection.name}.bias")
+            bias[first:last] = source.tensor(f"{projection.name}.bias")
         first = last
+    assert matrix is not None
+    if matrix.zeros is not None and bool((matrix.zeros == MIDDLE[matrix.kind]).all()):
+        matrix = replace(matrix, zeros=None)  # as codes without zero points are: there is nothing to read
     scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
     thresholds = torch.zeros(len(widths), dtype=torch.float32, device=device)
     return Group(matrix, widths, bias, scales, thresholds, dense=True)
+
+
+def _room_for(weight: Tensor | QuantizedMatrix, widths: tuple[int, ...], dtype: torch.dtype) -> Matrix:
+    """Room for projections that are held as the first of them is: those of one input are stored alike."""
+    k = weight.shape[1]
+    if isinstance(weight, Tensor):
+        return empty_matrix("plain", k, widths, None, dtype, weight.device)
+    zeros = weight.zeros is not None
+    return empty_matrix(weight.kind, k, widths, weight.group, dtype, weight.codes.device, zeros=zeros)
+
+
+def _put_rows(matrix: Matrix, index: int, weight: Tensor | QuantizedMatrix, first: int) -> None:
+    """Lay out the rows of a weight, from ``first`` on, that are projection ``index`` of a group."""
+    last = first + matrix.widths[index]
+    if isinstance(weight, Tensor):
+        put_columns(matrix, index, weight[first:last])
+    else:
+        rows = weight.rows(first, last)
+        put_columns(matrix, index, rows.codes, rows.scales, rows.zeros)
 
 
 def mask_kinds(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[MaskKind, ...]:

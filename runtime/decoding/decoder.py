@@ -23,6 +23,7 @@ from .sampling import SamplingSettings, sample
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import ProjectionMask
+    from wisparse.formats.weights.checkpoint import StoredWeight
 
 __all__ = ["Decoder", "check_part", "check_prompt", "next_piece"]
 
@@ -67,6 +68,16 @@ class Decoder(Protocol):
         Must be cheap: called before any weight is read.
         """
         return None
+
+    @classmethod
+    def keeps(cls, stored: StoredWeight) -> bool:
+        """Whether it multiplies with a weight's codes as a bundle stores them, where it may (``weights`` native or of
+        their kind); if not, they are widened at load."""
+        return False
+
+    def bytes_read(self) -> tuple[int, int]:
+        """Bytes of the projections' weights and of the output layer's, as a step reads them: all that it keeps."""
+        ...
 
     @property
     def lengths(self) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -11,15 +11,16 @@ import torch
 
 from wisparse.formats.errors import ResourceError
 from wisparse.formats.machine.memory import available_bytes
-from wisparse.formats.model.expected import expected_tensors
+from wisparse.formats.model.expected import LM_HEAD, expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
+from wisparse.formats.model.weight_types import WEIGHT_TYPES, code_bytes
 from wisparse.kernels.precision import activation_dtype
 
 from .cache import bytes_per_position
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
+    from wisparse.formats.weights.checkpoint import StoredWeight
 
 __all__ = ["default_max_seq_len", "memory_errors", "peak_bytes", "weight_bytes"]
 
@@ -30,14 +31,26 @@ _FEWEST_POSITIONS = 256
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
 
-def weight_bytes(bundle: Bundle, dtype: torch.dtype, weights: str) -> int:
+def weight_bytes(
+    bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight], bool] = lambda _: False
+) -> int:
     """What a bundle's weights take in memory, matrices held as ``weights`` says, all else as numbers of ``dtype``. The
-    files may hold another type."""
+    files may hold another type.
+
+    Args:
+        keeps: whether a weight that is stored in codes stays so, as of a `decoder.Decoder`.
+    """
     chosen = WEIGHT_TYPES[weights]
     total = 0
     for name, shape in expected_tensors(bundle.config).items():
-        kind = "native" if "embed" in name else chosen.head if name == "lm_head.weight" else weights
-        total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
+        kind = "native" if "embed" in name else chosen.head if name == LM_HEAD else weights
+        stored = bundle.checkpoint.quantised.get(name)
+        if stored is not None and kind in ("native", stored.packing.kind) and keeps(stored):
+            packing = stored.packing
+            bits = 4 if packing.kind == "int4" else 8
+            total += code_bytes(bits, shape, packing.group, zero_points=packing.zero_points)
+        else:
+            total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
     return total
 
 

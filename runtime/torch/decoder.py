@@ -77,6 +77,11 @@ class MaskedLinear:
         added = mask.output_bias if mask is not None and sparse else None
         self.output_bias = None if added is None else added.to(self._device)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        raise NotImplementedError
+
     def product(self, x: Tensor) -> Tensor:
         """x (T, K) to (T, N), the weight's bias included, if it has one."""
         raise NotImplementedError
@@ -102,6 +107,10 @@ class _Projection(MaskedLinear):
         out_features, in_features = self.weight.shape
         super().__init__(name, in_features, out_features, device)
         self.set_mask(bundle.masks.get(name))
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
 
     def product(self, x: Tensor) -> Tensor:
         return functional.linear(x, self.weight, self.bias)
@@ -194,6 +203,10 @@ class TorchDecoder(Decoder):
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         return None if weights in cls.weight_types else f"it has no {weights} weights"
+
+    def bytes_read(self) -> tuple[int, int]:
+        inside = sum(projection.nbytes for block in self._blocks for projection in block.projections)
+        return inside, self._head.nbytes
 
     @property
     def lengths(self) -> list[int]:

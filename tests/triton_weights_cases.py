@@ -1,0 +1,91 @@
+"""The decoder with weights in codes against the plain one with the same rounded weights. Run by test_kernels_triton.py
+in a process of its own.
+
+    TRITON_INTERPRET=1 python -m pytest tests/triton_weights_cases.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from quantised_models import PUBLISHED, quantise_model
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
+from triton_decoder_cases import DEVICE, make_bundle
+
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
+from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.torch.decoder import TorchDecoder
+
+PROMPT = torch.arange(5) * 7 % 70
+
+
+def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """The same with its weights as a decoder of ``dtype`` holds them, widened."""
+
+    def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        stored = bundle.checkpoint.tensor(name, device)
+        kind = WEIGHT_TYPES[weights].head if name == "lm_head.weight" else weights
+        if not name.endswith("_proj.weight") and name != "lm_head.weight":
+            return stored
+        return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
+
+    return SimpleNamespace(config=bundle.config, checkpoint=SimpleNamespace(tensor=tensor), masks=bundle.masks)
+
+
+def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int) -> None:
+    """Greedy tokens and logits of a prompt and two steps."""
+    expected, found = slow.prefill(0, PROMPT, sparse_from), fast.prefill(0, PROMPT, sparse_from)
+    for _ in range(2):
+        torch.testing.assert_close(found.view(-1), expected.view(-1), rtol=1e-5, atol=1e-6)
+        token = expected.view(-1).argmax().view(1)
+        assert int(found.view(-1).argmax()) == int(token)
+        expected, found = slow.decode(token), fast.decode(token)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_weights_rounded_at_load(weights: str) -> None:
+    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
+    settings = {"device": DEVICE, "max_seq_len": 24}
+    fast = CudaDecoder(bundle, dtype=torch.float32, weights=weights, **settings)
+    follow(fast, TorchDecoder(rounded(bundle, weights), dtype=torch.float64, **settings), 0 if weights == "int4" else 3)
+    kinds = {group.matrix.kind for block in fast.weights.blocks for group in block.groups}
+    assert kinds == {weights}
+    assert fast.weights.head.dtype is torch.int8
+
+
+@pytest.mark.parametrize("scheme", ["awq", "fp8 blocks"])
+def test_a_bundles_own_codes_at_every_rung(scheme: str, tmp_path: Path) -> None:
+    """With zero points, sparse and then dense; with scales of groups of rows and channels."""
+    plain = write_tiny_model(tmp_path / "plain", tiny_config(tie_word_embeddings=False, num_hidden_layers=1))
+    source = quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]())
+    bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
+    settings = {"device": DEVICE, "max_seq_len": 24}
+    fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
+    slow = TorchDecoder(bundle, dtype=torch.float64, **settings)
+    assert fast.weights.blocks[0].qkv.matrix.kind == scheme.split()[0].replace("awq", "int4")
+    follow(fast, slow, 2)
+    if scheme == "awq":
+        for decoder in (fast, slow):
+            decoder.set_masks(bundle.at(0.0).masks)
+        follow(fast, slow, 2)
+
+
+def test_many_rows_in_half_precision() -> None:
+    """The tensor cores' kernel: no further from the exact result than plain half precision is."""
+    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
+    settings = {"device": DEVICE, "max_seq_len": 12, "max_batch": 4}
+    fast = CudaDecoder(bundle, dtype=torch.float16, weights="int4", **settings)
+    same = rounded(bundle, "int4", torch.float16)
+    slow, exact = (TorchDecoder(same, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
+    for decoder in (fast, slow, exact):
+        for slot in range(4):
+            decoder.prefill(slot, PROMPT[: 5 - slot] + slot, 2)
+    tokens = torch.arange(4) * 5 + 3
+    expected = exact.decode(tokens)
+    own, error = ((decoder.decode(tokens) - expected).norm(dim=1) / expected.norm(dim=1) for decoder in (slow, fast))
+    assert (error < 3 * own.max()).all(), (error, own)
