@@ -280,7 +280,7 @@ def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSett
     attention = 6 * 4 * config.num_heads * length * length
     logits = 6 * 4 * min(LARGEST_LOGITS, tokens * config.vocab_size)
     # Keys and values while the model writes its own text, and as they grow.
-    written = tokens * config.num_blocks * config.num_kv_heads * config.head_dim * dtype.itemsize
+    written = tokens * sum(block.kv_size for block in config.blocks) * dtype.itemsize
     cache = min(2 * written, 4 << 30) * 5 // 4 if settings.calibration == ("self",) else 0
     return max(states, attention + logits, cache) + _BASE_BYTES
 

@@ -58,6 +58,23 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4": (
+        "gemma4_text",
+        {
+            "head_dim": 16,
+            "global_head_dim": 24,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "hidden_size_per_layer_input": 0,
+            "sliding_window": 7,
+            "layer_types": _PATTERN,
+            "final_logit_softcapping": 5.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
     "olmo2": ("olmo2", {}),
     "olmo3": (
         "olmo3",
@@ -191,6 +208,20 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] 
             "patch_size": 4,
         },
     ),
+    "gemma4": (
+        "gemma4",
+        {},
+        {"model_type": "gemma4_text", **FAMILIES["gemma4"][1]},
+        {
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "position_embedding_size": 64,
+        },
+    ),
     "qwen2-vl": (
         "qwen2_vl",
         {},
@@ -270,12 +301,13 @@ def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", voc
 def _shake(model: torch.nn.Module) -> None:
     """Random weights with which every feature is seen in the logits."""
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        scalars = [pair for pair in model.named_buffers() if pair[0].endswith("layer_scalar")]
+        for name, parameter in [*model.named_parameters(), *scalars]:
             # The usual initialisation is so small that every token gives nearly the same logits, and its zero biases
             # would hide a forgotten one.
             if parameter.dim() == 2:
                 parameter.normal_(std=1.2 * parameter.shape[1] ** -0.5 if "embed" not in name else 0.5)
-            elif name.endswith("norm.weight"):
+            elif name.endswith(("norm.weight", "layer_scalar")):
                 parameter.uniform_(0.5, 1.5)
             else:
                 parameter.normal_(std=0.3)

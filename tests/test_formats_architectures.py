@@ -26,6 +26,9 @@ LLAMA: dict[str, Any] = {
     "max_position_embeddings": 256,
 }
 
+# Without what its smaller models have more, which is refused.
+GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "head_dim": 16}
+
 
 def test_example_model(example_model: Path) -> None:
     config = ModelConfig.from_dict(json.loads((example_model / "config.json").read_text()))
@@ -44,6 +47,8 @@ def test_projections_of_transformers_models_are_found() -> None:
     for model_type in ARCHITECTURES:
         # Helium's o_proj takes the heads to be as wide as the hidden states.
         settings = {**LLAMA, "head_dim": 16 if model_type == "helium" else 24, "pad_token_id": 0}
+        if model_type == "gemma4_text":
+            settings |= GEMMA4 | {"attention_k_eq_v": True}
         hf_config = AutoConfig.for_model(**{**settings, "model_type": model_type})
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
@@ -75,7 +80,10 @@ def test_keys_left_out_mean_what_they_mean_to_transformers() -> None:
     for model_type in ARCHITECTURES:
         for more in ({}, {"use_sliding_window": True, "num_hidden_layers": 30}):
             source = {**silent, **more, "model_type": model_type, "pad_token_id": 0}
+            if model_type == "gemma4_text":
+                source |= {"hidden_size_per_layer_input": 0}  # refused otherwise
             theirs = AutoConfig.for_model(**source)
+            theirs.allow_global_per_layer_attribute_access = True  # what blocks without a word of their own have
             ours = ModelConfig.from_dict(source)
             assert ours.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
             assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
@@ -125,6 +133,24 @@ def test_sliding_windows() -> None:
     assert windows(**qwen, layer_types=kinds) == (32, None, 32, None)
 
 
+def test_heads_of_blocks_without_a_window() -> None:
+    from transformers import AutoConfig
+
+    given = {**LLAMA, **GEMMA4, "num_hidden_layers": 7, "global_head_dim": 32, "num_global_key_value_heads": 1}
+    for shared in (False, True):
+        config = ModelConfig.from_dict({**given, "attention_k_eq_v": shared})
+        full = [block.window is None for block in config.blocks]
+        assert full == [False, False, False, False, False, True, True]  # the last one, whatever the period says
+        expected = [((32, 1) if shared else (32, 2)) if one else (16, 2) for one in full]
+        assert [(block.head_dim, block.num_kv_heads) for block in config.blocks] == expected
+        assert [block.shared_values for block in config.blocks] == [one and shared for one in full]
+        assert [rope.rotary_dim for rope in config.rotaries] == [32, 16]
+        # transformers writes them block by block.
+        theirs = AutoConfig.for_model(**{**given, "attention_k_eq_v": shared, "pad_token_id": 0}).to_dict()
+        assert "global_head_dim" not in theirs
+        assert ModelConfig.from_dict(theirs).blocks == config.blocks
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -132,6 +158,18 @@ def test_sliding_windows() -> None:
         ({"model_type": "gpt2"}, "known ones: llama, mistral"),
         ({"model_type": None}, "unsupported architecture"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
+        (
+            {"model_type": "gemma4_text"},
+            "hidden_size_per_layer_input 256 is not supported: every block has an embedding",
+        ),
+        ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported: some blocks have no keys"),
+        ({**GEMMA4, "enable_moe_block": True}, "enable_moe_block is a mixture-of-experts model"),
+        ({**GEMMA4, "use_bidirectional_attention": "all"}, "is an encoder"),
+        ({**GEMMA4, "per_layer_config": []}, "per_layer_config: expected an object, found"),
+        ({**GEMMA4, "per_layer_config": {"9": {}}}, "per_layer_config: expected blocks, found '9'"),
+        ({**GEMMA4, "per_layer_config": {"1": {"hidden_size": 3}}}, "expected head_dim and num_key_value_heads"),
+        ({**GEMMA4, "per_layer_config": {"0": {"head_dim": 6}}}, "expected one head_dim for blocks of a kind"),
+        ({**GEMMA4, "global_head_dim": 7}, "even"),
         ({"model_type": "hrm_text"}, "model_type 'hrm_text'; known ones"),  # near to no other name
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh'"),
         ({"model_type": "gemma", "hidden_act": "relu"}, "hidden_act: expected 'silu' or 'gelu_pytorch_tanh' or 'gelu'"),
@@ -160,6 +198,7 @@ _junk = st.recursive(
     max_leaves=5,
 )
 _keys = [*LLAMA, "head_dim", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "dtype"]
+_keys += ["per_layer_config", "global_head_dim", "attention_k_eq_v", "hidden_size_per_layer_input"]
 
 
 @given(change=st.dictionaries(st.sampled_from(_keys), _junk, max_size=3), model_type=st.sampled_from([*ARCHITECTURES]))

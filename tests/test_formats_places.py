@@ -89,7 +89,7 @@ def test_a_file_is_never_taken_for_a_hub_id(
         ({"model_type": "gpt2"}, "a dense decoder whose blocks are put together in another way"),
         *(
             ({"model_type": name}, "a dense decoder whose blocks are put together in another way")
-            for name in ("arcee", "olmo", "nanochat", "cwm", "cohere2", "gemma4_text", "vaultgemma")
+            for name in ("arcee", "olmo", "nanochat", "cwm", "cohere2", "vaultgemma")
         ),
         ({"model_type": "lama"}, "(did you mean 'llama'?)"),
     ],

@@ -49,7 +49,7 @@ class _StandIn(nn.Module):
             return getattr(object.__getattribute__(self, "__dict__")["block"], name)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args:
+        if any(one is not None for one in args):  # None is what it is where it is left out
             raise UnsupportedModelError(
                 f"{type(self.block).__name__}: expected keyword arguments after the hidden state, "
                 f"found {len(args)} positional ones"

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from wisparse.formats.errors import CalibrationError
 from wisparse.formats.guard.sandbox import together
+from wisparse.formats.model.model_config import ModelConfig
 
 from ..model.flow import input_device
 from ..work.progress import Progress
@@ -180,10 +181,9 @@ def _threads_for(model: Any) -> Iterator[None]:
 
 def _batch_size(model: Any, num_samples: int, seq_len: int) -> int:
     """Rows at a time such that keys and values stay under about 4 GB."""
-    config = model.config
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    itemsize = next(model.parameters()).element_size()
-    row_bytes = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * seq_len * itemsize
+    # Heads may differ from block to block, which transformers' config has no one number for.
+    numbers = 2 * sum(block.kv_size for block in ModelConfig.from_dict(model.config.to_dict()).blocks)
+    row_bytes = numbers * seq_len * next(model.parameters()).element_size()
     return max(1, min(num_samples, (4 << 30) // row_bytes))
 
 

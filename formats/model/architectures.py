@@ -72,6 +72,12 @@ class Architecture:
         qk_norm: how q and k are normalised, if they are.
         activation: which config key names the MLP's activation.
         activations: what the names there stand for.
+        full_heads: blocks without a window have heads of their own: ``per_layer_config`` says so block by block, or
+            ``global_head_dim`` and, with ``attention_k_eq_v``, ``num_global_key_value_heads`` for all of them.
+        shared_values: config key; where it is true, blocks without a window have no ``v_proj``: their values are what
+            ``k_proj`` gives, neither normalised as keys are nor turned.
+        value_norm: each head's values are divided by their root mean square; there is no weight.
+        block_scalar: name of the one number, a tensor of each block, that its output is multiplied by.
         attention_gate: ``q_proj`` gives each head its query and then a gate of the same width, whose sigmoid multiplies
             what attention gives that head.
         recurrent: blocks that ``layer_types`` calls ``linear_attention`` (or all but every n-th,
@@ -103,6 +109,10 @@ class Architecture:
     qk_norm: QKNorm | None = None
     activation: str = "hidden_act"
     activations: Mapping[str, Activation] = field(default_factory=lambda: ACTIVATIONS)
+    full_heads: bool = False
+    shared_values: str | None = None
+    value_norm: bool = False
+    block_scalar: str | None = None
     attention_gate: bool = False
     recurrent: bool = False
     interleaved: bool = False
@@ -245,6 +255,39 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "rope_local_base_freq": 10_000.0,
         },
         **_GEMMA,
+    ),
+    "gemma4_text": Architecture(
+        "Gemma4ForCausalLM",
+        norms=_SANDWICH,
+        **_BIASES,
+        qk_norm=QKNorm(),
+        activation="hidden_activation",
+        full_heads=True,
+        shared_values="attention_k_eq_v",
+        value_norm=True,
+        block_scalar="layer_scalar",
+        local_theta="rope_theta",
+        full_every=6,
+        attention_scale=("head_dim", 0),  # 1, whatever the width
+        logits_softcap="final_logit_softcapping",
+        embedding_multiplier=("hidden_size", 0.5),
+        defaults={
+            "hidden_activation": "gelu_pytorch_tanh",
+            "head_dim": 256,
+            "global_head_dim": 512,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "sliding_window": 512,
+            "hidden_size_per_layer_input": 256,
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "proportional",
+                    "rope_theta": 1_000_000.0,
+                    "partial_rotary_factor": 0.25,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
     ),
     "olmo2": Architecture(
         "Olmo2ForCausalLM", norms=_AFTER, **_BIASES, qk_norm=QKNorm(per_head=False), defaults={"rms_norm_eps": 1e-5}

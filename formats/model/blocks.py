@@ -1,9 +1,10 @@
-"""What tells one block of a model from another: how far it looks back, and which rotary embedding turns it."""
+"""What tells one block of a model from another: how far it looks back, which rotary embedding turns it, its heads."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import UnsupportedModelError
@@ -20,29 +21,82 @@ class Block:
     Attributes:
         window: how many positions it attends to, itself included; None for all.
         rotary: which of ``ModelConfig.rotaries`` turns its queries and keys; None where nothing does.
+        head_dim, num_kv_heads: width of a head, and how many heads have keys and values.
         recurrent: it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding.
+        shared_values: it has no ``v_proj``; its values are what ``k_proj`` gives.
     """
 
     window: int | None
     rotary: int | None
+    head_dim: int
+    num_kv_heads: int
     recurrent: bool = False
+    shared_values: bool = False
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys and of the values."""
+        return self.num_kv_heads * self.head_dim
 
 
-def read_blocks(config: Mapping[str, Any], arch: Architecture, num_blocks: int) -> tuple[Block, ...]:
-    """Every block of a model, in order; raises UnsupportedModelError for a nonsensical list, window or period."""
+def read_blocks(
+    config: Mapping[str, Any], arch: Architecture, num_blocks: int, head_dim: int, num_kv_heads: int
+) -> tuple[Block, ...]:
+    """Every block of a model, in order; raises UnsupportedModelError for a nonsensical list, window, period or head."""
     if arch.recurrent:
-        return tuple(Block(None, None if one else 0, one) for one in _recurrent(config, num_blocks))
+        kinds = _recurrent(config, num_blocks)
+        return tuple(Block(None, None if one else 0, head_dim, num_kv_heads, one) for one in kinds)
     windows = _windows(config, arch, num_blocks)
+    if arch.full_heads:  # the last one attends to everything whatever else is said
+        windows[-1] = None
     unrotated: set[int] = set()
     if arch.unrotated == "full" and any(window is not None for window in windows):
         unrotated = {index for index, window in enumerate(windows) if window is None}
     elif arch.unrotated == "listed":
         unrotated = {index for index, rotated in enumerate(_rotated(config, num_blocks)) if not rotated}
     local = 0 if arch.local_theta is None else 1
-    return tuple(
-        Block(window, None if index in unrotated else 0 if window is None else local)
+    blocks = [
+        Block(window, None if index in unrotated else 0 if window is None else local, head_dim, num_kv_heads)
         for index, window in enumerate(windows)
-    )
+    ]
+    return tuple(_with_full_heads(config, arch, blocks) if arch.full_heads else blocks)
+
+
+def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list[Block]) -> list[Block]:
+    """The same with heads of their own where there is no window: Gemma 4's."""
+    shared = arch.shared_values is not None and switch(config, arch.shared_values)
+    own = {"head_dim": config.get("global_head_dim")}
+    if shared:
+        own["num_key_value_heads"] = config.get("num_global_key_value_heads")
+    full = {index: own for index, block in enumerate(blocks) if block.window is None}
+    given = config.get("per_layer_config", full)
+    if not isinstance(given, Mapping):
+        raise UnsupportedModelError(f"config.json: per_layer_config: expected an object, found {given!r:.80}")
+    # The keys are numbers as JSON has them: "5", and "05" in a model of more than ten blocks.
+    names = {int(key) if re.fullmatch("[0-9]{1,5}", str(key)) else -1: key for key in given}
+    if unknown := set(names) - set(range(len(blocks))):
+        raise UnsupportedModelError(
+            f"config.json: per_layer_config: expected blocks, found {names[min(unknown)]!r:.80}"
+        )
+    found = []
+    for index, block in enumerate(blocks):
+        said = given[names[index]] if index in names else {}
+        if not isinstance(said, Mapping) or not set(said) <= {"head_dim", "num_key_value_heads"}:
+            raise UnsupportedModelError(
+                f"config.json: per_layer_config: expected head_dim and num_key_value_heads, found {said!r:.80}"
+            )
+        found.append(
+            replace(
+                block,
+                head_dim=dimension(said, "head_dim", default=block.head_dim),
+                num_kv_heads=dimension(said, "num_key_value_heads", default=block.num_kv_heads),
+                shared_values=shared and block.window is None,
+            )
+        )
+    widths = [{block.head_dim for block in found if (block.window is None) == full} for full in (True, False)]
+    if any(len(of_kind) > 1 for of_kind in widths):
+        raise UnsupportedModelError("config.json: per_layer_config: expected one head_dim for blocks of a kind")
+    return found
 
 
 def _recurrent(config: Mapping[str, Any], num_blocks: int) -> list[bool]:

@@ -27,8 +27,9 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             if norm := before.get(projection.role):
                 expected[f"{prefix}{norm}.weight"] = hidden
             if projection.role == "o_proj" and arch.qk_norm is not None:
-                for name, size in zip(arch.qk_norm.names, (config.q_size, config.kv_size), strict=True):
-                    expected[f"{prefix}self_attn.{name}.weight"] = (config.head_dim if arch.qk_norm.per_head else size,)
+                own = config.blocks[block]
+                for name, size in zip(arch.qk_norm.names, (config.num_heads * own.head_dim, own.kv_size), strict=True):
+                    expected[f"{prefix}self_attn.{name}.weight"] = (own.head_dim if arch.qk_norm.per_head else size,)
             if projection.role == "out_proj" and config.delta_net is not None:
                 others = config.delta_net.tensors(config.hidden_size)
                 expected |= {f"{prefix}linear_attn.{name}": shape for name, shape in others.items()}
@@ -37,6 +38,8 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 expected[projection.name + ".bias"] = (projection.out_features,)
             if norm := after.get(projection.role):
                 expected[f"{prefix}{norm}.weight"] = hidden
+        if arch.block_scalar is not None:
+            expected[prefix + arch.block_scalar] = (1,)
     expected["model.norm.weight"] = hidden
     if not config.tie_word_embeddings:
         expected[LM_HEAD] = vocab

@@ -42,6 +42,7 @@ class ModelConfig:
     """A causal LM's dimensions and its blocks, from its ``config.json`` (transformers 4 or 5 spelling).
 
     Attributes:
+        num_kv_heads, head_dim: of blocks that have none of their own (``Block``).
         blocks: one entry a block, in order.
         rotaries: the rotary embeddings that blocks use, one or two.
         attention_scale: what scores are multiplied by.
@@ -85,6 +86,11 @@ class ModelConfig:
         return ARCHITECTURES[self.model_type]
 
     @property
+    def alike(self) -> bool:
+        """Whether all blocks have the same heads: ``head_dim``, ``q_size`` and ``kv_size`` are every block's."""
+        return all((one.head_dim, one.num_kv_heads) == (self.head_dim, self.num_kv_heads) for one in self.blocks)
+
+    @property
     def q_size(self) -> int:
         """Width of the queries, ``num_heads * head_dim``; also K of ``o_proj``."""
         return self.num_heads * self.head_dim
@@ -100,12 +106,6 @@ class ModelConfig:
         In scope are all linear layers inside the blocks, never ``lm_head`` nor the embeddings.
         """
         arch = self.architecture
-        qkv_sizes = {
-            "q_proj": self.q_size * (2 if arch.attention_gate else 1),
-            "k_proj": self.kv_size,
-            "v_proj": self.kv_size,
-            "qkv_proj": self.q_size + 2 * self.kv_size,
-        }
         mlp_sizes = {
             "gate_proj": self.intermediate_size,
             "up_proj": self.intermediate_size,
@@ -116,14 +116,25 @@ class ModelConfig:
             if self.delta_net is not None and self.blocks[index].recurrent:
                 yield from self._recurrent_projections(index, self.delta_net)
             else:
-                for role in arch.qkv:
-                    yield Projection(attention + role, index, role, self.hidden_size, qkv_sizes[role], self.qkv_bias)
-                yield Projection(attention + "o_proj", index, "o_proj", self.q_size, self.hidden_size, self.o_bias)
+                q_size, kv_size = self.num_heads * self.blocks[index].head_dim, self.blocks[index].kv_size
+                sizes = {
+                    "q_proj": q_size * (2 if arch.attention_gate else 1),
+                    "k_proj": kv_size,
+                    "v_proj": kv_size,
+                    "qkv_proj": q_size + 2 * kv_size,
+                }
+                for role in self.qkv(index):
+                    yield Projection(attention + role, index, role, self.hidden_size, sizes[role], self.qkv_bias)
+                yield Projection(attention + "o_proj", index, "o_proj", q_size, self.hidden_size, self.o_bias)
             for role in arch.gate_up:
                 yield Projection(mlp + role, index, role, self.hidden_size, mlp_sizes[role], self.mlp_bias)
             yield Projection(
                 mlp + "down_proj", index, "down_proj", self.intermediate_size, self.hidden_size, self.mlp_bias
             )
+
+    def qkv(self, block: int) -> tuple[str, ...]:
+        """Roles of the projections that read the input of a block's attention; not for recurrent blocks."""
+        return tuple(one for one in self.architecture.qkv if one != "v_proj" or not self.blocks[block].shared_values)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
         """A block's projections by the input that they read, in the order of execution."""
@@ -153,7 +164,8 @@ class ModelConfig:
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
-        if config.get("use_bidirectional_attention"):
+        # Gemma 4's "vision" is about pictures' tokens alone.
+        if config.get("use_bidirectional_attention") not in (None, False, "vision"):
             raise UnsupportedModelError(
                 f"unsupported architecture: model_type {model_type!r} with use_bidirectional_attention is an encoder, "
                 "whose tokens see those that follow, and which writes no text"
@@ -170,21 +182,24 @@ class ModelConfig:
         def optional(key: str | None) -> float | None:
             return None if key is None or config.get(key) is None else number(config, key)
 
+        if arch.full_heads and (reason := _why_not_plain(config)):
+            raise UnsupportedModelError(f"unsupported architecture: model_type {model_type!r} with {reason}")
         hidden_size = dimension(config, "hidden_size")
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads", default=num_heads)
         num_blocks = dimension(config, "num_hidden_layers", largest=_LARGEST_NUM_BLOCKS)
         head_dim = dimension(config, "head_dim", default=hidden_size // num_heads)
-        if num_heads % num_kv_heads:
-            raise UnsupportedModelError(
-                f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({num_kv_heads})"
-            )
-        if head_dim % 2:
-            raise UnsupportedModelError(f"head_dim: expected an even number, found {head_dim}")
+        blocks = read_blocks(config, arch, num_blocks, head_dim, num_kv_heads)
+        for heads, width in {(num_kv_heads, head_dim), *((one.num_kv_heads, one.head_dim) for one in blocks)}:
+            if num_heads % heads:
+                raise UnsupportedModelError(
+                    f"num_attention_heads ({num_heads}) is not a multiple of num_key_value_heads ({heads})"
+                )
+            if width % 2:
+                raise UnsupportedModelError(f"head_dim: expected an even number, found {width}")
         eps = config.get("rms_norm_eps", 1e-6)
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
             raise UnsupportedModelError(f"config.json: rms_norm_eps: expected a small number, found {eps!r:.80}")
-        blocks = read_blocks(config, arch, num_blocks)
         return cls(
             model_type=model_type,
             hidden_size=hidden_size,
@@ -203,7 +218,7 @@ class ModelConfig:
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             activation=_activation(config, arch),
             blocks=blocks,
-            rotaries=_rotaries(config, arch, head_dim),
+            rotaries=_rotaries(config, arch, head_dim, next((b.head_dim for b in blocks if b.rotary == 0), head_dim)),
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
@@ -223,7 +238,22 @@ def _activation(config: Mapping[str, Any], arch: Architecture) -> Activation:
     return arch.activations[given]
 
 
-def _rotaries(config: Mapping[str, Any], arch: Architecture, head_dim: int) -> tuple[RopeConfig, ...]:
+def _why_not_plain(config: Mapping[str, Any]) -> str | None:
+    """What a smaller or sparser Gemma 4 has that the large dense one has not."""
+    if config.get("enable_moe_block"):
+        return "enable_moe_block is a mixture-of-experts model, which reads only some of its weights at a token already"
+    for key, what in (
+        ("hidden_size_per_layer_input", "every block has an embedding of its own"),
+        ("num_kv_shared_layers", "some blocks have no keys and values of their own"),
+    ):
+        if config.get(key):
+            return f"{key} {config[key]!r:.20} is not supported: {what}; of this family the dense models without are"
+    return None
+
+
+def _rotaries(
+    config: Mapping[str, Any], arch: Architecture, head_dim: int, full_head_dim: int
+) -> tuple[RopeConfig, ...]:
     # transformers 5 keeps everything in rope_parameters; 4 kept rope_theta beside rope_scaling.
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = config.get("rope_theta", 10000.0)
@@ -234,7 +264,7 @@ def _rotaries(config: Mapping[str, Any], arch: Architecture, head_dim: int) -> t
         given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
     local_theta = config.get(arch.local_theta, theta)
     return (
-        read_rope(config, given, theta, head_dim, interleaved=arch.interleaved),
+        read_rope(config, given, theta, full_head_dim, interleaved=arch.interleaved),
         read_rope(config, local, local_theta, head_dim, interleaved=arch.interleaved),
     )
 

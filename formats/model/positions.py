@@ -22,8 +22,10 @@ _NEEDED = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "longrope": ("original_max_position_embeddings", "max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 _OPTIONAL = {
+    "proportional": ("factor",),
     "dynamic": ("alpha",),
     "longrope": ("factor", "attention_factor"),
     "yarn": ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
@@ -75,7 +77,10 @@ def read_rope(
     partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     _positive(theta, "rope_theta")
     _positive(partial, "partial_rotary_factor")
+    # Proportional: every pair of the head is one, and those beyond the factor are turned by nothing.
     rotary_dim = int(head_dim * min(partial, 1.0))
+    if rope_type == "proportional":
+        rotary_dim, parameters["partial_rotary_factor"] = head_dim, min(partial, 1.0)
     if rotary_dim < 2 or rotary_dim % 2:
         raise UnsupportedModelError(f"rotary embedding: expected an even number of dimensions, found {rotary_dim}")
     # The config's own word comes first, as in transformers; keep it with the rest so that one mapping tells all.

@@ -35,12 +35,12 @@ _FAMILIES = (
     (
         "a model of pictures and text together",
         r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
-        r"gemma3n?|gemma4|gemma4_unified|phi4_multimodal|git|got_ocr2|.*omni.*|chameleon|emu3|qwen3_5",
+        r"gemma3n?|gemma4_unified|phi4_multimodal|git|got_ocr2|.*omni.*|chameleon|emu3|qwen3_5",
     ),
     (
         "a dense decoder whose blocks are put together in another way (docs/bring-your-own-architecture.md says what "
         "a new row of the table can be)",
-        r"gpt.*|openai-gpt|ctrl|cpmant|opt|bloom|mpt|falcon|codegen|phi|gemma(3n_text|4.*)|vaultgemma|stablelm.*|"
+        r"gpt.*|openai-gpt|ctrl|cpmant|opt|bloom|mpt|falcon|codegen|phi|gemma(3n_text|4_[au].*)|vaultgemma|stablelm.*|"
         r"starcoder.*|olmo|cohere.*|granite_swa|internlm.*|baichuan.*|minicpm.*|nemotron|persimmon|xglm|biogpt|qwen|chatglm|"
         r"apertus|arcee|bitnet|diffllama|cwm|nanochat|hyperclovax|jais.*|youtu|blt|iquestcoder|doge",
     ),

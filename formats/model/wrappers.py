@@ -64,6 +64,17 @@ WRAPPERS: Mapping[str, Wrapper] = {
             "max_position_embeddings": 131072,
         },
     ),
+    "gemma4": Wrapper(
+        {"gemma4_text": "gemma4_text"},
+        {
+            "vocab_size": 262144,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131072,
+        },
+    ),
     "qwen2_vl": Wrapper({"qwen2_vl_text": "qwen2"}, _QWEN2_VL_DEFAULTS, flat=True),
     "qwen2_5_vl": Wrapper({"qwen2_5_vl_text": "qwen2"}, _QWEN2_VL_DEFAULTS, flat=True),
     "qwen3_5": Wrapper(
@@ -98,7 +109,7 @@ RENAMED: Mapping[str, str] = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_PICTURES = ("vision_tower.", "visual.", "multi_modal_projector.")
+_PICTURES = ("vision_tower.", "visual.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.")
 _LEFT_OUT = (*_PICTURES, *(f"model.{prefix}" for prefix in _PICTURES))
 
 # Keys of a flat config that are not the text model's.

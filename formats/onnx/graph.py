@@ -21,7 +21,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from ..bundle import ProjectionMask
-from ..model.model_config import ModelConfig
+from ..model.model_config import Block, ModelConfig
 from .nodes import Graph, Weight
 from .step import RotaryTables, Step
 
@@ -148,7 +148,12 @@ def _block(
 
     x = enter(hidden, arch.norms.attention_input)
     graph.scope = f"{name}.self_attn"
-    parts = project("self_attn", arch.qkv, x, (config.q_size, config.kv_size, config.kv_size))
+    own = config.blocks[index]
+    if own.shared_values:
+        q, k = project("self_attn", config.qkv(index), x, (0, 0))
+        parts = [q, k, k]
+    else:
+        parts = project("self_attn", arch.qkv, x, (config.num_heads * own.head_dim, own.kv_size, own.kv_size))
     q, k, v = step.place(f"{name}.self_attn", index, parts)
     for what, new in (("key", k), ("value", v)):
         graph.nodes.append(
@@ -160,7 +165,7 @@ def _block(
                 axis=2,
             )
         )
-    mixed = step.attention(q, f"present.{index}.key", f"present.{index}.value", config.blocks[index].window)
+    mixed = step.attention(q, f"present.{index}.key", f"present.{index}.value", own)
     (attended,) = project("self_attn", ("o_proj",), mixed, (config.hidden_size,))
     hidden = leave(hidden, attended, arch.norms.attention_output)
     x = enter(hidden, arch.norms.mlp_input)
@@ -168,7 +173,10 @@ def _block(
     gate, up = project("mlp", arch.gate_up, x, (config.intermediate_size, config.intermediate_size))
     gated = graph.op("Mul", step.activate(gate), up)
     (down,) = project("mlp", ("down_proj",), gated, (config.hidden_size,))
-    return leave(hidden, down, arch.norms.mlp_output)
+    hidden = leave(hidden, down, arch.norms.mlp_output)
+    if arch.block_scalar is None:
+        return hidden
+    return graph.op("Mul", hidden, step.wide(graph.weight(f"{name}.{arch.block_scalar}")))
 
 
 def _project(graph: Graph, step: Step, name: str, masks: Mapping[str, ProjectionMask], x: str, bias: bool) -> str:
@@ -210,10 +218,11 @@ def _signature(config: ModelConfig, dtype: int) -> tuple[list[onnx.ValueInfoProt
     ]
     outputs = [value("logits", TensorProto.FLOAT, ["batch_size", "sequence_length", config.vocab_size])]
 
-    def cache(length: str) -> list[str | int | None]:
-        return ["batch_size", config.num_kv_heads, length, config.head_dim]
+    for index, block in enumerate(config.blocks):
 
-    for index in range(config.num_blocks):
+        def cache(length: str, block: Block = block) -> list[str | int | None]:
+            return ["batch_size", block.num_kv_heads, length, block.head_dim]
+
         for what in ("key", "value"):
             inputs.append(value(f"past_key_values.{index}.{what}", dtype, cache("past_sequence_length")))
             outputs.append(value(f"present.{index}.{what}", dtype, cache("total_sequence_length")))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from onnx import TensorProto, helper
 
-from ..model.model_config import ModelConfig
+from ..model.model_config import Block, ModelConfig
 from .nodes import Graph
 
 __all__ = ["RotaryTables", "Step"]
@@ -116,14 +116,19 @@ class Step:
         number = np.array(factor, dtype=helper.tensor_dtype_to_np_dtype(self.dtype))
         return self.graph.op("Mul", x, self.graph.constant(number))
 
-    def norm(self, x: str, name: str, *, wide: bool = False) -> str:
-        """The RMSNorm of that name over x's last axis; x is of any float type, the result float32 if ``wide``."""
+    def norm(self, x: str, name: str | None, *, wide: bool = False) -> str:
+        """The RMSNorm of that name over x's last axis; x is of any float type, the result float32 if ``wide``. None:
+        one without a weight."""
         graph, op = self.graph, self.graph.op
-        weight = graph.weight(f"{name}.weight")
-        outer, graph.scope = graph.scope, name
+        outer = graph.scope
+        graph.scope = outer if name is None else name
         x = op("Cast", x, to=TensorProto.FLOAT)
         mean = op("ReduceMean", op("Mul", x, x), graph.ints(-1))
         normed = op("Div", x, op("Sqrt", op("Add", mean, graph.constant(np.float32(self.config.rms_norm_eps)))))
+        if name is None:
+            graph.scope = outer
+            return normed if wide else self.narrow(normed)
+        weight = graph.weight(f"{name}.weight")
         if self.config.architecture.norm_offset or wide:
             scale = self.wide(weight)
             if self.config.architecture.norm_offset:
@@ -151,11 +156,11 @@ class Step:
         bent = op("Tanh", op("Mul", slope, op("Add", wide, op("Mul", cubic, cube))))
         return self.narrow(op("Mul", op("Mul", half, wide), op("Add", one, bent)))
 
-    def rotate(self, x: str, rotary: int) -> str:
+    def rotate(self, x: str, rotary: int, head_dim: int) -> str:
         """Rotary embedding of x (B, heads, S, head_dim): pairs (i, i + rotary_dim / 2), or (2i, 2i + 1)."""
         graph, op = self.graph, self.graph.op
         cos, sin, size = self._rotations[rotary]
-        rest = self.config.head_dim - size
+        rest = head_dim - size
         passed: list[str] = []
         if rest:
             x, *passed = graph.ops("Split", x, graph.ints(size, rest), count=2, axis=-1)
@@ -177,7 +182,7 @@ class Step:
         """Queries, keys and values (B, S, size) as attention takes them, (B, heads, S, head_dim): normalised, and
         turned to their positions."""
         graph, op, config = self.graph, self.graph.op, self.config
-        norm, rotary = config.architecture.qk_norm, config.blocks[index].rotary
+        norm, rotary, head_dim = config.architecture.qk_norm, config.blocks[index].rotary, config.blocks[index].head_dim
         q, k, v = parts
 
         def normalised(q: str, k: str) -> tuple[str, str]:
@@ -186,29 +191,32 @@ class Step:
 
         if norm is not None and not norm.per_head:
             q, k = normalised(q, k)
-        split = graph.ints(0, 0, -1, config.head_dim)
+        split = graph.ints(0, 0, -1, head_dim)
         q, k, v = (op("Transpose", op("Reshape", part, split), perm=[0, 2, 1, 3]) for part in (q, k, v))
         if norm is not None and norm.per_head and not norm.after_rotary:
             q, k = normalised(q, k)
         if rotary is not None:
-            q, k = self.rotate(q, rotary), self.rotate(k, rotary)
+            q, k = self.rotate(q, rotary, head_dim), self.rotate(k, rotary, head_dim)
         if norm is not None and norm.per_head and norm.after_rotary:
             q, k = normalised(q, k)
         if self._query_scales is not None:
             q = op("Mul", q, self._query_scales)
+        if config.architecture.value_norm:
+            v = self.norm(v, None)
         return q, k, v
 
-    def attention(self, q: str, k: str, v: str, window: int | None) -> str:
+    def attention(self, q: str, k: str, v: str, block: Block) -> str:
         """q (B, heads, S, D) over k and v (B, kv_heads, T, D); gives (B, S, heads * D)."""
         graph, op, config = self.graph, self.graph.op, self.config
-        groups = config.num_heads // config.num_kv_heads
+        groups = config.num_heads // block.num_kv_heads
         # Heads that share keys stand side by side, so that the keys are read, not copied, for each of them.
-        shape = graph.ints(0, config.num_kv_heads, groups, -1, config.head_dim)
+        shape = graph.ints(0, block.num_kv_heads, groups, -1, block.head_dim)
         grouped = op("Reshape", self.times(q, config.attention_scale), shape)
         keys = op("Unsqueeze", op("Transpose", k, perm=[0, 1, 3, 2]), graph.ints(2))
         scores = self.wide(op("MatMul", grouped, keys))
         scores = graph.soft_cap(scores, config.attention_softcap)
-        weights = op("Softmax", op("Add", scores, self._biases[window]), axis=-1)
+        weights = op("Softmax", op("Add", scores, self._biases[block.window]), axis=-1)
         mixed = op("MatMul", self.narrow(weights), op("Unsqueeze", v, graph.ints(2)))
-        heads = op("Reshape", mixed, graph.ints(0, config.num_heads, -1, config.head_dim))
-        return op("Reshape", op("Transpose", heads, perm=[0, 2, 1, 3]), graph.ints(0, 0, config.q_size))
+        heads = op("Reshape", mixed, graph.ints(0, config.num_heads, -1, block.head_dim))
+        whole = graph.ints(0, 0, config.num_heads * block.head_dim)
+        return op("Reshape", op("Transpose", heads, perm=[0, 2, 1, 3]), whole)

@@ -150,18 +150,18 @@ def attention(p, block, part, parts, out, scratch, tag):
 
     ``out`` (rows, q_size) is this thread's own; only its heads' columns are written.
     """
-    rows, heads, kv_heads = p[StepField.ROWS], p[StepField.HEADS], p[StepField.KV_HEADS]
-    dim, max_len = p[StepField.HEAD_DIM], p[StepField.MAX_LEN]
+    rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
     facts, constants = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES), constants_row(p[StepField.FLOATS])
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
     slots, positions = pointer(p[StepField.SLOTS], np.int64(0)), pointer(p[StepField.POSITIONS], np.int64(0))
-    window, place = facts[BlockField.WINDOW], facts[BlockField.PLACE]
+    window, kv_heads, dim = facts[BlockField.WINDOW], facts[BlockField.KV_HEADS], facts[BlockField.HEAD_DIM]
     size = size_of(tag)
     q_size, share = heads * dim, heads // kv_heads
     # What lies between a query and the next: with a gate, that.
     stride = 2 * dim if p[StepField.GATED] != 0 else dim
-    keys_from, width = heads * stride, heads * stride + 2 * kv_heads * dim
-    q_norm, k_norm = facts[BlockField.Q_NORM], facts[BlockField.K_NORM]
+    keys_from, width = heads * stride, facts[BlockField.INPUT_WIDTH]
+    values_from = width - kv_heads * dim
+    q_norm, k_norm, v_norm = facts[BlockField.Q_NORM], facts[BlockField.K_NORM], facts[BlockField.VALUE_NORM]
     whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
     norm_bytes = 4 * dim if whole != 0 else 0  # from one head's weights to the next one's
     first, last = heads * part // parts, heads * (part + 1) // parts
@@ -179,18 +179,23 @@ def attention(p, block, part, parts, out, scratch, tag):
         while h < last:
             group = h // share
             stop = min(last, (group + 1) * share)
-            row = ((place * p[StepField.MAX_BATCH] + slots[b]) * kv_heads + group) * max_len * dim * size
-            keys, values = p[StepField.KEYS] + row, p[StepField.VALUES] + row
+            row = (slots[b] * kv_heads + group) * max_len * dim * size
+            keys, values = facts[BlockField.KEYS] + row, facts[BlockField.VALUES] + row
             # A group shared by two threads is appended by both, with the same bits.
             _place(
                 qkv + 4 * (keys_from + group * dim), dim, facts, position, k_norm + group * norm_bytes, k_factor, after,
                 eps, scratch,
             )  # fmt: skip
-            rotated, fresh = floats(scratch), floats(qkv + 4 * (keys_from + (kv_heads + group) * dim))
             key, value = pointer(keys + position * dim * size, tag), pointer(values + position * dim * size, tag)
+            rotated, fresh = floats(scratch), qkv + 4 * (values_from + group * dim)
             for d in range(dim):
                 key[d] = narrow(rotated[d], tag)
-                value[d] = narrow(fresh[d], tag)
+            if v_norm != 0:
+                rms_norm(fresh, v_norm, dim, eps, scratch)
+                fresh = scratch
+            v = floats(fresh)
+            for d in range(dim):
+                value[d] = narrow(v[d], tag)
             for i in range(h, stop):
                 _place(
                     qkv + 4 * i * stride, dim, facts, position, q_norm + i * norm_bytes, q_factor, after, eps,

@@ -53,6 +53,13 @@ def _add(residual, half, length, multiplier):
 
 
 @exact
+def _scale(residual, length, factor):
+    r = floats(residual)
+    for j in range(length):
+        r[j] *= factor
+
+
+@exact
 def _activate_times(gate, up, stride, rows, width, gelu):
     """gate = activation(gate) * up."""
     for b in range(rows):
@@ -207,6 +214,8 @@ def step(p, base_tag):
 
         x = _normed(half, facts[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
+        if facts[BlockField.SCALAR] != 0:
+            _scale(residual, rows * hidden, floats(facts[BlockField.SCALAR])[0])
 
     x = _normed(residual, p[StepField.FINAL_NORM], rows, hidden, eps, normed)
     vocab = p[StepField.VOCAB]

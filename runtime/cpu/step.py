@@ -80,10 +80,7 @@ class Step:
             (StepField.HIDDEN, config.hidden_size),
             (StepField.INTERMEDIATE, config.intermediate_size),
             (StepField.HEADS, config.num_heads),
-            (StepField.KV_HEADS, config.num_kv_heads),
-            (StepField.HEAD_DIM, config.head_dim),
             (StepField.MAX_LEN, max_len),
-            (StepField.MAX_BATCH, max_batch),
             (StepField.NUM_BLOCKS, config.num_blocks),
             (StepField.NUM_PROJECTIONS, len(self._projections)),
             (StepField.NUM_GATE_UP, len(config.architecture.gate_up)),
@@ -105,8 +102,6 @@ class Step:
         scales = query_scales(config, 0, max_len, torch.device("cpu"))
         if scales is not None:
             set_(StepField.QUERY_SCALES, scales)
-        set_(StepField.KEYS, cache.keys)
-        set_(StepField.VALUES, cache.values)
         self._table = torch.tensor([self._describe(p) for p in self._projections], dtype=torch.int64)
         self._thresholds = torch.zeros(len(self._projections))
         set_(StepField.PROJECTIONS, self._table)
@@ -167,7 +162,8 @@ class Step:
             row[BlockField.FIRST], row[BlockField.NUM_INPUTS] = first, len(block.qkv)
             row[BlockField.INPUT_WIDTH] = sum(projection.out_features for projection in block.qkv)
             if block.delta is None:
-                row[BlockField.PLACE] = cache.places[index]
+                keys, values = cache.of(index)
+                row[BlockField.KEYS], row[BlockField.VALUES] = self._address(keys), self._address(values)
             else:
                 row[BlockField.DELTA] = self._describe_delta(block.delta, cache.recurrent[index])
             rows.append(row)
@@ -211,6 +207,11 @@ class Step:
             if norm is not None:
                 row[field] = self._address(_norm_weight(norm))
         row[BlockField.WINDOW] = block.facts.window or 0
+        row[BlockField.KV_HEADS], row[BlockField.HEAD_DIM] = block.facts.num_kv_heads, block.facts.head_dim
+        if self._config.architecture.value_norm:
+            row[BlockField.VALUE_NORM] = self._address(torch.ones(block.facts.head_dim))
+        if block.scalar is not None:
+            row[BlockField.SCALAR] = self._address(block.scalar.float())
         if block.facts.rotary is not None:
             rope, (cos, sin) = self._config.rotaries[block.facts.rotary], tables[block.facts.rotary]
             row[BlockField.ROTARY_HALF], row[BlockField.INTERLEAVED] = rope.rotary_dim // 2, rope.interleaved
@@ -227,7 +228,7 @@ class Step:
     def _allocate(self, threads: int, rows: int) -> None:
         """Buffers for a team of ``threads`` and ``rows`` rows; what was counted is kept."""
         config = self._config
-        longest = max(config.hidden_size, config.q_size, config.intermediate_size)
+        longest = max(config.hidden_size, max(projection.in_features for projection in self._projections))
         if config.delta_net is not None:  # what out_proj reads, and a head's scratch
             delta = config.delta_net
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))

@@ -94,6 +94,8 @@ class CudaDecoder(Decoder):
             return f"it runs on cuda, the device is {device.type}"
         if config.delta_net is not None:
             return "it has no recurrent blocks"
+        if config.architecture.full_heads:
+            return "it has no heads that differ from block to block"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"it knows float32, float16 and bfloat16, not {dtype}"
         if config.head_dim > 256:

@@ -1,6 +1,6 @@
 """Keys and values of the positions seen so far, allocated once; of recurrent blocks, their state instead.
 
-Memory of one position: ``2 * num_kv_heads * head_dim`` numbers in each block that has attention
+Memory of one position: ``2 * num_kv_heads * head_dim`` numbers in each block that has attention, by its own heads
 (``bytes_per_position``).
 """
 
@@ -19,17 +19,13 @@ __all__ = ["DeltaState", "KVCache", "bytes_per_position", "prefix_grain"]
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
     """Bytes that one position of one slot takes over all blocks."""
-    return 2 * _num_attention(config) * config.kv_size * dtype.itemsize
+    return 2 * sum(block.kv_size for block in config.blocks if not block.recurrent) * dtype.itemsize
 
 
 def prefix_grain(config: ModelConfig, grain: int, max_seq_len: int) -> int:
     """A decoder's ``grain``: what it would be, or, as the state of recurrent blocks cannot be taken back to an earlier
     position, so large that no beginning serves again."""
     return grain if config.delta_net is None else max_seq_len + 1
-
-
-def _num_attention(config: ModelConfig) -> int:
-    return sum(not block.recurrent for block in config.blocks)
 
 
 @dataclass(frozen=True)
@@ -61,7 +57,7 @@ class KVCache:
     Attributes:
         places: block with attention -> which of these it is.
         keys, values: (blocks with attention, max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
-            ``lengths``.
+            ``lengths``; of no blocks where heads differ from block to block (``ModelConfig.alike``).
         recurrent: block -> the state of a recurrent one, of all slots: each tensor of a ``DeltaState`` with max_batch
             in front.
         states: slot by slot, views of it. A state holds for the whole of what was read: unlike keys and values, it
@@ -76,10 +72,15 @@ class KVCache:
         for index, block in enumerate(config.blocks):
             if not block.recurrent:
                 self.places[index] = len(self.places)
-        shape = (len(self.places), max_batch, config.num_kv_heads, max_seq_len, config.head_dim)
+        heads = [(config.blocks[index].num_kv_heads, config.blocks[index].head_dim) for index in self.places]
+        together = len(heads) if config.alike else 0
+        shape = (together, max_batch, config.num_kv_heads, max_seq_len, config.head_dim)
         try:
-            self.keys = torch.empty(shape, dtype=dtype, device=device)
-            self.values = torch.empty(shape, dtype=dtype, device=device)
+            self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+            self._blocks = [(self.keys[place], self.values[place]) for place in range(together)]
+            for count, width in heads[together:]:
+                own = torch.empty(2, max_batch, count, max_seq_len, width, dtype=dtype, device=device)
+                self._blocks.append((own[0], own[1]))
             self.recurrent = _states(config, max_batch, device, dtype)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
             size = bytes_per_position(config, dtype) * max_batch * max_seq_len
@@ -111,6 +112,10 @@ class KVCache:
         for slot in range(len(self.lengths)):
             self.begin(slot, 0)
 
+    def of(self, block: int) -> tuple[Tensor, Tensor]:
+        """A block's keys and values in all slots, (max_batch, num_kv_heads, max_seq_len, head_dim) each."""
+        return self._blocks[self.places[block]]
+
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``keys`` and ``values`` (num_kv_heads, T, head_dim) at ``start``; ``lengths`` is the caller's.
 
@@ -118,16 +123,17 @@ class KVCache:
             The slot's keys and values up to the end of what was written, (num_kv_heads, start + T, head_dim).
         """
         stop = start + keys.shape[1]
-        place = self.places[block]
-        self.keys[place, slot, :, start:stop] = keys
-        self.values[place, slot, :, start:stop] = values
-        return self.keys[place, slot, :, :stop], self.values[place, slot, :, :stop]
+        own_keys, own_values = (tensor[slot] for tensor in self.of(block))
+        own_keys[:, start:stop] = keys
+        own_values[:, start:stop] = values
+        return own_keys[:, :stop], own_values[:, :stop]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill ``target`` with the first ``length`` positions of ``source``."""
         self._check_states(source, length)
-        for tensor in (self.keys, self.values):
-            tensor[:, target, :, :length] = tensor[:, source, :, :length]
+        for pair in self._blocks:
+            for tensor in pair:
+                tensor[target, :, :length] = tensor[source, :, :length]
         for block, state in self.states[source].items():
             self.states[target][block].take(state)
         self.lengths[target] = length

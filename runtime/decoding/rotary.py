@@ -1,4 +1,4 @@
-"""Rotary position embeddings: plain, linear, dynamic, Llama 3's, YaRN's and LongRoPE's scalings, all or part of a head.
+"""Rotary position embeddings: plain, linear, dynamic, Llama 3's, YaRN's, LongRoPE's and Gemma 4's scalings.
 
     angle(p, i) = p * inv_freq_i          cos and sin in float32, then in the activations' type, as transformers does
 
@@ -38,6 +38,10 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
         factors = torch.tensor(rope.parameters["long_factor" if long else "short_factor"], dtype=torch.float32)
         return 1.0 / (factors * rope.theta**exponents)
     plain = 1.0 / rope.theta**exponents
+    if rope.rope_type == "proportional":
+        turned = int(rope.parameters["partial_rotary_factor"] * rope.rotary_dim // 2)
+        plain[turned:] = 0
+        return plain / (rope.parameters.get("factor") or 1.0)
     if rope.rope_type == "linear":
         return plain / rope.parameters["factor"]
     if rope.rope_type == "llama3":

@@ -132,7 +132,8 @@ class Norm:
 class Block:
     """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N).
 
-    A norm that the architecture does not have is None. A recurrent block has ``delta``; its ``qkv`` are the products of
+    A norm that the architecture does not have is None, and so is ``scalar`` (1,), what the block's output is multiplied
+    by. A recurrent block has ``delta``; its ``qkv`` are the products of
     the DeltaNet's input (queries, keys and values; then the gate), its ``o`` that of its output.
     """
 
@@ -148,6 +149,7 @@ class Block:
     q_norm: Norm | None
     k_norm: Norm | None
     delta: DeltaWeights | None = None
+    scalar: Tensor | None = None
 
     @property
     def projections(self) -> list[MaskedLinear]:
@@ -314,14 +316,19 @@ class TorchDecoder(Decoder):
                 mixed, gate = (projection(n, first_sparse) for projection in block.qkv)
                 attended = block.delta(n, mixed, gate, cache.states[slot][index])
             else:
-                parts = _fan_out(block.qkv, n, first_sparse, (config.q_size, config.kv_size, config.kv_size))
-                gate = None
+                own = block.facts
+                q_size, gate = config.num_heads * own.head_dim, None
+                if own.shared_values:
+                    q, k = (projection(n, first_sparse) for projection in block.qkv)
+                    parts = [q, k, k]
+                else:
+                    parts = _fan_out(block.qkv, n, first_sparse, (q_size, own.kv_size, own.kv_size))
                 if config.architecture.attention_gate:
                     parts[0], gate = _split_gate(config, parts[0])
                 q, k, v = place(config, block, parts, tables, scales)
                 keys, values = cache.write(index, slot, start, k, v)
                 attended = _attention(config, q, keys, values, start, block.facts.window)
-                attended = attended.transpose(0, 1).reshape(count, config.q_size)
+                attended = attended.transpose(0, 1).reshape(count, q_size)
                 attended = attended if gate is None else attended * gate.sigmoid()
             half = block.o(attended, first_sparse)
             x = add_half(config, x, half, block.attention_output)
@@ -329,6 +336,7 @@ class TorchDecoder(Decoder):
             gate, up = _fan_out(block.gate_up, m, first_sparse, (config.intermediate_size,) * 2)
             half = block.down(activate(config, gate) * up, first_sparse)
             x = add_half(config, x, half, block.mlp_output)
+            x = x if block.scalar is None else x * block.scalar
         return x
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -366,13 +374,16 @@ def read_block(
         attention_output=norm(arch.norms.attention_output),
         mlp_input=norm(arch.norms.mlp_input),
         mlp_output=norm(arch.norms.mlp_output),
-        qkv=[by_role[role] for role in (("in_proj_qkv", "in_proj_z") if recurrent else arch.qkv)],
+        qkv=[by_role[role] for role in (("in_proj_qkv", "in_proj_z") if recurrent else bundle.config.qkv(index))],
         o=by_role["out_proj" if recurrent else "o_proj"],
         gate_up=[by_role[role] for role in arch.gate_up],
         down=by_role["down_proj"],
         q_norm=norm(q_norm and f"self_attn.{q_norm}"),
         k_norm=norm(k_norm and f"self_attn.{k_norm}"),
         delta=read_delta_weights(bundle, index, device, dtype),
+        scalar=None
+        if arch.block_scalar is None
+        else bundle.checkpoint.tensor(prefix + arch.block_scalar, device).to(dtype),
     )
 
 
@@ -408,7 +419,7 @@ def place(
     """Queries, keys and values as attention takes them: normalised, and turned to their positions.
 
     Args:
-        parts: the projections' outputs, (T, q_size), (T, kv_size) and (T, kv_size).
+        parts: the projections' outputs, (T, num_heads * head_dim) and twice (T, num_kv_heads * head_dim).
         tables: cosines and sines of every rotary embedding, from ``Rotary.tables``.
         scales: (T,) what queries are multiplied by, from ``query_scales``; None for 1.
 
@@ -419,7 +430,9 @@ def place(
     q, k, v = parts
     if norm is not None and not norm.per_head:
         q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
-    q, k, v = (part.view(len(part), -1, config.head_dim).transpose(0, 1) for part in (q, k, v))
+    q, k, v = (part.view(len(part), -1, block.facts.head_dim).transpose(0, 1) for part in (q, k, v))
+    if config.architecture.value_norm:
+        v = rms_norm(v, v.new_ones(()), config.rms_norm_eps)
     if norm is not None and norm.per_head and not norm.after_rotary:
         q, k = _maybe(block.q_norm, q), _maybe(block.k_norm, k)
     if block.facts.rotary is not None:

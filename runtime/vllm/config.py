@@ -102,6 +102,11 @@ class WisparseConfig(QuantizationConfig):
                 f"{bundle.config.model_type}: expected blocks with attention, found recurrent ones, which the plug-in "
                 "cannot mask yet; run the bundle dense: VLLM_PLUGINS=''"
             )
+        if bundle.config.architecture.full_heads:
+            raise UnsupportedModelError(
+                f"{bundle.config.model_type}: expected the same heads in every block, found blocks whose values are "
+                "their keys, which the plug-in cannot mask yet; run the bundle dense: VLLM_PLUGINS=''"
+            )
         self._bundle = bundle
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
