@@ -19,9 +19,20 @@ import sys
 import time
 from pathlib import Path
 
-KERNELS = ("sparse_gemv", "masked_gemm", "_attention", "_embed", "_logits", "_next", "_count", "_threshold", "_draw")
+KERNELS = (
+    "sparse_gemv",
+    "masked_gemm",
+    "packed_gemv",
+    "_attention",
+    "_embed",
+    "_logits",
+    "_next",
+    "_count",
+    "_threshold",
+    "_draw",
+)
 TESTS = Path(__file__).resolve().parent.parent / "tests"
-FILES = ("triton_cases.py", "triton_sample_cases.py", "triton_decoder_cases.py")
+FILES = ("triton_cases.py", "triton_codes_cases.py", "triton_sample_cases.py", "triton_decoder_cases.py")
 # Reads far beyond the end of a tensor, through one of our kernels.
 CONTROL = """
 import torch

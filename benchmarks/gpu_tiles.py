@@ -26,11 +26,11 @@ from gpu_models import SHAPES
 
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
-from wisparse.kernels.gpu.matrix import plain_matrix
+from wisparse.kernels.gpu.matrix import CODE_BITS, Matrix, empty_matrix, plain_matrix
 from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.reference import keep_mask
 
-__all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "keep_tiles", "time_graph"]
+__all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "keep_tiles", "random_matrix", "time_graph"]
 
 KV_SPLITS = 4
 
@@ -41,10 +41,12 @@ class Case:
     def __init__(
         self, k: int, widths: tuple[int, ...], source: str, target: str, head_dim: int, sparsity: float,
         *, batch: int = 1, copies: int | None = None, dtype: torch.dtype = torch.bfloat16,
+        weights: str = "plain", group: int | None = None,
     ) -> None:  # fmt: skip
         n = sum(widths)
+        size = CODE_BITS.get(weights, 16) / 8
         if copies is None:
-            copies = max(2, math.ceil(2.5e8 / (k * n * 2 * max(1 - sparsity, 0.1))))
+            copies = max(2, math.ceil(2.5e8 / (k * n * size * max(1 - sparsity, 0.1))))
         self.source, self.target, self.head_dim, self.batch = source, target, head_dim, batch
         self.k, self.n, self.widths = k, n, widths
         x = torch.randn(batch, k, device="cuda", dtype=dtype)
@@ -66,7 +68,8 @@ class Case:
             int(keep_mask(seen, s, t).any(0).sum()) if sparsity > 0 else k
             for s, t in zip(scales, thresholds, strict=True)
         ]
-        self.bytes = sum(kept * width for kept, width in zip(self.kept, widths, strict=True)) * x.element_size()
+        self.bytes = sum(kept * width for kept, width in zip(self.kept, widths, strict=True)) * size
+        self.bytes += 0 if weights == "plain" else 4 * n * (k // group if group else 1)
         self.softmax = None
         if source == "attention":
             heads = k // head_dim
@@ -80,7 +83,7 @@ class Case:
             self.x = x
         self.groups = [
             Group(
-                plain_matrix(torch.randn(k, n, device="cuda", dtype=dtype), widths),
+                random_matrix(weights, k, widths, group, dtype),
                 widths,
                 None,
                 scales,
@@ -107,6 +110,24 @@ class Case:
                 )  # fmt: skip
 
         return launch
+
+
+def random_matrix(
+    kind: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype, *, zeros: bool = False
+) -> Matrix:
+    """Weights of any kind: random numbers, or random codes with scales that make numbers of their size."""
+    if kind == "plain":
+        return plain_matrix(torch.randn(k, sum(widths), device="cuda", dtype=dtype), widths)
+    matrix = empty_matrix(kind, k, widths, group, dtype, "cuda", zeros=zeros)
+    matrix.data.view(torch.uint8).random_(256)
+    if kind == "fp8":  # no NaN
+        matrix.data.bitwise_and_(~0x08080808)
+    assert matrix.scales is not None
+    matrix.scales.uniform_(0.5, 1.5)
+    matrix.scales.mul_({"int4": 1 / 4.6, "int8": 1 / 74, "fp8": 1 / 100}[kind])
+    if matrix.zeros is not None:
+        matrix.zeros.random_(1, 15)
+    return matrix
 
 
 def case_for(config: ModelConfig, role: str, sparsity: float, **keywords) -> Case:

@@ -13,8 +13,9 @@ import torch
 from triton_cases import DEVICE, INTERPRETED, assert_close, make_group, rows, twin
 
 from wisparse.formats.model.quantised import quantise_fp8, quantise_int4, quantise_int8
-from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, sparse_gemv
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
 from wisparse.kernels.gpu.matrix import empty_matrix, plain_matrix, put_columns, widen
+from wisparse.kernels.gpu.packed import PackedLists
 from wisparse.kernels.gpu.partials import NOTHING
 from wisparse.kernels.precision import activation_dtype
 
@@ -90,6 +91,32 @@ def test_odd_shapes_are_the_twins(kind, group, zeros, dtype, batch):
     x = rows(batch, 77, dtype)
     tile = TILES[1 if batch < 3 else 5]
     assert_close(sparse_gemv(x, coded, tile), exact_twin(x, coded), dtype)
+
+
+# Warps that read 4, 8 and 16 bytes a lane; one step on its way and several; every way to add up.
+PACKED = [
+    GemvTile(256, 16, 3, 4, chunk=128, unroll=1),
+    GemvTile(512, 16, 2, 4, chunk=16, unroll=2, pollers=2),
+    GemvTile(512, 16, 4, 2, chunk=64, unroll=4, trigger=2),
+]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="interpreted, there are no tensor cores")
+@pytest.mark.parametrize(("kind", "group", "zeros"), KINDS)
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("batch", [1, 2, 5, 16])
+@pytest.mark.parametrize(
+    ("widths", "k", "sparsity"),
+    [((300, 37, 60), 384, 0.5), ((1024, 256), 1024, 0.0), ((700,), 640, 1.0), ((512, 512), 1216, 0.7)],
+)
+def test_products_on_the_tensor_cores_are_the_twins(kind, group, zeros, dtype, batch, widths, k, sparsity):
+    coded = coded_group(kind, group, zeros, widths, k, dtype, sparsity, bias=True)
+    x = rows(batch, k, dtype)
+    taken = 0
+    for tile in PACKED:
+        taken += isinstance(program_lists(coded.layout, tile, batch), PackedLists)
+        assert_close(sparse_gemv(x, coded, tile), exact_twin(x, coded), dtype)
+    assert taken == (3 if kind == "int4" else 2)  # bytes: 32 of them a lane are too many
 
 
 @pytest.mark.quick

@@ -32,6 +32,7 @@ from wisparse.kernels.gpu import mask as triton_mask
 from wisparse.kernels.gpu import mask_gemm as triton_mask_gemm
 from wisparse.kernels.gpu import sample as triton_sample
 from wisparse.kernels.gpu.arguments import Counting, Memory, Source, Stretches, Target, Weights
+from wisparse.kernels.gpu.matrix import CODE_BITS, padded_width
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -127,17 +128,24 @@ def gemv(
     count: bool = False,
     by_row: bool = False,
     norm: str | None = None,
+    codes: tuple[str, int, bool] = ("plain", 0, False),
     **ends: str,
 ):
     """The GEMV as Llama-3.1-8B launches it for ``group``; ``count``: with its kept channels counted; ``by_row``:
-    as it does within vLLM; ``norm`` (type of the norm's weights), ``source`` and ``target``: as other families do."""
+    as it does within vLLM; ``norm`` (type of the norm's weights), ``source`` and ``target``: as other families do;
+    ``codes``: the weights' kind, group (0: all channels) and whether there are zero points."""
     k, widths, source, target = SHAPES[group]
     if by_row:
         source = target = "plain"
     source, target = ends.get("source", source), ends.get("target", target)
     activation, wide = types_of(dtype)
     widths = tuple(width for width in widths if width)
-    layout = triton_gemv.Layout(k, widths, sum(widths), TORCH_TYPES[dtype], torch.device("meta"), dense)
+    kind, size, zeros = codes
+    coded = kind != "plain"
+    stride = sum(map(padded_width, widths)) * CODE_BITS[kind] // 32 if coded else sum(widths)
+    layout = triton_gemv.Layout(
+        k, widths, stride, TORCH_TYPES[dtype], torch.device("meta"), dense, kind, coded * (size or k), zeros
+    )
     stretches = (16 // batch, 128) if source == "attention" else (1, 1)
     plan = triton_gemv.plan_launch(layout, tile, batch, target, stretches, 16, arch >= 90 if pdl is None else pdl)
     in_scratch, many = plan.lists.in_room == "", plan.kernel is triton_gemv.masked_gemm_kernel
@@ -147,7 +155,14 @@ def gemv(
             "hidden": Source(activation, wide, norm or f"*{dtype}", None),
             "attention": Source(None, None, None, Stretches(wide, wide, wide)),
         }[source],
-        "weights": Weights(f"*{dtype}", None, "*fp32", "*fp32", None, None),
+        "weights": Weights(
+            "*i32" if coded else f"*{dtype}",
+            None,
+            "*fp32",
+            "*fp32",
+            "*fp32" if coded else None,
+            "*fp32" if zeros else None,
+        ),
         "masked_ptr": "*fp32" if by_row else None,
         "target": Target(activation, wide if target == "residual" else None),
         "memory": Memory(
@@ -310,6 +325,34 @@ def families(arch: int) -> dict[str, tuple]:
     }
 
 
+def coded(arch: int) -> dict[str, tuple]:
+    """Weights in codes, with the tiles that they get."""
+    from wisparse.kernels.gpu.tiles import choose_tile
+
+    cases = {}
+    for group, rows, dense, codes, dtype in (
+        ("gate_up", 1, True, ("int4", 128, False), "bf16"),
+        ("gate_up", 1, False, ("int4", 128, False), "bf16"),
+        ("qkv", 1, False, ("int4", 64, True), "fp16"),
+        ("o", 1, False, ("int4", 128, False), "bf16"),
+        ("down", 2, False, ("int4", 128, False), "bf16"),
+        ("gate_up", 8, False, ("int4", 128, False), "bf16"),
+        ("qkv", 16, True, ("int4", 128, True), "bf16"),
+        ("gate_up", 1, False, ("int8", 0, False), "bf16"),
+        ("o", 1, True, ("int8", 0, False), "fp16"),
+        ("down", 8, True, ("int8", 128, True), "bf16"),
+        ("down", 1, False, ("fp8", 0, False), "bf16"),
+        ("qkv", 8, False, ("fp8", 0, False), "fp16"),
+    ):
+        k, widths, _, _ = SHAPES[group]
+        kind = triton_gemv.launch_kind(rows, dense=dense)
+        widths = tuple(filter(None, widths))
+        tile = choose_tile(arch, 132, k, widths, kind, rows, TORCH_TYPES[dtype], codes[0], codes[1] or None)
+        name = f"gemv {group} {codes[0]}-{codes[1]} {kind} {rows}{' waiting' if tile.pollers else ''}"
+        cases[name] = (partial(gemv, codes=codes, count=not dense), tile, group, rows, dense, dtype)
+    return cases
+
+
 def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     """Name and compiled kernel of every variant that is watched, if the name begins with ``only``."""
     from wisparse.kernels.gpu.gemv import GemvTile
@@ -358,7 +401,7 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     cases |= {"mask": (mask, 3), "mask gemm": (mask_gemm, 64, GemvTile(64, 64, 1, 4, stages=4, unroll=1))}
     for name in ("count", "threshold", "draw"):
         cases |= {f"sample {name}{' fp16' if half else ''}": (sampling, name, half) for half in (False, True)}
-    cases |= families(arch)
+    cases |= families(arch) | coded(arch)
     for name, (build, *arguments) in cases.items():
         if name.startswith(only):
             yield name, build(arch, *arguments)

@@ -9,42 +9,17 @@ as in ``gemv_kernel``, in a fixed order.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
-from .arguments import Counting, Stretches
+from .arguments import Counting
 from .codes import code_columns, decoded
-from .common import (
-    combined_attention,
-    load_squares,
-    normalise,
-    reciprocal_rms,
-    segment_channel,
-    tile_columns,
-    wait_for_previous_kernel,
-    wait_in_loop,
-)
-from .lists import get_half, hold_reads, put_half, room, settled
+from .common import segment_channel, tile_columns, wait_for_previous_kernel
+from .lists import get_half, room
 from .partials import add_up, leave_partial
+from .selection import Channels, lay_values
 
 __all__ = ["masked_gemm_kernel"]
-
-# Rows whose inputs are read at the same time.
-_ROWS = tl.constexpr(8)
-
-
-class _Channels(NamedTuple):
-    """A program's channels: where they stand in its segment, which they are, which of them there are, and what is known
-    of them before x."""
-
-    position: Any
-    k: Any
-    live: Any
-    norm: Any
-    scale: Any
-    threshold: Any
 
 
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
@@ -99,7 +74,7 @@ def masked_gemm_kernel(
     DENSE: tl.constexpr = modes.dense
     if not DENSE:
         scale = tl.load(weights.scales + of.projection * K + k, mask=live, other=0.0)
-    channels = _Channels(position, k, live, norm_weight, scale, threshold)
+    channels = Channels(position, k, live, norm_weight, scale, threshold)
     # As in sparse_gemv_kernel: a projection's first tile counts, each program in its own cell.
     counts = of.local == 0
     if counting is not None:
@@ -107,7 +82,7 @@ def masked_gemm_kernel(
         counting = Counting(counting.token, counting.before + cell, counting.after + cell)
     values = room(ROOM, program) if SHARED else memory.list_value + program * BATCH * LIST
     if not SHARED:
-        values = _lay_values(
+        values = lay_values(
             values, source, masked_ptr, channels, counting, counts, eps, ssq_parts, shape, modes, LIST, SHARED, dtype
         )
 
@@ -131,7 +106,7 @@ def masked_gemm_kernel(
         if SHARED:  # noqa: SIM102 (resolved at compile time)
             # In here, as the compiler puts the first reads of weights before the loop.
             if step == 0:
-                values = _lay_values(
+                values = lay_values(
                     values, source, masked_ptr, channels, counting, counts, eps, ssq_parts,
                     shape, modes, LIST, SHARED, dtype,
                 )  # fmt: skip
@@ -144,75 +119,3 @@ def masked_gemm_kernel(
     leave_partial(memory.partial, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
 
     add_up(split, tile, of, weights.bias, target, memory, tl.float32, shape, modes, cut, AT_ONCE, True)
-
-
-@triton.jit
-def _lay_values(
-    values, source, masked_ptr, channels, counting, counts, eps, ssq_parts,
-    shape: tl.constexpr, modes: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr,
-):  # fmt: skip
-    """Each row's values of the program's channels, 0 where it drops one, LIST apart; returns where, for ``get_half``.
-
-    Waits for the kernel before this one, and lets the next one start. Adds what the rows keep to the program's own
-    cell, at which ``counting`` points, if it ``counts``.
-    """
-    BATCH: tl.constexpr = shape.batch
-    NORMED: tl.constexpr = source.norm is not None
-    COUNT: tl.constexpr = counting is not None
-    DENSE: tl.constexpr = modes.dense
-    position = channels.position
-    k = channels.k
-    live = channels.live
-    zero = wait_in_loop(ssq_parts, modes.pdl)
-    kept_rows = position * 0
-    kept_before = zero.to(tl.int64)
-    if COUNT:
-        kept_before = tl.load(counting.before, mask=counts, other=0)
-    if source.stretches is not None:
-        stretches = source.stretches
-        stretches = Stretches(stretches.x + zero, stretches.maximum + zero, stretches.total + zero)
-    else:
-        x_ptr = source.x + zero
-    if NORMED:
-        ssq_ptr = source.ssq + zero
-    for begin in tl.static_range(0, BATCH, _ROWS):
-        # Several rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
-        inputs = ()
-        for row in tl.static_range(begin, begin + _ROWS):
-            if row < BATCH:
-                if source.stretches is not None:
-                    x = combined_attention(stretches, row, k, live, shape, dtype)
-                else:
-                    x = tl.load(x_ptr + row * shape.k + k, mask=live, other=0.0)
-                inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
-        squares = ()
-        if NORMED:
-            if SHARED:
-                hold_reads(zero)
-            for row in tl.static_range(begin, begin + _ROWS):
-                if row < BATCH:
-                    squares = squares + (load_squares(ssq_ptr, row, ssq_parts, shape.ssq_pad),)  # noqa: RUF005
-        if SHARED:
-            hold_reads(zero)
-        for row in tl.static_range(begin, begin + _ROWS):
-            if row < BATCH:
-                x = inputs[row - begin]
-                if NORMED:
-                    rstd = reciprocal_rms(squares[row - begin], eps, shape.k)
-                    norm = channels.norm
-                    x = normalise(x.to(rstd.dtype), norm.to(rstd.dtype), rstd, dtype, norm.dtype == rstd.dtype)
-                if not DENSE:
-                    limit = channels.threshold
-                    if masked_ptr is not None:
-                        limit = channels.threshold * tl.load(masked_ptr + row)
-                    # A NaN is not below anything: it is kept.
-                    dropped = tl.abs(x.to(tl.float32)) * channels.scale < limit
-                    if COUNT:
-                        kept_rows += (live & ~dropped & (tl.load(counting.token + row) >= 0)).to(tl.int32)
-                    x = tl.where(dropped, 0.0, x).to(dtype)
-                x = tl.where(live, x, 0.0).to(dtype)
-                put_half(values, row * LIST + position, x, position < LIST, SHARED)
-    if COUNT:  # noqa: SIM102 (resolved at compile time)
-        if counts:
-            tl.store(counting.after, kept_before + tl.sum(kept_rows, axis=0))
-    return settled(values, SHARED)

@@ -27,6 +27,8 @@ from .gemm_kernel import masked_gemm_kernel
 from .gemv_kernel import sparse_gemv_kernel
 from .lists import ROOM_LIMIT_BESIDE, room_source
 from .matrix import Matrix
+from .packed import PackedLists, packed_chunk, packed_lists
+from .packed_kernel import packed_gemv_kernel
 from .partials import NOTHING
 
 __all__ = [
@@ -139,6 +141,7 @@ class Layout(NamedTuple):
     dense: bool
     codes: str = "plain"
     group: int = 0
+    zeros: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,7 @@ class Group:
         data = matrix.data
         return Layout(
             matrix.in_features, self.widths, data.stride(0), matrix.dtype, data.device, self.dense,
-            matrix.kind, 0 if matrix.kind == "plain" else matrix.group,
+            matrix.kind, 0 if matrix.kind == "plain" else matrix.group, matrix.zeros is not None,
         )  # fmt: skip
 
 
@@ -225,8 +228,11 @@ class ProgramLists(NamedTuple):
 
 
 @lru_cache
-def program_lists(layout: Layout, tile: GemvTile, batch: int) -> ProgramLists:
+def program_lists(layout: Layout, tile: GemvTile, batch: int) -> ProgramLists | PackedLists:
     """The lists of a launch's programs."""
+    packed = packed_lists(layout, tile, batch)
+    if packed is not None:
+        return packed
     # The interpreter has no shared memory, and float64 values do not fit there.
     shared = layout.device.type != "cpu" and layout.dtype != torch.float32
     if launch_kind(batch, dense=layout.dense) == "batch":
@@ -279,7 +285,7 @@ class Plan(NamedTuple):
     shape: Shape
     modes: Modes
     cut: GemvTile
-    lists: ProgramLists
+    lists: ProgramLists | PackedLists
     at_once: int
     options: dict[str, Any]
 
@@ -301,7 +307,9 @@ def plan_launch(
     n0, n1, n2 = (*layout.widths, 0, 0)[:3]
     # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
     ssq_pad = max(32, triton.next_power_of_2(ssq_parts))
-    if kind == "batch":
+    if isinstance(lists, PackedLists):
+        kernel, cut = packed_gemv_kernel, replace(tile, chunk=packed_chunk(layout, tile))
+    elif kind == "batch":
         kernel, cut = masked_gemm_kernel, replace(tile, block_k=_gemm_block_k(tile))
     else:
         # Leading rows stand in the segment's own piece of the list.

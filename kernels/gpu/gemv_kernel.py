@@ -15,11 +15,7 @@ import triton.language as tl
 
 from .codes import code_columns, decoded
 from .common import (
-    combined_attention,
     let_next_kernel_start,
-    load_squares,
-    normalise,
-    reciprocal_rms,
     segment_channel,
     segment_length,
     tile_columns,
@@ -27,6 +23,7 @@ from .common import (
 )
 from .lists import add_rows, get, put, room, settled
 from .partials import add_up, leave_partial
+from .selection import Channels, choose_channels
 
 __all__ = ["sparse_gemv_kernel"]
 
@@ -120,38 +117,10 @@ def sparse_gemv_kernel(
         _clear(list_index, list_value, K, wide, BATCH, SEGMENT, LIST, DENSE, SHARED)
     if cut.trigger == 1:
         let_next_kernel_start(modes.pdl)
-    # All rows' inputs are on their way before the first is worked on: no read passes a write or a barrier.
-    inputs = ()
-    squares = ()
-    for row in tl.static_range(BATCH):
-        if source.stretches is not None:
-            x = combined_attention(source.stretches, row, k, live, shape, dtype)
-        else:
-            x = tl.load(source.x + row * K + k, mask=live, other=0.0)
-        inputs = inputs + (x,)  # noqa: RUF005 (the compiler knows no unpacking)
-        if NORMED:
-            squares = squares + (load_squares(source.ssq, row, ssq_parts, shape.ssq_pad),)  # noqa: RUF005
-    keep = position < 0
-    kept_rows = position * 0
-    xs = ()
-    for row in tl.static_range(BATCH):
-        x = inputs[row]
-        if NORMED:
-            rstd = reciprocal_rms(squares[row], eps, K)
-            x = normalise(x.to(rstd.dtype), norm_weight, rstd, dtype, ONCE)
-        if not DENSE:
-            limit = threshold
-            if masked_ptr is not None:
-                limit = threshold * tl.load(masked_ptr + row)
-            # A NaN is not below anything: it is kept.
-            keep_row = live & ~(tl.abs(x.to(tl.float32)) * scale < limit)
-            keep = keep | keep_row
-            if COUNT and (BATCH > 1 or LEAD_ROWS > 0):
-                kept_rows += (keep_row & (tl.load(counting.token + row) >= 0)).to(tl.int32)
-            x = x.to(wide)
-            if LEAD_ROWS > 0 or BATCH > 1:
-                x = tl.where(keep_row, x, 0.0)
-        xs = xs + (x,)  # noqa: RUF005
+    channels = Channels(position, k, live, norm_weight, scale, threshold)
+    xs, keep, kept_rows = choose_channels(
+        source, masked_ptr, channels, counting, eps, ssq_parts, shape, modes, BATCH > 1 or LEAD_ROWS > 0, wide, dtype
+    )
     if DENSE:
         for row in tl.static_range(BATCH):
             put(_values_of(list_value, row, LIST, SHARED), position, xs[row], position >= 0, SHARED)

@@ -2,7 +2,8 @@
 thumb.
 
 Nothing is tuned while a model loads. Keys are ``sm<arch>:<kind>:<K>x<N>``, the kind being ``launch_kind``'s and N the
-sum of the widths, in the local cache followed by the launch's rows and the weights' type; values are GemvTile's fields.
+sum of the widths; weights in codes put theirs after it, with the group unless it is all channels (``sparse:int4-128``).
+In the local cache the launch's rows and the weights' type follow; values are GemvTile's fields.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import triton
 
 from .gemv import GemvTile, count_tiles
 from .lists import ROOM_LIMIT_BESIDE
+from .matrix import CODE_BITS
 
 __all__ = [
     "cache_file",
@@ -56,6 +58,18 @@ TABLE: Mapping[str, GemvTile] = {
     "sm90:batch:4096x4096": GemvTile(128, 64, 4, 8, stages=8, unroll=1, pollers=2),
     "sm90:batch:4096x28672": GemvTile(512, 16, 2, 8, stages=6, unroll=1),
     "sm90:batch:14336x4096": GemvTile(256, 64, 8, 8, stages=5, unroll=1, pollers=8),
+    "sm90:dense:int4-128:4096x6144": GemvTile(128, 1, 32, 2, chunk=128, unroll=2, trigger=1, pollers=2),
+    "sm90:dense:int4-128:4096x4096": GemvTile(256, 1, 32, 2, chunk=128, unroll=2, trigger=2, pollers=8),
+    "sm90:dense:int4-128:4096x28672": GemvTile(256, 1, 8, 2, chunk=128, unroll=2, trigger=2),
+    "sm90:dense:int4-128:14336x4096": GemvTile(256, 1, 64, 2, chunk=128, unroll=2, trigger=2, pollers=8),
+    "sm90:sparse:int4-128:4096x6144": GemvTile(256, 1, 32, 2, chunk=128, unroll=2, trigger=2, pollers=4),
+    "sm90:sparse:int4-128:4096x4096": GemvTile(256, 1, 32, 2, chunk=128, unroll=2, trigger=2, pollers=8),
+    "sm90:sparse:int4-128:4096x28672": GemvTile(512, 1, 8, 4, chunk=128, unroll=2, trigger=1, early=False),
+    "sm90:sparse:int4-128:14336x4096": GemvTile(256, 1, 64, 2, chunk=128, unroll=2, trigger=2, pollers=8),
+    "sm90:batch:int4-128:4096x6144": GemvTile(256, 16, 16, 4, chunk=128, unroll=2, trigger=2, pollers=4),
+    "sm90:batch:int4-128:4096x4096": GemvTile(256, 16, 16, 4, chunk=128, unroll=2, trigger=2, pollers=8),
+    "sm90:batch:int4-128:4096x28672": GemvTile(512, 16, 5, 4, chunk=128, unroll=2, trigger=2),
+    "sm90:batch:int4-128:14336x4096": GemvTile(256, 16, 16, 4, chunk=128, unroll=2, trigger=2, pollers=8),
     # Launches of mask_gemm alone, where they were faster than what else there is for so many rows.
     "sm90:mask16:4096x6144": GemvTile(64, 128, 1, 4, stages=4, unroll=1),
     **{f"sm90:mask{rows}:4096x28672": GemvTile(256, 64, 1, 8, stages=4, unroll=1) for rows in (4, 8, 16, 32, 64)},
@@ -66,14 +80,27 @@ MOST_POLLERS = 8
 ROOMY = (80, 90, 100)
 
 
-def tile_key(arch: int, in_features: int, out_features: int, kind: str) -> str:
-    """The key of a launch in the table."""
+def tile_key(
+    arch: int, in_features: int, out_features: int, kind: str, codes: str = "plain", group: int | None = None
+) -> str:
+    """The key of a launch in the table; ``codes`` and ``group`` as a ``Matrix`` has them."""
+    if codes != "plain":
+        kind += f":{codes}" + (f"-{group}" if group and group < in_features else "")
     return f"sm{arch}:{kind}:{in_features}x{out_features}"
 
 
-def local_key(arch: int, in_features: int, out_features: int, kind: str, rows: int, dtype: torch.dtype) -> str:
+def local_key(
+    arch: int,
+    in_features: int,
+    out_features: int,
+    kind: str,
+    rows: int,
+    dtype: torch.dtype,
+    codes: str = "plain",
+    group: int | None = None,
+) -> str:
     """The key of a launch in the local cache: a tile is for the rows and the weights' type it was measured with."""
-    key = tile_key(arch, in_features, out_features, kind)
+    key = tile_key(arch, in_features, out_features, kind, codes, group)
     return f"{key}:{rows}:{str(dtype).removeprefix('torch.')}"
 
 
@@ -84,10 +111,18 @@ def cache_file() -> Path:
 
 
 def default_tile(
-    multiprocessors: int, in_features: int, widths: tuple[int, ...], kind: str = "sparse", arch: int = 90
+    multiprocessors: int,
+    in_features: int,
+    widths: tuple[int, ...],
+    kind: str = "sparse",
+    arch: int = 90,
+    codes: str = "plain",
+    group: int | None = None,
 ) -> GemvTile:
     """A tile for a shape nobody measured: five to seven programs for each multiprocessor, segments of at least 64
-    channels, no pollers; for the tensor cores one program for each multiprocessor at most."""
+    channels, no pollers; for many rows one program for each multiprocessor at most."""
+    if codes != "plain":
+        return _default_coded_tile(multiprocessors, in_features, widths, kind, codes, group or in_features)
     if kind == "batch":
         return _default_batch_tile(multiprocessors, in_features, widths, arch)
     out_features = sum(widths)
@@ -127,6 +162,29 @@ def _default_batch_tile(multiprocessors: int, in_features: int, widths: tuple[in
     return GemvTile(block_n, block_k, splits, warps, stages=stages, unroll=1, pollers=pollers)
 
 
+def _default_coded_tile(
+    multiprocessors: int, in_features: int, widths: tuple[int, ...], kind: str, codes: str, group: int
+) -> GemvTile:
+    """Programs of two warps, seven for each multiprocessor, in which a lane reads 8 bytes of each channel. For many
+    rows of four warps, two for each multiprocessor, and 4 bytes, so that the lists and sums are short."""
+    out_features = sum(widths)
+    wide = out_features >= 16384
+    many = kind == "batch"
+    warps, each = (4, 2) if many else (2, 7)
+    words = 1 if out_features <= 1024 or (many and not wide) else 2
+    block_n = words * 256 * warps // CODE_BITS[codes]
+    unit = group if group < in_features else 64
+    chunks = triton.cdiv(in_features, unit)
+    # The lists of many rows have to fit in shared memory.
+    splits = max(1, triton.cdiv(in_features, 1024), each * multiprocessors // count_tiles(widths, block_n))
+    # Every split as many chunks as any other, or one less.
+    splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
+    pollers = 0 if wide else most_pollers(multiprocessors, widths, block_n, splits, warps)
+    return GemvTile(
+        block_n, 16, splits, warps, chunk=unit, unroll=2, trigger=2, early=not wide or not many, pollers=pollers
+    )  # fmt: skip
+
+
 def most_pollers(multiprocessors: int, widths: tuple[int, ...], block_n: int, splits: int, warps: int) -> int:
     """Up to eight for each tile of projections so wide, as long as every one of them could have a multiprocessor of its
     own, and a sum to look at for every thread; 0 if not even one could."""
@@ -143,12 +201,14 @@ def choose_tile(
     kind: str = "sparse",
     rows: int = 1,
     dtype: torch.dtype = torch.bfloat16,
+    codes: str = "plain",
+    group: int | None = None,
 ) -> GemvTile:
     """The tile of a launch: local measurements first, then the table, then the rule of thumb. Never with more pollers
     than there is room for."""
-    tile = measured_tile(arch, in_features, sum(widths), kind, rows, dtype)
+    tile = measured_tile(arch, in_features, sum(widths), kind, rows, dtype, codes, group)
     if tile is None:
-        return default_tile(multiprocessors, in_features, widths, kind, arch)
+        return default_tile(multiprocessors, in_features, widths, kind, arch, codes, group)
     most = most_pollers(multiprocessors, widths, tile.block_n, tile.splits, tile.warps)
     return tile if tile.pollers <= most else replace(tile, pollers=most)
 
@@ -160,11 +220,13 @@ def measured_tile(
     kind: str,
     rows: int | None = None,
     dtype: torch.dtype = torch.bfloat16,
+    codes: str = "plain",
+    group: int | None = None,
 ) -> GemvTile | None:
     """The tile that somebody measured for such a launch, here or for the table; ``rows`` None for a kind of launch
     whose tiles do not depend on them."""
-    key = tile_key(arch, in_features, out_features, kind)
-    local = key if rows is None else local_key(arch, in_features, out_features, kind, rows, dtype)
+    key = tile_key(arch, in_features, out_features, kind, codes, group)
+    local = key if rows is None else local_key(arch, in_features, out_features, kind, rows, dtype, codes, group)
     return _remembered().get(local) or TABLE.get(key)
 
 
