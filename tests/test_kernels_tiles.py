@@ -56,9 +56,11 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
     from wisparse.kernels.gpu.tiles import TABLE, choose_tile
 
     for key, tile in TABLE.items():
-        _, kind, shape = key.split(":")
+        _, kind, *codes, shape = key.split(":")
+        codes = codes[0].split("-") if codes else ["plain"]
+        group = int(codes[1]) if codes[1:] else None
         k, n = map(int, shape.split("x"))
-        chosen = choose_tile(90, multiprocessors, k, (n,), kind)
+        chosen = choose_tile(90, multiprocessors, k, (n,), kind, codes=codes[0], group=group)
         assert has_room(chosen, multiprocessors, (n,))
         assert chosen == tile or (multiprocessors < 132 and chosen.pollers < tile.pollers)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
+from .layout import GemvTile, Layout
 from .lists import room_source
 from .matrix import CODE_BITS
 from .mma import code_unit, load_source, product_source, sum_source
-
-if TYPE_CHECKING:
-    from .gemv import GemvTile, Layout
 
 __all__ = ["PackedLists", "packed_chunk", "packed_lists"]
 
