@@ -145,7 +145,10 @@ class DecodeStep:
         def tile(role: str, group: Group, kind: str) -> GemvTile:
             if tiles is not None and role in tiles:
                 return tiles[role]
-            return choose_tile(arch, multiprocessors, group.in_features, group.widths, kind, together, dtype)
+            matrix = group.matrix
+            return choose_tile(
+                arch, multiprocessors, group.in_features, group.widths, kind, together, dtype, matrix.kind, matrix.group
+            )
 
         roles = ("qkv", "o", "gate_up", "down")
         # Block by block: one of a role may be dense and another sparse, and their tiles differ.
