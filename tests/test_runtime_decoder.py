@@ -251,6 +251,15 @@ def test_realised_sparsity_counts_the_dropped_weights(tiny_bundle: Callable[[str
     assert decoder.realised_sparsity() is None
 
 
+def test_heads_that_differ_from_block_to_block_are_refused_where_kernels_lack_them(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    from wisparse.runtime.cuda.decoder import CudaDecoder
+
+    config = Bundle.open(make_bundle(make_checkpoint("gemma4", tmp_path / "source"), tmp_path / "bundle")).config
+    refused = CudaDecoder.refusal(config, torch.device("cuda"), torch.bfloat16, "native")
+    assert refused == "it has no heads that differ from block to block"
+
+
 def test_make_decoder_refuses_what_cannot_be(tiny_bundle: Callable[[str], Path]) -> None:
     bundle = Bundle.open(tiny_bundle("llama"))
 

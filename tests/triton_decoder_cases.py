@@ -38,7 +38,7 @@ CONFIGS = {
 MORE_CONFIGS = {
     name: {**_COMMON, "num_hidden_layers": 3, "model_type": model_type, **settings}
     for name, (model_type, settings) in FAMILIES.items()
-    if name != "gemma4"  # heads that differ from block to block: refused (test_formats_architectures)
+    if name != "gemma4"  # heads that differ from block to block: refused (test_runtime_decoder)
 }
 
 
