@@ -121,7 +121,7 @@ def test_generate_from_what_is_no_bundle(
 
 
 def test_chat_keeps_and_forgets_the_conversation(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def chat(text: str, *options: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
@@ -146,6 +146,16 @@ def test_chat_keeps_and_forgets_the_conversation(
     assert "/reset" in err.splitlines()[1]
     assert err.count("prompt ") >= 1
     assert chat("one\n", "--system-prompt", "Be brief.")[0] == 0
+    # A first message of many lines, from a file; the conversation goes on from there.
+    (tmp_path / "first").write_text("one\n\ntwo\n")
+    code, _, err = chat("three\n", "--prompt-file", tmp_path / "first")
+    assert code == 0
+    first, second = (int(line.split()[1]) for line in err.splitlines() if line.startswith("prompt "))
+    assert first < second
+    (tmp_path / "first").write_text(" \n")
+    assert chat("", "--prompt-file", tmp_path / "first")[::2] == (
+        2, "wisparse: --prompt-file: expected a message, found an empty file\n"
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import click
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.model import Generation, Model
 
+from .batch import read_text
 from .options import footer, load_model, loading_options, sampling_options, set_up_logging, show
 from .places import FOLDER_OR_ID
 
@@ -21,10 +22,12 @@ _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /ex
 
 @click.command("chat")
 @click.argument("bundle", type=FOLDER_OR_ID)
+@click.option("--prompt-file", help="File with the first message; what comes after it is typed.")
 @loading_options
 @sampling_options
 def command(
     bundle: str,
+    prompt_file: str | None,
     verbose: bool,
     system_prompt: str | None,
     **settings: Any,
@@ -32,19 +35,25 @@ def command(
     """Talk with BUNDLE, a folder or a Hub id.
 
     Each line is a message; the model sees the whole conversation. /reset forgets it, Ctrl-C stops an answer, Ctrl-D
-    leaves.
+    leaves. A message of many lines comes from --prompt-file.
 
     \b
     wisparse chat out
     wisparse chat USER/NAME --system-prompt "Answer in one sentence."
+    wisparse chat out --prompt-file question.txt
     """
     set_up_logging(verbose)
+    first = None if prompt_file is None else read_text(prompt_file)
+    if first is not None and not first.strip():
+        raise UsageError("--prompt-file: expected a message, found an empty file")
     model = load_model(bundle, settings)
     if model.text is None or model.text.template is None:
         raise UsageError("this model has no chat template: use wisparse generate to continue a text")
     start: list[dict[str, str]] = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     click.echo(_HELP, err=True)
     messages = list(start)
+    if first is not None:
+        _turn(model, messages, first, settings)
     while (line := _read_line()) is not None:
         if line in ("/exit", "/quit"):
             break
@@ -54,16 +63,7 @@ def command(
         elif line in ("/help", "/?"):
             click.echo(_HELP, err=True)
         elif line:
-            messages.append({"role": "user", "content": line})
-            try:
-                text, answer = _answer(model, messages, settings)
-            except ContextLengthError as error:
-                messages.pop()
-                click.echo(f"{error}, or forget the conversation with /reset", err=True)
-                continue
-            messages.append({"role": "assistant", "content": text})
-            if answer is not None:
-                click.echo(footer(answer, model), err=True)
+            _turn(model, messages, line, settings)
     click.echo(err=True)
 
 
@@ -81,6 +81,20 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             click.echo("\nCtrl-D leaves", err=True)
+
+
+def _turn(model: Model, messages: list[dict[str, str]], message: str, settings: dict[str, Any]) -> None:
+    """A message and its answer, both added to the conversation."""
+    messages.append({"role": "user", "content": message})
+    try:
+        text, answer = _answer(model, messages, settings)
+    except ContextLengthError as error:
+        messages.pop()
+        click.echo(f"{error}, or forget the conversation with /reset", err=True)
+        return
+    messages.append({"role": "assistant", "content": text})
+    if answer is not None:
+        click.echo(footer(answer, model), err=True)
 
 
 def _answer(model: Model, messages: list[dict[str, str]], settings: dict[str, Any]) -> tuple[str, Generation | None]:
