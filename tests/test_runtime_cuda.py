@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from bundle_maker import make_bundle
+from quantised_models import PUBLISHED, quantise_model
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.backends import make_decoder
+from wisparse.runtime.decoding.sampling import SamplingSettings
 from wisparse.runtime.model import Generation, Model
 from wisparse.runtime.text.edge import Text
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 pytestmark = [
     pytest.mark.gpu,
@@ -64,6 +70,96 @@ def test_greedy_tokens_in_float32_are_the_plain_decoders(bundle: Path, prefill: 
 def test_two_runs_are_the_same(bundle: Path, dtype: str, settings: dict[str, object]) -> None:
     first, second = (answers(bundle, dtype, **settings) for _ in range(2))
     assert [one.token_ids for one in first] == [one.token_ids for one in second]
+
+
+def rounded(opened: Bundle, weights: str) -> SimpleNamespace:
+    """What a decoder needs of the bundle, with the weights that ``weights`` makes of them, widened."""
+
+    def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        stored = opened.checkpoint.tensor(name, device)
+        if name.endswith("_proj.weight"):
+            return round_weight(stored.float(), weights).dequantise(torch.float32)
+        if name == "lm_head.weight":
+            return round_weight(stored.float(), WEIGHT_TYPES[weights].head).dequantise(torch.float32)
+        return stored
+
+    return SimpleNamespace(config=opened.config, masks=opened.masks, checkpoint=SimpleNamespace(tensor=tensor))
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_tokens_of_weights_rounded_at_load_are_the_plain_decoders(weights: str, tied: bool, tmp_path: Path) -> None:
+    """Alone and in rows, sparse and dense; the plain decoder has the same rounded weights, float32 activations here and
+    there. A tied output layer is rounded, the embedding is not: its logits are compared as far as tokens go."""
+    config = tiny_config(
+        "qwen2",
+        tie_word_embeddings=tied,
+        hidden_size=256,
+        intermediate_size=384,
+        head_dim=64,
+        max_position_embeddings=64,
+    )
+    bundle = write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model", config))
+    opened = Bundle.open(bundle)
+    from wisparse.runtime.cuda.decoder import CudaDecoder
+
+    settings = {"device": torch.device("cuda"), "max_seq_len": 64}
+    fast = CudaDecoder(opened, dtype=torch.float32, max_batch=2, weights=weights, **settings)
+    slow = TorchDecoder(rounded(opened, weights), dtype=torch.float64, max_batch=2, **settings)
+    if tied:
+        head = round_weight(opened.checkpoint.tensor("model.embed_tokens.weight").float(), "int8")
+        slow._head = head.dequantise(torch.float32).to("cuda", torch.float64)
+    prompt = torch.arange(9) * 7
+    for sparsity in (opened.sparsity, 0.0):
+        for decoder in (fast, slow):
+            decoder.set_masks(opened.at(sparsity).masks)
+        tokens = []
+        for decoder in (fast, slow):
+            last = torch.stack([decoder.prefill(slot, prompt + slot, 4).argmax() for slot in range(2)])
+            tokens.append([last.tolist()])
+            for _ in range(24):
+                last = decoder.step(last, [SamplingSettings()] * 2)
+                tokens[-1].append(last.tolist())
+        assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("scheme", PUBLISHED)
+def test_a_bundles_codes_decode_as_the_plain_decoder_widens_them(scheme: str, tmp_path: Path) -> None:
+    plain = write_tiny_model(tmp_path / "plain", tiny_config(tie_word_embeddings=False))
+    bundle = write_tiny_bundle(tmp_path / "bundle", quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]()))
+    opened = Bundle.open(bundle)
+    from wisparse.runtime.cuda.decoder import CudaDecoder
+
+    settings = {"device": torch.device("cuda"), "max_seq_len": 64}
+    tokens = []
+    for cls, dtype in ((CudaDecoder, torch.float32), (TorchDecoder, torch.float64)):
+        decoder = cls(opened, dtype=dtype, **settings)
+        last = decoder.prefill(0, torch.arange(9) * 7, 4).argmax().view(1)
+        tokens.append(last.tolist())
+        for _ in range(24):
+            last = decoder.step(last, [SamplingSettings()])
+            tokens[-1] += last.tolist()
+    assert tokens[0] == tokens[1]
+
+
+def test_loading_codes_takes_their_memory_and_one_tensor_more(tmp_path: Path) -> None:
+    config = tiny_config(
+        "qwen2", tie_word_embeddings=False, hidden_size=1024, intermediate_size=4096, head_dim=256,
+        num_hidden_layers=8, max_position_embeddings=64, dtype="bfloat16",
+    )  # fmt: skip
+    model = write_tiny_model(tmp_path / "model", config, dtype=torch.bfloat16)
+    opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", model))
+    from wisparse.runtime.cuda.weights import load_weights
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    weights = load_weights(opened, torch.device("cuda"), torch.bfloat16, "int4")
+    peak = torch.cuda.max_memory_allocated() - before
+    largest = 2 * 1024 * 4096
+    assert weights.num_bytes < 0.4 * opened.checkpoint.nbytes
+    # The room for widening is one projection's; rounding works on pieces of at most that.
+    assert peak < weights.num_bytes + 20 * largest
 
 
 def test_sampled_tokens_in_float32_are_the_plain_decoders(bundle: Path) -> None:

@@ -57,13 +57,12 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float) -> dict[str, 
 
         table[role] = {"us": time_launches(launch, len(indices))}
         if role == "logits":
-            numbers: float = decoder.weights.head.numel()
+            needed: float = decoder.bytes_read()[1]
         elif role in _ROLES:
-            group = getattr(decoder.weights.blocks[0], role)
-            numbers = group.in_features * group.out_features * (1 - sparsity)
+            needed = getattr(decoder.weights.blocks[0], role).matrix.num_bytes * (1 - sparsity)
         else:
             continue
-        table[role]["ideal_us"] = numbers * decoder.dtype.itemsize / bandwidth * 1e-3
+        table[role]["ideal_us"] = needed / bandwidth * 1e-3
     return table
 
 
