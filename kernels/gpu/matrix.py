@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,7 +75,9 @@ class Matrix:
 
     def to(self, device: torch.device | str) -> Matrix:
         """The same on another device."""
-        moved = {name: None if (held := getattr(self, name)) is None else held.to(device) for name in _TENSORS}
+        moved: dict[str, Any] = {
+            name: None if (held := getattr(self, name)) is None else held.to(device) for name in _TENSORS
+        }
         return replace(self, **moved)
 
     def first(self, index: int) -> int:

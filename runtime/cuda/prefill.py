@@ -170,7 +170,7 @@ def lower_right() -> Callable[[int, int], Tensor]:
     torch._dynamo comes with it, which takes seconds (2 to 3 beside an H200)."""
     from torch.nn.attention.bias import causal_lower_right
 
-    return causal_lower_right  # type: ignore[return-value]
+    return causal_lower_right
 
 
 def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
