@@ -85,21 +85,21 @@ def _check_one(job: tuple) -> list[dict]:
 
 
 def tiles_for(k: int, widths: tuple[int, ...], kind: str, group: int | None, batch: int) -> list[GemvTile]:
-    """Tiles worth trying: 8 or 16 warps for each multiprocessor."""
+    """Tiles worth trying: 8 to 16 warps for each multiprocessor, two of them in a program, four for many rows."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     found = []
-    for words in (1, 2, 4) if sum(widths) < 8192 else (2, 4):
+    for words in (1, 2) if sum(widths) < 8192 and kind == "int4" else (2, 4):
         if words == 4 and batch > 2 and kind == "int4":
             continue
-        for warps in (2, 4) if batch <= 2 else (4, 8):
+        for warps in (2,) if batch <= 2 else (4,):
             block_n = words * 256 * warps // CODE_BITS[kind]
             tiles = sum(-(-width // block_n) for width in widths)
             chunks = k // (group or 64)
-            for each in (8, 14, 24):
+            for each in (8, 12, 16):
                 # Every split as many chunks as any other, or one less.
                 dealt = max(1, round(chunks * tiles * warps / (processors * each)))
                 splits = min(-(-chunks // dealt), 64)
-                for unroll in (1, 2) if group else (2, 4):
+                for unroll in (2, 4):
                     most = most_pollers(processors, widths, block_n, splits, warps)
                     pollers = most if sum(widths) < 16384 else 0
                     tile = GemvTile(block_n, 1, splits, warps, 1, group or 64, unroll, trigger=2, pollers=pollers,

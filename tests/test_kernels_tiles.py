@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -169,3 +170,50 @@ def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context
     assert splits & (splits - 1) == 0
     assert splits == 1 or splits * rows <= max(KV_SPLITS.values())
     assert rows * splits * 2 > alone
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"codes": "plain", "group": 0}, False),
+        ({"dtype": torch.float32}, False),
+        ({"device": torch.device("cpu")}, False),
+        ({"group": 48}, False),  # no power of two
+        ({"group": 8}, False),  # less than a step
+        ({"codes": "int8", "group": 4096, "stride": 1536}, True),
+    ],
+)
+def test_which_weights_are_multiplied_on_the_tensor_cores(change, taken):
+    from wisparse.kernels.gpu.layout import GemvTile, Layout
+    from wisparse.kernels.gpu.packed import packed_lists
+
+    layout = Layout(4096, (6144,), 768, torch.bfloat16, torch.device("meta"), False, "int4", 128)._replace(**change)
+    assert (packed_lists(layout, GemvTile(256, 1, 8, 4), 1) is not None) == taken
+    assert packed_lists(layout, GemvTile(64, 1, 8, 4), 1) is None  # a lane would read half a word
+
+
+@given(
+    k=st.integers(1, 300).map(lambda n: 16 * n),
+    splits=st.integers(1, 64),
+    unroll=st.integers(1, 8),
+    chunk=st.integers(1, 200),
+    batch=st.integers(1, 16),
+    grouped=st.booleans(),
+)
+def test_lists_hold_what_is_read_ahead(k, splits, unroll, chunk, batch, grouped):
+    from wisparse.kernels.gpu.layout import GemvTile, Layout
+    from wisparse.kernels.gpu.packed import packed_chunk, packed_lists
+
+    layout = Layout(k, (512,), 64, torch.float16, torch.device("meta"), False, "int4", 16 if grouped else k)
+    tile = GemvTile(256, 1, splits, 4, unroll=unroll, chunk=chunk)
+    lists = packed_lists(layout, tile, batch)
+    if lists is None:
+        return
+    dealt = packed_chunk(layout, tile)
+    channels = math.ceil(math.ceil(k / dealt) / splits) * dealt
+    turn = 16 * lists.steps
+    assert channels <= lists.segment
+    assert math.ceil(channels / turn) * turn + turn <= lists.length
+    assert lists.slot % turn == 0
+    assert lists.length % 16 == 0

@@ -165,12 +165,13 @@ def _default_batch_tile(multiprocessors: int, in_features: int, widths: tuple[in
 def _default_coded_tile(
     multiprocessors: int, in_features: int, widths: tuple[int, ...], kind: str, codes: str, group: int
 ) -> GemvTile:
-    """Programs of two warps, seven for each multiprocessor, in which a lane reads 8 bytes of each channel. For many
-    rows of four warps, two for each multiprocessor, and 4 bytes, so that the lists and sums are short."""
+    """A lane reads 8 bytes of each channel, in programs of two warps, seven for each multiprocessor; of four warps,
+    three for each, where all channels share a scale, as no group bounds what a program chooses from. For many rows
+    of four warps, two for each, and 4 bytes, so that the lists and sums are short."""
     out_features = sum(widths)
     wide = out_features >= 16384
     many = kind == "batch"
-    warps, each = (4, 2) if many else (2, 7)
+    warps, each = (4, 2) if many else (2, 7) if group < in_features else (4, 3)
     words = 1 if out_features <= 1024 or (many and not wide) else 2
     block_n = words * 256 * warps // CODE_BITS[codes]
     unit = group if group < in_features else 64
@@ -180,8 +181,10 @@ def _default_coded_tile(
     # Every split as many chunks as any other, or one less.
     splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
     pollers = 0 if wide else most_pollers(multiprocessors, widths, block_n, splits, warps)
+    # Where a group ends, so does a step of unroll times 16 channels, however few are left.
+    unroll = 2 if many or group < in_features else 4
     return GemvTile(
-        block_n, 16, splits, warps, chunk=unit, unroll=2, trigger=2, early=not wide or not many, pollers=pollers
+        block_n, 16, splits, warps, chunk=unit, unroll=unroll, trigger=2, early=not wide or not many, pollers=pollers
     )  # fmt: skip
 
 

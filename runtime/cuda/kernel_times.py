@@ -98,7 +98,10 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
         group = getattr(first, role)
         # The decoder's graphs have a power of two of rows.
         together = rows_together(1 << (batch - 1).bit_length(), decoder.dtype)
-        key = local_key(arch, group.in_features, group.out_features, kinds[role], together, decoder.dtype)
+        key = local_key(
+            arch, group.in_features, group.out_features, kinds[role], together, decoder.dtype,
+            group.matrix.kind, group.matrix.group,
+        )  # fmt: skip
         named[key] = tiles[role]
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
