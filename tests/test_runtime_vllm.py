@@ -5,6 +5,7 @@ That one is named by WISPARSE_VLLM_PYTHON; ``.ci/run`` makes it, with vLLM's eng
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from tokenizers import Tokenizer
 from vllm_peer import ENVIRONMENT
 
 import wisparse
+from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.prefill import sparse_from
@@ -37,6 +39,7 @@ from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, w
 from wisparse.runtime.vllm.settings import Settings
 from wisparse.runtime.vllm.versions import require_known_version
 
+PROMPTS = [[5, 17, 250, 3, 99, 101, 7], [40, 41, 42]]
 PEER = Path(__file__).resolve().parent / "vllm_peer.py"
 
 # --- without vLLM
@@ -275,12 +278,40 @@ def test_tokens_of_a_larger_model(
 
 
 @pytest.mark.slow
-def test_two_processes_give_the_tokens_of_one(
+def test_tokens_with_drafts_and_a_prefix_cache(
     python: str, bundle: Path, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
+) -> None:
+    prompts = some_prompts(stdlib_files["evaluation"], example_model)[5:10]
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    draft = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    # Blocks of 32 tokens: the prompts alone find those that they left when they came together.
+    settings = {"speculative_config": draft, "block_size": 32, "disable_log_stats": False}
+    (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json", json.dumps(settings))
+    expected = own_tokens(bundle, prompts, "dense")
+    assert found["together"] == expected
+    assert found["alone"] == expected
+    assert found["counts"]["vllm:spec_decode_num_accepted_tokens"] > 0
+    assert found["counts"]["vllm:prefix_cache_hits"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    # Compiled: without its warm-up vLLM's engine for CPUs cannot run a second stage, of any model.
+    [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2, "enforce_eager": False}],
+    ids=["tensor", "pipeline, compiled"],
+)
+def test_two_processes_give_the_tokens_of_one(
+    python: str,
+    bundle: Path,
+    stdlib_files: dict[str, list[Path]],
+    example_model: Path,
+    tmp_path: Path,
+    settings: dict[str, Any],
 ) -> None:
     prompts = some_prompts(stdlib_files["evaluation"], example_model)[4:10]
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json", '{"tensor_parallel_size": 2}')
+    (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json", json.dumps(settings))
     expected = own_tokens(bundle, prompts, "dense")
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
 
@@ -309,8 +340,9 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (no_sidecar, {}, {}, "wisparse.safetensors"),
         (damaged, {}, {}, "expected sha256"),
         (another, {}, {}, "wisparse.json"),
-        (quantised, {}, {}, "found weights quantised by fp8"),
+        (quantised, {}, {}, "found weights quantised by fp8: vLLM's kernels for them cannot leave channels unread"),
         (dense, {"quantization": "wisparse"}, {}, "not a bundle"),
+        (bundle, {"enable_lora": True}, {}, "does not run with LoRA adapters in vLLM yet; leave the option out"),
         (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
         (bundle, {"additional_config": {"wisparse": {"prefill": "half"}}}, {}, "expected one of dense, all in vLLM"),
         (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "rungs, 0.5, or 0 for the dense model, found 0.4"),
@@ -332,6 +364,29 @@ def test_a_bundle_is_dense_without_the_plug_in(
     (found,) = ask(python, "tokens", bundle, tmp_path / "prompts.json", VLLM_PLUGINS="none-at-all")
     assert found["method"] is None
     assert found["alone"] != own_tokens(bundle, prompts, "dense")
+
+
+@pytest.mark.slow
+def test_a_quantised_bundle_is_dense_without_the_plug_in(
+    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
+) -> None:
+    # vLLM's engine for CPUs has a kernel for int4 alone; benchmarks/gpu_vllm.py asks int8 and fp8 of a GPU.
+    bundle = tmp_path / "bundle"
+    arguments = ["convert", str(example_model), "-o", str(bundle), "--weights", "int4", "--method", "teal", "-q"]
+    arguments += ["--search", "uniform", "--calibration", str(stdlib_files["evaluation"][0])]
+    with contextlib.suppress(SystemExit):
+        main([*arguments, "--num-samples", "2", "--seq-len", "32"])
+    (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, VLLM_PLUGINS="none-at-all")
+    assert found["method"] == "compressed-tensors"
+    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    for prompt, tokens, likely in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+        for count, (token, logprob) in enumerate(zip(tokens, likely, strict=True)):
+            read = torch.tensor(prompt + tokens[:count])
+            own = decoder.prefill(0, read, len(read)).flatten().log_softmax(-1)
+            # Its activations are bfloat16, the only type its kernel takes; ours are float32: the same greedy token, or
+            # one that rounding cannot tell from it.
+            assert float(own[token]) == pytest.approx(logprob, abs=0.06)
+            assert float(own.max() - own[token]) < 0.06
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 python tests/vllm_peer.py tokens BUNDLE PROMPTS.json [SETTINGS]
 python tests/vllm_peer.py refusals CASES.json
+python tests/vllm_peer.py dense PROMPTS BUNDLE
 """
 
 from __future__ import annotations
@@ -45,8 +46,10 @@ def tokens(bundle: str, prompts: str, settings: str = "{}") -> None:
 
     together = answers(ids)
     alone = [answers([prompt])[0] for prompt in ids]
-    method = llm.llm_engine.vllm_config.model_config.quantization
-    print(json.dumps({"method": method, "together": together, "alone": alone}), flush=True)
+    found = {"method": llm.llm_engine.vllm_config.model_config.quantization, "together": together, "alone": alone}
+    if not json.loads(settings).get("disable_log_stats", True):
+        found["counts"] = {metric.name: metric.value for metric in llm.get_metrics() if hasattr(metric, "value")}
+    print(json.dumps(found), flush=True)
 
 
 def refusals(cases: str) -> None:
@@ -63,6 +66,23 @@ def refusals(cases: str) -> None:
         for name in environment:
             del os.environ[name]
         print(json.dumps({"error": found}), flush=True)
+
+
+def dense(prompts: str, bundle: str) -> None:
+    """A bundle's greedy tokens and their log-probabilities in bfloat16."""
+    from vllm import SamplingParams
+
+    ids = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
+    sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=1)
+    llm = engine(bundle, dtype="bfloat16")
+    answers = [done.outputs[0] for done in llm.generate(ids, sampling, use_tqdm=False)]
+    found: dict[str, Any] = {"method": llm.llm_engine.vllm_config.model_config.quantization}
+    found["tokens"] = [list(answer.token_ids) for answer in answers]
+    found["logprobs"] = [
+        [place[token].logprob for place, token in zip(answer.logprobs, answer.token_ids, strict=True)]
+        for answer in answers
+    ]
+    print(json.dumps(found), flush=True)
 
 
 def client(url: str, prompt: str) -> None:
@@ -82,4 +102,4 @@ def client(url: str, prompt: str) -> None:
 
 if __name__ == "__main__":
     os.environ.update(ENVIRONMENT)
-    {"tokens": tokens, "refusals": refusals, "client": client}[sys.argv[1]](*sys.argv[2:])
+    {"tokens": tokens, "refusals": refusals, "dense": dense, "client": client}[sys.argv[1]](*sys.argv[2:])

@@ -93,8 +93,9 @@ class WisparseConfig(QuantizationConfig):
         require_known_version(vllm.__version__)
         if self._stored is not None:
             raise UnsupportedModelError(
-                f"expected a bundle of bf16, fp16 or fp32 weights in vLLM, found weights quantised by {self._stored}; "
-                "convert the unquantised model"
+                f"expected a bundle of bf16, fp16 or fp32 weights in vLLM, found weights quantised by {self._stored}: "
+                "vLLM's kernels for them cannot leave channels unread; run the bundle dense here (VLLM_PLUGINS='' vllm "
+                "serve …) or with its masks by `wisparse serve`, or convert the unquantised model"
             )
         bundle = Bundle.open(fetch_bundle(model_name, revision))
         if bundle.config.delta_net is not None:
