@@ -13,8 +13,10 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
     cats           |SiLU(gate)|: up and down sparse, as far as they alone can meet the target
     rsparse        |x|, the same share unread everywhere, what is dropped through low-rank factors
     fisher         loss-weighted norms, damage and allocation from backward passes
-    wisparse       the default (refine): the same, refined by gradient steps on the joint KL
+    wisparse       refine: the same, refined by gradient steps on the joint KL
     additive       the paper's score, allocation from a table of measured KL
+    *-rotated      the same on the model in its principal directions, which is what a conversion does by default; KL is
+                   to the source's dense model, so what rounding the turned weights costs is in it
 """
 
 from __future__ import annotations
@@ -24,12 +26,14 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from baselines import BASELINES, Baseline
-from quality import Clock, describe_machine, opened, options_of, print_head, publish, row
+from quality import Clock, describe_machine, opened, options_of, print_head, publish, row, stdlib_tokens
 
-from wisparse.converter.model.source import SourceModel
+from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.searches.search import SearchSettings, search
 from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.weights.rotate import rotate
 from wisparse.formats.errors import UsageError
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 METHODS = {
     "teal-uniform": ("teal", "uniform"),
@@ -41,10 +45,13 @@ METHODS = {
     "wisparse": ("wisparse", "refine"),
     "additive": ("wisparse", "additive"),
 }
+_ROTATED = "-rotated"
+METHODS |= {label + _ROTATED: METHODS[label] for label in ("teal-uniform", "teal", "fisher", "wisparse")}
+UNIFORM = "teal-uniform"
 
 
 def made(
-    label: str, source: SourceModel, tokens: CalibrationTokens, sparsity: float, kl_tokens: int, seed: int
+    label: str, source: SourceModel, tokens: CalibrationTokens, sparsity: float, options: argparse.Namespace
 ) -> AbstractContextManager[Baseline]:
     """A method's masks, by the search or by hand.
 
@@ -53,13 +60,14 @@ def made(
     """
     method, kind = METHODS[label]
     if method in BASELINES:
-        return BASELINES[method](source, tokens, sparsity, kl_tokens)
+        return BASELINES[method](source, tokens, sparsity, options.kl_tokens)
     settings = SearchSettings(
         sparsity=sparsity,
         method=method,
         search=kind,
-        kl_tokens=None if kind in ("fisher", "refine") else kl_tokens,
-        seed=seed,
+        kl_tokens=None if kind in ("fisher", "refine") else options.kl_tokens,
+        batch_size=options.batch_size,
+        seed=options.seed,
     )
     return nullcontext(Baseline(source.projections, search(source, tokens, settings)))
 
@@ -71,6 +79,10 @@ def main() -> None:
     options = options_of(parser)
 
     source, tokens, evaluator = opened(options)
+    models = {False: (source, evaluator)}
+    if any(label.endswith(_ROTATED) for label in options.methods):
+        turned = turned_to_other_text(options, tokens)
+        models[True] = (turned, evaluator.against(turned))
     facts = {
         "model": options.model.name,
         "calibration tokens": tokens.input_ids.numel(),
@@ -80,21 +92,35 @@ def main() -> None:
     print_head("Methods and sparsities", facts)
     rows: list[dict[str, Any]] = []
     for sparsity in options.sparsities:
-        first = len(rows)
         for label in options.methods:
+            model, measure = models[label.endswith(_ROTATED)]
             try:
                 with ExitStack() as stack:
                     with Clock() as clock:
-                        making = made(label, source, tokens, sparsity, options.kl_tokens, options.seed)
+                        making = made(label, model, tokens, sparsity, options)
                         found = stack.enter_context(making)
-                    entry = row(f"{label} {100 * sparsity:g}%", found.measure(evaluator), clock.spent, found.result)
+                    entry = row(f"{label} {100 * sparsity:g}%", found.measure(measure), clock.spent, found.result)
             except UsageError as refused:  # cats: up and down alone are not enough
                 print(f"{label} {sparsity}: {refused}", flush=True)
                 continue
             rows.append({"method": label, "sparsity": sparsity, **entry})
-            rows[-1]["of_uniform"] = rows[-1]["kl"] / rows[first]["kl"]
             print(f"{label} {sparsity}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}", flush=True)
-    publish("methods", "Methods", options, facts, rows)
+    publish("methods", "Methods", options, facts, of_uniform(rows))
+
+
+def turned_to_other_text(options: argparse.Namespace, tokens: CalibrationTokens) -> SourceModel:
+    """The model in the principal directions of other passages of the calibration files, as a conversion does it."""
+    source = load_source(options.model, device=options.device)
+    text = stdlib_tokens(source, "calibration", -(-options.num_samples // 2), options.seq_len, options.seed + 1)
+    return rotate(source, Checkpoint.open(options.model), tokens, lambda: text).source
+
+
+def of_uniform(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """In the table's order, each with its ratio to uniform |x| at its sparsity, where that is there."""
+    order = list(METHODS)
+    rows = sorted(rows, key=lambda row: (row["sparsity"], order.index(row["method"])))
+    uniform = {row["sparsity"]: row["kl"] for row in rows if row["method"] == UNIFORM}
+    return [{**row, "of_uniform": row["kl"] / uniform[row["sparsity"]]} if uniform else row for row in rows]
 
 
 if __name__ == "__main__":

@@ -147,6 +147,20 @@ class Evaluator:
         self.source, self.input_ids, self.batch_size = source, input_ids, batch_size
         self._dense: list[Tensor] = []
 
+    def against(self, source: SourceModel) -> Evaluator:
+        """The same of another model, still against the dense model of this one."""
+        if not self._dense:
+            for ids in self.input_ids.split(self.batch_size):
+                self._dense.append(self._log_probs(ids))
+        other = Evaluator(source, self.input_ids, self.batch_size)
+        other._dense = self._dense
+        return other
+
+    @torch.no_grad()
+    def _log_probs(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.source.model(input_ids=ids.to(self.source.device), use_cache=False).logits
+        return logits.float().log_softmax(-1)
+
     def __call__(self, result: SearchResult, places: Mapping[str, Any] | None = None) -> Divergence:
         """``places`` are what the result's masks are put on, where these are others than the projections."""
         with MaskedModel(places or self.source.projections) as masked:
@@ -210,6 +224,7 @@ def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--kl-tokens", type=int, default=2048, help="for the searches that compare candidates")
     parser.add_argument("--eval-tokens", type=int, default=24576)
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences of a search's pass")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)

@@ -30,10 +30,12 @@ from wisparse.converter.pipeline import run
 from wisparse.converter.quality.choice import Budget, choose
 from wisparse.converter.searches.search import Rungs, SearchSettings
 from wisparse.converter.settings import USUAL, ConvertSettings
+from wisparse.converter.weights.rotate import rotate
 from wisparse.formats.errors import UsageError
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 BUDGETS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15)
-_CHOICE_SEED = 2_000_003
+_CHOICE_SEED, _DIRECTIONS_SEED = 2_000_003, 3_000_003
 
 
 def times(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -48,6 +50,7 @@ def times(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 search=arguments.search,
                 num_samples=arguments.num_samples,
                 seq_len=arguments.seq_len,
+                rotation=arguments.rotation,
                 device=arguments.device,
             )
             wall, processor = time.perf_counter(), time.process_time()
@@ -73,6 +76,11 @@ def budgets(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     tokens = stdlib_tokens(source, "calibration", *shape)
     choice_tokens = stdlib_tokens(source, "calibration", *shape, seed=_CHOICE_SEED)
     other = Evaluator(source, stdlib_tokens(source, "evaluation", arguments.evaluation_samples, shape[1]).input_ids)
+    if arguments.rotation != "none":
+        model = load_source(arguments.model, device=arguments.device)
+        text = stdlib_tokens(model, "calibration", -(-shape[0] // 2), shape[1], seed=_DIRECTIONS_SEED)
+        source = rotate(model, Checkpoint.open(arguments.model), tokens, lambda: text).source
+        other = other.against(source)
     rows: list[dict[str, Any]] = []
     with Rungs(source, tokens, SearchSettings(search=arguments.search), store=Memory()) as rungs:
         kept = Memory()
@@ -117,6 +125,7 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--evaluation-samples", type=int, default=32)
+    parser.add_argument("--rotation", choices=("pca", "none"), default="pca")
     parser.add_argument("--max-kl", type=float, nargs="+", default=BUDGETS)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", type=Path)
@@ -125,6 +134,7 @@ def main() -> None:
     document = {
         "model": arguments.model.name,
         "search": arguments.search,
+        "rotation": arguments.rotation,
         "tokens": f"{arguments.num_samples} x {arguments.seq_len}",
         "machine": describe_machine(torch.device(arguments.device)),
         arguments.part: rows,

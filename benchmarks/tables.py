@@ -24,10 +24,18 @@ from typing import Any
 
 import torch
 from ablation import PARTS, ROWS, in_order
+from methods import METHODS, of_uniform
 from quality import EXAMPLE, markdown_table
 
 HERE = Path(__file__).resolve().parent
 _PER_ROW = ("rows", "benchmark")
+# What one process makes of a sparsity: the searches that take longest are alone.
+_LONG = ("wisparse-rotated", "wisparse")
+GROUPS = (
+    *((label,) for label in _LONG),
+    tuple(label for label in METHODS if label.endswith("-rotated") and label not in _LONG),
+    tuple(label for label in METHODS if not label.endswith("-rotated") and label not in (*_LONG, "additive")),
+)
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ def summary_table(rows: list[dict[str, Any]]) -> str:
         texts = ["–" if c is None else f"{c['kl']:.4f}, {c['of_uniform']:.3f}, {c['of_teal']:.3f}" for c in found]
         lines.append(f"| {method} | " + " | ".join(texts) + " |")
     lines.append("")
-    for method in ("fisher", "wisparse"):
+    for method in ("fisher", "wisparse", "fisher-rotated", "wisparse-rotated"):
         of = [[row[key] for row in rows if row["method"] == method] for key in ("of_uniform", "of_teal")]
         means = [sum(values) / len(values) for values in of if values]
         if means:
@@ -167,6 +175,8 @@ def main() -> None:
     parser.add_argument("--eval-tokens", default="24576")
     parser.add_argument("--num-generations", default="400")
     parser.add_argument("--num-offspring", default="64")
+    parser.add_argument("--batch-size", default="4", help="sequences of a search's pass, for what methods.py makes")
+    parser.add_argument("--only", choices=("methods", "ablation"), help="one kind of table, and no summary")
     parser.add_argument("--device", default="auto")
     options = parser.parse_args()
 
@@ -181,16 +191,22 @@ def main() -> None:
             for part in PARTS
         ]
         methods_pieces[name] = [
-            Piece(options.pieces / f"methods-{name}-{s:g}", "methods.py", (*arguments, "--sparsities", f"{s:g}"))
-            for s in sorted(options.sparsities)
+            Piece(
+                options.pieces / f"methods-{name}-{s:g}-{group[0]}",
+                "methods.py",
+                (*arguments, "--batch-size", options.batch_size, "--sparsities", f"{s:g}", "--methods", *group),
+            )
+            for group in GROUPS
+            for s in sorted(options.sparsities, reverse=True)
         ]
     # The long ones first: the paper's evolution, of the largest model first; high sparsities before low ones.
     size = {model.name: sum(file.stat().st_size for file in model.glob("*.safetensors")) for model in options.models}
     names = sorted(size, key=lambda name: -size[name])
     paper = PARTS.index("paper")
     pieces = [ablation_pieces[name][paper] for name in names]
-    pieces += [piece for name in names for piece in reversed(methods_pieces[name])]
+    pieces += [piece for together in zip(*(methods_pieces[name] for name in names), strict=True) for piece in together]
     pieces += [piece for name in names for i, piece in enumerate(ablation_pieces[name]) if i != paper]
+    pieces = [piece for piece in pieces if options.only in (None, piece.script.removesuffix(".py"))]
     gpus = visible_gpus(options.device)
     began = time.perf_counter()
     if not make_all(pieces, options.jobs, gpus):
@@ -204,15 +220,18 @@ def main() -> None:
     ablations: dict[str, dict[str, dict[str, Any]]] = {}
     for model in options.models:
         name = model.name
-        whole = merged([piece.found() or {} for piece in ablation_pieces[name]]) | shared
-        whole["rows"] = in_order(whole["rows"])
-        by_label = {row["recipe"]: row for row in whole["rows"]}
-        ablations[name] = {key: by_label[label] for key, label in ROWS.items()}
-        write(options.out, f"ablation-{name}", f"Ablation: {name}", whole, markdown_table(whole["rows"]))
-        methods[name] = whole = merged([piece.found() or {} for piece in methods_pieces[name]]) | shared
-        tables = (f"KL, and of uniform |x|:\n\n{across(whole['rows'])}", markdown_table(whole["rows"]))
-        write(options.out, f"methods-{name}", f"Methods: {name}", whole, *tables)
-    if 0.5 in options.sparsities:
+        if options.only != "methods":
+            whole = merged([piece.found() or {} for piece in ablation_pieces[name]]) | shared
+            whole["rows"] = in_order(whole["rows"])
+            by_label = {row["recipe"]: row for row in whole["rows"]}
+            ablations[name] = {key: by_label[label] for key, label in ROWS.items()}
+            write(options.out, f"ablation-{name}", f"Ablation: {name}", whole, markdown_table(whole["rows"]))
+        if options.only != "ablation":
+            methods[name] = whole = merged([piece.found() or {} for piece in methods_pieces[name]]) | shared
+            whole["rows"] = of_uniform(whole["rows"])
+            tables = (f"KL, and of uniform |x|:\n\n{across(whole['rows'])}", markdown_table(whole["rows"]))
+            write(options.out, f"methods-{name}", f"Methods: {name}", whole, *tables)
+    if 0.5 in options.sparsities and options.only is None:
         document = summary(methods, ablations) | shared
         write(options.out, "summary", "Summary of quality", document, summary_table(document["rows"]))
         print(summary_table(document["rows"]))

@@ -47,6 +47,7 @@ from .searches.search import OTHER_SPARSITIES, Rungs, SearchResult, SearchSettin
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
 from .text.calibration import load_calibration
 from .text.tokens import CalibrationTokens
+from .weights.rotate import Turned, rotate
 from .weights.stage import quantise_weights
 from .work.finish import is_finished, remove_mark, write_mark
 from .work.processes import ALONE, LeadersStore, Processes, joined
@@ -59,6 +60,9 @@ _log = logging.getLogger("wisparse")
 
 # What a recipe's numbers depend on besides the settings; recorded, and part of the state's fingerprint.
 _LIBRARIES = ("torch", "transformers", "tokenizers")
+
+# Far from any seed that a person chooses, and from those of the texts that measure (`measurement`).
+_DIRECTIONS_SEED_OFFSET = 3_000_003
 
 # How far beside what a budget allowed the report looks.
 _NEIGHBOURS = 0.05
@@ -103,6 +107,7 @@ def convert(
     num_samples: int = ConvertSettings.num_samples,
     seq_len: int | None = None,
     seed: int = ConvertSettings.seed,
+    rotation: str = ConvertSettings.rotation,
     weights: str = ConvertSettings.weights,
     dtype: str = "auto",
     device: str = "auto",
@@ -158,6 +163,7 @@ def convert(
         num_samples=num_samples,
         seq_len=seq_len,
         seed=seed,
+        rotation=rotation,
         weights=weights,
         dtype=dtype,
         device=device,
@@ -251,6 +257,11 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         if tokens is None:
             tokens = _self_calibration(source, settings, own, progress) if processes.leads else None
             tokens = cast(CalibrationTokens, processes.broadcast(tokens))
+        turned = None
+        if settings.rotation != "none":
+            text = partial(_directions_text, source, tokens, settings, progress)
+            turned = rotate(source, checkpoint, tokens, text, progress, store, processes)
+            source, checkpoint = turned.source, turned.checkpoint
         if settings.weights != "native":
             checkpoint = _in_codes(source, tokens, checkpoint, settings, progress, store)
         results, choice = _search(source, tokens, settings, progress, store, processes)
@@ -267,10 +278,19 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             progress=progress,
         )
         del source  # the writer copies from the files and needs its memory more than a model does
-        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice)
+        recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, turned)
         with progress.stage("Writing the bundle"):
             _write(plan, origin, checkpoint, recipe, results, measurement)
     return Conversion(settings.output_dir, recipe, measurement, plan, progress.take_seconds(), None, choice)
+
+
+def _directions_text(
+    source: SourceModel, tokens: CalibrationTokens, settings: ConvertSettings, progress: Progress
+) -> CalibrationTokens:
+    """Another text than the calibration's, half as long: directions need less of it than thresholds."""
+    shape = (-(-tokens.num_samples // 2), tokens.seq_len)
+    seed = tokens.seed + _DIRECTIONS_SEED_OFFSET
+    return load_calibration(settings.calibration, source.tokenizer, source.model, *shape, seed, progress)
 
 
 def _search(
@@ -439,6 +459,7 @@ def _recipe(
     tokens: CalibrationTokens,
     results: Mapping[float, SearchResult],
     choice: Choice | None,
+    turned: Turned | None,
 ) -> Recipe:
     settings = plan.settings
     return Recipe(
@@ -458,6 +479,7 @@ def _recipe(
         search=_details(settings, results, choice),
         versions=_versions(),
         vision_tensors_left_out=checkpoint.vision_tensors,
+        rotation=turned.record if turned else None,
     )
 
 

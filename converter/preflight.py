@@ -29,6 +29,7 @@ from wisparse.formats.weights.quantisation import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
 
 from .bench.sensitivity import LARGEST_LOGITS
+from .model.rotation import why_fixed
 from .model.source import choose_dtype, lacks_accelerate, load_tokenizer
 from .settings import ConvertSettings, auto_seq_len
 from .text.calibration import describe_spec, load_calibration
@@ -70,6 +71,8 @@ class Plan:
         max_memory: where the weights go, in bytes by GPU and for ``cpu``, if the device alone cannot hold them.
         finished: an interrupted run put the bundle there that is in the output folder; whether it was one of this very
             source, these settings and this text is known once the weights are read.
+        not_rotated: why the weights stay in the source's coordinates, where nobody asked for that.
+        apart_bytes: what the bundle takes more because tied embeddings are two tensors once they are turned.
     """
 
     settings: ConvertSettings
@@ -89,6 +92,8 @@ class Plan:
     memory_free_bytes: int
     max_memory: dict[int | str, int] | None = None
     finished: bool = False
+    not_rotated: str | None = None
+    apart_bytes: int = 0
 
     @property
     def weights_on(self) -> str:
@@ -118,9 +123,12 @@ class Plan:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             **settings.deciding(),
+            "rotation": settings.rotation,
+            "not_rotated": self.not_rotated,
             "calibration": self.calibration,
             "calibration_tokens": settings.num_samples * settings.length,
             "download_bytes": self.download_bytes,
+            "apart_bytes": self.apart_bytes,
             "bundle_bytes": self.bundle_bytes,
             "disk_free_bytes": self.disk_free_bytes,
             "memory_bytes": self.memory_bytes,
@@ -156,7 +164,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
                 )
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
-        config, text_of = _read_config(source.folder, settings)
+        config, text_of, quantised = _read_config(source.folder, settings)
         if settings.seq_len is None:
             settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
         finished = settings.resume and names_the_bundle(settings.output_dir)
@@ -178,8 +186,19 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     dtype = choose_dtype(config.dtype, device)
     num_parameters = sum(_product(shape) for shape in shapes.values())
     working = working_bytes(config, dtype, settings)
-    weights = num_parameters * dtype.itemsize
     free = available_bytes(device)
+    rotation, not_rotated = _rotation(settings, config, quantised)
+    # Turned, tied embeddings are two tensors.
+    apart = config.vocab_size * config.hidden_size if rotation != "none" and config.tie_word_embeddings else 0
+    weights = (num_parameters + apart) * dtype.itemsize
+    if rotation != "none" and weights + working > free:
+        why = (
+            f"the model does not fit into the memory of {device}, and weights that stay in their files cannot be turned"
+        )
+        if settings.rotation != "auto":
+            raise ResourceError(f"{source.name}: {why}; choose a larger device, or --rotation none")
+        rotation, not_rotated, apart, weights = "none", why, 0, num_parameters * dtype.itemsize
+    settings = replace(settings, rotation=rotation)
     plan = Plan(
         settings=settings,
         source=source,
@@ -192,12 +211,14 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         tokens=tokens,
         calibration=describe_spec(settings.calibration),
         download_bytes=download_bytes(settings.model, settings.revision),
-        bundle_bytes=bundle_bytes(config, num_parameters, settings.dtype, max(1, len(settings.rungs))),
+        bundle_bytes=bundle_bytes(config, num_parameters + apart, settings.dtype, max(1, len(settings.rungs))),
         disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
         memory_bytes=weights + working,
         memory_free_bytes=free,
         max_memory=_max_memory(device, free, working) if weights + working > free else None,
         finished=finished,
+        not_rotated=not_rotated,
+        apart_bytes=apart * _itemsize(config, settings.dtype),
     )
     if settings.weights != "native" and plan.max_memory is not None:
         raise ResourceError(
@@ -222,7 +243,21 @@ def check_places(settings: ConvertSettings, source: Source, finished: bool) -> N
         check_output(settings.output_dir, settings.overwrite, source=source.folder)
 
 
-def _read_config(folder: Path, settings: ConvertSettings) -> tuple[ModelConfig, str | None]:
+def _rotation(settings: ConvertSettings, config: ModelConfig, quantised: bool) -> tuple[str, str | None]:
+    """What `ConvertSettings.rotation` comes to, and why ``auto`` leaves the weights as they are."""
+    fixed = why_fixed(config, quantised)
+    if settings.rotation != "auto":
+        if settings.rotation != "none" and fixed:
+            raise UnsupportedModelError(f"--rotation {settings.rotation}: {fixed}; leave it out, or give none")
+        return settings.rotation, None
+    if settings.method != "wisparse":
+        fixed = f"--method {settings.method} is measured as its authors have it"
+    elif settings.rungs and not any(settings.rungs):
+        fixed = "nothing is left unread"
+    return ("none", fixed) if fixed else ("pca", None)
+
+
+def _read_config(folder: Path, settings: ConvertSettings) -> tuple[ModelConfig, str | None, bool]:
     if (kind := folder_kind(folder)) is not None:
         raise UnsupportedModelError(f"{shown(folder)} is {kind}")
     config = read_json(folder, "config.json", _MAX_CONFIG_BYTES, UnsupportedModelError)
@@ -232,7 +267,8 @@ def _read_config(folder: Path, settings: ConvertSettings) -> tuple[ModelConfig, 
         )
     plain = text_config(config)
     read = ModelConfig.from_dict(plain)
-    if read_quantisation(plain, read):
+    quantised = bool(read_quantisation(plain, read))
+    if quantised:
         for option, value, kept in (("dtype", settings.dtype, "auto"), ("weights", settings.weights, "native")):
             if value != kept:
                 raise UsageError(
@@ -240,7 +276,7 @@ def _read_config(folder: Path, settings: ConvertSettings) -> tuple[ModelConfig, 
                 )
     if settings.weights == "int4":
         group_size(read)
-    return read, config["model_type"] if is_wrapper(config) else None
+    return read, config["model_type"] if is_wrapper(config) else None, quantised
 
 
 def _calibration(
@@ -266,9 +302,12 @@ def _calibration(
 
 def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_rungs: int = 3) -> int:
     """Size of a bundle of so many parameters, stored in ``dtype`` (``auto``: the source's)."""
-    itemsize = getattr(torch, config.dtype if dtype == "auto" else dtype, torch.float32).itemsize
     sidecar = sum(4 * num_rungs * projection.in_features + 512 for projection in config.projections())
-    return num_parameters * itemsize + sidecar + (32 << 20)  # tokenizers have up to 20 MB
+    return num_parameters * _itemsize(config, dtype) + sidecar + (32 << 20)  # tokenizers have up to 20 MB
+
+
+def _itemsize(config: ModelConfig, dtype: str) -> int:
+    return getattr(torch, config.dtype if dtype == "auto" else dtype, torch.float32).itemsize
 
 
 def working_bytes(config: ModelConfig, dtype: torch.dtype, settings: ConvertSettings) -> int:

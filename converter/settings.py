@@ -17,6 +17,7 @@ __all__ = [
     "MAX_SPARSITY",
     "METHODS",
     "REPORTS",
+    "ROTATIONS",
     "SEARCHES",
     "USUAL",
     "USUAL_DEFAULT",
@@ -34,6 +35,7 @@ SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
 REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 WEIGHTS = ("native", "int8", "fp8", "int4")
+ROTATIONS = ("auto", "pca", "none")
 
 # From 40% to 50% speed grows by an eighth and the KL more than doubles: docs/choosing.md.
 USUAL, USUAL_DEFAULT = (0.3, 0.4, 0.5), 0.4
@@ -67,6 +69,9 @@ class ConvertSettings:
         calibration: ``self``, ``paper``, a Hub data set, or paths.
         num_samples, seq_len: how many sequences of how many tokens; a length of None is `auto_seq_len`'s.
         seed: of everything that is drawn.
+        rotation: ``pca`` turns the weights to the principal directions of what flows through them (`rotate`), ``none``
+            leaves them as they are; ``auto``, settled by the preflight, turns them where that is possible and
+            ``wisparse`` is the method: the others are what their authors have.
         weights: how the projections are stored: ``native`` as the source has them, ``int8`` and ``fp8`` rounded with a
             scale a row, ``int4`` fitted to the calibration text in groups.
         dtype: of the bundle's weights; ``auto`` copies the source's bytes.
@@ -97,6 +102,7 @@ class ConvertSettings:
     num_samples: int = 16
     seq_len: int | None = None
     seed: int = 0
+    rotation: str = "auto"
     weights: str = "native"
     dtype: str = "auto"
     device: str = "auto"
@@ -165,7 +171,8 @@ class ConvertSettings:
             target = {"sparsity": list(self.rungs), "default": self.default_of(self.rungs)}
         # Native weights are named by no state that was kept before there were others.
         stored = {} if self.weights == "native" else {"weights": self.weights}
-        return {**target, **stored, **{name: settings[name] for name in names}, "search": self.chosen_search}
+        turned = {} if self.rotation == "none" else {"rotation": self.rotation}
+        return {**target, **turned, **stored, **{name: settings[name] for name in names}, "search": self.chosen_search}
 
     def check(self) -> None:
         """Find every contradiction, before anything is read.
@@ -183,6 +190,7 @@ class ConvertSettings:
             )
         arguments.choice("--dtype", self.dtype, DTYPES)
         arguments.choice("--weights", self.weights, WEIGHTS)
+        arguments.choice("--rotation", self.rotation, ROTATIONS)
         if self.weights != "native" and self.dtype != "auto":
             raise UsageError(
                 f"--weights {self.weights} stores the layers in codes and the rest as it is; leave --dtype out"

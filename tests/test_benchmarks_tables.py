@@ -18,6 +18,7 @@ _FAKE = """
 import json, sys
 from pathlib import Path
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+methods = sys.argv[sys.argv.index("--methods") + 1 : sys.argv.index("--out")] if "--methods" in sys.argv else []
 if given["--model"].endswith("broken"):
     sys.exit("no such weights")
 with open(Path(__file__).with_name("calls"), "a") as calls:
@@ -31,8 +32,7 @@ if "--parts" in given:
 else:
     kls = {"teal-uniform": 0.4, "teal": 0.2, "fisher": 0.15, "wisparse": 0.1}
     document["rows"] = [
-        {"method": m, "sparsity": sparsity, "recipe": m, "kl": kl, "of_uniform": kl / 0.4, **figures}
-        for m, kl in kls.items()
+        {"method": m, "sparsity": sparsity, "recipe": m, "kl": kls.get(m, 0.3), **figures} for m in methods
     ]
 (Path(given["--out"]) / "result.json").write_text(json.dumps(document))
 """
@@ -75,11 +75,11 @@ def test_one_command_writes_every_table(
     assert [row["recipe"] for row in ablation["rows"]] == list(tables.ROWS.values())
     assert "up to 3 processes on one CPU" in ablation["made by"]
     assert "mean of wisparse: 0.250 of uniform, 0.500 of TEAL" in capsys.readouterr().out
-    assert calls(tmp_path) == 2 * (3 + 4)
+    assert calls(tmp_path) == 2 * (3 + 16)
     run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
-    assert calls(tmp_path) == 2 * (3 + 4), "nothing is made twice"
+    assert calls(tmp_path) == 2 * (3 + 16), "nothing is made twice"
     run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), "--eval-tokens", "512")
-    assert calls(tmp_path) == 3 * (3 + 4), "with other options everything is"
+    assert calls(tmp_path) == 3 * (3 + 16), "with other options everything is"
 
 
 def test_a_piece_that_fails_is_told(
@@ -89,9 +89,9 @@ def test_a_piece_that_fails_is_told(
         run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "broken"))
     assert caught.value.code == 1
     told = capsys.readouterr().out
-    assert "methods-broken-0.5: FAILED, exit status 1" in told
+    assert "methods-broken-0.5-wisparse: FAILED, exit status 1" in told
     assert "no such weights" in told
-    assert "methods-one-0.5: made" in told, "the others are made all the same"
+    assert "methods-one-0.5-wisparse: made" in told, "the others are made all the same"
     assert not (tmp_path / "out").exists()
 
 

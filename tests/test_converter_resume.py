@@ -70,7 +70,8 @@ def test_killed_runs_end_with_the_same_bytes(search: str, conversions: Any, mode
     [reference] = conversions(settings_for(model, tmp_path / "undisturbed", search), [None])
     assert reference["status"] == 0
     # Seeded points in the order in which a run passes them, so that every attempt comes further than the one before:
-    # three while results are saved, one while the bundle is written, one while the state is removed.
+    # three while results are saved and one once the rotation is, one while the bundle is written, one while the state
+    # is removed.
     labels = list(dict.fromkeys(reference["labels"]))
     written = next(index for index, label in enumerate(labels) if label.startswith("after rename"))
     # After the last trace is gone the conversion is over, not killed.
@@ -78,10 +79,12 @@ def test_killed_runs_end_with_the_same_bytes(search: str, conversions: Any, mode
     saves = [label for label in labels[:written] if "OUT.work/units" in label and ".state" in label]
     bundle = [label for label in labels[:written] if "OUT.partial" in label]
     choose = random.Random(f"kill {search}")
-    chosen = [*choose.sample(saves, 3), choose.choice(bundle), choose.choice(labels[written:over])]
+    turned = [label for label in saves if "/rotation.state" in label][-1]
+    saves.remove(turned)
+    chosen = [*choose.sample(saves, 3), turned, choose.choice(bundle), choose.choice(labels[written:over])]
     chosen.sort(key=labels.index)
     attempts = conversions(settings_for(model, tmp_path / "killed", search), [*chosen, None])
-    assert [one["status"] for one in attempts] == [-signal.SIGKILL] * 5 + [0], chosen
+    assert [one["status"] for one in attempts] == [-signal.SIGKILL] * 6 + [0], chosen
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"killed", "undisturbed"}, "neither state nor partial folders stay"

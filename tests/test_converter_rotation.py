@@ -1,24 +1,29 @@
-"""A rotated copy says what its source says, in other numbers; what cannot be turned is refused."""
+"""A turned model says what its source says, in other numbers; what cannot be turned is left alone, or refused."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
-from runtime_models import VARIANTS, make_checkpoint
+from runtime_models import VARIANTS
+from safetensors.torch import load_file, save_file
 from test_every_family import hugging_face, make_source
 from tiny_bundle import VOCAB
 
-from wisparse.cli import cli
+from wisparse import convert, load
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.rotation import find_rotation
 from wisparse.converter.model.source import load_source
-from wisparse.converter.rotate import rotate
+from wisparse.converter.preflight import preflight
+from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.formats.errors import UnsupportedModelError, UsageError
+from wisparse.converter.weights.rotate import rotate
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import ResourceError, UnsupportedModelError
 from wisparse.formats.model.architectures import ARCHITECTURES
 from wisparse.formats.weights.checkpoint import Checkpoint
 
@@ -36,19 +41,43 @@ TURNED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) fo
 
 
 @pytest.mark.parametrize("variant", TURNED)
-def test_a_copy_says_the_same(variant: str, tmp_path: Path) -> None:
-    source = make_source(variant, tmp_path / "source")
-    made = rotate(source, tmp_path / "copy", num_samples=2, seq_len=24, device="cpu")
+def test_a_turned_model_says_the_same(variant: str, tmp_path: Path) -> None:
+    """The model in memory, and the bundle that is written of it, read by transformers and by the runtime."""
+    folder = make_source(variant, tmp_path / "source")
+    source, checkpoint = load_source(folder, device="cpu"), Checkpoint.open(folder)
+    calibration = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
     tokens = torch.randint(3, VOCAB, (1, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected, found = (hugging_face(one)(tokens, use_cache=False).logits for one in (source, made.folder))
+        expected = hugging_face(folder)(tokens, use_cache=False).logits
+        turned = rotate(source, checkpoint, calibration, lambda: calibration)
+        found = turned.source.model(tokens, use_cache=False).logits
     assert expected.abs().max() > 1, "logits this small would hide any difference"
     assert (found - expected).abs().max() < 1e-3
-    assert abs(made.kl) < 1e-6
-    before, after = Checkpoint.open(source), Checkpoint.open(made.folder)
+    assert turned.record.kind == "pca"
+    assert turned.record.num_tokens == 24
+    assert turned.record.kl < 1e-6
     o_proj = "model.layers.1.self_attn.o_proj.weight"
-    assert not torch.allclose(before.tensor(o_proj), after.tensor(o_proj), atol=0.1)
-    assert not after.config.tie_word_embeddings
+    assert not torch.allclose(checkpoint.tensor(o_proj), turned.checkpoint.tensor(o_proj), atol=0.1)
+    assert not turned.checkpoint.config.tie_word_embeddings
+    written = load_source(_copy_of(turned.checkpoint, folder, tmp_path / "copy"), device="cpu").model
+    with torch.no_grad():
+        assert torch.equal(written(tokens, use_cache=False).logits, found)
+
+
+def _rows(count: int, length: int = 24) -> list[list[int]]:
+    return torch.randint(3, VOCAB, (count, length), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def _copy_of(checkpoint: Checkpoint, source: Path, out: Path) -> Path:
+    """The weights that a checkpoint gives, as files."""
+    out.mkdir()
+    for file in source.iterdir():
+        if file.name.startswith("tokenizer"):
+            shutil.copy(file, out)
+    (out / "config.json").write_text(json.dumps(checkpoint.config_dict))
+    tensors = {name: checkpoint.tensor(name) for name in checkpoint.tensors}
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
 
 
 def test_directions_are_principal(tmp_path: Path) -> None:
@@ -81,31 +110,77 @@ def test_directions_are_principal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variant", ["gemma2", "olmo2", *[name for name in FIXED if name.startswith("qwen3.5")][:1]])
-def test_what_ties_a_model_to_its_coordinates_is_refused(variant: str, tmp_path: Path) -> None:
-    source = make_checkpoint(variant, tmp_path / "source")
-    with pytest.raises(UnsupportedModelError, match=r"expected (norms before attention and MLP only|plain attention)"):
-        rotate(source, tmp_path / "copy")
-    assert not (tmp_path / "copy").exists()
+def test_what_ties_a_model_to_its_coordinates(variant: str, tmp_path: Path) -> None:
+    """Asked for, it is refused; ``auto`` leaves it alone and says why."""
+    source = make_source(variant, tmp_path / "source")
+    settings = ConvertSettings(str(source), tmp_path / "out", num_samples=1, seq_len=16, device="cpu")
+    plan = preflight(settings)
+    assert plan.settings.rotation == "none"
+    assert plan.not_rotated is not None
+    assert "coordinates" in plan.not_rotated
+    with pytest.raises(UnsupportedModelError, match=r"--rotation pca: .* to (its|their) coordinates"):
+        preflight(replace(settings, rotation="pca"))
 
 
-def test_the_command(tmp_path: Path) -> None:
-    source = make_source("llama", tmp_path / "source")
-    arguments = ["rotate", str(source), "-o", str(tmp_path / "copy"), "--num-samples", "1", "--seq-len", "16"]
-    done = CliRunner().invoke(cli, [*arguments, "--device", "cpu", "--json", "-q"])
-    assert done.exit_code == 0, done.output
-    document = json.loads(done.stdout)
-    assert document["folder"] == str(tmp_path / "copy")
-    assert document["num_tokens"] == 16
-    assert (tmp_path / "copy" / "tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
-    with pytest.raises(UsageError, match="exists"):
-        rotate(source, tmp_path / "copy")
-    with pytest.raises(UsageError, match="--seq-len 1000"):
-        rotate(source, tmp_path / "other", seq_len=1000)
+def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_source("llama-tied", tmp_path / "source")
+    settings = ConvertSettings(str(source), tmp_path / "out", num_samples=1, seq_len=16, device="cpu")
+    plan, config = preflight(settings), Checkpoint.open(source).config
+    assert plan.settings.rotation == "pca"
+    assert plan.not_rotated is None
+    assert plan.apart_bytes == config.vocab_size * config.hidden_size * 4
+    bare = preflight(replace(settings, rotation="none"))
+    assert (bare.settings.rotation, bare.not_rotated, bare.apart_bytes) == ("none", None, 0)
+    assert plan.bundle_bytes - bare.bundle_bytes == plan.memory_bytes - bare.memory_bytes == plan.apart_bytes
+    for changes, why in (({"method": "teal"}, "--method teal"), ({"sparsities": (0.0,)}, "nothing")):
+        other = preflight(replace(settings, **changes))
+        assert other.settings.rotation == "none"
+        assert why in str(other.not_rotated)
+        assert preflight(replace(settings, rotation="pca", **changes)).settings.rotation == "pca"
+    monkeypatch.setattr("wisparse.converter.preflight.available_bytes", lambda device: bare.memory_bytes)
+    tight = preflight(settings)
+    assert (tight.settings.rotation, tight.max_memory) == ("none", None)
+    assert "does not fit" in str(tight.not_rotated)
+    with pytest.raises(ResourceError, match="cannot be turned; choose a larger device, or --rotation none"):
+        preflight(replace(settings, rotation="pca"))
 
 
-def test_the_same_bytes_again(tmp_path: Path) -> None:
-    source = make_source("llama", tmp_path / "source")
-    for name in ("one", "two"):
-        rotate(source, tmp_path / name, num_samples=1, seq_len=16, device="cpu")
-    for file in (tmp_path / "one").iterdir():
-        assert file.read_bytes() == (tmp_path / "two" / file.name).read_bytes(), file.name
+def test_a_model_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_source("llama", tmp_path / "source")
+    monkeypatch.setattr("wisparse.converter.model.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))
+    tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
+    with pytest.raises(UnsupportedModelError, match=r"rotated, the model is .* --rotation none"):
+        rotate(load_source(folder, device="cpu"), Checkpoint.open(folder), tokens, lambda: tokens)
+
+
+def test_weights_beyond_their_type_are_refused(tmp_path: Path) -> None:
+    folder = make_source("llama", tmp_path / "source")
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.half() for name, tensor in load_file(path).items()}
+    tensors["lm_head.weight"].fill_(60000.0)
+    save_file(tensors, path, {"format": "pt"})
+    tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
+    with pytest.raises(UnsupportedModelError, match=r"lm_head.weight: .* beyond torch.float16's range"):
+        rotate(load_source(folder, device="cpu"), Checkpoint.open(folder), tokens, lambda: tokens)
+
+
+@pytest.mark.parametrize("weights", ["native", "int8"])
+def test_a_conversion_turns_first(weights: str, tmp_path: Path) -> None:
+    """The bundle is the turned model: masked at 0 it says what the source says, and its recipe says what was done."""
+    folder = make_source("llama-tied", tmp_path / "source")
+    common = {"sparsity": [0.0, 0.5], "search": "fisher", "num_samples": 2, "seq_len": 24, "device": "cpu"}
+    out = convert(folder, tmp_path / "out", weights=weights, **common)
+    recipe = Bundle.open(out).recipe
+    assert recipe.rotation is not None
+    assert recipe.rotation.kind == "pca"
+    assert "rotation of the weights: pca" in (out / "README.md").read_text("utf-8")
+    prompt = _rows(1)[0]
+    with load(out, dtype="float32", backend="torch", sparsity=0.0) as model, torch.no_grad():
+        expected = hugging_face(folder)(torch.tensor([prompt]), use_cache=False).logits[0, -1]
+        found = model.decoder.prefill(0, torch.tensor(prompt), len(prompt))
+    assert (found - expected).abs().max() < (1e-3 if weights == "native" else 0.2 * expected.abs().max())
+    bare = convert(folder, tmp_path / "bare", rotation="none", **common)
+    assert Bundle.open(bare).recipe.rotation is None
+    before, after = Checkpoint.open(folder), Bundle.open(bare).checkpoint
+    for name in after.tensors:
+        assert torch.equal(before.tensor(name), after.tensor(name))

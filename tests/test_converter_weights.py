@@ -140,6 +140,7 @@ def test_what_is_written_loads_in_transformers_with_equal_logits(
     out = tmp_path / "out"
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 60)
     arguments = ["convert", str(plain), "-o", str(out), "--weights", kind, "--search", "uniform", "-q"]
+    arguments += ["--rotation", "none"]
     arguments += ["--calibration", str(tmp_path / "text.txt"), "--num-samples", "4", "--seq-len", "32"]
     assert run(*arguments) == 0
     document = json.loads((out / "config.json").read_text())["quantization_config"]
@@ -170,7 +171,7 @@ def test_what_cannot_be_is_said_before_any_work(
     packed = quantise_model(narrow, tmp_path / "packed", *PUBLISHED["gptq"]())
     assert run("convert", str(packed), *out, "--weights", "int8") == 2
     assert "the model is quantised, and its weights stay as they are" in capsys.readouterr().err
-    assert run("rotate", str(packed), *out) == 3
+    assert run("convert", str(packed), *out, "--rotation", "pca") == 3
     assert "turned weights would have to be rounded anew" in capsys.readouterr().err
     change_config(packed, lambda d: d["quantization_config"].update(quant_method="bitsandbytes"))
     assert run("convert", str(packed), *out) == 3

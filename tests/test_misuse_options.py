@@ -78,7 +78,6 @@ EVAL = ["--num-samples", "1", "--seq-len", "8", *RUN]
 # What each verb is given beside the parameter; small, so that a value that is taken costs little.
 GIVEN = {
     "convert": (["MODEL"], ["-o", "out", "--dry-run", *QUICK]),
-    "rotate": (["MODEL"], ["-o", "out", "--calibration", "TEXT", "--num-samples", "2", "--seq-len", "8", "-q"]),
     "inspect": (["BUNDLE"], []),
     "verify": (["BUNDLE"], []),
     "generate": (["BUNDLE"], ["--prompt", "x", "--max-new-tokens", "1", *RUN]),

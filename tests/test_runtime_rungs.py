@@ -131,6 +131,18 @@ def test_a_running_model_switches(example: Path, backend: str) -> None:
             )
 
 
+def test_back_ends_give_a_real_models_tokens_at_every_rung(example: Path) -> None:
+    found: dict[str, list[tuple[int, ...]]] = {}
+    for backend in DECODERS:
+        with wisparse.load(example, backend=backend, device="cpu", dtype="float32", max_seq_len=64) as model:
+            for sparsity in (0, *RUNGS):
+                model.sparsity = sparsity
+                answers = model.generate(["def f(x):\n", "import os\n"], max_new_tokens=16, prefill="half")
+                found.setdefault(backend, []).extend(answer.token_ids for answer in answers)
+    assert len(set(found["torch"])) > len(RUNGS)
+    assert found["numba"] == found["torch"]
+
+
 def test_what_cannot_be_set(example: Path) -> None:
     model = wisparse.load(example, backend="torch", device="cpu", max_seq_len=64)
     with pytest.raises(

@@ -35,7 +35,7 @@ SUB_ROOMS = {
     "converter/quality": {"bench", "budget", "model", "searches", "text", "work"},
     "converter/searches": {"bench", "budget", "model", "settings", "text", "work"},
     "converter/text": {"model", "work"},
-    "converter/weights": {"model", "text", "work"},
+    "converter/weights": {"bench", "model", "text", "work"},
     "converter/work": set(),
     "runtime/cpu": {"decoding", "torch"},
     "runtime/cuda": {"decoding", "timing", "torch"},

@@ -31,7 +31,6 @@ __all__ = ["cli", "convert_main", "main"]
 # Verb -> module that defines it. A verb is imported when it is used: `wisparse --help` must not cost a second.
 _VERBS = {
     "convert": "Convert a Hugging Face model into a sparse bundle.",
-    "rotate": "Copy a model into coordinates in which sparsity costs less.",
     "inspect": "Show what a bundle holds.",
     "verify": "Check a bundle's every tensor, number and digest.",
     "generate": "Generate text from a prompt.",

@@ -9,6 +9,8 @@ What the model says stays the same but for rounding, while far more of each |x| 
 cost half as much or less (benchmarks/LOG.md). The price: the weights are no longer the source's bytes, and tied
 embeddings come apart, since the final norm's weight goes into one of them only.
 
+Here is what a rotation is; finding and applying one to the model that is converted is `rotate`'s.
+
 Sources: that rotations can be folded in, SliceGPT (Ashkboos et al., arXiv:2401.15024); that activations are sparser in
 their principal directions, LaRoSA (arXiv:2507.01299), there layer by layer and not folded into the hidden state.
 """
@@ -16,27 +18,30 @@ their principal directions, LaRoSA (arXiv:2507.01299), there layer by layer and 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model.expected import LM_HEAD
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.weights.remade import Remade, remade
 
 from .flow import BlockFlow
 from .masking import MaskedModel
 from .source import SourceModel
 
-__all__ = ["EMBEDDING", "Rotation", "check_rotatable", "find_rotation", "rotated_tensors"]
+__all__ = ["Rotation", "find_rotation", "rotated", "why_fixed"]
 
-EMBEDDING = "model.embed_tokens.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
 
 # Of the largest: below it a norm's weight counts as 0, and what it hides need not be known.
 _SMALLEST_WEIGHT = 1e-4
+# Rows of the embeddings that are turned at a time: they may be many, and are turned in float32.
+_ROWS = 8192
 
 
 @dataclass(frozen=True)
@@ -50,25 +55,17 @@ class Rotation:
     heads: tuple[Tensor, ...]
 
 
-def check_rotatable(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedModelError unless the model's hidden state can be turned."""
-    name, arch = checkpoint.config.model_type, checkpoint.config.architecture
+def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
+    """Why a model cannot be turned, in a few words; None if it can."""
+    arch = config.architecture
     norms = arch.norms
     if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
-        raise UnsupportedModelError(
-            f"{name}: expected norms before attention and MLP only, found norms of what these give, whose weights tie "
-            "the hidden state to its coordinates; convert it without rotating"
-        )
-    if arch.attention_gate or checkpoint.config.delta_net is not None:
-        raise UnsupportedModelError(
-            f"{name}: expected plain attention, found gates or recurrent blocks, which tie values to their "
-            "coordinates; convert it without rotating"
-        )
-    if checkpoint.quantised:
-        raise UnsupportedModelError(
-            f"{name}: expected weights in bfloat16, float16 or float32, found quantised ones; rotate what they were "
-            "made from"
-        )
+        return f"the norms of {config.model_type} tie its hidden state to its coordinates"
+    if arch.attention_gate or config.delta_net is not None:
+        return f"the gates and recurrent blocks of {config.model_type} tie values to their coordinates"
+    if quantised:
+        return "the source is quantised, and turned weights would have to be rounded anew"
+    return None
 
 
 def find_rotation(
@@ -91,8 +88,9 @@ def find_rotation(
     config = source.config
     hidden, sharing, width = config.hidden_size, config.num_heads // config.num_kv_heads, config.head_dim
     readers = _readers(config)
-    total = torch.zeros(hidden, hidden, dtype=torch.float64)
-    of_heads = [torch.zeros(config.num_kv_heads, width, width, dtype=torch.float64) for _ in range(config.num_blocks)]
+    zeros = partial(torch.zeros, dtype=torch.float64, device=source.device)
+    total = zeros(hidden, hidden)
+    of_heads = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
     first = {f"model.layers.{i}.{half}" for i in range(config.num_blocks) for half in _first_readers(config)}
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
     # Transformers' names may have more in front.
@@ -108,10 +106,10 @@ def find_rotation(
             weight = norms[name].to(x.device)
             seen = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
             x = torch.where(seen, x / torch.where(seen, weight, 1.0), 0.0)
-            total.add_((x.T @ x).double().cpu())
+            total.add_((x.T @ x).double())
         elif name in outputs:
             x = x[flow.counted[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
-            of_heads[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double().cpu())
+            of_heads[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double())
 
     with MaskedModel(source.projections) as masked, masked.observing(observe), torch.no_grad():
         for batch in range(flow.num_batches):
@@ -122,15 +120,16 @@ def find_rotation(
 
 def _directions(moments: Tensor) -> Tensor:
     """Eigenvectors as columns, each with its largest entry positive, so that equal input gives equal output."""
-    vectors = torch.linalg.eigh(moments)[1]
+    vectors = torch.linalg.eigh(moments.cpu())[1]
     largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
     return (vectors * largest.sign()).float()
 
 
-def rotated_tensors(
-    checkpoint: Checkpoint, rotation: Rotation, device: torch.device
-) -> dict[str, Callable[[], Tensor]]:
-    """Of every tensor of the rotated checkpoint, by name in its order: what makes it, in the type of the source's."""
+def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> Remade:
+    """The checkpoint in other coordinates: tensors are made on ``device`` when they are read, in the source's types.
+
+    Its embeddings are not tied.
+    """
     config = checkpoint.config
     by_name = {projection.name: projection for projection in config.projections()}
     readers = _readers(config)
@@ -142,12 +141,17 @@ def rotated_tensors(
     def norm(name: str) -> Tensor:
         return _norm(checkpoint, name).to(device)
 
+    def embedding(name: str, weight: Tensor | None) -> Tensor:
+        stored = checkpoint.tensor(name)
+        pieces = (rows.to(device).float() for rows in stored.split(_ROWS))
+        turned = ((rows if weight is None else rows * weight) @ turn for rows in pieces)
+        return torch.cat([rows.to(stored.dtype).cpu() for rows in turned])
+
     def make(name: str) -> Tensor:
-        if name == EMBEDDING:
-            return read(name) @ turn
+        if name == _EMBEDDING:
+            return embedding(_EMBEDDING, None)
         if name == LM_HEAD:
-            stored = EMBEDDING if config.tie_word_embeddings else LM_HEAD
-            return (read(stored) * norm(_FINAL_NORM)) @ turn
+            return embedding(_EMBEDDING if config.tie_word_embeddings else LM_HEAD, norm(_FINAL_NORM))
         if name == _FINAL_NORM or name in readers.values():
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
@@ -168,12 +172,15 @@ def rotated_tensors(
             value = torch.cat([kept, torch.einsum("kij,kin->kjn", heads, shaped).reshape(values.shape)])
         return value
 
-    def one(name: str) -> Callable[[], Tensor]:
-        dtype = checkpoint.tensors[name if name in checkpoint.tensors else EMBEDDING].dtype
-        return lambda: make(name).to(dtype).contiguous().cpu()
+    def one(name: str) -> Tensor:
+        return make(name).to(tensors[name].dtype).contiguous().cpu()
 
-    names = [name for name in checkpoint.tensors if name != LM_HEAD]
-    return {name: one(name) for name in [*names, LM_HEAD]}
+    tensors = {name: replace(info, file="", start=0) for name, info in checkpoint.tensors.items() if name != LM_HEAD}
+    head = LM_HEAD if not config.tie_word_embeddings else _EMBEDDING
+    tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="", start=0)
+    stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
+    made = {name: partial(one, name) for name in tensors}
+    return remade(checkpoint, made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
 
 
 def _readers(config: ModelConfig) -> dict[str, str]:

@@ -180,7 +180,7 @@ def render_card(
         f"# {title}",
         f"A WiSparse bundle of {source}: at every decoded token each linear "
         "layer reads only the weights of its most important input channels, about "
-        f"{100 * recipe.sparsity:.4g}% fewer in all. Nothing was trained and no weight was changed.",
+        f"{100 * recipe.sparsity:.4g}% fewer in all. Nothing was trained{_weights(recipe)}.",
         "## Measured\n\n" + _measured(evaluation, evaluations),
         *(f"![{caption}]({name})\n\n*{caption}*" for name, caption in figures),
         "## Use\n\n" + _usage(repo_id or "path/to/this/folder", inherited.chat),
@@ -189,6 +189,15 @@ def render_card(
         "## Citation\n\n" + _CITATION,
     ]
     return f"---\n{metadata.to_yaml()}\n---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def _weights(recipe: Recipe) -> str:
+    if recipe.rotation is None:
+        return " and no weight was changed"
+    return (
+        ". The weights are the source's in other coordinates, where leaving channels out costs less; dense, they say "
+        f"what the source's say but for rounding (KL {recipe.rotation.kl:.2g} nats per token)"
+    )
 
 
 def _results(evaluation: Evaluation) -> list[EvalResult]:
@@ -271,6 +280,7 @@ def _recipe(recipe: Recipe) -> str:
         [
             f"- source: `{recipe.base_model}`{commit}",
             *([f"- {recipe.text_only}"] if recipe.text_only else []),
+            *([f"- rotation of the weights: {recipe.rotation}"] if recipe.rotation else []),
             f"- method: {recipe.method}; {_RULES.get(recipe.method, _RULE)}",
             *([f"- search: {search}"] if isinstance(search, str) and search.isprintable() else []),
             f"- sparsity: {recipe.sparsity:.1%} of the weights of {len(sparsities)} projections in {len(blocks)} "

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import BundleError
 from ..guard.safe_json import dump_json, read_json
-from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe, Rung
+from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe, RotationRecord, Rung
 
 __all__ = [
     "MANIFEST",
@@ -198,9 +198,22 @@ def _recipe(document: Mapping[str, Any], version: int) -> Recipe:
         search=_object(document, "search"),
         versions={key: _text(value, f"versions.{key}") for key, value in _object(document, "versions").items()},
         vision_tensors_left_out=_count(document, "vision_tensors_left_out", "", default=0),
+        rotation=_rotation(document.get("rotation")),
     )
     check_rungs(recipe, lambda text: BundleError(f"{MANIFEST}: {text}"))
     return recipe
+
+
+def _rotation(entry: Any) -> RotationRecord | None:
+    if entry is None:
+        return None
+    if not isinstance(entry, dict):
+        raise _wrong("rotation", "an object", entry)
+    return RotationRecord(
+        kind=_text(entry.get("kind"), "rotation.kind"),
+        kl=_number(entry, "kl", "rotation"),
+        num_tokens=_count(entry, "num_tokens", "rotation"),
+    )
 
 
 def _rung(entry: Any, where: str) -> Rung:

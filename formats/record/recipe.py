@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-__all__ = ["FORMAT_VERSION", "CalibrationRecord", "ProjectionRecipe", "Recipe", "Rung"]
+__all__ = ["FORMAT_VERSION", "CalibrationRecord", "ProjectionRecipe", "Recipe", "RotationRecord", "Rung"]
 
 # Version 1 held one sparsity; it is still read.
 FORMAT_VERSION = 2
@@ -63,6 +63,24 @@ class CalibrationRecord:
 
 
 @dataclass(frozen=True)
+class RotationRecord:
+    """How the source's weights were turned before anything else.
+
+    Attributes:
+        kind: ``pca``: to the principal directions of the calibration tokens' hidden states, and of each head's values.
+        kl: KL(source || turned), nats a token, both dense, in the type of the conversion: what rounding costs.
+        num_tokens: that it was measured on.
+    """
+
+    kind: str
+    kl: float
+    num_tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}: KL {self.kl:.2g} nats/token to the source, both dense ({self.num_tokens} tokens)"
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Everything a conversion decided, and from what.
 
@@ -75,6 +93,7 @@ class Recipe:
         search: settings and outcome of the search, JSON values only.
         versions: of the libraries that took part.
         vision_tensors_left_out: how many tensors of the source are not its text model's; on disk only if any.
+        rotation: of the weights; None where they are the source's, and then not on disk.
     """
 
     base_model: str
@@ -86,6 +105,7 @@ class Recipe:
     search: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
     vision_tensors_left_out: int = 0
+    rotation: RotationRecord | None = None
 
     @property
     def sparsities(self) -> tuple[float, ...]:
@@ -126,4 +146,6 @@ class Recipe:
             document |= rung
         if not self.vision_tensors_left_out:
             del document["vision_tensors_left_out"]
+        if self.rotation is None:
+            del document["rotation"]
         return document

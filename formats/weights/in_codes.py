@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,25 +14,9 @@ from ..model.model_config import ModelConfig
 from ..model.quantised import QuantizedMatrix
 from .checkpoint import Checkpoint, StoredWeight, TensorInfo
 from .packings import Packed, Packing, Plain
+from .remade import remade
 
 __all__ = ["in_codes"]
-
-
-@dataclass(frozen=True)
-class _InCodes(Checkpoint):
-    """``made``: name -> tensor that is not in the files."""
-
-    made: Mapping[str, Tensor]
-
-    def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
-        if name not in self.made:
-            yield from super().chunks(name, chunk_bytes)
-            return
-        tensor = self.made[name].flatten()
-        yield from tensor.split(max(1, chunk_bytes // tensor.dtype.itemsize))
-
-    def _stored(self, name: str) -> Tensor:
-        return self.made[name] if name in self.made else super()._stored(name)
 
 
 def in_codes(source: Checkpoint, matrices: Mapping[str, QuantizedMatrix], scale_dtype: torch.dtype) -> Checkpoint:
@@ -46,7 +30,7 @@ def in_codes(source: Checkpoint, matrices: Mapping[str, QuantizedMatrix], scale_
     first = next(iter(matrices.values()))
     packing, form = _packing(first)
     tensors: dict[str, TensorInfo] = {}
-    made: dict[str, Tensor] = {}
+    made: dict[str, Callable[[], Tensor]] = {}
     quantised: dict[str, StoredWeight] = {}
     for name, info in source.tensors.items():
         matrix = matrices.get(name.removesuffix(".weight"))
@@ -56,12 +40,15 @@ def in_codes(source: Checkpoint, matrices: Mapping[str, QuantizedMatrix], scale_
         quantised[name] = StoredWeight(packing, *matrix.shape)
         for part, tensor in packing.encode(matrix, scale_dtype).items():
             stored = name.removesuffix("weight") + part
-            made[stored] = tensor
+            made[stored] = partial(_same, tensor)
             nbytes = tensor.numel() * tensor.dtype.itemsize
             tensors[stored] = TensorInfo(stored, "", tuple(tensor.shape), tensor.dtype, 0, nbytes)
     config = {**source.config_dict, "quantization_config": _config(source.config, first, form)}
-    same = {field.name: getattr(source, field.name) for field in fields(Checkpoint)}
-    return _InCodes(**{**same, "config_dict": config, "tensors": tensors, "quantised": quantised}, made=made)
+    return remade(source, made, config_dict=config, tensors=tensors, quantised=quantised)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def _packing(matrix: QuantizedMatrix) -> tuple[Packing, str]:

@@ -16,6 +16,7 @@ from wisparse.converter.settings import (
     DTYPES,
     METHODS,
     REPORTS,
+    ROTATIONS,
     SEARCHES,
     USUAL,
     USUAL_DEFAULT,
@@ -112,6 +113,14 @@ class _Method(click.Choice):
     "--seq-len", type=int, show_default="2048 on a GPU, 512 on a CPU", help="Tokens per calibration sequence."
 )
 @click.option("--seed", type=int, default=ConvertSettings.seed, help="The same seed gives the same bundle.")
+@click.option(
+    "--rotation",
+    type=click.Choice(ROTATIONS),
+    default=ConvertSettings.rotation,
+    help="pca: turn the weights to the principal directions of what flows through them, where leaving channels out "
+    "costs far less; the dense model stays the same but for rounding. none: the source's bytes. auto: pca where the "
+    "model allows it.",
+)
 @click.option(
     "--weights",
     type=click.Choice(WEIGHTS),
@@ -248,6 +257,7 @@ def _print_plan(plan: Plan) -> None:
             f"{plan.calibration}: {settings.num_samples} x {settings.seq_len} = "
             f"{settings.num_samples * settings.length:,} tokens, seed {settings.seed}",
         ),
+        ("rotation", settings.rotation + (f": {plan.not_rotated}" if plan.not_rotated else _turned(plan))),
         ("compute", f"{plan.device}, {str(plan.dtype).removeprefix('torch.')}"),
         ("memory", f"about {_size(plan.memory_bytes)} of {_size(plan.memory_free_bytes)} free"),
         *([("weights on", f"{plan.weights_on} (slower)")] if plan.max_memory is not None else []),
@@ -259,6 +269,14 @@ def _print_plan(plan: Plan) -> None:
     if settings.upload_repo:
         rows.append(("upload", settings.upload_repo + (" (private)" if settings.private else "")))
     _print_rows("Plan (nothing was converted)", rows)
+
+
+def _turned(plan: Plan) -> str:
+    """What turning the weights takes, in words."""
+    if plan.settings.rotation == "none":
+        return ""
+    apart = f"; tied embeddings become two tensors, {_size(plan.apart_bytes)} more" if plan.apart_bytes else ""
+    return f": to the principal directions of the calibration tokens{apart}"
 
 
 def _target(settings: ConvertSettings) -> str:
@@ -325,6 +343,7 @@ def _print_conversion(conversion: Conversion) -> None:
         ("bundle", str(conversion.folder)),
         *([("left out", recipe.text_only)] if recipe.text_only else []),
         ("sparsity", f"{_percents(rungs, default)} {_asked(conversion)}; {at_default}{expected}"),
+        ("rotation", str(recipe.rotation or f"none{_why(conversion.plan)}")),
         *([("chosen", _chosen(conversion.choice))] if conversion.choice else []),
         ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
         *(("quality" if rung == rungs[0] else "", verdict(rung, _quality(conversion, rung))) for rung in rungs),
@@ -342,6 +361,10 @@ def _print_conversion(conversion: Conversion) -> None:
     _print_rows("Converted", rows)
     # A prompt of the user's own: what a model knows (stories, code, a language) its files do not say.
     click.echo(f"\nTry it:  wisparse generate {shlex.quote(str(conversion.folder))} --prompt 'YOUR TEXT'")
+
+
+def _why(plan: Plan) -> str:
+    return f": {plan.not_rotated}" if plan.not_rotated else ""
 
 
 def _asked(conversion: Conversion) -> str:

@@ -68,6 +68,7 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
     return [
         ("base model", f"{recipe.base_model}{revision}"),
         *([("left out", recipe.text_only)] if recipe.text_only else []),
+        ("rotation", str(recipe.rotation or "none: the weights are the source's")),
         (
             "model",
             f"{model['model_type']}, {model['num_blocks']} blocks, hidden {model['hidden_size']}, "
