@@ -62,6 +62,11 @@ SHAPES = {
     "exaone4": shape("exaone4", 2048, 4096, 30, 32, 8, 102400, head_dim=64, sliding_window=None),
     "hunyuan": shape("hunyuan_v1_dense", 2048, 6144, 32, 16, 4, 120818, head_dim=128),
     "ernie": shape("ernie4_5", 1024, 3072, 18, 16, 2, 103424),
+    "qwen3.5": shape(
+        "qwen3_5_text", 2560, 9216, 32, 16, 4, 248320, head_dim=256, rms_norm_eps=1e-6, tie_word_embeddings=True,
+        rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25),
+        linear_num_key_heads=16, linear_num_value_heads=32,
+    ),
     "ministral3": shape(
         "ministral3", 3072, 9216, 26, 32, 8, 131072, rope_parameters={**_YARN, "llama_4_scaling_beta": 0.1}
     ),
@@ -72,6 +77,11 @@ def tiny(given: dict) -> dict:
     """A model of the same family that an interpreter gets through."""
     given = {key: value for key, value in given.items() if key != "head_dim"}
     heads, kv_heads = 4, 4 if given["num_attention_heads"] == given["num_key_value_heads"] else 2
+    if given["model_type"] == "qwen3_5_text":  # a block of either kind
+        given |= dict(
+            full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
+            linear_value_head_dim=20,
+        )  # fmt: skip
     return given | dict(
         hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=16, vocab_size=70, max_position_embeddings=256,

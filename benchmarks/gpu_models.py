@@ -62,6 +62,10 @@ class _RandomCheckpoint:
         for index in range(config.num_blocks):
             for norm in filter(None, vars(arch.norms).values()):
                 self.shapes[f"model.layers.{index}.{norm}.weight"] = (config.hidden_size,)
+            if config.delta_net is not None and config.blocks[index].recurrent:
+                for name, shape in config.delta_net.tensors(config.hidden_size).items():
+                    self.shapes[f"model.layers.{index}.linear_attn.{name}"] = shape
+                continue
             for norm, width in zip(arch.qk_norm.names if arch.qk_norm else (), own, strict=False):
                 self.shapes[f"model.layers.{index}.self_attn.{norm}.weight"] = (width,)
         self._seed, self._dtype = seed, dtype
@@ -72,9 +76,10 @@ class _RandomCheckpoint:
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()) + self._seed)
         if len(shape) == 1:
             spread = torch.randn(shape, generator=generator, device=device, dtype=torch.float32)
-            return (0.1 * spread if name.endswith("bias") else self._middle + 0.1 * spread).to(self._dtype)
+            middle = 0 if name.endswith(("bias", "A_log")) else 1 if "linear_attn" in name else self._middle
+            return (middle + 0.1 * spread).to(self._dtype)
         values = torch.randn(shape, generator=generator, device=device, dtype=self._dtype)
-        return values if "embed" in name else values / math.sqrt(shape[1])
+        return values if "embed" in name else values / math.sqrt(shape[-1])
 
 
 def random_bundle(
@@ -119,6 +124,7 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
             settings.append((group, group.thresholds.clone()))
 
         _switch_dense(decoder, False)
+        decoder._cache.begin(0, 0)
         made = decoder.weights, decoder.config, decoder._rotaries, decoder._cache
         for _ in read_sequence(*made, 0, ids, 0, range(tokens), decoder.piece, observe):
             pass

@@ -24,6 +24,7 @@ KERNELS = (
     "masked_gemm",
     "packed_gemv",
     "_attention",
+    "_delta_net",
     "_embed",
     "_logits",
     "_next",

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from wisparse.kernels.gpu.attention import launch_attention
+from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
 from wisparse.kernels.gpu.head import launch_embed, launch_logits, launch_next
 from wisparse.kernels.gpu.lists import room_source
@@ -520,3 +521,64 @@ def test_embedding_logits_and_next(dtype, batch, passes, block_k, codes):
     lowest = [(row == row.max()).nonzero()[0].item() for row in logits]
     assert following.tolist() == [-1 if t < 0 else v for t, v in zip(tokens.tolist(), lowest, strict=True)]
     assert positions.tolist() == [4, 4, 6][:batch]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("normed", [False, True])
+def test_delta_net_is_the_rule_position_by_position(dtype, normed):
+    """Two steps of three rows, one of them idle, whose sides keep what they hold; heads that share keys, odd sizes."""
+    generator = torch.Generator().manual_seed(5)
+    activations, wide = activation_dtype(dtype), wide_dtype(dtype)
+    hidden, key_heads, heads, key_dim, value_dim, taps, rows = 72, 2, 6, 12, 20, 3, 3
+    mixed, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
+
+    def random(*shape, kind=activations):
+        return torch.randn(shape, generator=generator).to(kind).to(DEVICE)
+
+    weights = DeltaTensors(
+        random(heads, hidden), random(heads, hidden), random(mixed, 1, taps), random(heads), random(heads),
+        random(value_dim),
+    )  # fmt: skip
+    inputs, state = random(2, rows, taps - 1, mixed), random(2, rows, heads, key_dim, value_dim, kind=wide)
+    memory = DeltaMemory(inputs, state, inputs.stride(0), state.stride(0))
+    tokens = torch.tensor([3, -1, 0], device=DEVICE)
+    positions = torch.tensor([4, 4, 7], dtype=torch.int32, device=DEVICE)
+    idle = inputs[:, 1].clone(), state[:, 1].clone()
+    kept = {row: [side.double() for side in (inputs[at % 2, row], state[at % 2, row])] for row, at in ((0, 4), (2, 7))}
+    out = torch.empty(rows, values, dtype=activations, device=DEVICE)
+    eps = 1e-5
+    norm = random(hidden) if normed else None
+    a, b, kernel, log_rate, dt_bias, head_norm = (tensor.double() for tensor in weights)
+    silu = torch.nn.functional.silu
+    for _ in range(2):
+        x, new = random(rows, hidden), random(rows, mixed + values)
+        ssq = (x.to(wide) ** 2).sum(1, keepdim=True)
+        given = DeltaInput(new, x, ssq if normed else None, norm)
+        launch_delta_net(given, weights, memory, tokens, positions, out, key_heads=key_heads, eps=eps)
+        for row, (before, s) in kept.items():
+            n = x[row].double()
+            if norm is not None:
+                n = n * (n.square().mean() + eps).rsqrt() * norm.double()
+            seen = torch.cat((before, new[row, :mixed].double()[None]))
+            c = silu((seen * kernel[:, 0].T).sum(0))
+            q, k, v = c.split((key_heads * key_dim, key_heads * key_dim, values))
+            q, k = (
+                (y / (y.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(heads // key_heads, 0)
+                for y in (q.view(key_heads, key_dim), k.view(key_heads, key_dim))
+            )
+            decay = (-log_rate.exp() * torch.nn.functional.softplus(a @ n + dt_bias)).exp()[:, None, None]
+            s = s * decay
+            recalled = torch.einsum("hkv,hk->hv", s, k)
+            s = s + torch.einsum("hk,hv->hkv", k, (b @ n).sigmoid()[:, None] * (v.view(heads, -1) - recalled))
+            o = torch.einsum("hkv,hk->hv", s, q * key_dim**-0.5)
+            o = o * (o.square().mean(-1, keepdim=True) + eps).rsqrt() * head_norm
+            expected = o.flatten() * silu(new[row, mixed:].double())
+            kept[row] = [seen[1:], s]
+            rtol, atol = (1e-9, 1e-9) if dtype == torch.float32 else (2e-2, 4e-2)
+            torch.testing.assert_close(out[row].double(), expected, rtol=rtol, atol=atol)
+            side = (int(positions[row]) + 1) % 2
+            torch.testing.assert_close(state[side, row].double(), s, rtol=rtol, atol=atol)
+            assert torch.equal(inputs[side, row].double(), seen[1:])
+        positions += (tokens >= 0).int()
+    assert torch.equal(inputs[:, 1], idle[0])
+    assert torch.equal(state[:, 1], idle[1])

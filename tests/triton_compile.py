@@ -26,6 +26,7 @@ from triton.compiler import ASTSource
 
 from wisparse.kernels.gpu import add as triton_add
 from wisparse.kernels.gpu import attention as triton_attention
+from wisparse.kernels.gpu import delta_net as triton_delta_net
 from wisparse.kernels.gpu import gemv as triton_gemv
 from wisparse.kernels.gpu import head as triton_head
 from wisparse.kernels.gpu import mask as triton_mask
@@ -265,6 +266,21 @@ def add(arch: int, norm: str | None, multiplier: float, dtype: str = "bf16"):
     return compile_kernel(triton_add._add_kernel, arch, types, constants, 8)
 
 
+def delta_net(arch: int, dtype: str = "bf16", **changes: int):
+    """Qwen3.5-4B's: hidden state 2560, 16 key heads and 32 value heads, each 128 wide."""
+    module = triton_delta_net
+    activation, wide = types_of(dtype)
+    floats, exact = numbers(dtype, eps=1e-6, query_scale=128**-0.5)
+    types = {
+        "given": module.DeltaInput(activation, activation, wide, wide),
+        "weights": module.DeltaTensors(*[activation] * 6), "memory": module.DeltaMemory(activation, wide, "i32", "i32"),
+        "rows": module._Rows("*i64", "*i32"), "out_ptr": activation, "ssq_parts": "i32", **floats,
+    }  # fmt: skip
+    shape = module._Shape(2560, 16, 32, 128, 128, 4, 4, 128, 128, ssq_pad=32, block_h=1024)._replace(**changes)
+    constants = dict(shape=shape, PDL=arch >= 90, **exact)
+    return compile_kernel(module._delta_net_kernel, arch, types, constants, module.warps_for(shape, dtype == "fp32"))
+
+
 def sampling(arch: int, name: str, half: bool, multiplier: float = 1.0, cap: float | None = None):
     types = dict.fromkeys(("logits_ptr", "best_ptr", "largest_ptr"), "*fp32")
     types |= dict.fromkeys(("numbers_ptr", "block_sums_ptr", "sums_ptr"), "*fp64")
@@ -309,6 +325,11 @@ def families(arch: int) -> dict[str, tuple]:
         "attention interleaved": attending(interleaved=True, rotary=64),
         "attention unturned": attending(rotary=0),
         "attention scaled": attending(scaled=True),
+        "attention gated": attending(
+            norm="*fp32", gated=True, heads=16, kv_heads=4, d=256, rotary=64, norm_of=of["head"]
+        ),
+        "delta net": (delta_net,),
+        "delta net fp32": (delta_net, "fp32"),
         "logits batch 1 offset": (partial(logits, norm="*fp32"),),
         "logits batch 4 offset": (partial(logits, norm="*fp32"), 4, 64, 128, "bf16", 3, 1),
         "logits int8": (partial(logits, codes=True),),

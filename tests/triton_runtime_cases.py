@@ -143,7 +143,9 @@ def test_a_familys_logits_are_the_plain_decoders(family):
         assert torch.equal(fast.decode(token), expected)
 
 
-@pytest.mark.parametrize(("family", "rows"), [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("olmo3", 1), ("ernie", 4)])
+@pytest.mark.parametrize(
+    ("family", "rows"), [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4)]
+)
 def test_a_familys_rows_in_half_precision(family, rows):
     fast = make(CudaDecoder, dtype=torch.float16, max_batch=rows, family=family)
     slow, exact = (make(TorchDecoder, dtype=d, max_batch=rows, family=family) for d in (torch.float16, torch.float64))
@@ -216,6 +218,55 @@ def test_a_step_ahead_is_forgotten_when_something_else_is_asked_for():
         seen.append(run(decoder, torch.tensor([7, 7]), 1))
         seen.append(decoder.lengths)
     assert found[0] == found[1]
+
+
+def one_recurrent_block():
+    return make_bundle(
+        "qwen3.5", 0.5, num_hidden_layers=1, layer_types=["linear_attention"], intermediate_size=32, vocab_size=40,
+        linear_num_key_heads=1, linear_num_value_heads=2,
+    )  # fmt: skip
+
+
+def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for():
+    """Whatever was started ahead and is not wanted, however prompts are cut and slots copied."""
+    bundle, settings = one_recurrent_block(), {"device": DEVICE, "max_seq_len": 24, "max_batch": 2}
+    fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
+    slow = TorchDecoder(bundle, dtype=torch.float64, **settings)
+    prompt = PROMPT % 40
+    found: list[list] = [[], []]
+    for decoder, seen in zip((fast, slow), found, strict=True):
+        start(decoder, 0, prompt)
+        seen.append(run(decoder, torch.tensor([3]), 2))
+        seen.append(run(decoder, torch.tensor([4]), 1))  # another token than the step ahead had
+        decoder.prefill(1, prompt, 5, stop=2)
+        decoder.prefill(1, prompt, 5, start=2)
+        with pytest.raises(UsageError, match="recurrent blocks"):
+            decoder.prefill(1, prompt, 5, start=2)
+        decoder.copy(0, 1, 8)
+        seen.append(decoder.decode(torch.tensor([8]))[0].tolist())
+        assert decoder.lengths == [9, 8]
+        copied = decoder._cache.state(0, 1, 8).state
+        assert not torch.equal(copied, decoder._cache.state(0, 0, 9).state), "one has moved on"
+        seen.append(start(decoder, 0, prompt[1:]).tolist())
+        assert decoder.grain > decoder.max_seq_len, "no beginning serves again"
+    assert found[0] == found[1]
+    torch.testing.assert_close(fast._cache.state(0, 1, 8).state, slow._cache.state(0, 1, 8).state)
+
+
+def test_an_idle_rows_state_stays():
+    decoder = CudaDecoder(one_recurrent_block(), device=DEVICE, dtype=torch.float32, max_seq_len=24, max_batch=2)
+    start(decoder, 0, PROMPT % 40)
+    start(decoder, 1, PROMPT % 40)
+    states = decoder._cache.recurrent[0]
+    before = [tensor[:, 1].clone() for tensor in (states.inputs, states.state)]
+    after = [tensor[:, 1] for tensor in (states.inputs, states.state)]
+    step = decoder.step_for(2)
+    step.tokens.copy_(torch.tensor([4, -1]))
+    step.launch()
+    assert all(map(torch.equal, before, after))
+    step.tokens.copy_(torch.tensor([-1, 4]))
+    step.launch()
+    assert not any(map(torch.equal, before, after))
 
 
 def test_three_slots_in_a_graph_of_four_rows_with_idle_ones():

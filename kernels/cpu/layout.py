@@ -86,8 +86,8 @@ class DeltaField(IntEnum):
     RATE = 8  # (value_heads,)
     DT_BIAS = 9  # (value_heads,)
     NORM = 10  # (value_dim,)
-    INPUTS = 11  # (max_batch, taps - 1, mixed_size), the base type: the convolution's last inputs
-    STATES = 12  # (max_batch, value_heads, key_dim, value_dim)
+    INPUTS = 11  # (slots, taps - 1, mixed_size), the base type: the convolution's last inputs
+    STATES = 12  # (slots, value_heads, key_dim, value_dim)
 
 
 class FloatField(IntEnum):

@@ -2,7 +2,7 @@
 
     q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p = positions[row]
     cache[row, head, p] = k, v
-    out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1]
+    out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)
 
 Each program reads one stretch of one KV head's cache and leaves its running maximum, denominator and weighted sum; the
 projection that reads the attention's output (``o_proj``) combines the stretches as it selects its channels. The new
@@ -76,7 +76,7 @@ class _Rows(NamedTuple):
 class _Shape(NamedTuple):
     """Known at compile time. ``rotary``: rotated dimensions of a head, ``interleaved``: neighbours together;
     ``window``: positions looked back on, 0 for all; ``cap_log2``: of scores in the log2 domain, 0 for none;
-    ``norm_of``: a value of ``QK_NORMS``."""
+    ``norm_of``: a value of ``QK_NORMS``; ``gated``: each head's query is followed by a gate of the same width."""
 
     heads: int
     kv_heads: int
@@ -86,6 +86,7 @@ class _Shape(NamedTuple):
     interleaved: bool = False
     cap_log2: float = 0.0
     norm_of: int = QK_NORMS["head"]
+    gated: bool = False
 
 
 class _Cut(NamedTuple):
@@ -108,8 +109,9 @@ def _head_vectors(
     cos,
     sin,
     eps,
-    FIRST: tl.constexpr,  # the first head of queries, or of keys, and how many there are
+    FIRST: tl.constexpr,  # the first head of queries, or of keys, how many there are, and from one to the next
     HEADS: tl.constexpr,
+    STRIDE: tl.constexpr,
     shape: tl.constexpr,
     cut: tl.constexpr,
     dtype: tl.constexpr,
@@ -127,12 +129,13 @@ def _head_vectors(
         partner = tl.where(d < half, d + half, tl.where(d < shape.rotary, d - half, d))
         sign = tl.where(d < half, -1.0, 1.0)
     live = live_head[:, None] & (d < D)[None, :]
-    x = tl.load(base_ptr + head[:, None] * D + d[None, :], mask=live, other=0.0).to(wide)
+    x = tl.load(base_ptr + head[:, None] * STRIDE + d[None, :], mask=live, other=0.0).to(wide)
     live_partner = live_head[:, None] & (partner < D)[None, :]
-    y = tl.load(base_ptr + head[:, None] * D + partner[None, :], mask=live_partner, other=0.0).to(wide)
+    y = tl.load(base_ptr + head[:, None] * STRIDE + partner[None, :], mask=live_partner, other=0.0).to(wide)
     if norm_ptr is not None:
         ONCE: tl.constexpr = norm_ptr.dtype.element_ty == wide
         if shape.norm_of == _WHOLE:
+            tl.static_assert(not shape.gated, "gates lie between the heads")
             WIDTH: tl.constexpr = HEADS * D
             i = tl.arange(0, triton.next_power_of_2(WIDTH))
             whole = tl.load(base_ptr + FIRST * D + i, mask=i < WIDTH, other=0.0).to(wide)
@@ -204,7 +207,7 @@ def _attend(
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype
+    qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype; gated: (B, (2 heads + 2 kv_heads) * D)
     norms,  # _Norms, and so on
     rotary,
     cache,
@@ -257,8 +260,13 @@ def _attention_kernel(
     g = tl.arange(0, GROUP_PAD)
     head = kv_head * GROUP + g
     live_head = g < GROUP
-    base_ptr = qkv_ptr + row * (HEADS + 2 * KV_HEADS) * D
-    q = _head_vectors(base_ptr, head, live_head, norms.q, cos, sin, norms.eps, 0, HEADS, shape, cut, dtype, wide)
+    Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
+    query_ptr = qkv_ptr + row * (HEADS * Q_STRIDE + 2 * KV_HEADS * D)
+    # Heads of keys and values are counted on from those of queries.
+    base_ptr = query_ptr + HEADS * (Q_STRIDE - D)
+    q = _head_vectors(
+        query_ptr, head, live_head, norms.q, cos, sin, norms.eps, 0, HEADS, Q_STRIDE, shape, cut, dtype, wide
+    )
     if rotary.query_scale is not None:
         q = (q.to(wide) * tl.load(rotary.query_scale + p).to(wide)).to(dtype)
     m = tl.full((GROUP_PAD,), float("-inf"), wide)
@@ -268,7 +276,7 @@ def _attention_kernel(
         one = tl.arange(0, 1)
         new = HEADS + kv_head + one
         k_new = _head_vectors(
-            base_ptr, new, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, shape, cut, dtype, wide
+            base_ptr, new, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, D, shape, cut, dtype, wide
         )
         k_new = tl.reshape(k_new, (D_PAD,))
         v_new = tl.load(base_ptr + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
@@ -286,6 +294,10 @@ def _attention_kernel(
         k, v = _cached(cache, slot_base, t, t < end, D, D_PAD)
         m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, shape, dtype, wide)
 
+    if shape.gated:  # every stretch alike, which is as if their sum were
+        live = live_head[:, None] & (d < D)[None, :]
+        gate = tl.load(query_ptr + head[:, None] * Q_STRIDE + D + d[None, :], mask=live, other=0.0).to(wide)
+        acc = acc / (1.0 + tl.exp(-gate))
     at = (row * HEADS + head) * cut.splits + split
     tl.store(out.maximum + at, m, mask=live_head)
     tl.store(out.total + at, total, mask=live_head)
@@ -311,6 +323,7 @@ def launch_attention(
     query_scales: Tensor | None = None,
     qk_norm: tuple[Tensor, Tensor] | None = None,
     norm_of: str = "head",
+    gated: bool = False,
     eps: float = 0.0,
     block_t: int | None = None,
     stages: int = 3,
@@ -335,12 +348,13 @@ def launch_attention(
         qk_norm: RMSNorm weights of queries and keys, with ``eps``; as for ``launch_gemv`` they may be 1 + weight.
         norm_of: what they normalise, one of ``QK_NORMS``: each head, with weights (D,), before it is turned or after;
             or all of them as one vector, with weights (heads * D,) and (kv_heads * D,).
+        gated: each head's query is followed by its gate, of the same width, in ``qkv``.
         block_t: positions read at a time; float64 takes one. ``stages`` of them are on their way at once, in shared
             memory: 64 of keys and values take 32 KiB with heads of 128 in half precision.
     """
     batch, _, splits, head_dim = out.shape
     shape, cut, fitting_warps = _constants(
-        heads, k_cache.shape[1], head_dim, cos.shape[1] * 2, window or 0, interleaved, cap or 0.0, norm_of,
+        heads, k_cache.shape[1], head_dim, cos.shape[1] * 2, window or 0, interleaved, cap or 0.0, norm_of, gated,
         splits, batch, out.dtype, block_t, stages,
     )  # fmt: skip
     q_norm, k_norm = qk_norm or (None, None)
@@ -364,7 +378,7 @@ def launch_attention(
 @lru_cache
 def _constants(
     heads: int, kv_heads: int, d: int, rotary: int, window: int, interleaved: bool, cap: float, norm_of: str,
-    splits: int, batch: int, wide: torch.dtype, block_t: int | None, stages: int,
+    gated: bool, splits: int, batch: int, wide: torch.dtype, block_t: int | None, stages: int,
 ) -> tuple[_Shape, _Cut, int]:  # fmt: skip
     """What is compiled for, and warps: worked out once, not for every launch."""
     exact = wide == torch.float64
@@ -380,5 +394,5 @@ def _constants(
     # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
     # float64 position is work for one warp, and nothing has to be exchanged through shared memory.
     warps = 1 if exact else 8 if splits * batch <= 8 and d >= 128 else 4
-    shape = _Shape(heads, kv_heads, d, rotary, window, interleaved, cap * _LOG2_E, QK_NORMS[norm_of])
+    shape = _Shape(heads, kv_heads, d, rotary, window, interleaved, cap * _LOG2_E, QK_NORMS[norm_of], gated)
     return shape, cut, warps

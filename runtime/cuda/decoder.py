@@ -21,12 +21,13 @@ from torch import Tensor
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.weight_types import WEIGHT_TYPES
+from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
-from ..decoding.cache import KVCache
+from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.decoder import Decoder, check_part, check_prompt
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings
@@ -51,7 +52,6 @@ class CudaDecoder(Decoder):
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
-    grain = 1
 
     def __init__(
         self,
@@ -73,9 +73,10 @@ class CudaDecoder(Decoder):
             self._places = Places.of(self.config, self._rotaries, max_seq_len, device, self._activations)
             # Graphs are padded to 1, 2, 4, 8 or 16 rows.
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
-            self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations)
+            self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations, sides=2)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
         self.piece = piece_size(self.config, dtype)
+        self.grain = prefix_grain(self.config, 1, max_seq_len)
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps of every kind of masks that was in force; now it is these.
         self._of_kinds: dict[tuple[MaskKind, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
@@ -92,14 +93,19 @@ class CudaDecoder(Decoder):
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         if device.type != "cuda":
             return f"it runs on cuda, the device is {device.type}"
-        if config.delta_net is not None:
-            return "it has no recurrent blocks"
         if config.architecture.full_heads:
             return "it has no heads that differ from block to block"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"it knows float32, float16 and bfloat16, not {dtype}"
         if config.head_dim > 256:
             return f"its attention keeps one head in registers, up to 256 wide; head_dim is {config.head_dim}"
+        delta = config.delta_net
+        if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
+            return (
+                f"its recurrent blocks keep a head's state in registers, up to {LARGEST_STATE} numbers with both sides "
+                f"padded to powers of two; linear_key_head_dim is {delta.key_dim}, linear_value_head_dim "
+                f"{delta.value_dim}"
+            )
         return None
 
     @classmethod
@@ -120,7 +126,7 @@ class CudaDecoder(Decoder):
     ) -> Tensor:
         stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._forget_ahead()
-        self._cache.lengths[slot] = 0
+        self._cache.begin(slot, start)
         last = torch.empty(0, device=self.device)  # a prompt has at least one piece
         for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
             last = hidden[-1:]
@@ -282,8 +288,8 @@ class CudaDecoder(Decoder):
                 self._decoded += 1
 
     def _forget_ahead(self) -> None:
-        """Undo a step that ran ahead: what it wrote lies beyond every slot's length; the positions moved, and what it
-        kept was counted."""
+        """Undo a step that ran ahead: what it wrote lies beyond every slot's length, or in the states' other side; the
+        positions moved, and what it kept was counted."""
         if self._ahead is not None:
             self._ahead[2].forget_last()
             self._ahead = None

@@ -23,7 +23,7 @@ from wisparse.kernels.reference import keep_mask
 from ..decoding.cache import KVCache
 from ..decoding.decoder import next_piece
 from ..decoding.rotary import Rotary, query_scales
-from ..torch.decoder import activate, add_half, capped_attention, embed, place
+from ..torch.decoder import activate, add_half, capped_attention, embed, place, split_gate
 from .weights import CudaWeights
 
 __all__ = ["head_products", "lower_right", "piece_size", "read_sequence", "run_blocks"]
@@ -101,11 +101,21 @@ def run_blocks(
 
     for index, block in enumerate(weights.blocks):
         n = x if block.attention_input is None else block.attention_input(x)
-        parts = torch.cat(apply(block.qkv, n), dim=-1).split((config.q_size, config.kv_size, config.kv_size), dim=-1)
-        q, k, v = place(config, block, parts, tables, scales)
-        keys, values = cache.write(index, slot, start, k, v)
-        attended = _attention(config, q, keys, values, start, block.facts.window)
-        (half,) = apply(block.o, attended.transpose(0, 1).reshape(count, config.q_size))
+        if block.delta is not None:
+            mixed, gate = apply(block.qkv, n)
+            attended = block.delta(n, mixed, gate, cache.moving(index, slot, start, start + count))
+        else:
+            gated = config.architecture.attention_gate
+            sizes = config.q_size * (2 if gated else 1), config.kv_size, config.kv_size
+            parts = list(torch.cat(apply(block.qkv, n), dim=-1).split(sizes, dim=-1))
+            if gated:
+                parts[0], gate = split_gate(config, parts[0])
+            q, k, v = place(config, block, parts, tables, scales)
+            keys, values = cache.write(index, slot, start, k, v)
+            attended = _attention(config, q, keys, values, start, block.facts.window)
+            attended = attended.transpose(0, 1).reshape(count, config.q_size)
+            attended = attended * gate.sigmoid() if gated else attended
+        (half,) = apply(block.o, attended)
         x = add_half(config, x, half, block.attention_output)
         m = x if block.mlp_input is None else block.mlp_input(x)
         gate, up = apply(block.gate_up, m)

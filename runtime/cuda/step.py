@@ -2,6 +2,7 @@
 
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next
 
+In a recurrent block a gated DeltaNet's step stands where others have attention.
 Where outputs are normalised or multiplied before they are added, each of o and down has a launch more that does it.
 
 Everything the step reads and writes is allocated here, once; the token ids and positions live on the device, so a
@@ -25,6 +26,7 @@ from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.compiling import triton_compiling
 from wisparse.kernels.gpu.add import launch_add
 from wisparse.kernels.gpu.attention import launch_attention
+from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.gpu.head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, SampleState, launch_sample
@@ -34,8 +36,9 @@ from wisparse.kernels.precision import activation_dtype, rows_together, wide_dty
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales, switch_length
 from ..decoding.sampling import SamplingSettings
+from ..torch.delta_net import DeltaWeights
 from .graph import capture
-from .weights import CudaNorm, CudaWeights
+from .weights import BlockWeights, CudaNorm, CudaWeights
 
 __all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "Places", "contexts_between", "kv_splits_for"]
 
@@ -140,10 +143,18 @@ class DecodeStep:
         self.pdl = arch >= 90 if pdl is None else pdl
         self._places = places
         self._keys, self._values = (t[:, first : first + rows] for t in (cache.keys, cache.values))
+        self._cache_places = cache.places
+        self._states = {
+            index: DeltaMemory(
+                states.inputs[:, first : first + rows], states.state[:, first : first + rows],
+                states.inputs.stride(0), states.state.stride(0),
+            )
+            for index, states in cache.recurrent.items()
+        }  # fmt: skip
         self.positions = positions[first : first + rows]
 
         def tile(role: str, group: Group, kind: str) -> GemvTile:
-            if tiles is not None and role in tiles:
+            if tiles is not None and role in tiles and group.widths == getattr(weights.blocks[0], role).widths:
                 return tiles[role]
             matrix = group.matrix
             return choose_tile(
@@ -151,14 +162,14 @@ class DecodeStep:
             )
 
         roles = ("qkv", "o", "gate_up", "down")
-        # Block by block: one of a role may be dense and another sparse, and their tiles differ.
-        chosen: dict[tuple[str, str], GemvTile] = {}
+        # Block by block: one of a role may be dense and another sparse, or wider, and their tiles differ.
+        chosen: dict[tuple[str, str, tuple[int, ...]], GemvTile] = {}
         self.tiles: list[dict[str, GemvTile]] = []
         self._scratch = Scratch(device, dtype)
         for block in weights.blocks:
             of_block = {}
             for role, group in zip(roles, block.groups, strict=True):
-                key = (role, launch_kind(together, dense=group.dense))
+                key = (role, launch_kind(together, dense=group.dense), (group.in_features, *group.widths))
                 if key not in chosen:
                     chosen[key] = tile(role, group, key[1])
                     self._scratch.reserve(group, chosen[key], rows)
@@ -190,7 +201,8 @@ class DecodeStep:
         # Sums of squares: down and the embedding feed the next block's first norm, o feeds the second.
         parts = max(t.parts(hidden) for t in chosen.values())
         self._ssq = empty(2, rows * parts, kind=wide)
-        self._qkv = empty(rows, config.q_size + 2 * config.kv_size)
+        self._qkv = empty(rows * max(block.qkv.out_features for block in weights.blocks))
+        self._recalled = empty(rows, config.delta_net.value_size if config.delta_net is not None else 0)
         self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=wide)
         stretches = (rows, config.num_heads, kv_splits)
         self._softmax = (empty(*stretches, kind=wide), empty(*stretches, kind=wide))
@@ -329,20 +341,34 @@ class DecodeStep:
         kept = self._kept.of(index, role, self._turn) if count and self._kept is not None else None
         if role == "qkv":
             launch_gemv(
-                block.qkv, self.hidden, self._qkv, self._scratch, tiles["qkv"], batch=batch, pdl=pdl, kept=kept,
+                block.qkv, self.hidden, self._columns(block), self._scratch, tiles["qkv"], batch=batch, pdl=pdl,
+                kept=kept,
                 **self._read(block.attention_input, self._sums(index - 1, "down")),
             )  # fmt: skip
+        elif role == "attention" and block.delta is not None:
+            norm, sums = block.attention_input, self._sums(index - 1, "down")
+            launch_delta_net(
+                DeltaInput(self._columns(block), self.hidden, sums if norm else None, norm.factors if norm else None),
+                _delta_tensors(block.delta), self._states[index], self.tokens, self.positions, self._recalled,
+                key_heads=block.delta.config.key_heads, eps=eps, pdl=pdl,
+            )  # fmt: skip
         elif role == "attention":
-            facts, norms = block.facts, None
+            facts, norms, place = block.facts, None, self._cache_places[index]
             if block.q_norm is not None and block.k_norm is not None:
                 norms = block.q_norm.factors, block.k_norm.factors
             launch_attention(
-                self._qkv, self._keys[index], self._values[index], self.tokens, self.positions,
+                self._columns(block), self._keys[place], self._values[place], self.tokens, self.positions,
                 *self._places.rotary(facts.rotary),
                 self._attended, self._softmax, heads=config.num_heads, scale=config.attention_scale,
                 cap=config.attention_softcap, window=facts.window, interleaved=config.rotaries[0].interleaved,
-                query_scales=self._places.query_scales, qk_norm=norms, norm_of=self._norm_of, eps=eps,
+                query_scales=self._places.query_scales, qk_norm=norms, norm_of=self._norm_of,
+                gated=config.architecture.attention_gate, eps=eps,
                 stages=self._attention_stages, pdl=pdl,
+            )  # fmt: skip
+        elif role == "o" and block.delta is not None:
+            launch_gemv(
+                block.o, self._recalled, batch=batch, scratch=self._scratch, tile=tiles["o"], pdl=pdl, kept=kept,
+                **self._write(index, "o"),
             )  # fmt: skip
         elif role == "o":
             launch_gemv(
@@ -368,6 +394,11 @@ class DecodeStep:
         else:
             raise ValueError(f"unknown part {role!r}")
 
+    def _columns(self, block: BlockWeights) -> Tensor:
+        """(rows, N): the outputs of a block's first products."""
+        width = block.qkv.out_features
+        return self._qkv[: self.rows * width].view(self.rows, width)
+
     def _read(self, norm: CudaNorm | None, sums: Tensor) -> dict[str, Any]:
         """How a product reads the residual stream: normalised or, without a norm, as it is."""
         if norm is None:
@@ -379,6 +410,10 @@ class DecodeStep:
         if self._added[role]:
             return {"out": self._half, "target": "plain"}
         return {"out": self.hidden, "target": "residual", "ssq_out": self._sums(index, role)}
+
+
+def _delta_tensors(weights: DeltaWeights) -> DeltaTensors:
+    return DeltaTensors(weights.a, weights.b, weights.kernel, weights.log_rate, weights.dt_bias, weights.norm)
 
 
 class _Kept:

@@ -24,9 +24,10 @@ from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.matrix import MIDDLE, Matrix, empty_matrix, put_columns
-from wisparse.kernels.precision import wide_dtype
+from wisparse.kernels.precision import activation_dtype, wide_dtype
 
 from ..torch.decoder import Norm
+from ..torch.delta_net import DeltaWeights, delta_names, read_delta_weights
 from .staging import staged_reads
 
 if TYPE_CHECKING:
@@ -58,7 +59,10 @@ class CudaNorm(Norm):
 
 @dataclass(frozen=True)
 class BlockWeights:
-    """One transformer block; each group's projections read the same input. A norm that there is not is None."""
+    """One transformer block; each group's projections read the same input. A norm that there is not is None.
+
+    A recurrent block has ``delta``, of the activations' type; its ``qkv`` and ``o`` are the products around it.
+    """
 
     facts: model_config.Block
     attention_input: CudaNorm | None
@@ -71,6 +75,7 @@ class BlockWeights:
     down: Group
     q_norm: CudaNorm | None
     k_norm: CudaNorm | None
+    delta: DeltaWeights | None = None
 
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:
@@ -108,6 +113,9 @@ class CudaWeights:
         tensors = {id(t): t for t in (self.embedding, self.norm.weight, self.head)}
         if self.head_scales is not None:
             tensors[id(self.head_scales)] = self.head_scales
+        for block in self.blocks:
+            if block.delta is not None:
+                tensors |= {id(t): t for t in vars(block.delta).values() if isinstance(t, Tensor)}
         return sum(tensor.nbytes for tensor in tensors.values()) + self.num_bytes_inside
 
     @property
@@ -214,7 +222,10 @@ def _names(config: ModelConfig) -> Iterator[str]:
     if not config.tie_word_embeddings:
         yield _HEAD
     for index in range(config.num_blocks):
-        yield from (f"model.layers.{index}.{name}.weight" for name in _norms(config).values() if name is not None)
+        yield from (
+            f"model.layers.{index}.{name}.weight" for name in _norms(config, index).values() if name is not None
+        )
+        yield from delta_names(config, index).values()
         for projection in config.projections(index):
             yield f"{projection.name}.weight"
             if projection.bias:
@@ -222,10 +233,10 @@ def _names(config: ModelConfig) -> Iterator[str]:
     yield _NORM
 
 
-def _norms(config: ModelConfig) -> dict[str, str | None]:
+def _norms(config: ModelConfig, index: int) -> dict[str, str | None]:
     """A block's norms, the fields of ``BlockWeights``, and their names in the checkpoint."""
     arch = config.architecture
-    q_norm, k_norm = (None, None) if arch.qk_norm is None else arch.qk_norm.names
+    q_norm, k_norm = (None, None) if arch.qk_norm is None or config.blocks[index].recurrent else arch.qk_norm.names
     own = {"q_norm": q_norm and f"self_attn.{q_norm}", "k_norm": k_norm and f"self_attn.{k_norm}"}
     return asdict(arch.norms) | own
 
@@ -239,21 +250,21 @@ def _norm(config: ModelConfig, weight: Tensor) -> CudaNorm:
 def _load_block(config: ModelConfig, index: int, source: _Source, weights: str) -> BlockWeights:
     norms = {
         field: None if name is None else _norm(config, source.tensor(f"model.layers.{index}.{name}.weight"))
-        for field, name in _norms(config).items()
+        for field, name in _norms(config, index).items()
     }
+    activations = activation_dtype(source.dtype)
+    delta = read_delta_weights(config, index, lambda name: source.tensor(name).to(activations))
     projections = _projections(config, index)
     groups = {field: _load_group(*projections[field], source, weights) for field in _GROUPS}
-    return BlockWeights(**norms, **groups, facts=config.blocks[index])  # type: ignore[arg-type]
+    return BlockWeights(**norms, **groups, facts=config.blocks[index], delta=delta)  # type: ignore[arg-type]
 
 
 def _projections(config: ModelConfig, index: int) -> dict[str, tuple[list[Projection], int]]:
     """A block's groups, in the order of execution: their projections, and how many each of these stands for."""
-    arch = config.architecture
-    by_role = {projection.role: projection for projection in config.projections(index)}
-    roles = {"qkv": arch.qkv, "o": ("o_proj",), "gate_up": arch.gate_up, "down": ("down_proj",)}
     # A fused gate_up_proj is two projections that share one mask.
-    fused = {"gate_up"} if len(arch.gate_up) == 1 else set()
-    return {field: ([by_role[role] for role in roles[field]], 2 if field in fused else 1) for field in _GROUPS}
+    fused = {"gate_up"} if len(config.architecture.gate_up) == 1 else set()
+    groups = zip(_GROUPS, config.shared_inputs(index), strict=True)
+    return {field: (projections, 2 if field in fused else 1) for field, projections in groups}
 
 
 def _load_group(projections: list[Projection], copies: int, source: _Source, weights: str) -> Group:

@@ -58,16 +58,25 @@ class KVCache:
         places: block with attention -> which of these it is.
         keys, values: (blocks with attention, max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
             ``lengths``; of no blocks where heads differ from block to block (``ModelConfig.alike``).
-        recurrent: block -> the state of a recurrent one, of all slots: each tensor of a ``DeltaState`` with max_batch
-            in front.
-        states: slot by slot, views of it. A state holds for the whole of what was read: unlike keys and values, it
-            cannot be taken back to an earlier position.
+        recurrent: block -> the state of a recurrent one, of all slots: each tensor of a ``DeltaState`` with (sides,
+            max_batch) in front. A state holds for the whole of what was read: unlike keys and values, it cannot be
+            taken back to an earlier position.
         lengths: positions filled, slot by slot.
     """
 
     def __init__(
-        self, config: ModelConfig, max_batch: int, max_seq_len: int, device: torch.device, dtype: torch.dtype
+        self,
+        config: ModelConfig,
+        max_batch: int,
+        max_seq_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        *,
+        sides: int = 1,
     ) -> None:
+        """``sides``: 1, or 2: the state after p positions then lies in side p % 2, and a step leaves that of the
+        position before it where it is."""
+        self._sides = sides
         self.places: dict[int, int] = {}
         for index, block in enumerate(config.blocks):
             if not block.recurrent:
@@ -81,17 +90,13 @@ class KVCache:
             for count, width in heads[together:]:
                 own = torch.empty(2, max_batch, count, max_seq_len, width, dtype=dtype, device=device)
                 self._blocks.append((own[0], own[1]))
-            self.recurrent = _states(config, max_batch, device, dtype)
+            self.recurrent = _states(config, (sides, max_batch), device, dtype)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
             size = bytes_per_position(config, dtype) * max_batch * max_seq_len
             raise ResourceError(
                 f"no memory for a cache of {size / 1e9:.1f} GB ({max_batch} x {max_seq_len} positions): "
                 "load with a smaller max_seq_len or max_batch"
             ) from error
-        self.states = [
-            {index: DeltaState(of.inputs[slot], of.state[slot]) for index, of in self.recurrent.items()}
-            for slot in range(max_batch)
-        ]
         self.lengths = [0] * max_batch
 
     def begin(self, slot: int, start: int) -> None:
@@ -101,8 +106,8 @@ class KVCache:
             UsageError: it has recurrent blocks, and their state is that of another position.
         """
         if start == 0:
-            for state in self.states[slot].values():
-                state.clear()
+            for block in self.recurrent:
+                self.state(block, slot, 0).clear()
         else:
             self._check_states(slot, start)
         self.lengths[slot] = 0
@@ -128,33 +133,47 @@ class KVCache:
         own_values[:, start:stop] = values
         return own_keys[:, :stop], own_values[:, :stop]
 
+    def state(self, block: int, slot: int, position: int) -> DeltaState:
+        """Where a recurrent block's state after that many positions of a slot lies."""
+        states, side = self.recurrent[block], position % self._sides
+        return DeltaState(states.inputs[side, slot], states.state[side, slot])
+
+    def moving(self, block: int, slot: int, start: int, stop: int) -> DeltaState:
+        """The state after ``start`` positions, in the place of that after ``stop``: to be moved on there."""
+        target = self.state(block, slot, stop)
+        if (stop - start) % self._sides:
+            target.take(self.state(block, slot, start))
+        return target
+
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill ``target`` with the first ``length`` positions of ``source``."""
         self._check_states(source, length)
         for pair in self._blocks:
             for tensor in pair:
                 tensor[target, :, :length] = tensor[source, :, :length]
-        for block, state in self.states[source].items():
-            self.states[target][block].take(state)
+        for block in self.recurrent:
+            self.state(block, target, length).take(self.state(block, source, length))
         self.lengths[target] = length
 
     def _check_states(self, slot: int, position: int) -> None:
-        if self.states[slot] and position != self.lengths[slot]:
+        if self.recurrent and position != self.lengths[slot]:
             raise UsageError(
                 f"slot {slot}: the state of its recurrent blocks is that of {self.lengths[slot]} positions, "
                 f"expected {position}"
             )
 
 
-def _states(config: ModelConfig, max_batch: int, device: torch.device, dtype: torch.dtype) -> dict[int, DeltaState]:
+def _states(
+    config: ModelConfig, copies: tuple[int, int], device: torch.device, dtype: torch.dtype
+) -> dict[int, DeltaState]:
     delta = config.delta_net
     if delta is None:
         return {}
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return {
         index: DeltaState(
-            torch.zeros(max_batch, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
-            torch.zeros(max_batch, delta.value_heads, delta.key_dim, delta.value_dim, dtype=wide, device=device),
+            torch.zeros(*copies, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
+            torch.zeros(*copies, delta.value_heads, delta.key_dim, delta.value_dim, dtype=wide, device=device),
         )
         for index, block in enumerate(config.blocks)
         if block.recurrent

@@ -46,6 +46,7 @@ __all__ = [
     "read_block",
     "read_norm",
     "rms_norm",
+    "split_gate",
 ]
 
 # Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt, and the time
@@ -314,7 +315,7 @@ class TorchDecoder(Decoder):
             n = _maybe(block.attention_input, x)
             if block.delta is not None:
                 mixed, gate = (projection(n, first_sparse) for projection in block.qkv)
-                attended = block.delta(n, mixed, gate, cache.states[slot][index])
+                attended = block.delta(n, mixed, gate, cache.moving(index, slot, start, start + count))
             else:
                 own = block.facts
                 q_size, gate = config.num_heads * own.head_dim, None
@@ -324,7 +325,7 @@ class TorchDecoder(Decoder):
                 else:
                     parts = _fan_out(block.qkv, n, first_sparse, (q_size, own.kv_size, own.kv_size))
                 if config.architecture.attention_gate:
-                    parts[0], gate = _split_gate(config, parts[0])
+                    parts[0], gate = split_gate(config, parts[0])
                 q, k, v = place(config, block, parts, tables, scales)
                 keys, values = cache.write(index, slot, start, k, v)
                 attended = _attention(config, q, keys, values, start, block.facts.window)
@@ -380,7 +381,7 @@ def read_block(
         down=by_role["down_proj"],
         q_norm=norm(q_norm and f"self_attn.{q_norm}"),
         k_norm=norm(k_norm and f"self_attn.{k_norm}"),
-        delta=read_delta_weights(bundle, index, device, dtype),
+        delta=read_delta_weights(bundle.config, index, lambda name: bundle.checkpoint.tensor(name, device).to(dtype)),
         scalar=None
         if arch.block_scalar is None
         else bundle.checkpoint.tensor(prefix + arch.block_scalar, device).to(dtype),
@@ -463,7 +464,7 @@ def finish_logits(config: ModelConfig, logits: Tensor) -> Tensor:
     return soft_cap(logits, config.logits_softcap)
 
 
-def _split_gate(config: ModelConfig, fused: Tensor) -> tuple[Tensor, Tensor]:
+def split_gate(config: ModelConfig, fused: Tensor) -> tuple[Tensor, Tensor]:
     """Each head's query and then its gate, (T, 2 * q_size), to queries and gates, (T, q_size) each."""
     query, gate = fused.view(len(fused), config.num_heads, 2 * config.head_dim).chunk(2, dim=-1)
     return query.reshape(len(fused), config.q_size), gate.reshape(len(fused), config.q_size)

@@ -12,21 +12,19 @@ position is a chunk of one. Names are Hugging Face's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.model.delta_net import DeltaNet
+from wisparse.formats.model.model_config import ModelConfig
 
 from ..decoding.cache import DeltaState
 
-if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
-
-__all__ = ["DeltaWeights", "apply_delta_rule", "read_delta_weights"]
+__all__ = ["DeltaWeights", "apply_delta_rule", "delta_names", "read_delta_weights"]
 
 _CHUNK = 64
 _LENGTH_EPS = 1e-6  # of the squared length by which queries and keys are divided
@@ -91,23 +89,26 @@ class DeltaWeights:
         return (normed * functional.silu(gate.view_as(out).to(wide))).to(out.dtype)
 
 
-def read_delta_weights(bundle: Bundle, index: int, device: torch.device, dtype: torch.dtype) -> DeltaWeights | None:
-    """Those of block ``index``; None if it is not a recurrent one."""
-    config = bundle.config
+def delta_names(config: ModelConfig, index: int) -> dict[str, str]:
+    """Name below ``linear_attn.`` -> name in the checkpoint of what :func:`read_delta_weights` reads, in that order."""
     if config.delta_net is None or not config.blocks[index].recurrent:
+        return {}
+    return {name: f"model.layers.{index}.linear_attn.{name}" for name in config.delta_net.tensors(config.hidden_size)}
+
+
+def read_delta_weights(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> DeltaWeights | None:
+    """Those of block ``index``, in the type that ``read`` gives; None if it is not a recurrent one."""
+    tensors = {name: read(full) for name, full in delta_names(config, index).items()}
+    if config.delta_net is None or not tensors:
         return None
-
-    def read(name: str) -> Tensor:
-        return bundle.checkpoint.tensor(f"model.layers.{index}.linear_attn.{name}", device).to(dtype)
-
     return DeltaWeights(
         config.delta_net,
-        a=read("in_proj_a.weight"),
-        b=read("in_proj_b.weight"),
-        kernel=read("conv1d.weight"),
-        log_rate=read("A_log"),
-        dt_bias=read("dt_bias"),
-        norm=read("norm.weight"),
+        a=tensors["in_proj_a.weight"],
+        b=tensors["in_proj_b.weight"],
+        kernel=tensors["conv1d.weight"],
+        log_rate=tensors["A_log"],
+        dt_bias=tensors["dt_bias"],
+        norm=tensors["norm.weight"],
         eps=config.rms_norm_eps,
     )
 
