@@ -44,7 +44,7 @@ def _words(text: str) -> str:
 
     Numbers, where lines are broken, and which steps took long enough to be named (under a second none is).
     """
-    line = " ".join(re.sub(r"\d[\d,.]*", "0", text).split())
+    line = " ".join(re.sub(r"\d[\d,.]*(?:e-\d+)?", "0", text).split())
     return re.sub(r"\btime (?:[a-z]+ )+0 s(?:, (?:[a-z]+ )+0 s)*", "time", line)
 
 

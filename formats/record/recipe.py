@@ -67,7 +67,7 @@ class RotationRecord:
     """How the source's weights were turned before anything else.
 
     Attributes:
-        kind: ``pca``: to the principal directions of the calibration tokens' hidden states, and of each head's values.
+        kind: ``pca``: to the principal directions of the hidden states over another text, and of each head's values.
         kl: KL(source || turned), nats a token, both dense, in the type of the conversion: what rounding costs.
         num_tokens: that it was measured on.
     """

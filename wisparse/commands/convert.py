@@ -276,7 +276,7 @@ def _turned(plan: Plan) -> str:
     if plan.settings.rotation == "none":
         return ""
     apart = f"; tied embeddings become two tensors, {_size(plan.apart_bytes)} more" if plan.apart_bytes else ""
-    return f": to the principal directions of the calibration tokens{apart}"
+    return f": to the principal directions of what flows through them{apart}"
 
 
 def _target(settings: ConvertSettings) -> str:
