@@ -4,9 +4,10 @@
     python benchmarks/front.py draw --quality results/front-quality.json --speed results/gpu-h200-weights.json \\
         --out docs/figures                                                                    # front.md and front.png
 
-``quality`` quantises every projection (int4 by GPTQ on the calibration text) and searches the masks on the quantised
-model, as a conversion does, and measures both together against the source's own dense model, on files that nothing was
-chosen on. Speeds are those of one H200 and the 8B shape, made by ``gpu_weights.py``.
+``quality`` turns the model (unless ``--rotation none``), quantises every projection (int4 by GPTQ on the calibration
+text) and searches the masks on the quantised model, as a conversion does, and measures all together against the
+source's own dense model, on files that nothing was chosen on. Speeds are those of one H200 and the 8B shape, made by
+``gpu_weights.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import EXAMPLE, Divergence, Evaluator, describe_machine, evaluate, stdlib_tokens
+from quality import EXAMPLE, Divergence, Evaluator, describe_machine, evaluate, stdlib_tokens, turned
 
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import load_source
@@ -30,6 +31,7 @@ from wisparse.converter.work.state import NO_STATE
 
 KINDS = ("native", "int8", "fp8", "int4")
 RUNGS = (0.3, 0.4, 0.5)
+_DIRECTIONS_SEED = 1
 
 
 def quality(options: argparse.Namespace) -> None:
@@ -37,6 +39,7 @@ def quality(options: argparse.Namespace) -> None:
     document: dict[str, Any] = {
         "benchmark": "front",
         "search": options.search,
+        "rotation": options.rotation,
         "calibration": f"{options.num_samples} x {options.seq_len}",
         "machine": describe_machine(torch.device(options.device)),
         "models": {},
@@ -67,6 +70,9 @@ def of_kind(model: Path, kind: str, options: argparse.Namespace, dense: list[tor
 
     if not dense:
         unmasked()  # keeps the source's own
+    if options.rotation == "pca":
+        source = turned(source, model, tokens, _DIRECTIONS_SEED)
+        evaluator = evaluator.against(source)
     if kind != "native":
         quantise_weights(source, tokens, kind, torch.bfloat16, Progress(enabled=False), NO_STATE)  # type: ignore[arg-type]
     found = {0.0: unmasked()}
@@ -139,6 +145,7 @@ def main() -> None:
     first.add_argument("--models", type=Path, nargs="+", default=[EXAMPLE])
     first.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     first.add_argument("--search", default="refine")
+    first.add_argument("--rotation", choices=("pca", "none"), default="pca")
     first.add_argument("--num-samples", type=int, default=128)
     first.add_argument("--seq-len", type=int, default=512)
     first.add_argument("--evaluation-samples", type=int, default=48)

@@ -26,14 +26,12 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 from baselines import BASELINES, Baseline
-from quality import Clock, describe_machine, opened, options_of, print_head, publish, row, stdlib_tokens
+from quality import Clock, describe_machine, opened, options_of, print_head, publish, row, turned
 
 from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.searches.search import SearchSettings, search
 from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.converter.weights.rotate import rotate
 from wisparse.formats.errors import UsageError
-from wisparse.formats.weights.checkpoint import Checkpoint
 
 METHODS = {
     "teal-uniform": ("teal", "uniform"),
@@ -81,8 +79,8 @@ def main() -> None:
     source, tokens, evaluator = opened(options)
     models = {False: (source, evaluator)}
     if any(label.endswith(_ROTATED) for label in options.methods):
-        turned = turned_to_other_text(options, tokens)
-        models[True] = (turned, evaluator.against(turned))
+        model = turned(load_source(options.model, device=options.device), options.model, tokens, options.seed + 1)
+        models[True] = (model, evaluator.against(model))
     facts = {
         "model": options.model.name,
         "calibration tokens": tokens.input_ids.numel(),
@@ -106,13 +104,6 @@ def main() -> None:
             rows.append({"method": label, "sparsity": sparsity, **entry})
             print(f"{label} {sparsity}: KL {entry['kl']:.4f}, realised {entry['realised_sparsity']:.4f}", flush=True)
     publish("methods", "Methods", options, facts, of_uniform(rows))
-
-
-def turned_to_other_text(options: argparse.Namespace, tokens: CalibrationTokens) -> SourceModel:
-    """The model in the principal directions of other passages of the calibration files, as a conversion does it."""
-    source = load_source(options.model, device=options.device)
-    text = stdlib_tokens(source, "calibration", -(-options.num_samples // 2), options.seq_len, options.seed + 1)
-    return rotate(source, Checkpoint.open(options.model), tokens, lambda: text).source
 
 
 def of_uniform(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import SourceModel, load_source
 from wisparse.converter.searches.settings import SearchResult
 from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.weights.rotate import rotate
+from wisparse.formats.weights.checkpoint import Checkpoint
 
 __all__ = [
     "EXAMPLE",
@@ -42,6 +45,7 @@ __all__ = [
     "publish",
     "row",
     "stdlib_tokens",
+    "turned",
 ]
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
@@ -65,6 +69,13 @@ def stdlib_tokens(source: SourceModel, kind: str, num_samples: int, seq_len: int
             begin = order.randrange(len(ids) - seq_len + 1)
             rows.append(ids[begin : begin + seq_len])
     return CalibrationTokens.from_rows(rows[:num_samples], f"standard library, {kind} files", seed)
+
+
+def turned(source: SourceModel, folder: Path, tokens: CalibrationTokens, seed: int) -> SourceModel:
+    """``source``, in place, in the principal directions of other passages of the calibration files, half as many as
+    ``tokens``: as a conversion turns it."""
+    text = partial(stdlib_tokens, source, "calibration", -(-tokens.num_samples // 2), tokens.seq_len, seed)
+    return rotate(source, Checkpoint.open(folder), tokens, text).source
 
 
 @dataclass(frozen=True)

@@ -23,16 +23,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from quality import EXAMPLE, Evaluator, describe_machine, stdlib_tokens
+from quality import EXAMPLE, Evaluator, describe_machine, stdlib_tokens, turned
 
 from wisparse.converter.model.source import load_source
 from wisparse.converter.pipeline import run
 from wisparse.converter.quality.choice import Budget, choose
 from wisparse.converter.searches.search import Rungs, SearchSettings
 from wisparse.converter.settings import USUAL, ConvertSettings
-from wisparse.converter.weights.rotate import rotate
 from wisparse.formats.errors import UsageError
-from wisparse.formats.weights.checkpoint import Checkpoint
 
 BUDGETS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15)
 _CHOICE_SEED, _DIRECTIONS_SEED = 2_000_003, 3_000_003
@@ -78,8 +76,7 @@ def budgets(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     other = Evaluator(source, stdlib_tokens(source, "evaluation", arguments.evaluation_samples, shape[1]).input_ids)
     if arguments.rotation != "none":
         model = load_source(arguments.model, device=arguments.device)
-        text = stdlib_tokens(model, "calibration", -(-shape[0] // 2), shape[1], seed=_DIRECTIONS_SEED)
-        source = rotate(model, Checkpoint.open(arguments.model), tokens, lambda: text).source
+        source = turned(model, arguments.model, tokens, _DIRECTIONS_SEED)
         other = other.against(source)
     rows: list[dict[str, Any]] = []
     with Rungs(source, tokens, SearchSettings(search=arguments.search), store=Memory()) as rungs:

@@ -131,16 +131,30 @@ def test_a_running_model_switches(example: Path, backend: str) -> None:
             )
 
 
+def answers_at_every_rung(bundle: Path, backend: str, count: int) -> list[tuple[int, ...]]:
+    """The tokens of two prompts at each rung and dense, the model switched from one to the next."""
+    found = []
+    with wisparse.load(bundle, backend=backend, device="cpu", dtype="float32", max_seq_len=64) as model:
+        for sparsity in (0, *RUNGS):
+            model.sparsity = sparsity
+            answers = model.generate(["def f(x):\n", "import os\n"], max_new_tokens=count, prefill="half")
+            found += [answer.token_ids for answer in answers]
+    return found
+
+
 def test_back_ends_give_a_real_models_tokens_at_every_rung(example: Path) -> None:
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for backend in DECODERS:
-        with wisparse.load(example, backend=backend, device="cpu", dtype="float32", max_seq_len=64) as model:
-            for sparsity in (0, *RUNGS):
-                model.sparsity = sparsity
-                answers = model.generate(["def f(x):\n", "import os\n"], max_new_tokens=16, prefill="half")
-                found.setdefault(backend, []).extend(answer.token_ids for answer in answers)
-    assert len(set(found["torch"])) > len(RUNGS)
-    assert found["numba"] == found["torch"]
+    found, expected = (answers_at_every_rung(example, backend, 16) for backend in ("numba", "torch"))
+    assert len(set(expected)) > len(RUNGS)
+    assert found == expected
+
+
+@pytest.mark.slow
+def test_back_ends_give_a_larger_models_tokens_at_every_rung(qwen_model: Path, tmp_path: Path) -> None:
+    """Biases at q, k and v, embeddings of their own, and output biases in the masks."""
+    bundle = make_bundle(qwen_model, tmp_path / "bundle", *RUNGS, bias=0.02)
+    found, expected = (answers_at_every_rung(bundle, backend, 12) for backend in ("numba", "torch"))
+    assert len(set(expected)) > len(RUNGS)
+    assert found == expected
 
 
 def test_what_cannot_be_set(example: Path) -> None:

@@ -11,8 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 from triton_decoder_cases import DEVICE, MORE_CONFIGS, make_bundle
 
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.cuda import decoder as cuda_decoder
 from wisparse.runtime.cuda import prefill as cuda_prefill
@@ -21,6 +23,7 @@ from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings, sample
+from wisparse.runtime.model import Model
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 GREEDY = SamplingSettings()
@@ -126,6 +129,37 @@ def test_other_masks_are_what_loading_them_gives():
     slow = TorchDecoder(other, dtype=torch.float64, **settings)
     slow.prefill(0, PROMPT, len(PROMPT))
     assert torch.equal(fast.decode(torch.tensor([7])), slow.decode(torch.tensor([7])))
+
+
+def test_a_running_model_switches_rungs(tmp_path):
+    """Of a bundle, through ``model.sparsity``: token for token what loading at the rung gives, and what the plain
+    decoder gives; whatever was in force before."""
+    config = tiny_config(
+        "qwen2", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16, vocab_size=70,
+        bos_token_id=68, eos_token_id=69, pad_token_id=69, tie_word_embeddings=False,
+    )  # fmt: skip
+    source = write_tiny_model(tmp_path / "model", config)
+    for name in ("tokenizer.json", "generation_config.json"):
+        (source / name).unlink()
+    opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source, 0.3, 0.7, bias=True))
+
+    def load(sparsity: float, cls: type[Decoder] = CudaDecoder, dtype: torch.dtype = torch.float32) -> Model:
+        rung = opened.at(sparsity)
+        return Model(rung, cls(rung, device=DEVICE, dtype=dtype, max_seq_len=24), None)
+
+    def tokens(model: Model) -> tuple[int, ...]:
+        return model.generate(PROMPT.tolist(), max_new_tokens=4, prefill="half").token_ids
+
+    expected, plain = {}, {}
+    for sparsity in (0.0, 0.3, 0.7):
+        with load(sparsity) as alone, load(sparsity, TorchDecoder, torch.float64) as slow:
+            expected[sparsity], plain[sparsity] = tokens(alone), tokens(slow)
+    assert expected == plain
+    assert len(set(expected.values())) == 3
+    with load(0.7) as model:
+        for sparsity in (0.3, 0.0, 0.7, 0.3):
+            model.sparsity = sparsity
+            assert tokens(model) == expected[sparsity], sparsity
 
 
 @pytest.mark.parametrize(
