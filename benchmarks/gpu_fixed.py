@@ -17,7 +17,7 @@ from gpu_models import SHAPES
 from gpu_tiles import case_for, time_graph
 
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.gpu.gemv import GemvTile
+from wisparse.kernels.gpu.products.gemv import GemvTile
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 
 ``check``: the error against float64 beside the one that PyTorch's product of the same, widened weights has in the same
 type. ``sweep``: as gpu_tiles.py has it, Llama-3.1-8B's shapes; the best tiles as lines of the table in
-kernels/gpu/tiles.py. The last line is JSON.
+kernels/gpu/products/tiles.py. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gpu_models import SHAPES
 from gpu_tiles import case_for, random_matrix, time_graph
 
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.gpu.gemv import GemvTile, Group, launch_kind, program_lists, sparse_gemv
-from wisparse.kernels.gpu.matrix import CODE_BITS, widen
-from wisparse.kernels.gpu.packed import PackedLists
-from wisparse.kernels.gpu.tiles import default_tile, most_pollers
+from wisparse.kernels.gpu.products.gemv import GemvTile, Group, launch_kind, program_lists, sparse_gemv
+from wisparse.kernels.gpu.products.matrix import CODE_BITS, widen
+from wisparse.kernels.gpu.products.packed import PackedLists
+from wisparse.kernels.gpu.products.tiles import default_tile, most_pollers
 from wisparse.kernels.reference import keep_mask
 
 ROLES = ("qkv", "o", "gate_up", "down")

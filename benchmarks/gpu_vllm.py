@@ -129,8 +129,8 @@ def part_compile(arguments: argparse.Namespace) -> None:
     """One of eight shares of the kernels that ``tune`` will time, into Triton's cache."""
     import torch
 
-    from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.kernels.gpu.mask_gemm import mask_gemm
+    from wisparse.kernels.gpu.products.gemv import GemvTile
     from wisparse.runtime.vllm.layer import Layer
 
     jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
@@ -151,9 +151,9 @@ def part_tune(arguments: argparse.Namespace) -> None:
     """Which way each product takes from 3 to 128 rows, measured, into the cache of tiles."""
     import torch
 
-    from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.kernels.gpu.mask_gemm import mask_gemm, mask_gemm_kind
-    from wisparse.kernels.gpu.tiles import remember_tiles, tile_key
+    from wisparse.kernels.gpu.products.gemv import GemvTile
+    from wisparse.kernels.gpu.products.tiles import remember_tiles, tile_key
     from wisparse.runtime.vllm import launches, product
     from wisparse.runtime.vllm.compiling import finish_compiling
     from wisparse.runtime.vllm.layer import Layer, channel_major

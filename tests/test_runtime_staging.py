@@ -126,7 +126,7 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
 @pytest.mark.parametrize("scheme", PUBLISHED)
 def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.matrix import widen
+    from wisparse.kernels.gpu.products.matrix import widen
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["llama"])
@@ -153,7 +153,7 @@ def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path
 def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -> None:
     """From plain ones as the table of types says; codes of the kind that is asked for are kept, others rounded anew."""
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.matrix import widen
+    from wisparse.kernels.gpu.products.matrix import widen
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["phi3"])

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import tile_columns
-from .gemv import GemvTile, Group
+from .products.gemv import GemvTile, Group
 
 __all__ = ["mask_gemm", "mask_gemm_kind"]
 

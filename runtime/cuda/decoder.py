@@ -22,7 +22,7 @@ from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
-from wisparse.kernels.gpu.gemv import Group
+from wisparse.kernels.gpu.products.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask

@@ -11,8 +11,8 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
-from wisparse.kernels.gpu.gemv import GemvTile, launch_kind
-from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
+from wisparse.kernels.gpu.products.gemv import GemvTile, launch_kind
+from wisparse.kernels.gpu.products.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.precision import rows_together
 
 from ..decoding.decoder import Decoder

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.gpu.gemv import Group
-from wisparse.kernels.gpu.matrix import Matrix, widen
+from wisparse.kernels.gpu.products.gemv import Group
+from wisparse.kernels.gpu.products.matrix import Matrix, widen
 from wisparse.kernels.precision import activation_dtype, wide_dtype
 from wisparse.kernels.reference import keep_mask
 

@@ -27,10 +27,10 @@ from wisparse.kernels.compiling import triton_compiling
 from wisparse.kernels.gpu.add import launch_add
 from wisparse.kernels.gpu.attention import launch_attention
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
-from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.gpu.head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
+from wisparse.kernels.gpu.products.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
+from wisparse.kernels.gpu.products.tiles import choose_tile
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, SampleState, launch_sample
-from wisparse.kernels.gpu.tiles import choose_tile
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 
 from ..decoding.cache import KVCache

@@ -22,8 +22,8 @@ from wisparse.formats.model.model_config import ModelConfig, Projection
 from wisparse.formats.model.quantised import QuantizedMatrix
 from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.formats.weights.checkpoint import Checkpoint
-from wisparse.kernels.gpu.gemv import Group
-from wisparse.kernels.gpu.matrix import MIDDLE, Matrix, empty_matrix, put_columns
+from wisparse.kernels.gpu.products.gemv import Group
+from wisparse.kernels.gpu.products.matrix import MIDDLE, Matrix, empty_matrix, put_columns
 from wisparse.kernels.precision import activation_dtype, wide_dtype
 
 from ..torch.decoder import Norm

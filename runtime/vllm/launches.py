@@ -80,7 +80,7 @@ def in_its_loop(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
 
 def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """One launch that reads the kept channels of one or two rows, or all of them once for up to SPARSE_ROWS."""
-    from wisparse.kernels.gpu.gemv import launch_gemv
+    from wisparse.kernels.gpu.products.gemv import launch_gemv
 
     group = layer.group()
     rows = len(x)
@@ -110,8 +110,8 @@ def _arch(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _tile(device: torch.device, dtype: torch.dtype, in_features: int, widths: tuple[int, ...], rows: int) -> Any:
-    from wisparse.kernels.gpu.gemv import launch_kind
-    from wisparse.kernels.gpu.tiles import choose_tile
+    from wisparse.kernels.gpu.products.gemv import launch_kind
+    from wisparse.kernels.gpu.products.tiles import choose_tile
 
     kind = launch_kind(rows, dense=False)
     return choose_tile(*_arch(device), in_features, widths, kind, rows, dtype)
@@ -123,7 +123,7 @@ def mask_tile(device: torch.device, in_features: int, out_features: int, rows: i
     if not 2 < rows <= MASKED_ROWS:
         return None
     from wisparse.kernels.gpu.mask_gemm import mask_gemm_kind
-    from wisparse.kernels.gpu.tiles import measured_tile
+    from wisparse.kernels.gpu.products.tiles import measured_tile
 
     return measured_tile(_arch(device)[0], in_features, out_features, mask_gemm_kind(rows))
 
@@ -131,6 +131,6 @@ def mask_tile(device: torch.device, in_features: int, out_features: int, rows: i
 @functools.cache
 def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
     """One for all layers: their launches follow one another on one stream."""
-    from wisparse.kernels.gpu.gemv import Scratch
+    from wisparse.kernels.gpu.products.gemv import Scratch
 
     return Scratch(device, dtype)

@@ -40,8 +40,8 @@ class Layer:
 
     def group(self) -> Any:
         """The same for our GPU kernels."""
-        from wisparse.kernels.gpu.gemv import Group
-        from wisparse.kernels.gpu.matrix import plain_matrix
+        from wisparse.kernels.gpu.products.gemv import Group
+        from wisparse.kernels.gpu.products.matrix import plain_matrix
 
         # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any
         # bundle.

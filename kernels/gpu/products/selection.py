@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .arguments import Stretches
-from .common import combined_attention, load_squares, normalise, reciprocal_rms, wait_in_loop
-from .lists import hold_reads, put_half, settled
+from ..arguments import Stretches
+from ..common import combined_attention, load_squares, normalise, reciprocal_rms, wait_in_loop
+from ..lists import hold_reads, put_half, settled
 
 __all__ = ["Channels", "choose_channels", "lay_values"]
 

@@ -20,13 +20,13 @@ import torch
 import triton
 from torch import Tensor
 
-from ..precision import activation_dtype, rows_together, wide_dtype
-from .arguments import Counting, Memory, Modes, Shape, Source, Stretches, Target, Weights
-from .common import TO_GELU, TO_PLAIN, TO_RESIDUAL, TO_SILU, exact_argument
+from ...precision import activation_dtype, rows_together, wide_dtype
+from ..arguments import Counting, Memory, Modes, Shape, Source, Stretches, Target, Weights
+from ..common import TO_GELU, TO_PLAIN, TO_RESIDUAL, TO_SILU, exact_argument
+from ..lists import ROOM_LIMIT_BESIDE, room_source
 from .gemm_kernel import masked_gemm_kernel
 from .gemv_kernel import sparse_gemv_kernel
 from .layout import GemvTile, Layout, count_tiles
-from .lists import ROOM_LIMIT_BESIDE, room_source
 from .matrix import Matrix
 from .packed import PackedLists, packed_chunk, packed_lists
 from .packed_kernel import packed_gemv_kernel

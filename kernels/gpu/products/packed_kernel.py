@@ -16,10 +16,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import Counting
+from ..arguments import Counting
+from ..common import let_next_kernel_start, segment_channel, segment_length, tile_columns, wait_for_previous_kernel
+from ..lists import get, hold_reads, put, put_half, room, settled
 from .codes import code_columns
-from .common import let_next_kernel_start, segment_channel, segment_length, tile_columns, wait_for_previous_kernel
-from .lists import get, hold_reads, put, put_half, room, settled
 from .matrix import COLUMN_BLOCK, MIDDLE
 from .partials import add_up, leave_four, leave_partial
 from .selection import Channels, choose_channels, lay_values

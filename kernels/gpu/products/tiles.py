@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 import triton
 
+from ..lists import ROOM_LIMIT_BESIDE
 from .gemv import GemvTile, count_tiles
-from .lists import ROOM_LIMIT_BESIDE
 from .matrix import CODE_BITS
 
 __all__ = [

@@ -12,10 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .arguments import Counting
+from ..arguments import Counting
+from ..common import segment_channel, tile_columns, wait_for_previous_kernel
+from ..lists import get_half, room
 from .codes import code_columns, decoded
-from .common import segment_channel, tile_columns, wait_for_previous_kernel
-from .lists import get_half, room
 from .partials import add_up, leave_partial
 from .selection import Channels, lay_values
 

@@ -13,15 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .codes import code_columns, decoded
-from .common import (
+from ..common import (
     let_next_kernel_start,
     segment_channel,
     segment_length,
     tile_columns,
     wait_for_previous_kernel,
 )
-from .lists import add_rows, get, put, room, settled
+from ..lists import add_rows, get, put, room, settled
+from .codes import code_columns, decoded
 from .partials import add_up, leave_partial
 from .selection import Channels, choose_channels
 

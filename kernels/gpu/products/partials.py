@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import TO_GELU, TO_RESIDUAL, TO_SILU
+from ..common import TO_GELU, TO_RESIDUAL, TO_SILU
 
 __all__ = ["NOTHING", "add_up", "leave_four", "leave_partial"]
 

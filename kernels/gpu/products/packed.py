@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 import triton
 
+from ..lists import room_source
 from .layout import GemvTile, Layout
-from .lists import room_source
 from .matrix import CODE_BITS
 from .mma import code_unit, load_source, product_source, sum_source
 

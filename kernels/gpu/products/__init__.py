@@ -1,0 +1,1 @@
+"""Products of a few rows with weights of any kind, over the channels that they keep."""
