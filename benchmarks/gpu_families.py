@@ -50,6 +50,10 @@ SHAPES = {
     "llama": shape("llama", 2048, 8192, 16, 32, 8, 128256, rope_theta=5e5, tie_word_embeddings=True),
     "gemma2": shape("gemma2", 2304, 9216, 26, 8, 4, 256000),
     "gemma3": shape("gemma3_text", 2560, 10240, 34, 8, 4, 262208, sliding_window=1024),
+    "gemma4": shape(  # of the 31B's 60 blocks a period
+        "gemma4_text", 5376, 21504, 6, 32, 16, 262144, num_global_key_value_heads=4, attention_k_eq_v=True,
+        hidden_size_per_layer_input=0, sliding_window=1024, final_logit_softcapping=30.0,
+    ),
     "olmo2": shape("olmo2", 2048, 8192, 16, 16, 16, 100352, rope_theta=5e5),
     "olmo3": shape("olmo3", 4096, 11008, 8, 32, 32, 100278),
     "smollm3": shape("smollm3", 2048, 11008, 36, 16, 4, 128256),
@@ -82,6 +86,8 @@ def tiny(given: dict) -> dict:
             full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
             linear_value_head_dim=20,
         )  # fmt: skip
+    if given["model_type"] == "gemma4_text":
+        given |= dict(global_head_dim=24, num_global_key_value_heads=1, sliding_window=7)
     return given | dict(
         hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=heads,
         num_key_value_heads=kv_heads, head_dim=16, vocab_size=70, max_position_embeddings=256,

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
@@ -49,27 +50,9 @@ class _RandomCheckpoint:
     """Tensors made on demand, the same for the same name and seed."""
 
     def __init__(self, config: ModelConfig, seed: int, dtype: torch.dtype) -> None:
-        self.shapes: dict[str, tuple[int, ...]] = {
-            "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
-            "lm_head.weight": (config.vocab_size, config.hidden_size),
-            "model.norm.weight": (config.hidden_size,),
-        }
-        arch = config.architecture
-        own = (config.head_dim,) * 2 if arch.qk_norm and arch.qk_norm.per_head else (config.q_size, config.kv_size)
-        for projection in config.projections():
-            self.shapes[f"{projection.name}.weight"] = (projection.out_features, projection.in_features)
-            self.shapes[f"{projection.name}.bias"] = (projection.out_features,)
-        for index in range(config.num_blocks):
-            for norm in filter(None, vars(arch.norms).values()):
-                self.shapes[f"model.layers.{index}.{norm}.weight"] = (config.hidden_size,)
-            if config.delta_net is not None and config.blocks[index].recurrent:
-                for name, shape in config.delta_net.tensors(config.hidden_size).items():
-                    self.shapes[f"model.layers.{index}.linear_attn.{name}"] = shape
-                continue
-            for norm, width in zip(arch.qk_norm.names if arch.qk_norm else (), own, strict=False):
-                self.shapes[f"model.layers.{index}.self_attn.{norm}.weight"] = (width,)
+        self.shapes = expected_tensors(config)
         self._seed, self._dtype = seed, dtype
-        self._middle = 0 if arch.norm_offset else 1  # of the norms' weights
+        self._middle = 0 if config.architecture.norm_offset else 1  # of the norms' weights
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
         shape = self.shapes[name]

@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from bundle_maker import make_bundle
-from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
+from runtime_models import FAMILIES, HYBRIDS, VARIANTS, make_checkpoint
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.prefill import PREFILL_POLICIES, sparse_from
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
@@ -251,13 +252,17 @@ def test_realised_sparsity_counts_the_dropped_weights(tiny_bundle: Callable[[str
     assert decoder.realised_sparsity() is None
 
 
-def test_heads_that_differ_from_block_to_block_are_refused_where_kernels_lack_them(tmp_path: Path) -> None:
+def test_a_block_with_wider_heads_than_the_kernels_keep_is_refused() -> None:
     pytest.importorskip("triton")
     from wisparse.runtime.cuda.decoder import CudaDecoder
 
-    config = Bundle.open(make_bundle(make_checkpoint("gemma4", tmp_path / "source"), tmp_path / "bundle")).config
-    refused = CudaDecoder.refusal(config, torch.device("cuda"), torch.bfloat16, "native")
-    assert refused == "it has no heads that differ from block to block"
+    model_type, settings = FAMILIES["gemma4"]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    given = {**settings, **sizes, "model_type": model_type, "vocab_size": 9, "max_position_embeddings": 64}
+    for width, refused in ((512, None), (514, "up to 512 wide; head_dim is 514")):
+        config = ModelConfig.from_dict(given | {"global_head_dim": width})
+        found = CudaDecoder.refusal(config, torch.device("cuda"), torch.bfloat16, "native")
+        assert found is refused if refused is None else str(found).endswith(refused)
 
 
 def test_make_decoder_refuses_what_cannot_be(tiny_bundle: Callable[[str], Path]) -> None:

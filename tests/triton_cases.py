@@ -436,6 +436,7 @@ def attention_twin(qkv, k_cache, v_cache, positions, cos, sin, heads, window, qk
         (6, 2, 24, 16, [0, 29, -1], None, True, 16),  # padded head, partial rotary, an idle row
         (4, 4, 32, 32, [50], 10, False, 16),  # sliding window
         (8, 2, 128, 128, [60], None, False, None),  # as most models have them
+        (4, 1, 320, 320, [37], None, True, None),  # wide
     ],
 )
 def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions, window, qk_norm, block_t):

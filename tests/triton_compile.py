@@ -212,16 +212,11 @@ def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3,
         "rows": module._Rows("*i64", "*i32"), "out": Stretches(wide, wide, wide), "scale_log2": "fp32",
     }  # fmt: skip
     shape = module._Shape(32, 8, 128, rotary=128, window=0)._replace(**changes)
-    constants = dict(
-        shape=shape,
-        cut=module._Cut(
-            splits, 1 if exact else 64 if shape.d <= 128 else 32, stages, d_pad=shape.d,
-            group_pad=shape.heads // shape.kv_heads if exact else 16,
-        ),
-        PDL=arch >= 90,
-        **(dict(scale_log2=0.1275) if exact else {}),
+    _, cut, warps = module._constants(
+        shape.heads, shape.kv_heads, shape.d, 0, 0, False, 0.0, "head", False, False, False, splits, 1,
+        torch.float64 if exact else torch.float32, None, stages,
     )  # fmt: skip
-    warps = 1 if exact else 8 if splits <= 8 else 4
+    constants = dict(shape=shape, cut=cut, PDL=arch >= 90, **(dict(scale_log2=0.1275) if exact else {}))
     return compile_kernel(module._attention_kernel, arch, types, constants, warps)
 
 
@@ -254,15 +249,13 @@ def logits(
     return compile_kernel(triton_head._logits_kernel, arch, types, constants, 4 if batch == 1 else 2, stages)
 
 
-def add(arch: int, norm: str | None, multiplier: float, dtype: str = "bf16"):
+def add(arch: int, norm: str | None, multiplier: float, dtype: str = "bf16", scaled: bool = False):
     activation, wide = types_of(dtype)
     floats, exact = numbers(dtype, eps=1e-5)
     types = {"half_ptr": activation, "hidden_ptr": activation, "ssq_ptr": wide, **floats}
     constants = dict(MULTIPLIER=multiplier, K=4096, BLOCK=4096, PDL=arch >= 90, **exact)
-    if norm is None:
-        constants["norm_ptr"] = None
-    else:
-        types["norm_ptr"] = norm
+    for name, given in (("norm_ptr", norm), ("scalar_ptr", activation if scaled else None)):
+        (constants if given is None else types)[name] = given
     return compile_kernel(triton_add._add_kernel, arch, types, constants, 8)
 
 
@@ -328,6 +321,30 @@ def families(arch: int) -> dict[str, tuple]:
         "attention gated": attending(
             norm="*fp32", gated=True, heads=16, kv_heads=4, d=256, rotary=64, norm_of=of["head"]
         ),
+        **{
+            f"attention {width} wide{kind}": attending(
+                kind.strip() or "bf16",
+                norm=f"*{kind.strip() or 'bf16'}",
+                heads=32,
+                kv_heads=kv_heads,
+                d=width,
+                rotary=width,
+                value_norm=True,
+                shared=width == 512,
+                norm_of=of["head"],
+                **more,
+            )
+            for width, kv_heads, kind, more in (
+                (512, 4, "", {}),
+                (512, 4, " fp32", {}),
+                (256, 16, "", {"window": 1024}),
+            )
+        },
+        "attention 512 wide short": (
+            partial(attention, norm="*bf16", heads=32, kv_heads=4, d=512, rotary=512, shared=True, value_norm=True),
+            "bf16",
+            4,
+        ),
         "delta net": (delta_net,),
         "delta net fp32": (delta_net, "fp32"),
         "logits batch 1 offset": (partial(logits, norm="*fp32"),),
@@ -338,6 +355,7 @@ def families(arch: int) -> dict[str, tuple]:
         "add norm": (add, "*bf16", 1.0),
         "add multiplied": (add, None, 0.22),
         "add fp32": (add, "*fp64", 1.0, "fp32"),
+        "add scaled": (partial(add, scaled=True), "*bf16", 1.0),
         "sample count capped": (sampling, "count", False, 0.125, 30.0),
         "sample draw capped": (sampling, "draw", False, 0.125, 30.0),
     }

@@ -178,7 +178,8 @@ def test_a_familys_logits_are_the_plain_decoders(family):
 
 
 @pytest.mark.parametrize(
-    ("family", "rows"), [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4)]
+    ("family", "rows"),
+    [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4)],
 )
 def test_a_familys_rows_in_half_precision(family, rows):
     fast = make(CudaDecoder, dtype=torch.float16, max_batch=rows, family=family)

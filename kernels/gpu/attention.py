@@ -1,6 +1,6 @@
 """One decode step of attention: rotary embedding, cache write, and attention split over the context.
 
-    q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p = positions[row]
+    q, k  = rotary(norm?(q)), rotary(norm?(k)) at position p = positions[row],   v = v / rms?(v)
     cache[row, head, p] = k, v
     out   = softmax(cap?(scale * q . K[: p + 1])) V[: p + 1] * sigmoid?(gate)
 
@@ -76,7 +76,8 @@ class _Rows(NamedTuple):
 class _Shape(NamedTuple):
     """Known at compile time. ``rotary``: rotated dimensions of a head, ``interleaved``: neighbours together;
     ``window``: positions looked back on, 0 for all; ``cap_log2``: of scores in the log2 domain, 0 for none;
-    ``norm_of``: a value of ``QK_NORMS``; ``gated``: each head's query is followed by a gate of the same width."""
+    ``norm_of``: a value of ``QK_NORMS``; ``gated``: each head's query is followed by a gate of the same width;
+    ``shared``: values are what keys are made of; ``value_norm``: each head's are divided by their root mean square."""
 
     heads: int
     kv_heads: int
@@ -87,6 +88,8 @@ class _Shape(NamedTuple):
     cap_log2: float = 0.0
     norm_of: int = QK_NORMS["head"]
     gated: bool = False
+    shared: bool = False
+    value_norm: bool = False
 
 
 class _Cut(NamedTuple):
@@ -207,7 +210,7 @@ def _attend(
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype; gated: (B, (2 heads + 2 kv_heads) * D)
+    qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype; gated: twice the heads; shared: kv_heads once
     norms,  # _Norms, and so on
     rotary,
     cache,
@@ -261,7 +264,8 @@ def _attention_kernel(
     head = kv_head * GROUP + g
     live_head = g < GROUP
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
-    query_ptr = qkv_ptr + row * (HEADS * Q_STRIDE + 2 * KV_HEADS * D)
+    VALUES: tl.constexpr = HEADS if shape.shared else HEADS + KV_HEADS  # the first head of values
+    query_ptr = qkv_ptr + row * (HEADS * (Q_STRIDE - D) + (VALUES + KV_HEADS) * D)
     # Heads of keys and values are counted on from those of queries.
     base_ptr = query_ptr + HEADS * (Q_STRIDE - D)
     q = _head_vectors(
@@ -279,7 +283,10 @@ def _attention_kernel(
             base_ptr, new, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, D, shape, cut, dtype, wide
         )
         k_new = tl.reshape(k_new, (D_PAD,))
-        v_new = tl.load(base_ptr + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
+        v_new = tl.load(base_ptr + (VALUES + kv_head) * D + d, mask=d < D, other=0.0)
+        if shape.value_norm:
+            v_wide = v_new.to(wide)
+            v_new = (v_wide * inverse_root(tl.sum(v_wide * v_wide, axis=0) / D + norms.eps)).to(dtype)
         written = tl.where(place >= 0, d, D) < D
         tl.store(cache.k + slot_base + p * D + d, k_new, mask=written)
         tl.store(cache.v + slot_base + p * D + d, v_new, mask=written)
@@ -324,6 +331,8 @@ def launch_attention(
     qk_norm: tuple[Tensor, Tensor] | None = None,
     norm_of: str = "head",
     gated: bool = False,
+    shared: bool = False,
+    value_norm: bool = False,
     eps: float = 0.0,
     block_t: int | None = None,
     stages: int = 3,
@@ -349,13 +358,15 @@ def launch_attention(
         norm_of: what they normalise, one of ``QK_NORMS``: each head, with weights (D,), before it is turned or after;
             or all of them as one vector, with weights (heads * D,) and (kv_heads * D,).
         gated: each head's query is followed by its gate, of the same width, in ``qkv``.
+        shared: ``qkv`` ends with the keys; as they stand there they are the values too.
+        value_norm: each head's values are divided by their root mean square, with ``eps``.
         block_t: positions read at a time; float64 takes one. ``stages`` of them are on their way at once, in shared
             memory: 64 of keys and values take 32 KiB with heads of 128 in half precision.
     """
     batch, _, splits, head_dim = out.shape
     shape, cut, fitting_warps = _constants(
         heads, k_cache.shape[1], head_dim, cos.shape[1] * 2, window or 0, interleaved, cap or 0.0, norm_of, gated,
-        splits, batch, out.dtype, block_t, stages,
+        shared, value_norm, splits, batch, out.dtype, block_t, stages,
     )  # fmt: skip
     q_norm, k_norm = qk_norm or (None, None)
     options = {"launch_pdl": True} if pdl else {}
@@ -378,21 +389,28 @@ def launch_attention(
 @lru_cache
 def _constants(
     heads: int, kv_heads: int, d: int, rotary: int, window: int, interleaved: bool, cap: float, norm_of: str,
-    gated: bool, splits: int, batch: int, wide: torch.dtype, block_t: int | None, stages: int,
+    gated: bool, shared: bool, value_norm: bool, splits: int, batch: int, wide: torch.dtype, block_t: int | None,
+    stages: int,
 ) -> tuple[_Shape, _Cut, int]:  # fmt: skip
     """What is compiled for, and warps: worked out once, not for every launch."""
     exact = wide == torch.float64
     group = triton.next_power_of_2(heads // kv_heads)
     cut = _Cut(
         splits,
-        # Wide heads take as much shared memory with half as many positions: some chips have little.
-        1 if exact else block_t or (64 if d <= 128 else 32),
+        # Wide heads take as much shared memory with fewer positions: some chips have little.
+        1 if exact else block_t or max(16, min(64, 8192 // triton.next_power_of_2(d))),
         stages,
         d_pad=max(16, triton.next_power_of_2(d)),
         group_pad=group if exact else max(16, group),  # tl.dot's smallest side
     )
-    # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them. One
-    # float64 position is work for one warp, and nothing has to be exchanged through shared memory.
-    warps = 1 if exact else 8 if splits * batch <= 8 and d >= 128 else 4
-    shape = _Shape(heads, kv_heads, d, rotary, window, interleaved, cap * _LOG2_E, QK_NORMS[norm_of], gated)
+    # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them, and the
+    # widest do not fit into the registers of fewer. One float64 position of not too many numbers is work for one warp,
+    # and nothing has to be exchanged through shared memory.
+    if exact:
+        warps = 1 if cut.group_pad * cut.d_pad <= 1024 else 8
+    else:
+        warps = 8 if d > 256 or (splits * batch <= 8 and d >= 128) else 4
+    shape = _Shape(
+        heads, kv_heads, d, rotary, window, interleaved, cap * _LOG2_E, QK_NORMS[norm_of], gated, shared, value_norm
+    )
     return shape, cut, warps

@@ -25,7 +25,8 @@ from wisparse.kernels.cpu.types import type_name
 
 from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.rotary import Rotary
-from ..torch.decoder import PIECE, TorchDecoder, finish_logits, read_block, read_norm
+from ..torch.block import finish_logits, read_block, read_norm
+from ..torch.decoder import PIECE, TorchDecoder
 from .step import Step
 from .weights import CpuProjection, read_matrices
 

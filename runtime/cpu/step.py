@@ -20,7 +20,7 @@ from wisparse.kernels.cpu.threads import team_size
 
 from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import Rotary, query_scales, switch_length
-from ..torch.decoder import Block, Norm
+from ..torch.block import Block, Norm
 from ..torch.delta_net import DeltaWeights
 from .weights import CpuProjection
 

@@ -24,7 +24,7 @@ from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.operations import empty_int4, pack_int4, pack_int4_into, quantize_into, transpose_into
 from wisparse.kernels.cpu.types import aligned_empty
 
-from ..torch.decoder import MaskedLinear
+from ..torch.linear import MaskedLinear
 
 __all__ = ["CpuProjection", "read_matrices", "read_matrix"]
 

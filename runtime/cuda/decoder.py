@@ -31,7 +31,7 @@ from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.decoder import Decoder, check_part, check_prompt
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings
-from ..torch.decoder import finish_logits
+from ..torch.block import finish_logits
 from .graph import Landing
 from .prefill import head_products, lower_right, piece_size, read_sequence
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
@@ -93,12 +93,11 @@ class CudaDecoder(Decoder):
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
         if device.type != "cuda":
             return f"it runs on cuda, the device is {device.type}"
-        if config.architecture.full_heads:
-            return "it has no heads that differ from block to block"
         if dtype not in (torch.float32, torch.float16, torch.bfloat16):
             return f"it knows float32, float16 and bfloat16, not {dtype}"
-        if config.head_dim > 256:
-            return f"its attention keeps one head in registers, up to 256 wide; head_dim is {config.head_dim}"
+        widest = max(block.head_dim for block in config.blocks)
+        if widest > 512:
+            return f"its attention keeps one head in registers, up to 512 wide; head_dim is {widest}"
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (

@@ -1,6 +1,6 @@
 """A whole sequence through the blocks on a GPU: dense on the tensor cores, or masked for evaluation.
 
-The block is the plain decoder's (``runtime.torch.decoder``), the weights are this decoder's own, (K, N). Masked
+The block is the plain decoder's (``runtime.torch.block``), the weights are this decoder's own, (K, N). Masked
 positions multiply by the whole weight all the same: prefill is bound by arithmetic, and a prompt's positions keep
 different channels. Codes are widened one projection at a time, in memory that all share. With float32 weights
 activations and products are float64, as in the decode step (``kernels.precision``).
@@ -22,9 +22,10 @@ from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
 from ..decoding.decoder import next_piece
-from ..decoding.rotary import Rotary, query_scales
-from ..torch.decoder import activate, add_half, capped_attention, embed, place, split_gate
-from .weights import CudaWeights
+from ..decoding.rotary import Rotary
+from ..torch.attention import capped_attention
+from ..torch.block import Positions, embed, run_block
+from .weights import BlockWeights, CudaWeights
 
 __all__ = ["head_products", "lower_right", "piece_size", "read_sequence", "run_blocks"]
 
@@ -89,38 +90,18 @@ def run_blocks(
 ) -> Tensor:
     """Positions ``start``.. of a sequence of ``total`` positions: (T,) ids to (T, H) hidden states, filling the
     cache."""
-    count = len(token_ids)
-    tables = [rotary.tables(start, start + count, total) for rotary in rotaries]
-    scales = query_scales(config, start, start + count, token_ids.device)
+    places = range(start, start + len(token_ids))
+    at = Positions.of(config, rotaries, cache, slot, places, total, token_ids.device)
     x = embed(config, weights.embedding, token_ids, activation_dtype(weights.embedding.dtype))
-
-    def apply(group: Group, n: Tensor) -> tuple[Tensor, ...]:
-        if observe is not None:
-            observe(group, n, first_sparse)
-        return _project(group, n, first_sparse, weights.widened)
-
     for index, block in enumerate(weights.blocks):
-        n = x if block.attention_input is None else block.attention_input(x)
-        if block.delta is not None:
-            mixed, gate = apply(block.qkv, n)
-            attended = block.delta(n, mixed, gate, cache.moving(index, slot, start, start + count))
-        else:
-            gated = config.architecture.attention_gate
-            sizes = config.q_size * (2 if gated else 1), config.kv_size, config.kv_size
-            parts = list(torch.cat(apply(block.qkv, n), dim=-1).split(sizes, dim=-1))
-            if gated:
-                parts[0], gate = split_gate(config, parts[0])
-            q, k, v = place(config, block, parts, tables, scales)
-            keys, values = cache.write(index, slot, start, k, v)
-            attended = _attention(config, q, keys, values, start, block.facts.window)
-            attended = attended.transpose(0, 1).reshape(count, config.q_size)
-            attended = attended * gate.sigmoid() if gated else attended
-        (half,) = apply(block.o, attended)
-        x = add_half(config, x, half, block.attention_output)
-        m = x if block.mlp_input is None else block.mlp_input(x)
-        gate, up = apply(block.gate_up, m)
-        (half,) = apply(block.down, activate(config, gate) * up)
-        x = add_half(config, x, half, block.mlp_output)
+
+        def apply(role: str, n: Tensor, block: BlockWeights = block) -> tuple[Tensor, ...]:
+            group = getattr(block, role)
+            if observe is not None:
+                observe(group, n, first_sparse)
+            return _project(group, n, first_sparse, weights.widened)
+
+        x = run_block(config, index, block, x, at, apply, _attention)
     return x
 
 

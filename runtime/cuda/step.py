@@ -3,7 +3,8 @@
     embed -> [qkv -> attention -> o -> gate, up -> down] x blocks -> logits -> next
 
 In a recurrent block a gated DeltaNet's step stands where others have attention.
-Where outputs are normalised or multiplied before they are added, each of o and down has a launch more that does it.
+Where outputs are normalised or multiplied before they are added, or the sum is, each of o and down has a launch more
+that does it.
 
 Everything the step reads and writes is allocated here, once; the token ids and positions live on the device, so a
 replay needs nothing from the host. Launches overlap the tail of the one before (programmatic dependent launch) on GPUs
@@ -142,8 +143,7 @@ class DecodeStep:
         arch, multiprocessors = _describe(device)
         self.pdl = arch >= 90 if pdl is None else pdl
         self._places = places
-        self._keys, self._values = (t[:, first : first + rows] for t in (cache.keys, cache.values))
-        self._cache_places = cache.places
+        self._cached = {index: tuple(side[first : first + rows] for side in cache.of(index)) for index in cache.places}
         self._states = {
             index: DeltaMemory(
                 states.inputs[:, first : first + rows], states.state[:, first : first + rows],
@@ -178,9 +178,11 @@ class DecodeStep:
 
         norms = config.architecture.norms
         multiplied = config.residual_multiplier != 1.0
+        scaled = config.architecture.block_scalar is not None
         # Products whose outputs go through a launch of their own before they are part of the residual stream.
         self._added = {
-            role: bool(norm) or multiplied for role, norm in (("o", norms.attention_output), ("down", norms.mlp_output))
+            "o": multiplied or norms.attention_output is not None,
+            "down": multiplied or scaled or norms.mlp_output is not None,
         }
         norm = config.architecture.qk_norm
         per_head = norm is None or norm.per_head
@@ -203,12 +205,13 @@ class DecodeStep:
         self._ssq = empty(2, rows * parts, kind=wide)
         self._qkv = empty(rows * max(block.qkv.out_features for block in weights.blocks))
         self._recalled = empty(rows, config.delta_net.value_size if config.delta_net is not None else 0)
-        self._attended = empty(rows, config.num_heads, kv_splits, config.head_dim, kind=wide)
         stretches = (rows, config.num_heads, kv_splits)
+        of_width = {width: empty(*stretches, width, kind=wide) for width in {b.head_dim for b in config.blocks}}
+        self._attended = [of_width[block.head_dim] for block in config.blocks]
         self._softmax = (empty(*stretches, kind=wide), empty(*stretches, kind=wide))
         # Measured on an H200: more of a long context on its way at a time, where there is room for it.
-        roomy = arch == 90 and config.head_dim <= 128 and dtype != torch.float32
-        self._attention_stages = 5 if roomy and kv_splits * rows > min(KV_SPLITS.values()) else 3
+        long = arch == 90 and dtype != torch.float32 and kv_splits * rows > min(KV_SPLITS.values())
+        self._attention_stages = [5 if long and block.head_dim <= 128 else 3 for block in config.blocks]
         self._activated = empty(rows, config.intermediate_size)
         self.logits = empty(rows, config.vocab_size, kind=torch.float32)
         head_tiles = triton.cdiv(config.vocab_size, HEAD_ROWS if together == 1 else HEAD_ROWS_BATCHED)
@@ -353,17 +356,17 @@ class DecodeStep:
                 key_heads=block.delta.config.key_heads, eps=eps, pdl=pdl,
             )  # fmt: skip
         elif role == "attention":
-            facts, norms, place = block.facts, None, self._cache_places[index]
+            facts, norms = block.facts, None
             if block.q_norm is not None and block.k_norm is not None:
                 norms = block.q_norm.factors, block.k_norm.factors
             launch_attention(
-                self._columns(block), self._keys[place], self._values[place], self.tokens, self.positions,
+                self._columns(block), *self._cached[index], self.tokens, self.positions,
                 *self._places.rotary(facts.rotary),
-                self._attended, self._softmax, heads=config.num_heads, scale=config.attention_scale,
+                self._attended[index], self._softmax, heads=config.num_heads, scale=config.attention_scale,
                 cap=config.attention_softcap, window=facts.window, interleaved=config.rotaries[0].interleaved,
                 query_scales=self._places.query_scales, qk_norm=norms, norm_of=self._norm_of,
-                gated=config.architecture.attention_gate, eps=eps,
-                stages=self._attention_stages, pdl=pdl,
+                gated=config.architecture.attention_gate, shared=facts.shared_values,
+                value_norm=config.architecture.value_norm, eps=eps, stages=self._attention_stages[index], pdl=pdl,
             )  # fmt: skip
         elif role == "o" and block.delta is not None:
             launch_gemv(
@@ -372,8 +375,8 @@ class DecodeStep:
             )  # fmt: skip
         elif role == "o":
             launch_gemv(
-                block.o, self._attended, batch=batch, scratch=self._scratch, tile=tiles["o"], pdl=pdl, kept=kept,
-                source="attention", softmax=self._softmax, head_dim=config.head_dim, **self._write(index, "o"),
+                block.o, self._attended[index], batch=batch, scratch=self._scratch, tile=tiles["o"], pdl=pdl, kept=kept,
+                source="attention", softmax=self._softmax, head_dim=block.facts.head_dim, **self._write(index, "o"),
             )  # fmt: skip
         elif role == "gate_up":
             launch_gemv(
@@ -387,9 +390,11 @@ class DecodeStep:
             )  # fmt: skip
         elif role in ("o add", "down add"):
             norm = block.attention_output if role == "o add" else block.mlp_output
+            scalar = block.scalar if role == "down add" else None
             launch_add(
                 self._half, self.hidden, self._sums(index, role.removesuffix(" add")),
-                norm=None if norm is None else norm.factors, eps=eps, multiplier=config.residual_multiplier, pdl=pdl,
+                norm=None if norm is None else norm.factors, scalar=scalar, eps=eps,
+                multiplier=config.residual_multiplier, pdl=pdl,
             )  # fmt: skip
         else:
             raise ValueError(f"unknown part {role!r}")

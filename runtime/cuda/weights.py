@@ -26,7 +26,7 @@ from wisparse.kernels.gpu.products.gemv import Group
 from wisparse.kernels.gpu.products.matrix import MIDDLE, Matrix, empty_matrix, put_columns
 from wisparse.kernels.precision import activation_dtype, wide_dtype
 
-from ..torch.decoder import Norm
+from ..torch.block import Norm
 from ..torch.delta_net import DeltaWeights, delta_names, read_delta_weights
 from .staging import staged_reads
 
@@ -62,6 +62,7 @@ class BlockWeights:
     """One transformer block; each group's projections read the same input. A norm that there is not is None.
 
     A recurrent block has ``delta``, of the activations' type; its ``qkv`` and ``o`` are the products around it.
+    ``scalar`` (1,): what the block's output is multiplied by, if it is.
     """
 
     facts: model_config.Block
@@ -76,6 +77,7 @@ class BlockWeights:
     q_norm: CudaNorm | None
     k_norm: CudaNorm | None
     delta: DeltaWeights | None = None
+    scalar: Tensor | None = None
 
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:
@@ -225,6 +227,8 @@ def _names(config: ModelConfig) -> Iterator[str]:
         yield from (
             f"model.layers.{index}.{name}.weight" for name in _norms(config, index).values() if name is not None
         )
+        if config.architecture.block_scalar is not None:
+            yield f"model.layers.{index}.{config.architecture.block_scalar}"
         yield from delta_names(config, index).values()
         for projection in config.projections(index):
             yield f"{projection.name}.weight"
@@ -254,9 +258,11 @@ def _load_block(config: ModelConfig, index: int, source: _Source, weights: str) 
     }
     activations = activation_dtype(source.dtype)
     delta = read_delta_weights(config, index, lambda name: source.tensor(name).to(activations))
+    name = config.architecture.block_scalar
+    scalar = None if name is None else source.tensor(f"model.layers.{index}.{name}").to(activations)
     projections = _projections(config, index)
     groups = {field: _load_group(*projections[field], source, weights) for field in _GROUPS}
-    return BlockWeights(**norms, **groups, facts=config.blocks[index], delta=delta)  # type: ignore[arg-type]
+    return BlockWeights(**norms, **groups, facts=config.blocks[index], delta=delta, scalar=scalar)  # type: ignore[arg-type]
 
 
 def _projections(config: ModelConfig, index: int) -> dict[str, tuple[list[Projection], int]]:
