@@ -258,6 +258,18 @@ def test_threads_are_no_more_than_the_quota_unless_the_user_says_so(monkeypatch:
         assert os.environ.get("OMP_NUM_THREADS") == found
 
 
+def test_a_conversion_leaves_busy_cores_alone_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    from wisparse.commands import convert
+
+    monkeypatch.setattr(convert, "usable_cores", lambda: 4)
+    for given, idle, found in ((None, 1, "1"), (None, 4, None), ("3", 1, "3")):
+        monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
+        monkeypatch.setattr(convert, "idle_cores", lambda idle=idle: idle)
+        monkeypatch.delitem(sys.modules, "torch", raising=False)  # it would be too late otherwise
+        convert._leave_busy_cores()
+        assert os.environ.get("OMP_NUM_THREADS") == found
+
+
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("verb", ["inspect", "generate"])
 def test_closed_standard_streams_are_as_dev_null(tmp_path: Path, verb: str, closed: str) -> None:

@@ -1,4 +1,5 @@
-"""Usable cores: the affinity mask's, and no more than the quotas of the control groups allow."""
+"""Usable cores: the affinity mask's, and no more than the quotas of the control groups allow. Idle ones: those of them
+that nobody computed on."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from wisparse.formats.machine import cores
-from wisparse.formats.machine.cores import usable_cores
+from wisparse.formats.machine.cores import idle_cores, usable_cores
 
 
 @pytest.fixture(autouse=True)
@@ -56,3 +57,35 @@ def test_the_tightest_group_decides(tmp_path: Path) -> None:
 def test_a_system_without_affinity_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cores.os, "sched_getaffinity", raising=False)
     assert usable_cores(tmp_path) == (os.cpu_count() or 1)
+
+
+def ticks(root: Path, free: list[int], passed: int = 25) -> None:
+    """What ``/proc/stat`` says once so much has passed; a core beyond the mask is idle."""
+    (root / "proc").mkdir(parents=True, exist_ok=True)
+    cores = [(core, 100 + passed - idle, 100 + idle) for core, idle in [*enumerate(free), (99, passed)]]
+    rows = [f"cpu{core} {busy} 0 0 {idle} 0 0 0 0 7 0" for core, busy, idle in cores]
+    (root / "proc/stat").write_text("\n".join(["cpu  1 2 3 4 5 6 7 8 9 10", *rows, "intr 5 0", ""]))
+
+
+@pytest.mark.parametrize(
+    ("free", "quota_us", "found"),
+    [
+        ([25] * 8, "max", 8),
+        ([25] * 3 + [0] * 5, "max", 3),
+        ([0] * 8, "max", 1),
+        ([20] * 8, "max", 6),
+        ([25] * 8, "2", 2),
+    ],
+)
+def test_idle_cores_are_those_that_nobody_computed_on(
+    free: list[int], quota_us: str, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = machine(tmp_path, "0::/a\n")
+    quota(root / "sys/fs/cgroup/a", 2, quota_us, "1")
+    ticks(root, [0] * 8, passed=0)
+    monkeypatch.setattr(cores.time, "sleep", lambda seconds: ticks(root, free))
+    assert idle_cores(root=root) == found
+
+
+def test_where_the_system_tells_nothing_all_cores_count_as_idle(tmp_path: Path) -> None:
+    assert idle_cores(0, tmp_path) == 8

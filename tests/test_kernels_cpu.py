@@ -390,14 +390,19 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cores: int, slice_ms: int = 3) -> None:
         self._slice_ns = slice_ms * 1_000_000
-        self.now, self.cores, self.sizes, self.team = 1_000_000_000, cores, [], cpu_team.Team()
+        self.now, self.worked, self.cores, self.sizes = 1_000_000_000, 0, cores, []
+        self.shared = False  # the calling thread's core: others take half of it
+        self.team = cpu_team.Team()
         monkeypatch.setattr(cpu_team, "launch", self._launch)
         monkeypatch.setattr(cpu_team.time, "perf_counter_ns", lambda: self.now)
+        monkeypatch.setattr(cpu_team.time, "thread_time_ns", lambda: self.worked)
 
     def _launch(self, name: str, parameters: object, threads: int) -> None:
         late = self._slice_ns if threads > self.cores else 0
         self.team._words[cpu_layout.TeamField.WAITED_NS] = late
-        self.now += 1_200_000 // threads + late
+        worked = 1_200_000 // threads
+        self.worked += worked
+        self.now += worked * (1 + self.shared) + late
         self.sizes.append(threads)
 
     def run(self, seconds: float, most: int) -> list[int]:
@@ -424,6 +429,17 @@ def test_a_team_is_as_large_as_the_machine_has_cores_left(
     machine.cores = 1
     machine.run(0.2, most)
     assert machine.team.size == 1
+
+
+def test_a_thread_that_has_to_share_its_core_does_not_try_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 1)
+    machine.run(0.1, 2)
+    machine.shared = True
+    machine.run(2, 2)  # what it knew before is forgotten by then
+    assert set(machine.run(5, 2)) == {1}
+    machine.shared, machine.cores = False, 2  # the other programs end
+    machine.run(2, 2)
+    assert machine.team.size == 2
 
 
 def test_a_team_forgives_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ _CACHE_LINE = 64
 _TOLERATED = 0.5
 _DEBT_NS = 1_000_000  # beyond it, at once: a program that takes a core takes it for a slice of some milliseconds
 _FIRST_PAUSE_NS, _LONGEST_PAUSE_NS = 10_000_000, 640_000_000  # a failed try costs a slice
+_CROWDED = 0.05  # of a smaller team's time, in which its calling thread had no core
 
 
 class Team:
@@ -41,6 +42,7 @@ class Team:
         self._pause = _FIRST_PAUSE_NS
         self._since = self._retry = 0
         self._debt = 0.0
+        self._ran = self._lost = 0
 
     @property
     def address(self) -> int:
@@ -54,14 +56,22 @@ class Team:
             self._since = self._retry = self._debt = 0
         now = time.perf_counter_ns() if most > 1 else 0
         if self.size < most and now >= self._retry:
-            self._resize(self.size + 1, now, _FIRST_PAUSE_NS)
-        if self.size == 1:
-            launch(name, parameters, 1)
-            return
+            if self._lost > self._ran * _CROWDED:
+                self._retry, self._ran, self._lost = now + self._pause, 0, 0
+            else:
+                self._resize(self.size + 1, now, _FIRST_PAUSE_NS)
+        small = self.size < most
+        worked = time.thread_time_ns() if small else 0
         self._words[TeamField.WAITED_NS] = 0
         launch(name, parameters, self.size)
+        if most == 1:
+            return
         end = time.perf_counter_ns()
-        self._learn(end, end - now, int(self._words[TeamField.WAITED_NS]))
+        if small:
+            self._ran += end - now
+            self._lost += end - now - (time.thread_time_ns() - worked)
+        if self.size > 1:
+            self._learn(end, end - now, int(self._words[TeamField.WAITED_NS]))
 
     def _learn(self, now: int, took: int, waited: int) -> None:
         """All in nanoseconds: the time, how long a launch took, and how much of that was waiting for a core."""
@@ -74,3 +84,4 @@ class Team:
 
     def _resize(self, size: int, now: int, pause: int) -> None:
         self.size, self._since, self._retry, self._debt = size, now, now + pause, 0.0
+        self._ran = self._lost = 0
