@@ -31,10 +31,11 @@ from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.model.quantised import Kind
 from wisparse.formats.record.card import Evaluation, read_inherited, render_card
+from wisparse.formats.record.manifest import BUNDLE
 from wisparse.formats.record.recipe import CalibrationRecord, Recipe, Rung
 from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.weights.in_codes import in_codes
-from wisparse.formats.write import BUNDLE, write_bundle
+from wisparse.formats.write import write_bundle
 
 from .model.fingerprint import Hashes, small_digests, weight_digests
 from .model.source import SourceModel, load_source
@@ -531,7 +532,7 @@ def _write(
     card = render_card(
         recipe,
         read_inherited(checkpoint.folder),
-        evaluations=[_evaluation(measurement, sparsity) for sparsity in recipe.sparsities],
+        evaluations=[_evaluation(measurement, recipe, sparsity) for sparsity in recipe.sparsities],
         figures=[(name, caption) for name, caption in FIGURES.items() if name in report],
         repo_id=settings.upload_repo,
     )
@@ -557,7 +558,7 @@ def _masks(result: SearchResult) -> dict[str, ProjectionMask]:
     }
 
 
-def _evaluation(measurement: Measurement, sparsity: float) -> Evaluation:
+def _evaluation(measurement: Measurement, recipe: Recipe, sparsity: float) -> Evaluation:
     quality = measurement.rungs[sparsity]
     found = quality.sparse
     return Evaluation(
@@ -572,5 +573,5 @@ def _evaluation(measurement: Measurement, sparsity: float) -> Evaluation:
         realised_sparsity=quality.realised_sparsity or 0.0,
         grade=grade(quality),
         verdict=verdict(sparsity, quality),
-        expectation=expectation(sparsity, quality),
+        expectation=expectation(sparsity, quality, recipe),
     )

@@ -21,14 +21,14 @@ import numpy as np
 import torch
 
 from .bundle import SMALL_FILES
-from .errors import AccessError, BundleError, ResourceError, UnsupportedModelError, UsageError, WisparseError
+from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .guard.files import file_digest, list_files, read_bounded
-from .guard.folder import Kind, check_target, replaced_folder
+from .guard.folder import check_target, replaced_folder
 from .guard.safe_json import dump_json
 from .guard.safetensors_header import build_header
 from .model.expected import LM_HEAD
 from .model.model_config import ModelConfig
-from .record.manifest import MANIFEST, SIDECAR, Manifest, check_rungs, is_file_name, listed_files
+from .record.manifest import BUNDLE, MANIFEST, SIDECAR, Manifest, check_rungs, is_file_name
 from .record.recipe import FORMAT_VERSION, Recipe, Rung
 from .record.sidecar import ProjectionMask, check_mask, sidecar_bytes
 from .verify import verify_files
@@ -42,16 +42,6 @@ _MAX_COPIED_BYTES = 16 << 20
 _CHUNK_BYTES = 32 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def _files_of(folder: Path) -> set[str] | None:
-    try:
-        return {*listed_files(folder), MANIFEST}
-    except (BundleError, AccessError):
-        return None
-
-
-BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 
 
 def write_bundle(

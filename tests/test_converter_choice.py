@@ -22,7 +22,7 @@ FLAGS = ["--search", "uniform", "--method", "teal", "--num-samples", "2", "--seq
 
 
 @given(st.floats(1.0, 8.0), st.floats(1e-6, 1e3), st.floats(0.0, 0.3))
-def test_a_budget_is_met_exactly_and_soon(power: float, factor: float, bump: float) -> None:
+def test_a_budget_is_spent_and_soon(power: float, factor: float, bump: float) -> None:
     asked = []
 
     def loss(sparsity: float) -> float:
@@ -30,19 +30,22 @@ def test_a_budget_is_met_exactly_and_soon(power: float, factor: float, bump: flo
         return factor * sparsity**power * (1 + bump * math.sin(40 * sparsity) / 40)
 
     found = highest(loss)
-    assert len(asked) == len(set(asked)) <= 14
+    assert len(asked) == len(set(asked)) <= 15
     assert all(LOWEST <= sparsity <= 0.95 for sparsity in asked)
     if found is None:
         assert loss(LOWEST) > 1.0
         return
     assert loss(found) <= 1.0
-    assert found == 0.95 or loss(round(found + 0.005, 4)) > 1.0
+    assert found == 0.95 or loss(found) >= 0.98 or loss(round(found + 0.001, 4)) > 1.0
 
 
-def test_a_power_law_takes_four_searches() -> None:
+@pytest.mark.parametrize("crossing", [0.123, 0.2571, 0.4321, 0.7777])
+def test_a_power_law_takes_three_searches(crossing: float) -> None:
     asked = []
-    assert highest(lambda s: asked.append(s) or (s / 0.4321) ** 3.8) == 0.43
-    assert len(asked) <= 4
+    found = highest(lambda s: asked.append(s) or (s / crossing) ** 3.8)
+    assert found is not None
+    assert 0.98 <= (found / crossing) ** 3.8 <= 1.0
+    assert len(asked) <= 3
 
 
 @pytest.mark.parametrize(("loss", "found"), [(0.0, 0.95), (math.inf, None)])
@@ -80,7 +83,9 @@ def test_max_kl_writes_the_sparsity_that_keeps_it(
     assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
     assert recipe.search["budget"] == {"max_kl": 5e-3, "min_top1": None, **choice}
     kl = {one["sparsity"]: one["kl"] for one in choice["tried"]}
-    assert kl[recipe.sparsity] <= 5e-3 < kl[min(one for one in kl if one > recipe.sparsity)]
+    beyond = [kl[one] for one in kl if one > recipe.sparsity]
+    assert kl[recipe.sparsity] <= 5e-3
+    assert kl[recipe.sparsity] >= 0.98 * 5e-3 or min(beyond) > 5e-3
     report = json.loads((out / "conversion_report.json").read_text())
     beside = [point["sparsity"] for point in report["quality_against_sparsity"]]
     expected = [recipe.sparsity - 0.05, recipe.sparsity, recipe.sparsity + 0.05]

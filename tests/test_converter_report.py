@@ -15,7 +15,7 @@ from wisparse.converter.quality.block_sensitivity import BlockSensitivity
 from wisparse.converter.quality.evaluation import Measured, Quality
 from wisparse.converter.quality.report import REPORT, expectation, make_report, render_report, verdict
 from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, RotationRecord, Rung
 
 
 def config(model_type: str = "llama", num_blocks: int = 3) -> ModelConfig:
@@ -67,18 +67,24 @@ def test_verdict() -> None:
 
 def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
     found = dataclasses.replace(quality(), realised_range=(0.478, 0.512))
-    words = expectation(0.5, found)
+    model = config()
+    made = recipe(model)
+    words = expectation(0.5, found, made)
     assert words.startswith(
         "50.0% of the weights are left unread on the calibration text, 49.0% on the text measured on"
     )
     assert "(47.8% to 51.2% by passage)" in words
-    assert "text of another kind" in words
-    assert "measured on" not in expectation(0.5, None)
-    assert expectation(0.0, None) == "no weight is left unread."
-    model = config()
-    report = make_report(recipe(model), model, rungs={0.5: found}, quality_text="held out")["sparsity"]
+    assert "text of another kind expect up to about 3 points more or less" in words
+    assert "measured on" not in expectation(0.5, None, made)
+    assert expectation(0.0, None, made) == "no weight is left unread."
+    turned = recipe(model, rotation=RotationRecord("pca", 0.0, 256))
+    assert "about 3 points" in expectation(0.5, found, turned), "the model's own text is of all kinds it knows"
+    given = dataclasses.replace(made.calibration, source="files")
+    assert "about 3 points" in expectation(0.5, found, dataclasses.replace(made, calibration=given))
+    assert "up to about 8 points less" in expectation(0.5, found, dataclasses.replace(turned, calibration=given))
+    report = make_report(made, model, rungs={0.5: found}, quality_text="held out")["sparsity"]
     assert report["realised_on_text_measured_on"] == 0.49
-    assert report["expect"] == expectation(report["realised_on_calibration"], found)
+    assert report["expect"] == expectation(report["realised_on_calibration"], found, made)
 
 
 def test_report_agrees_with_the_recipe() -> None:

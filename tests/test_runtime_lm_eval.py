@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import shutil
 import socket
 import statistics
 import subprocess
@@ -24,6 +25,8 @@ from wisparse.cli import main
 from wisparse.formats import hub
 from wisparse.formats.errors import AccessError, UsageError
 from wisparse.formats.prefill import sparse_from
+from wisparse.formats.record.findings import read_findings
+from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, loops, make_prompts
@@ -482,17 +485,25 @@ def test_unknown_task(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked_for_all == [False, True]
 
 
-def test_command(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["eval", str(bundle), "--tasks", "interpreter_lines", "--limit", "8", "--prefill", "half", "--json"]
+def test_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(bundle, tmp_path / "copy")
+    arguments = ["eval", str(copy), "--tasks", "interpreter_lines", "--limit", "8", "--prefill", "half", "--json"]
     with pytest.raises(SystemExit) as exit_info:
-        main([*arguments, "--backend", "torch"])
+        main([*arguments, "--backend", "torch", "--save"])
     out, err = capsys.readouterr()
     assert not exit_info.value.code, err
     document = json.loads(out)
     assert document["text"] is None
     (row,) = document["bundles"]
     assert list(row["tasks"]) == ["half", "masks off"]
-    assert row["tasks"]["masks off"]["interpreter_lines"]["exact_match"] >= 0.5
+    dense, sparse = (row["tasks"][name]["interpreter_lines"] for name in ("masks off", "half"))
+    assert dense["exact_match"] >= 0.5
+    (saved,) = read_findings(json.loads((copy / "conversion_report.json").read_text()))
+    assert saved.what == "interpreter_lines, exact_match"
+    assert saved.conditions.startswith("n = 8, the last half of each prompt sparse; torch on cpu")
+    assert (saved.dense, saved.sparse, saved.sparsity) == (dense["exact_match"], sparse["exact_match"], row["sparsity"])
+    assert (saved.dense_stderr, saved.sparse_stderr) == tuple(one["exact_match_stderr"] for one in (dense, sparse))
+    assert verify_bundle(copy).notes == ()
 
 
 def test_without_the_harness_the_command_says_what_to_install(bundle: Path) -> None:

@@ -17,12 +17,15 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ..errors import BundleError
+from ..errors import AccessError, BundleError
+from ..guard.folder import Kind
 from ..guard.safe_json import dump_json, read_json
 from .recipe import FORMAT_VERSION, CalibrationRecord, ProjectionRecipe, Recipe, RotationRecord, Rung
 
 __all__ = [
+    "BUNDLE",
     "MANIFEST",
+    "MAX_MANIFEST_BYTES",
     "MAX_RUNGS",
     "MAX_SPARSITY",
     "SIDECAR",
@@ -98,6 +101,17 @@ def listed_files(folder: Path) -> dict[str, str]:
     document = read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
     require_version(document.get("format_version"), MANIFEST)
     return _files(document)
+
+
+def _files_of(folder: Path) -> set[str] | None:
+    try:
+        return {*listed_files(folder), MANIFEST}
+    except (BundleError, AccessError):
+        return None
+
+
+# How a bundle's folder is told from all others when it is replaced.
+BUNDLE = Kind("a bundle", "conversion", MANIFEST, _files_of)
 
 
 def _files(document: Mapping[str, Any]) -> dict[str, str]:

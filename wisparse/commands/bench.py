@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from . import saving
 from .options import device_options, set_up_logging
 from .places import FOLDER_OR_ID
 
@@ -29,6 +30,7 @@ __all__ = ["command"]
 @click.option("--kernels", is_flag=True, help="Time every kernel of a block too (NVIDIA GPUs).")
 @click.option("--all-weights", is_flag=True, help="One table of all that weights can be held as there: native, int8, …")
 @click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
+@saving.save_option
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Leave the tables out: print the last line, JSON, alone.")
 def command(
@@ -40,6 +42,7 @@ def command(
     kernels: bool,
     all_weights: bool,
     tune: bool,
+    save: bool,
     verbose: bool,
     as_json: bool,
     **loading: Any,
@@ -54,10 +57,12 @@ def command(
     wisparse bench out --prompt-length 1024 --batch 4 --sparsity 0.3
     wisparse bench out --device cpu --all-weights
     wisparse bench out --device cuda --kernels --json
+    wisparse bench out --sparsity 0.4 --save
     """
     set_up_logging(verbose)
-    if all_weights and (loading["weights"] != "native" or kernels or tune):
-        raise click.UsageError("--all-weights goes without --weights, --kernels and --tune")
+    if all_weights and (loading["weights"] != "native" or kernels or tune or save):
+        raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
+    folders = saving.folders_to_save([bundle], loading["sparsity"]) if save else []
     from wisparse.runtime.benchmark import Workload, compare, compare_weights
     from wisparse.runtime.loader import load
 
@@ -83,6 +88,8 @@ def command(
     if not as_json:
         _show(found)
     click.echo(json.dumps(found.to_dict()))
+    for folder in folders:
+        saving.save(folder, [saving.speed_finding(found)])
 
 
 def _show_all(table: Mapping[str, Comparison]) -> None:

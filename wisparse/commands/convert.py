@@ -357,7 +357,7 @@ def _print_conversion(conversion: Conversion) -> None:
     # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
     alphas = [entry.alpha for entry in recipe.projections]
     blocks = recipe.block_sparsities
-    expected = expectation(_realised(conversion, default), _quality(conversion, default))
+    expected = expectation(_realised(conversion, default), _quality(conversion, default), recipe)
     at_default = f"at {default:.1%}, " if len(rungs) > 1 else ""
     rows = [
         ("bundle", str(conversion.folder)),

@@ -18,6 +18,7 @@ from wisparse.formats.guard.arguments import place
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.prefill import PREFILL_POLICIES
 
+from . import saving
 from .options import device_options, set_up_logging
 from .places import FILE_OR_ID, FOLDER_OR_ID
 
@@ -69,6 +70,7 @@ _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs th
 @click.option(
     "--confirm-run-unsafe-code", is_flag=True, help="Allow tasks that run code the model writes (humaneval) here."
 )
+@saving.save_option
 @device_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document instead of tables.")
 def command(
@@ -80,6 +82,7 @@ def command(
     seed: int,
     policies: tuple[str, ...],
     tasks: str | None,
+    save: bool,
     verbose: bool,
     revision: str | None,
     as_json: bool,
@@ -90,7 +93,7 @@ def command(
     On text: KL(dense || sparse) in nats per token, perplexity, top-1 agreement and realised sparsity, over the tokens
     that ran sparse and, of the KL, over all, at every sparsity that the bundle holds or at --sparsity. With
     --weights int8 all of it against the weights as they are: rounding alone, masks alone, and both. On tasks: the
-    harness's metrics, at one sparsity.
+    harness's metrics, at one sparsity; --save keeps them on the bundle's model card.
 
     \b
     wisparse eval out
@@ -99,6 +102,7 @@ def command(
     wisparse eval out --text corpus.txt --sparsity 0.3
     wisparse eval out --text corpus.txt --weights int8
     wisparse eval out --tasks gsm8k,mmlu
+    wisparse eval out --tasks interpreter_chains --sparsity 0.4 --save
     """
     set_up_logging(verbose)
     for text in texts:
@@ -113,9 +117,12 @@ def command(
         for option in _OF_TASKS:
             if options[option] not in (None, ()) and options[option] is not False:
                 raise UsageError(f"--{option.replace('_', '-')} belongs to --tasks, and there are none")
+        if save:
+            raise UsageError("--save keeps what --tasks found, and there are none")
     if len(bundles) > 1 and not compare:
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
     task_options = {key: options.pop(key) for key in _OF_TASKS}
+    to_save = saving.folders_to_save(bundles, options["sparsity"]) if save else []
     folders = [fetch_bundle(bundle, revision) for bundle in bundles]
     opened = [Bundle.open(folder) for folder in folders]
     if options["sparsity"] is not None:
@@ -144,6 +151,8 @@ def command(
         click.echo(json.dumps(_plain(document), indent=2))
     else:
         _print_tables(document)
+    for folder, row in zip(to_save, [row for row in rows if "tasks" in row], strict=True) if save else ():
+        saving.save(folder, saving.task_findings(row))
 
 
 # ---------------------------------------------------------------------- text
