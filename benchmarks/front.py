@@ -95,9 +95,9 @@ def draw(options: argparse.Namespace) -> None:
     """Table and figure from what was measured."""
     models = json.loads(options.quality.read_text())["models"]
     speeds = {
-        (row["weights"], float(row["sparsity"])): row["tok_per_s"]
-        for row in json.loads(options.speed.read_text())["rows"]
-        if row.get("batch", 1) == 1
+        (row["goal"]["weights"], float(row["goal"]["sparsity"])): row["tok_per_s"]
+        for row in json.loads(options.speed.read_text())["rows"].values()
+        if row["goal"]["batch"] == 1 and "tok_per_s" in row
     }
     names = list(models)
     kls = {name: {(row["weights"], row["sparsity"]): row["kl"] for row in rows} for name, rows in models.items()}

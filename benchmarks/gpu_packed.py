@@ -2,15 +2,18 @@
 
     PYTHONPATH=. python benchmarks/gpu_packed.py check
     PYTHONPATH=. python benchmarks/gpu_packed.py sweep --weights int4-128 int8 --sparsity 0 0.5
+    PYTHONPATH=. python benchmarks/gpu_packed.py tune --weights int4-128 --rows 1 8
 
 ``check``: the error against float64 beside the one that PyTorch's product of the same, widened weights has in the same
-type. ``sweep``: as gpu_tiles.py has it, Llama-3.1-8B's shapes; the best tiles as lines of the table in
-kernels/gpu/products/tiles.py. The last line is JSON.
+type. ``sweep``: each launch alone, as gpu_tiles.py has it, Llama-3.1-8B's shapes. ``tune``: the best of those in whole
+steps, as gpu_tune.py has it: to the local cache, and as lines for the table in kernels/gpu/products/tiles.py. The last
+lines are JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -19,15 +22,18 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import torch
-from gpu_models import SHAPES
+import triton
+from gpu_models import SHAPES, calibrate, mask_bundle, random_bundle
 from gpu_tiles import case_for, random_matrix, time_graph
+from gpu_tune import CONTEXT, time_step
 
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.products.gemv import GemvTile, Group, launch_kind, program_lists, sparse_gemv
 from wisparse.kernels.gpu.products.matrix import CODE_BITS, widen
 from wisparse.kernels.gpu.products.packed import PackedLists
-from wisparse.kernels.gpu.products.tiles import default_tile, most_pollers
+from wisparse.kernels.gpu.products.tiles import default_tile, local_key, most_pollers, remember_tiles, tile_key
 from wisparse.kernels.reference import keep_mask
+from wisparse.runtime.cuda.decoder import CudaDecoder
 
 ROLES = ("qkv", "o", "gate_up", "down")
 # Kind, group (None: all channels), zero points.
@@ -85,36 +91,48 @@ def _check_one(job: tuple) -> list[dict]:
 
 
 def tiles_for(k: int, widths: tuple[int, ...], kind: str, group: int | None, batch: int) -> list[GemvTile]:
-    """Tiles worth trying: 8 to 16 warps for each multiprocessor, two of them in a program, four for many rows."""
+    """Tiles worth trying: 8 to 14 warps for each multiprocessor, two of them in a program, four for many rows and where
+    all channels share a scale."""
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     found = []
-    for words in (1, 2) if sum(widths) < 8192 and kind == "int4" else (2, 4):
-        if words == 4 and batch > 2 and kind == "int4":
+    narrow = sum(widths) < 8192 and kind == "int4"
+    for words in (1, 2) if narrow else (2, 4):
+        if words == 4 and batch > 2:
             continue
-        for warps in (2,) if batch <= 2 else (4,):
+        for warps in (4,) if batch > 2 else (2,) if group or words == 4 else (2, 4):
             block_n = words * 256 * warps // CODE_BITS[kind]
             tiles = sum(-(-width // block_n) for width in widths)
             chunks = k // (group or 64)
-            for each in (8, 12, 16):
+            for each in (8, 14):
                 # Every split as many chunks as any other, or one less.
                 dealt = max(1, round(chunks * tiles * warps / (processors * each)))
                 splits = min(-(-chunks // dealt), 64)
-                for unroll in (2, 4):
+                for unroll, stages in ((2, 1), (2, 2), (4, 1), (1, 3)) if group else ((4, 1), (2, 2), (4, 2)):
                     most = most_pollers(processors, widths, block_n, splits, warps)
-                    pollers = most if sum(widths) < 16384 else 0
-                    tile = GemvTile(block_n, 1, splits, warps, 1, group or 64, unroll, trigger=2, pollers=pollers,
-                                    early=sum(widths) < 16384)  # fmt: skip
+                    wide = sum(widths) >= 16384
+                    tile = GemvTile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2,
+                                    pollers=0 if wide else most, early=not wide)  # fmt: skip
                     if tile not in found:
                         found.append(tile)
     return found
 
 
-def _case(role: str, weights: str, sparsity: float, batch: int, **keywords):
+def variants(tile: GemvTile) -> list[GemvTile]:
+    """The ways of a tile to begin and to let the next launch begin."""
+    return [
+        replace(tile, trigger=trigger, early=early) for trigger, early in ((1, True), (2, True), (2, False))
+    ]  # fmt: skip
+
+
+def kind_and_group(weights: str) -> tuple[str, int | None]:
     kind, _, group = weights.partition("-")
+    return kind, int(group) if group else None
+
+
+def _case(role: str, weights: str, sparsity: float, batch: int, **keywords):
+    kind, group = kind_and_group(weights)
     config = ModelConfig.from_dict(SHAPES["llama-3.1-8b"])
-    return case_for(
-        config, role, sparsity, batch=batch, weights=kind, group=int(group) if group else None, **keywords
-    )  # fmt: skip
+    return case_for(config, role, sparsity, batch=batch, weights=kind, group=group, **keywords)
 
 
 def _compile(work: list[tuple]) -> None:
@@ -123,70 +141,158 @@ def _compile(work: list[tuple]) -> None:
         key = (role, weights, sparsity, batch)
         if key not in held:
             held = {key: _case(*key, copies=1)}
-        held[key].launcher(tile, True)(1)  # type: ignore[attr-defined]
+        with contextlib.suppress(triton.runtime.errors.OutOfResources):
+            held[key].launcher(tile, True)(1)  # type: ignore[attr-defined]
     torch.cuda.synchronize()
 
 
-def sweep(weights: list[str], sparsities: list[float], batch: int, ceiling: float) -> dict[str, dict]:
-    """The best tile of each role for each kind and sparsity."""
-    work = []
+def role_sizes() -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Each role's input channels and widths."""
     config = ModelConfig.from_dict(SHAPES["llama-3.1-8b"])
     h, inner = config.hidden_size, config.intermediate_size
-    sizes = {
+    return {
         "qkv": (h, (config.q_size, config.kv_size, config.kv_size)), "o": (h, (h,)),
         "gate_up": (h, (inner, inner)), "down": (inner, (h,)),
     }  # fmt: skip
-    for of in weights:
-        kind, _, group = of.partition("-")
-        for sparsity in sparsities:
-            for role in ROLES:
-                tiles = tiles_for(*sizes[role], kind, int(group) if group else None, batch)
-                work += [(role, of, sparsity, batch, tile) for tile in tiles]
+
+
+def sweep(settings: list[tuple[str, float, int]], ceiling: float) -> dict[tuple, list[tuple[float, GemvTile]]]:
+    """For each role and setting (weights, sparsity, rows): microseconds of a launch alone and its tile, best first."""
+    sizes = role_sizes()
+    work = [
+        (role, *setting, tile) for setting in settings for role in ROLES
+        for tile in tiles_for(*sizes[role], *kind_and_group(setting[0]), setting[2])
+    ]  # fmt: skip
+    _in_parallel(_compile, work)
+    ranked: dict[tuple, list[tuple[float, GemvTile]]] = {}
+    for setting in settings:
+        for role in ROLES:
+            case = _case(role, *setting)
+            ideal = case.bytes / ceiling * 1e-3
+            rows = []
+            for job in work:
+                if job[:4] == (role, *setting):
+                    with contextlib.suppress(triton.runtime.errors.OutOfResources):
+                        rows.append((time_graph(case.launcher(job[4], True), len(case.groups), 7), job[4]))
+            rows.sort(key=lambda row: row[0])
+            print(f"{setting} {role} kept {case.kept} ideal {ideal:.2f} us")
+            for us, tile in rows[:4]:
+                print(f"  {us:7.2f} us {100 * ideal / us:5.1f}%  {tile}")
+            for names in (("block_n", "warps"), ("splits",), ("unroll", "stages")):
+                by: dict[tuple, float] = {}
+                for us, tile in rows:
+                    by.setdefault(tuple(getattr(tile, name) for name in names), us)
+                print(f"    by {names}: " + "  ".join(f"{value}: {us:.2f}" for value, us in sorted(by.items())))
+            ranked[role, *setting] = rows
+            sys.stdout.flush()
+            del case
+            torch.cuda.empty_cache()
+    return ranked
+
+
+def _in_parallel(function, work: list) -> None:
     workers = max(1, (os.cpu_count() or 2) - 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(_compile, [work[i::workers] for i in range(workers)]))
-    best: dict[str, dict] = {}
-    for of in weights:
-        for sparsity in sparsities:
-            for role in ROLES:
-                case = _case(role, of, sparsity, batch)
-                ideal = case.bytes / ceiling * 1e-3
-                rows = sorted(
-                    ((time_graph(case.launcher(job[4], True), len(case.groups), 9), job[4]) for job in work
-                     if job[:4] == (role, of, sparsity, batch)),
-                    key=lambda row: row[0],
-                )  # fmt: skip
-                us, tile = rows[0]
-                # What an early start of the next launch, and a later one of its own, bring.
-                for other in (replace(tile, trigger=1), replace(tile, early=not tile.early)):
-                    rows.append((time_graph(case.launcher(other, True), len(case.groups), 9), other))
-                rows.sort(key=lambda row: row[0])
-                print(f"{of} {role} sparsity {sparsity} batch {batch} kept {case.kept} ideal {ideal:.2f} us")
-                for us, tile in rows[:6]:
-                    print(f"  {us:7.2f} us {100 * ideal / us:5.1f}%  {tile}")
-                for name in ("block_n", "splits", "warps", "unroll", "pollers"):
-                    by: dict[int, float] = {}
-                    for us, tile in rows:
-                        by.setdefault(getattr(tile, name), us)
-                    print(f"    by {name}: " + "  ".join(f"{value}: {us:.2f}" for value, us in sorted(by.items())))
-                us, tile = rows[0]
-                best[f"{of} {sparsity} {batch} {role}"] = {"us": round(us, 2), "share": round(ideal / us, 3),
-                                                          "tile": str(tile)}  # fmt: skip
-                sys.stdout.flush()
-                del case
-                torch.cuda.empty_cache()
-    return best
+        # Neighbours have their case in common.
+        parts = [work[i * len(work) // workers : (i + 1) * len(work) // workers] for i in range(workers)]
+        list(pool.map(function, parts))
+
+
+def decoder_of(weights: str, sparsity: float, rows: int, blocks: int) -> CudaDecoder:
+    """A model of so many blocks with weights of a kind, its masks calibrated as those of plain weights."""
+    bundle = random_bundle("llama-3.1-8b", num_blocks=blocks)
+    of = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "max_seq_len": 512}
+    if sparsity > 0:
+        plain = CudaDecoder(bundle, **of)
+        mask_bundle(bundle, plain, calibrate(plain, [sparsity], tokens=128), sparsity)
+        plain.close()
+        torch.cuda.empty_cache()
+    decoder = CudaDecoder(bundle, max_batch=rows, weights=kind_and_group(weights)[0], **of)
+    # What a step attends to. With an empty cache o's input is nearly zero, and it keeps no channel.
+    ids = torch.randint(bundle.config.vocab_size, (CONTEXT,), generator=torch.Generator().manual_seed(2))
+    for slot in range(rows):
+        decoder.prefill(slot, ids, CONTEXT)
+    return decoder
+
+
+def _compile_steps(work: list[tuple]) -> None:
+    held: dict[tuple, CudaDecoder] = {}
+    for setting, tiles in work:
+        if setting not in held:
+            held = {setting: decoder_of(*setting, 1)}
+        with contextlib.suppress(triton.runtime.errors.OutOfResources, ValueError):
+            time_step(held[setting], tiles, rows=setting[2], runs=1)
+
+
+def tune(settings: list[tuple[str, float, int]], best: int, blocks: int, ceiling: float) -> dict[str, str]:
+    """The best tiles where they run, in whole decode steps, one role changed at a time, as gpu_tune has it."""
+    ranked = sweep(settings, ceiling)
+    if torch.cuda.get_device_capability() < (9, 0):
+        raise SystemExit("expected a GPU of generation 9.0 or later: others have no early starts to choose from")
+    tried = {key: [tile for _, tile in rows[:best]] for key, rows in ranked.items()}
+    work = []
+    for setting in settings:
+        first = {role: tried[role, *setting][0] for role in ROLES}
+        work += [
+            (setting, {**first, role: variant})
+            for role in ROLES for tile in tried[role, *setting] for variant in variants(tile)
+        ]  # fmt: skip
+    _in_parallel(_compile_steps, work)
+    found = {}
+    sizes = role_sizes()
+    for setting in settings:
+        weights, sparsity, rows = setting
+        decoder = decoder_of(*setting, blocks)
+        table = time_step(decoder, None, rows=rows)
+        tiles = {role: tried[role, *setting][0] for role in ROLES}
+        us = time_step(decoder, tiles, rows=rows)
+        print(f"{setting}: {blocks} blocks with the table's {table:.1f} us, with the best of each alone {us:.1f}")
+        for role in ROLES[::-1]:
+            timed = [
+                (time_step(decoder, {**tiles, role: variant}, rows=rows, runs=5), variant)
+                for tile in tried[role, *setting] for variant in variants(tile)
+            ]  # fmt: skip
+            timed.sort(key=lambda row: row[0])
+            if timed[0][0] < us:
+                us, tiles[role] = timed[0]
+            print(f"  {role}: {us:.1f} us with {tiles[role]} ({[round(row[0], 1) for row in timed[:6]]})", flush=True)
+        kind, group = kind_and_group(weights)
+        for role in ROLES:
+            k, widths = sizes[role]
+            name = tile_key(90, k, sum(widths), launch_kind(rows, dense=sparsity == 0), kind, group)
+            found[name] = f"{tiles[role]}"
+            name = local_key(
+                90, k, sum(widths), launch_kind(rows, dense=sparsity == 0), rows, torch.bfloat16, kind, group
+            )  # fmt: skip
+            remember_tiles({name: tiles[role]})
+        found[f"{setting}"] = f"{us:.1f} us, table {table:.1f} us"
+        decoder.close()
+        torch.cuda.empty_cache()
+    return found
+
+
+def settings_of(arguments: argparse.Namespace) -> list[tuple[str, float, int]]:
+    return [
+        (weights, sparsity, rows)
+        for weights in arguments.weights
+        for rows in arguments.rows
+        for sparsity in (arguments.sparsity if rows <= 2 else [0.0])
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("check")
-    sweeping = commands.add_parser("sweep")
-    sweeping.add_argument("--weights", nargs="+", default=["int4-128", "int8"])
-    sweeping.add_argument("--sparsity", nargs="+", type=float, default=[0.0, 0.5])
-    sweeping.add_argument("--batch", type=int, default=1)
-    sweeping.add_argument("--ceiling", type=float, default=4590.0, help="read bandwidth in GB/s")
+    for name in ("sweep", "tune"):
+        command = commands.add_parser(name)
+        command.add_argument("--weights", nargs="+", default=["int4-128", "int8"])
+        command.add_argument("--sparsity", nargs="+", type=float, default=[0.0, 0.5])
+        command.add_argument("--rows", nargs="+", type=int, default=[1], help="more than two: dense only")
+        command.add_argument("--ceiling", type=float, default=4590.0, help="read bandwidth in GB/s")
+        if name == "tune":
+            command.add_argument("--best", type=int, default=3, help="tiles of each role that are tried in a step")
+            command.add_argument("--blocks", type=int, default=8)
     arguments = parser.parse_args()
     if arguments.command == "check":
         bad = check()
@@ -194,7 +300,11 @@ def main() -> None:
             print(row)
         print(json.dumps({"bad": len(bad)}))
         sys.exit(bool(bad))
-    print(json.dumps(sweep(arguments.weights, arguments.sparsity, arguments.batch, arguments.ceiling)))
+    if arguments.command == "sweep":
+        ranked = sweep(settings_of(arguments), arguments.ceiling)
+        print(json.dumps({str(key): [round(rows[0][0], 2), str(rows[0][1])] for key, rows in ranked.items()}))
+    else:
+        print(json.dumps(tune(settings_of(arguments), arguments.best, arguments.blocks, arguments.ceiling), indent=1))
 
 
 if __name__ == "__main__":

@@ -93,11 +93,11 @@ def test_odd_shapes_are_the_twins(kind, group, zeros, dtype, batch):
     assert_close(sparse_gemv(x, coded, tile), exact_twin(x, coded), dtype)
 
 
-# Warps that read 4, 8 and 16 bytes a lane; one step on its way and several; every way to add up.
+# Warps that read 4, 8 and 16 bytes a lane; one turn of steps on its way and several; every way to add up.
 PACKED = [
     GemvTile(256, 16, 3, 4, chunk=128, unroll=1),
-    GemvTile(512, 16, 2, 4, chunk=16, unroll=2, pollers=2),
-    GemvTile(512, 16, 4, 2, chunk=64, unroll=4, trigger=2),
+    GemvTile(512, 16, 2, 4, stages=2, chunk=16, unroll=2, pollers=2),
+    GemvTile(512, 16, 4, 2, stages=3, chunk=64, unroll=4, trigger=2),
 ]
 
 

@@ -236,7 +236,12 @@ def plan_launch(
     # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
     ssq_pad = max(32, triton.next_power_of_2(ssq_parts))
     if isinstance(lists, PackedLists):
-        kernel, cut = packed_gemv_kernel, replace(tile, chunk=packed_chunk(layout, tile))
+        # What else there is in a tile stands in the lists, or does not matter: one compiled kernel serves them all.
+        kernel = packed_gemv_kernel
+        cut = GemvTile(
+            tile.block_n, 1, tile.splits, tile.warps, chunk=packed_chunk(layout, tile), trigger=tile.trigger,
+            pollers=tile.pollers,
+        )  # fmt: skip
     elif kind == "batch":
         kernel, cut = masked_gemm_kernel, replace(tile, block_k=_gemm_block_k(tile))
     else:

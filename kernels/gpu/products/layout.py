@@ -20,7 +20,9 @@ class GemvTile:
     has ended, and ``trigger`` says when it lets the next one begin: 1 at its start, 2 after its product. ``lead`` times
     ``unroll * block_k`` rows are read before the channels are selected, and multiplied by zero if they were to be
     dropped. For the tensor cores ``block_k`` channels are read and dealt at a time, ``stages - 1`` times that many are
-    on their way before the channels are selected, and ``chunk``, ``unroll``, ``trigger`` and ``lead`` mean nothing.
+    on their way before the channels are selected, and ``chunk``, ``unroll``, ``trigger`` and ``lead`` mean nothing. Of
+    weights in codes a warp reads ``unroll`` times 16 channels at a time, ``stages`` times that many are on their way,
+    and ``block_k`` and ``lead`` mean nothing.
 
     Partial sums are added by the program of a tile that arrives last, or by ``pollers`` (a power of two) of its last
     splits, which wait for all others. One waits for programs that began before it. Several wait for each other too, so

@@ -21,9 +21,9 @@ class PackedLists(NamedTuple):
 
     ``segment``, ``length``, ``in_room``: as of ``ProgramLists``. ``listed``: the kept channels stand in a list,
     ``slot`` places of it for each group of scales; else all are read. ``words``: a lane reads so many of a channel.
-    ``steps`` of 16 channels are on their way at a time. ``copies`` of each row stand among eight. ``sums``: of one
-    word, for which ``product`` is the source; ``load`` and ``total`` as in ``mma``, "" if no sum of x is needed.
-    ``unit``: of the sums.
+    ``steps`` of 16 channels are a turn; ``ahead`` turns are on their way. ``copies`` of each row stand among eight.
+    ``sums``: of one word, for which ``product`` is the source; ``load`` and ``total`` as in ``mma``, "" if no sum of x
+    is needed. ``unit``: of the sums.
     """
 
     segment: int
@@ -33,6 +33,7 @@ class PackedLists(NamedTuple):
     slot: int
     words: int
     steps: int
+    ahead: int
     copies: int
     sums: int
     unit: float
@@ -83,7 +84,8 @@ def packed_lists(layout: Layout, tile: GemvTile, batch: int) -> PackedLists | No
     sums = 4 * (4 if layout.codes == "int4" else 2) * parts
     total = sum_source(dtype) if layout.codes == "int4" or layout.zeros else ("", "")
     return PackedLists(
-        segment, length, in_room, listed, slot, words, steps, 8 // different, sums, code_unit(layout.codes, dtype),
+        segment, length, in_room, listed, slot, words, steps, tile.stages, 8 // different, sums,
+        code_unit(layout.codes, dtype),
         *load_source(words, layout.stride, listed, k % 16 == 0), *product_source(layout.codes, dtype, parts), *total,
     )  # fmt: skip
 

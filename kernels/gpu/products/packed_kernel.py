@@ -1,7 +1,8 @@
 """The kernel of ``gemv`` for weights in codes, one to sixteen rows of x, on the tensor cores.
 
 Written one element a thread: what a tensor here holds at i is thread i's. A warp owns 8 times so many columns as a lane
-reads of a channel, and takes 16 channels of its program's at a time: lane 4 g + t reads t's four channels, g's columns
+reads of a channel, and takes 16 channels of its program's at a time, a few
+turns of one to four such steps being on their way: lane 4 g + t reads t's four channels, g's columns
 of each (``mma`` says what becomes of them). Weights are the product's left operand, x's rows its right one, so one to
 eight rows cost the same; one, two or four are there several times, and the lanes that hold the same sums see to a part
 of the columns each.
@@ -62,6 +63,8 @@ def packed_gemv_kernel(
     PARTS: tl.constexpr = (BATCH + 7) // 8  # rows of x in eights
     ROWS: tl.constexpr = 8 // lists.copies  # different rows among eight
     TURN: tl.constexpr = 16 * lists.steps
+    READ: tl.constexpr = 4 * lists.words * lists.steps  # words of a turn
+    AHEAD: tl.constexpr = lists.ahead
     dtype: tl.constexpr = target.out.dtype.element_ty
     program = tl.program_id(0)
     tile = program % shape.tiles
@@ -132,12 +135,16 @@ def packed_gemv_kernel(
         kept_at = base + LIST * (4 + 2 * BATCH)
         index = base + 16 * t
         values = base + LIST * 4
-        ahead = _words(index, word_at, limit, 0, split, SPLITS, CHUNK, lists)
     else:
         index = 4 * t
         kept_at = base
-        # These do not depend on x: the memory would be idle until it is there.
-        ahead = _words(index, word_at, limit, 0, split, SPLITS, CHUNK, lists)
+    ahead = ()
+    coming = split * 0
+    for _ in tl.static_range(AHEAD):
+        # Without a list they do not depend on x: the memory would be idle until it is there.
+        ahead = ahead + _words(index, word_at, limit, coming, split, SPLITS, CHUNK, lists)
+        coming = _next_turn(coming, kept_at, GROUPED, lists)
+    if not LISTED:
         cells = None
         if counting is not None:
             cells = Counting(counting.token, counting.before + cell, counting.after + cell)
@@ -160,9 +167,10 @@ def packed_gemv_kernel(
         acc = _zeros(thread, lists.words * EACH * 2 * PARTS)
         total = _zeros(thread, 4 * PARTS)
         for at in range(first, last, TURN):
-            words = ahead
-            following = tl.where(at + TURN < last, at + TURN, tl.minimum(first + SLOT, LIST - TURN))
-            ahead = _words(index, word_at, limit, following, split, SPLITS, CHUNK, lists)
+            words = _some(ahead, 0, READ)
+            ahead = _some(ahead, READ, READ * AHEAD)
+            ahead = ahead + _words(index, word_at, limit, coming, split, SPLITS, CHUNK, lists)
+            coming = _next_turn(coming, kept_at, GROUPED, lists)
             hold_reads(program)
             acc, total = _multiply(acc, total, words, values, at, LIST, PARTS, BATCH, g, ROWS, lists)
         sums = _scaled(sums, acc, total, scaled_by, copy, PART, PARTS, BATCH, weights.zeros is not None, lists, modes)
@@ -201,6 +209,29 @@ def _zeros(thread, COUNT: tl.constexpr):
     for _ in tl.static_range(COUNT):
         zeros = zeros + (thread.to(tl.float32) * 0.0,)  # noqa: RUF005 (the compiler knows no unpacking)
     return zeros
+
+
+@triton.jit
+def _some(items, FIRST: tl.constexpr, END: tl.constexpr):
+    """Those of a tuple from FIRST to END."""
+    some = ()
+    for i in tl.static_range(FIRST, END):
+        some = some + (items[i],)  # noqa: RUF005
+    return some
+
+
+@triton.jit
+def _next_turn(at, kept_at, GROUPED: tl.constexpr, lists: tl.constexpr):
+    """Where the turn after the one at ``at`` begins: at the next slot's begin if that is its slot's last; after the
+    last of all, where there are no channels."""
+    TURN: tl.constexpr = 16 * lists.steps
+    following = at + TURN
+    if lists.listed and GROUPED:
+        SLOTS: tl.constexpr = lists.segment // lists.slot
+        slot = tl.minimum(at // lists.slot, SLOTS - 1)
+        last = slot * lists.slot + get(kept_at, slot, False, True)
+        following = tl.where(following < last, following, (slot + 1) * lists.slot)
+    return tl.minimum(following, lists.length - TURN)
 
 
 @triton.jit
