@@ -46,7 +46,7 @@ launch_embed(torch.tensor([10**6]), torch.zeros(4, 64), torch.empty(1, 64), torc
 torch.cuda.synchronize()
 """
 # One half-precision type is enough where there are many cases, and the odd shapes: types differ in conversions, not in
-# which addresses are used. The largest vocabulary alone takes minutes, and so do a thousand launches one after the other.
+# which addresses are used. The largest vocabulary alone takes minutes, and so do a thousand launches in turn.
 _SHORT = (
     "not 128256 and not one_after_the_other and not (test_gemv_is_the_twins and dtype1) "
     "and not (on_the_tensor_cores and (dtype0 or widths1 or widths2))"
