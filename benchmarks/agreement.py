@@ -18,10 +18,8 @@ such channel explains it. Lines go to stderr, one JSON document to stdout, and t
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -31,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from quality import EXAMPLE, describe_machine
+from quality import EXAMPLE, describe_machine, print_document, stdlib_files
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,7 +41,6 @@ from wisparse.kernels.reference import kept, scores
 from wisparse.onnx_check import rotary_tables
 from wisparse.runtime.tasks.interpreter_lines import make_problems
 
-_SMALLEST_FILE = 8192
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 16, 64
 # Tried where an engine parts, at most; and how many times the rounding seen a score may be off.
 _TRIES, _TIMES = 40, 4
@@ -59,8 +56,7 @@ def say(text: str) -> None:
 def make_prompts(tokenizer: Any, count: int, seed: int) -> list[Tokens]:
     """Half of them passages of the files that the benchmarks evaluate on, half of them interpreter sessions."""
     draw = random.Random(seed)
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    files = [path for path in files if path.stat().st_size > _SMALLEST_FILE][1::2]
+    files = stdlib_files("evaluation")
     prompts = []
     for path in draw.sample(files, count - count // 2):
         lines = path.read_text("utf-8", "replace").splitlines(keepends=True)
@@ -328,10 +324,7 @@ def main() -> None:
         **{name: metadata.version(name) for name in ("numba", "onnxruntime")},
         "models": rows,
     }
-    text = json.dumps(document, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n", encoding="utf-8")
+    print_document(document, options.output)
     least = options.prompts - max(1, options.prompts // 30)
     wanting = [row for row in rows if min(row["agreeing"].values()) < least or any(not p["why"] for p in row["parted"])]
     sys.exit(1 if wanting else 0)

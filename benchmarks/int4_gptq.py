@@ -11,16 +11,14 @@ a row. A table goes to stderr, one JSON document to stdout, and to --output if g
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from quality import EXAMPLE, describe_machine
+from quality import EXAMPLE, describe_machine, print_document, stdlib_files
 from torch import Tensor
 
 from wisparse.converter.bench.divergence import DenseReference
@@ -31,8 +29,6 @@ from wisparse.converter.weights.stage import group_size, quantise_weights
 from wisparse.converter.work.progress import Progress
 from wisparse.converter.work.state import NO_STATE
 from wisparse.formats.model.quantised import quantise_int4
-
-_SMALLEST_FILE = 8192
 
 
 class Measure:
@@ -65,12 +61,14 @@ def round_int4(source: SourceModel, group: int, scale_dtype: torch.dtype) -> Non
         weight.data.copy_(quantise_int4(weight, group=group, scale_dtype=scale_dtype).dequantise(weight.dtype))
 
 
-def measured(model: Path, files: list[str], num_samples: int, seq_len: int) -> dict[str, Any]:
+def measured(model: Path, num_samples: int, seq_len: int) -> dict[str, Any]:
     """One model's figures; every other file calibrates, the others measure."""
     source, quiet = load_source(model, torch.float32, "cpu"), Progress(enabled=False)
     calibration, fresh = (
-        load_calibration(tuple(files[part::2]), source.tokenizer, num_samples=num_samples, seq_len=seq_len, seed=0)
-        for part in (0, 1)
+        load_calibration(
+            tuple(map(str, stdlib_files(kind))), source.tokenizer, num_samples=num_samples, seq_len=seq_len, seed=0
+        )
+        for kind in ("calibration", "evaluation")
     )
     measure, group, scale_dtype = Measure(source, fresh), group_size(source.config), torch.bfloat16
 
@@ -96,9 +94,7 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--output", type=Path, help="write the JSON document there too")
     options = parser.parse_args()
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    files = [str(path) for path in files if path.stat().st_size > _SMALLEST_FILE]
-    rows = {model.name: measured(model, files, options.num_samples, options.seq_len) for model in options.models}
+    rows = {model.name: measured(model, options.num_samples, options.seq_len) for model in options.models}
     document = {
         "benchmark": "int4_gptq",
         "evaluation": "standard library, other files than the calibration's",
@@ -106,10 +102,7 @@ def main() -> None:
         **describe_machine(torch.device("cpu")),
         "models": rows,
     }
-    text = json.dumps(document, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
+    print_document(document, options.output)
 
 
 if __name__ == "__main__":

@@ -16,18 +16,15 @@ import contextlib
 import io
 import json
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from quality import EXAMPLE, describe_machine
+from quality import EXAMPLE, describe_machine, print_document, stdlib_files
 
 import wisparse
 from wisparse.cli import main as command_line
-
-_SMALLEST_FILE = 8192
 
 
 def evaluate(bundle: Path, weights: str, arguments: list[str]) -> str:
@@ -47,10 +44,8 @@ def main() -> None:
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--output", type=Path, help="write the JSON document there too")
     options = parser.parse_args()
-    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    files = [path for path in files if path.stat().st_size > _SMALLEST_FILE]
     shape = ["--num-samples", str(options.num_samples), "--seq-len", str(options.seq_len)]
-    texts = [argument for path in files[1::2] for argument in ("--text", str(path))]
+    texts = [argument for path in stdlib_files("evaluation") for argument in ("--text", str(path))]
     rows: dict[str, Any] = {}
     for model in options.models:
         with tempfile.TemporaryDirectory() as scratch:
@@ -58,7 +53,7 @@ def main() -> None:
                 model,
                 Path(scratch) / model.name,
                 sparsity=options.sparsity,
-                calibration=files[0::2],
+                calibration=stdlib_files("calibration"),
                 num_samples=options.num_samples // 3,
                 seq_len=options.seq_len,
             )
@@ -86,10 +81,7 @@ def main() -> None:
         **describe_machine(torch.device("cpu")),
         "models": rows,
     }
-    text = json.dumps(document, indent=1)
-    print(text)
-    if options.output is not None:
-        options.output.write_text(text + "\n")
+    print_document(document, options.output)
 
 
 if __name__ == "__main__":

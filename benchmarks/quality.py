@@ -41,9 +41,11 @@ __all__ = [
     "markdown_table",
     "opened",
     "options_of",
+    "print_document",
     "print_head",
     "publish",
     "row",
+    "stdlib_files",
     "stdlib_tokens",
     "turned",
 ]
@@ -53,11 +55,25 @@ EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m
 _SMALLEST_FILE = 8192
 
 
+def stdlib_files(kind: str) -> list[Path]:
+    """Standard-library sources, by name; ``kind`` is calibration or evaluation: disjoint files."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    files = [path for path in files if path.stat().st_size > _SMALLEST_FILE]
+    return files[0::2] if kind == "calibration" else files[1::2]
+
+
+def print_document(document: Mapping[str, Any], output: Path | None) -> None:
+    """A script's last words: one JSON document, to a file as well if one was asked for."""
+    text = json.dumps(document, indent=1)
+    print(text)
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(text + "\n", encoding="utf-8")
+
+
 def stdlib_tokens(source: SourceModel, kind: str, num_samples: int, seq_len: int, seed: int = 0) -> CalibrationTokens:
     """``num_samples`` passages of standard-library source; ``kind`` is calibration or evaluation: disjoint files."""
-    files = sorted(path for path in Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-    files = [path for path in files if path.stat().st_size > _SMALLEST_FILE]
-    files = files[0::2] if kind == "calibration" else files[1::2]
+    files = stdlib_files(kind)
     order = random.Random(seed)
     order.shuffle(files)
     texts = [source.tokenizer(path.read_text("utf-8", "replace"), verbose=False).input_ids for path in files]
@@ -179,7 +195,7 @@ class Evaluator:
                 self.source.model,
                 masked,
                 self.input_ids,
-                result.put_on(masked),
+                result.apply_to(masked),
                 batch_size=self.batch_size,
                 dense_log_probs=self._dense,
             )
