@@ -21,24 +21,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings:
-    """How prompts are continued; the fields are described at ``Model.generate``, whose keyword arguments they are.
+class GenerationSettings(SamplingSettings):
+    """How prompts are continued: how tokens are chosen, and the rest; the fields are described at ``Model.generate``,
+    whose keyword arguments they are.
 
     Raises:
         UsageError: a value out of range.
     """
 
     max_new_tokens: int | None = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     grammar: str | None = None
     stop: str | Sequence[str] | None = None
@@ -48,7 +39,8 @@ class GenerationSettings:
     measure_sparsity: bool = False
 
     def __post_init__(self) -> None:
-        _ = self.sampling, self.stop_texts, self.rule  # which check what they are made from
+        super().__post_init__()
+        _ = self.stop_texts, self.rule  # which check what they are made from
         if self.max_new_tokens is not None:  # as Python's own number, whoever's it was
             object.__setattr__(self, "max_new_tokens", arguments.integer("max_new_tokens", self.max_new_tokens, 1))
         if self.system_prompt is not None:
@@ -61,7 +53,7 @@ class GenerationSettings:
 
     @property
     def sampling(self) -> SamplingSettings:
-        """How the next token is chosen."""
+        """How the next token is chosen, and nothing else."""
         return SamplingSettings(**{field.name: getattr(self, field.name) for field in fields(SamplingSettings)})
 
     @property
