@@ -357,10 +357,11 @@ class DecodeStep:
             )  # fmt: skip
         elif role == "attention":
             facts, norms = block.facts, None
+            keys, values = self._cached[index]
             if block.q_norm is not None and block.k_norm is not None:
                 norms = block.q_norm.factors, block.k_norm.factors
             launch_attention(
-                self._columns(block), *self._cached[index], self.tokens, self.positions,
+                self._columns(block), keys, values, self.tokens, self.positions,
                 *self._places.rotary(facts.rotary),
                 self._attended[index], self._softmax, heads=config.num_heads, scale=config.attention_scale,
                 cap=config.attention_softcap, window=facts.window, interleaved=config.rotaries[0].interleaved,
