@@ -151,7 +151,7 @@ def role_sizes() -> dict[str, tuple[int, tuple[int, ...]]]:
     config = ModelConfig.from_dict(SHAPES["llama-3.1-8b"])
     h, inner = config.hidden_size, config.intermediate_size
     return {
-        "qkv": (h, (config.q_size, config.kv_size, config.kv_size)), "o": (h, (h,)),
+        "qkv": (h, (config.q_size(0), *[config.blocks[0].kv_size] * 2)), "o": (h, (h,)),
         "gate_up": (h, (inner, inner)), "down": (inner, (h,)),
     }  # fmt: skip
 

@@ -134,8 +134,8 @@ def case_for(config: ModelConfig, role: str, sparsity: float, **keywords) -> Cas
     """The case of one role: qkv, o, gate_up or down."""
     h, i = config.hidden_size, config.intermediate_size
     k, widths, source, target = {
-        "qkv": (h, (config.q_size, config.kv_size, config.kv_size), "hidden", "plain"),
-        "o": (config.q_size, (h,), "attention", "residual"),
+        "qkv": (h, (config.q_size(0), *[config.blocks[0].kv_size] * 2), "hidden", "plain"),
+        "o": (config.q_size(0), (h,), "attention", "residual"),
         "gate_up": (h, (i, i), "hidden", "silu"),
         "down": (i, (h,), "plain", "residual"),
     }[role]
@@ -290,8 +290,8 @@ def keep_tiles(name: str, shape: str, sparsity: float, batch: int, tiles: dict[s
     """Add each role's tile to the local cache, print them as a line of JSON, and write it to ``$OUT``, if set."""
     config = ModelConfig.from_dict(SHAPES[shape])
     sizes = {
-        "qkv": (config.hidden_size, config.q_size + 2 * config.kv_size),
-        "o": (config.q_size, config.hidden_size),
+        "qkv": (config.hidden_size, config.q_size(0) + 2 * config.blocks[0].kv_size),
+        "o": (config.q_size(0), config.hidden_size),
         "gate_up": (config.hidden_size, 2 * config.intermediate_size),
         "down": (config.intermediate_size, config.hidden_size),
     }

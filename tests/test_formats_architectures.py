@@ -32,7 +32,7 @@ GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "head_d
 
 def test_example_model(example_model: Path) -> None:
     config = ModelConfig.from_dict(json.loads((example_model / "config.json").read_text()))
-    assert (config.num_blocks, config.head_dim, config.kv_size, config.dtype) == (6, 32, 128, "bfloat16")
+    assert (config.num_blocks, config.head_dim, config.blocks[0].kv_size, config.dtype) == (6, 32, 128, "bfloat16")
     names = [projection.name for projection in config.projections()]
     assert len(names) == len(set(names)) == 6 * 7
     assert names[0] == "model.layers.0.self_attn.q_proj"

@@ -93,7 +93,7 @@ def test_published_configs_are_read_as_their_text_models() -> None:
     found = text_config(MISTRAL_SMALL)
     assert (found["model_type"], found["architectures"]) == ("mistral", ["MistralForCausalLM"])
     config = ModelConfig.from_dict(found)
-    assert (config.num_blocks, config.q_size, config.rotaries[0].theta, config.dtype) == (40, 4096, 1e9, "bfloat16")
+    assert (config.num_blocks, config.q_size(0), config.rotaries[0].theta, config.dtype) == (40, 4096, 1e9, "bfloat16")
     assert {block.window for block in config.blocks} == {None}
 
     found = text_config(GEMMA)

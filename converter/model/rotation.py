@@ -167,7 +167,8 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
         if kind == "weight":
             value = (value * norm(readers[projection])) @ turn
         if role in ("v_proj", "qkv_proj"):
-            kept, values = value.split([len(value) - config.kv_size, config.kv_size])
+            width = config.blocks[by_name[projection].block].kv_size
+            kept, values = value.split([len(value) - width, width])
             shaped = values.reshape(config.num_kv_heads, config.head_dim, -1)
             value = torch.cat([kept, torch.einsum("kij,kin->kjn", heads, shaped).reshape(values.shape)])
         return value

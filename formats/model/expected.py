@@ -28,7 +28,7 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
                 expected[f"{prefix}{norm}.weight"] = hidden
             if projection.role == "o_proj" and arch.qk_norm is not None:
                 own = config.blocks[block]
-                for name, size in zip(arch.qk_norm.names, (config.num_heads * own.head_dim, own.kv_size), strict=True):
+                for name, size in zip(arch.qk_norm.names, (config.q_size(block), own.kv_size), strict=True):
                     expected[f"{prefix}self_attn.{name}.weight"] = (own.head_dim if arch.qk_norm.per_head else size,)
             if projection.role == "out_proj" and config.delta_net is not None:
                 others = config.delta_net.tensors(config.hidden_size)

@@ -85,20 +85,9 @@ class ModelConfig:
         """The row of ``ARCHITECTURES`` this model belongs to."""
         return ARCHITECTURES[self.model_type]
 
-    @property
-    def alike(self) -> bool:
-        """Whether all blocks have the same heads: ``head_dim``, ``q_size`` and ``kv_size`` are every block's."""
-        return all((one.head_dim, one.num_kv_heads) == (self.head_dim, self.num_kv_heads) for one in self.blocks)
-
-    @property
-    def q_size(self) -> int:
-        """Width of the queries, ``num_heads * head_dim``; also K of ``o_proj``."""
-        return self.num_heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Width of the keys and of the values, ``num_kv_heads * head_dim``."""
-        return self.num_kv_heads * self.head_dim
+    def q_size(self, block: int) -> int:
+        """Width of a block's queries; also K of its ``o_proj``."""
+        return self.num_heads * self.blocks[block].head_dim
 
     def projections(self, block: int | None = None) -> Iterator[Projection]:
         """The projections in scope, in the order of execution: all of them, or one block's.
@@ -116,7 +105,7 @@ class ModelConfig:
             if self.delta_net is not None and self.blocks[index].recurrent:
                 yield from self._recurrent_projections(index, self.delta_net)
             else:
-                q_size, kv_size = self.num_heads * self.blocks[index].head_dim, self.blocks[index].kv_size
+                q_size, kv_size = self.q_size(index), self.blocks[index].kv_size
                 sizes = {
                     "q_proj": q_size * (2 if arch.attention_gate else 1),
                     "k_proj": kv_size,

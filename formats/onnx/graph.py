@@ -153,7 +153,7 @@ def _block(
         q, k = project("self_attn", config.qkv(index), x, (0, 0))
         parts = [q, k, k]
     else:
-        parts = project("self_attn", arch.qkv, x, (config.num_heads * own.head_dim, own.kv_size, own.kv_size))
+        parts = project("self_attn", arch.qkv, x, (config.q_size(index), own.kv_size, own.kv_size))
     q, k, v = step.place(f"{name}.self_attn", index, parts)
     for what, new in (("key", k), ("value", v)):
         graph.nodes.append(

@@ -57,7 +57,7 @@ class Step:
         """
         self._region = region
         self._config = config
-        max_batch, max_len = cache.keys.shape[1], cache.keys.shape[3]
+        max_batch, max_len = len(cache.lengths), cache.max_seq_len
         self.logits = torch.empty(max_batch, config.vocab_size)
         # slot, token and position of every row
         self._rows = torch.zeros(3, max_batch, dtype=torch.int64)
@@ -162,7 +162,7 @@ class Step:
             row[BlockField.FIRST], row[BlockField.NUM_INPUTS] = first, len(block.qkv)
             row[BlockField.INPUT_WIDTH] = sum(projection.out_features for projection in block.qkv)
             if block.delta is None:
-                keys, values = cache.of(index)
+                keys, values = cache.attention[index]
                 row[BlockField.KEYS], row[BlockField.VALUES] = self._address(keys), self._address(values)
             else:
                 row[BlockField.DELTA] = self._describe_delta(block.delta, cache.recurrent[index])

@@ -143,15 +143,15 @@ class DecodeStep:
         arch, multiprocessors = _describe(device)
         self.pdl = arch >= 90 if pdl is None else pdl
         self._places = places
-        self._cached = {index: tuple(side[first : first + rows] for side in cache.of(index)) for index in cache.places}
+        own = slice(first, first + rows)
+        self._cached = {index: (keys[own], values[own]) for index, (keys, values) in cache.attention.items()}
         self._states = {
             index: DeltaMemory(
-                states.inputs[:, first : first + rows], states.state[:, first : first + rows],
-                states.inputs.stride(0), states.state.stride(0),
+                states.inputs[:, own], states.state[:, own], states.inputs.stride(0), states.state.stride(0),
             )
             for index, states in cache.recurrent.items()
         }  # fmt: skip
-        self.positions = positions[first : first + rows]
+        self.positions = positions[own]
 
         def tile(role: str, group: Group, kind: str) -> GemvTile:
             if tiles is not None and role in tiles and group.widths == getattr(weights.blocks[0], role).widths:

@@ -55,9 +55,9 @@ class KVCache:
     """``max_batch`` slots of ``max_seq_len`` positions.
 
     Attributes:
-        places: block with attention -> which of these it is.
-        keys, values: (blocks with attention, max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
-            ``lengths``; of no blocks where heads differ from block to block (``ModelConfig.alike``).
+        max_seq_len: positions of a slot.
+        attention: block -> keys and values of one with attention in all slots, (max_batch, num_kv_heads, max_seq_len,
+            head_dim) each by its own heads; uninitialised beyond ``lengths``.
         recurrent: block -> the state of a recurrent one, of all slots: each tensor of a ``DeltaState`` with (sides,
             max_batch) in front. A state holds for the whole of what was read: unlike keys and values, it cannot be
             taken back to an earlier position.
@@ -76,20 +76,14 @@ class KVCache:
     ) -> None:
         """``sides``: 1, or 2: the state after p positions then lies in side p % 2, and a step leaves that of the
         position before it where it is."""
-        self._sides = sides
-        self.places: dict[int, int] = {}
-        for index, block in enumerate(config.blocks):
-            if not block.recurrent:
-                self.places[index] = len(self.places)
-        heads = [(config.blocks[index].num_kv_heads, config.blocks[index].head_dim) for index in self.places]
-        together = len(heads) if config.alike else 0
-        shape = (together, max_batch, config.num_kv_heads, max_seq_len, config.head_dim)
+        self._sides, self.max_seq_len = sides, max_seq_len
+        self.attention: dict[int, tuple[Tensor, Tensor]] = {}
         try:
-            self.keys, self.values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-            self._blocks = [(self.keys[place], self.values[place]) for place in range(together)]
-            for count, width in heads[together:]:
-                own = torch.empty(2, max_batch, count, max_seq_len, width, dtype=dtype, device=device)
-                self._blocks.append((own[0], own[1]))
+            for index, block in enumerate(config.blocks):
+                if not block.recurrent:
+                    shape = (2, max_batch, block.num_kv_heads, max_seq_len, block.head_dim)
+                    keys, values = torch.empty(shape, dtype=dtype, device=device)
+                    self.attention[index] = keys, values
             self.recurrent = _states(config, (sides, max_batch), device, dtype)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
             size = bytes_per_position(config, dtype) * max_batch * max_seq_len
@@ -117,10 +111,6 @@ class KVCache:
         for slot in range(len(self.lengths)):
             self.begin(slot, 0)
 
-    def of(self, block: int) -> tuple[Tensor, Tensor]:
-        """A block's keys and values in all slots, (max_batch, num_kv_heads, max_seq_len, head_dim) each."""
-        return self._blocks[self.places[block]]
-
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Put ``keys`` and ``values`` (num_kv_heads, T, head_dim) at ``start``; ``lengths`` is the caller's.
 
@@ -128,7 +118,7 @@ class KVCache:
             The slot's keys and values up to the end of what was written, (num_kv_heads, start + T, head_dim).
         """
         stop = start + keys.shape[1]
-        own_keys, own_values = (tensor[slot] for tensor in self.of(block))
+        own_keys, own_values = (tensor[slot] for tensor in self.attention[block])
         own_keys[:, start:stop] = keys
         own_values[:, start:stop] = values
         return own_keys[:, :stop], own_values[:, :stop]
@@ -148,7 +138,7 @@ class KVCache:
     def copy(self, source: int, target: int, length: int) -> None:
         """Fill ``target`` with the first ``length`` positions of ``source``."""
         self._check_states(source, length)
-        for pair in self._blocks:
+        for pair in self.attention.values():
             for tensor in pair:
                 tensor[target, :, :length] = tensor[source, :, :length]
         for block in self.recurrent:
