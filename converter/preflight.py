@@ -6,6 +6,7 @@ write it. What it finds is a `Plan`: for ``--dry-run`` to show, for the conversi
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 from dataclasses import dataclass, replace
@@ -184,7 +185,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         stage.advance()
     shapes = expected_tensors(config)
     dtype = choose_dtype(config.dtype, device)
-    num_parameters = sum(_product(shape) for shape in shapes.values())
+    num_parameters = sum(math.prod(shape) for shape in shapes.values())
     working = working_bytes(config, dtype, settings)
     free = available_bytes(device)
     rotation, not_rotated = _rotation(settings, config, quantised)
@@ -367,10 +368,3 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product

@@ -8,7 +8,7 @@ The mask itself is `kernels.reference.keep_mask`: a search sees the very rule th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -114,38 +114,23 @@ class MaskedModel:
         finally:
             self.clear()
 
-    @contextmanager
-    def sparing(self, dense_tokens: Tensor | None) -> Iterator[None]:
+    def sparing(self, dense_tokens: Tensor | None) -> AbstractContextManager[None]:
         """Within the context, every mask leaves ``dense_tokens`` (B, L) bool alone.
 
         This is how the first token of a sequence, padding, or the dense half of a prompt is kept dense: by a mask that
         travels with the batch, never by a position.
         """
-        before, self._dense_tokens = self._dense_tokens, dense_tokens
-        try:
-            yield
-        finally:
-            self._dense_tokens = before
+        return self._during("_dense_tokens", dense_tokens)
 
     # ------------------------------------------------------------------ what is observed
 
-    @contextmanager
-    def observing(self, observer: Callable[[str, Tensor], None]) -> Iterator[None]:
+    def observing(self, observer: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
         """Within the context, ``observer(name, x)`` sees every projection's input before the mask, (B, L, K)."""
-        self._observer = observer
-        try:
-            yield
-        finally:
-            self._observer = None
+        return self._during("_observer", observer)
 
-    @contextmanager
-    def replacing(self, replacer: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    def replacing(self, replacer: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[None]:
         """Within the context, a projection multiplies ``replacer(name, x)`` where x (B, L, K) is its masked input."""
-        self._replacer = replacer
-        try:
-            yield
-        finally:
-            self._replacer = None
+        return self._during("_replacer", replacer)
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
@@ -161,6 +146,15 @@ class MaskedModel:
             yield self._realised
         finally:
             self._counting = False
+
+    @contextmanager
+    def _during(self, attribute: str, value: Any) -> Iterator[None]:
+        before = getattr(self, attribute)
+        setattr(self, attribute, value)
+        try:
+            yield
+        finally:
+            setattr(self, attribute, before)
 
     def _realised(self) -> dict[str, float]:
         return {
