@@ -245,7 +245,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
     origin = _origin(plan, fetched, checkpoint, progress) if processes.leads else None
     finished = origin is not None and plan.finished and is_finished(settings.output_dir, origin.made_from)
     if processes.broadcast(finished):
-        return _found_finished(plan, progress) if processes.leads else None
+        return _already_complete(plan, progress) if processes.leads else None
     if plan.finished and processes.leads:  # the bundle in place is of another conversion after all
         check_places(settings, fetched, False)
         require_resources(plan)
@@ -335,7 +335,7 @@ def _in_codes(
     return in_codes(checkpoint, matrices, checkpoint.dtype)
 
 
-def _found_finished(plan: Plan, progress: Progress) -> Conversion:
+def _already_complete(plan: Plan, progress: Progress) -> Conversion:
     """The bundle of a run that was killed before it could clean up."""
     out = plan.settings.output_dir
     clear_leftovers(Path(os.path.abspath(out)), BUNDLE)

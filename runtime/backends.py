@@ -57,7 +57,7 @@ def make_decoder(
     arguments.integer("max_batch", max_batch, 1)
     implementation, reason = choose_decoder(bundle.config, device, dtype, backend, weights)
     log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
-    _say_what_is_widened(bundle, implementation, weights)
+    _log_widened(bundle, implementation, weights)
     with memory_errors(device, "to load the model"):
         return implementation(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
@@ -87,7 +87,7 @@ def choose_decoder(
     return implementation, reason
 
 
-def _say_what_is_widened(bundle: Bundle, implementation: type[Any], weights: str) -> None:
+def _log_widened(bundle: Bundle, implementation: type[Any], weights: str) -> None:
     """What a bundle's codes become where nothing multiplies with them as they are."""
     others = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"

@@ -142,10 +142,10 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
         while state.step < state.steps:
             state.advance([gradient(bench, channels, b, state.logits) for b in range(2)], channels, begun, target)
         assert state.history[0] == pytest.approx(before, rel=1e-4)
-        unread, after = measured(state.gone(1.0, begun))
+        unread, after = measured(state.partway(1.0, begun))
     assert unread == pytest.approx(target, abs=0.01)
     assert after < 0.9 * before
-    assert torch.equal(state.gone(0.0, begun), begun)
+    assert torch.equal(state.partway(0.0, begun), begun)
 
 
 def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
@@ -220,7 +220,7 @@ def test_the_search_is_better_than_its_start_on_its_own_text() -> None:
     for kind in ("fisher", "refine"):
         result = search(source, tokens, SearchSettings(search=kind, refine_steps=12, kl_tokens=192))
         with MaskedModel(source.projections) as masked:
-            found = evaluate(source.model, masked, tokens.input_ids, result.put_on(masked))
+            found = evaluate(source.model, masked, tokens.input_ids, result.apply_to(masked))
         assert found.realised_sparsity == pytest.approx(0.5, abs=0.03)
         kl[kind] = found.kl
     assert kl["refine"] < 0.97 * kl["fisher"]

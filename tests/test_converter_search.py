@@ -94,11 +94,11 @@ def test_meets_the_budget_and_realises_it(source, method: str, kind: str) -> Non
 def test_other_sparsities_come_with_the_result(source) -> None:
     tokens = tiny_tokens(8)
     result = search(source, tokens, SearchSettings(sparsity=0.5, **SMALL))
-    assert sorted(result.elsewhere) == [0.3, 0.4, 0.6]
+    assert sorted(result.thresholds_at) == [0.3, 0.4, 0.6]
     sizes = {name: module.weight.numel() for name, module in source.projections.items()}
-    for sparsity, thresholds in result.elsewhere.items():
+    for sparsity, thresholds in result.thresholds_at.items():
         with MaskedModel(source.projections) as masked:
-            result.put_on(masked)
+            result.apply_to(masked)
             found = evaluate(source.model, masked, tokens.input_ids, dict(thresholds))
         assert set(thresholds) == set(sizes)
         assert found.realised_sparsity == pytest.approx(sparsity, abs=0.04)

@@ -49,7 +49,7 @@ def test_thresholds_are_from_inputs_as_sparse_as_at_run_time(found: tuple[Source
         scores[name] = reference.scores(x[tokens.keep], result.channel_scales[name])
 
     with MaskedModel(source.projections) as masked:
-        thresholds = result.put_on(masked)
+        thresholds = result.apply_to(masked)
         with masked.observing(keep), masked.masking(thresholds), masked.sparing(~tokens.keep):
             source.model(input_ids=tokens.input_ids)
     for name, entry in result.projections.items():

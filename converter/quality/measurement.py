@@ -71,7 +71,7 @@ class MaskedLogits:
         self._source = source
         self._masked = MaskedModel(source.projections)
         self._sizes = {name: module.weight.numel() for name, module in source.projections.items()}
-        self.thresholds: Mapping[str, float] = result.put_on(self._masked)
+        self.thresholds: Mapping[str, float] = result.apply_to(self._masked)
         self._counting = ExitStack()
         self._realised: Callable[[], Mapping[str, float]] | None = None
 
@@ -127,7 +127,7 @@ def measure(
     progress = progress or Progress(enabled=False)
     fresh, text = _fresh_text(source, tokens, calibration, progress)
     rungs, others = {}, {}
-    passes = sum(1 + len(result.elsewhere) for result in results.values())
+    passes = sum(1 + len(result.thresholds_at) for result in results.values())
     with progress.stage("Measuring", fresh.num_samples * passes) as stage:
         for target, result in sorted(results.items()):
             with MaskedLogits(source, result) as logits:
@@ -136,7 +136,7 @@ def measure(
                     return evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
 
                 rungs[target] = quality()
-                for sparsity, logits.thresholds in result.elsewhere.items():
+                for sparsity, logits.thresholds in result.thresholds_at.items():
                     others[sparsity] = quality()
     by_block = _sensitivity(source, tokens, results[default], progress) if sensitivity else None
     return Measurement(rungs, text, by_block, tuple(sorted({**others, **rungs}.items())))

@@ -126,7 +126,9 @@ class Descent:
                 store.save(_KEY, pack(vars(state.to(torch.device("cpu")))))
                 stage.advance()
                 stage.note(f"KL {state.history[-1]:.4f}")
-        outcome, held_out = self._choose(state, start, plan) if steps and plan.held_out else (state.gone(1, start), {})
+        outcome, held_out = (
+            self._choose(state, start, plan) if steps and plan.held_out else (state.partway(1, start), {})
+        )
         found = self._measured(outcome, range(flow.num_batches), with_kl=False)
         by_name = channels.split(outcome.cpu()).items()
         return Descended(
@@ -151,7 +153,7 @@ class Descent:
         batches = range(self.flow.num_batches - plan.held_out, self.flow.num_batches)
         found = []
         for part in PARTS:
-            u = state.gone(part, start)
+            u = state.partway(part, start)
             dropped = self._measured(u, batches, with_kl=False).dropped(self.channels)
             u = u + (self._mean(dropped) - self.target) / state.pliancy
             measured = self._measured(u, batches, with_kl=True)

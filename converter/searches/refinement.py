@@ -203,7 +203,7 @@ class Refinement:
         weight = 1.0 if self.average is None else min(1.0, _AVERAGED / self.steps)
         self.average = _lerp(self.average, self.logits.double(), weight).float()
 
-    def gone(self, part: float, start: Tensor) -> Tensor:
+    def partway(self, part: float, start: Tensor) -> Tensor:
         """u after a part of the way from ``start``."""
         return start if self.average is None else torch.lerp(start, self.average, part)
 

@@ -140,7 +140,7 @@ class Rungs:
         for sparsity in others:
             spread = {name: entry.sparsity * sparsity / target for name, entry in result.projections.items()}
             found[sparsity] = bench.thresholds(repair(spread, bench.sizes, sparsity))
-        return replace(result, elsewhere=found)
+        return replace(result, thresholds_at=found)
 
 
 class Run:

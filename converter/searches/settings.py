@@ -80,14 +80,14 @@ class SearchResult:
         projections: by name, in order of execution.
         channel_scales: by name, (K,) float32 on the CPU.
         details: JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details.
-        elsewhere: thresholds by name at other sparsities with the same scales, for a curve of quality: from the dense
-            model's inputs, so about right.
+        thresholds_at: another sparsity -> thresholds by name with the same scales, for a curve of quality: from the
+            dense model's inputs, so about right.
     """
 
     projections: Mapping[str, ProjectionRecipe]
     channel_scales: Mapping[str, Tensor]
     details: dict[str, Any] = field(default_factory=dict)
-    elsewhere: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
+    thresholds_at: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def sparsity(self) -> float:
@@ -95,7 +95,7 @@ class SearchResult:
         return float(self.details.get("settings", {}).get("sparsity", 0.0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Numbers, strings and tensors in dicts and lists; all but ``elsewhere``."""
+        """Numbers, strings and tensors in dicts and lists; all but ``thresholds_at``."""
         projections = [asdict(entry) for entry in self.projections.values()]
         return {"projections": projections, "channel_scales": dict(self.channel_scales), "details": self.details}
 
@@ -105,7 +105,7 @@ class SearchResult:
         entries = [ProjectionRecipe(**entry) for entry in data["projections"]]
         return cls({entry.name: entry for entry in entries}, data["channel_scales"], data["details"])
 
-    def put_on(self, masked: MaskedModel) -> dict[str, float]:
+    def apply_to(self, masked: MaskedModel) -> dict[str, float]:
         """Put the scales on a model; the thresholds are returned, for `MaskedModel.set_thresholds`."""
         for name, scale in self.channel_scales.items():
             masked.set_scale(name, scale)

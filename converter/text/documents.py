@@ -188,11 +188,11 @@ def _files(path: str) -> list[Path]:
     texts = [file for file in candidates if _is_dataset(file) or (file.stat().st_size and not _is_binary(file))]
     if not texts:
         raise CalibrationError(f"calibration folder {path} holds no text; expected text, JSONL or source files")
-    _say_what_is_read(path, texts, len(candidates) - len(texts))
+    _log_folder(path, texts, len(candidates) - len(texts))
     return texts
 
 
-def _say_what_is_read(path: str, files: Sequence[Path], left_out: int) -> None:
+def _log_folder(path: str, files: Sequence[Path], left_out: int) -> None:
     """Which files of a folder are documents; aloud if somebody might expect otherwise."""
     spreadsheets = sum(file.suffix in _TEXT_TABLES for file in files)
     datasets = sum(_is_dataset(file) for file in files) - spreadsheets

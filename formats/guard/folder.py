@@ -79,22 +79,22 @@ def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
         _lock_marker(partial, kind, "r+").close()
 
 
-def require_writable(folder: Path, what: str, advice: str, name: str = "") -> None:
+def require_writable(folder: Path, option: str, advice: str, name: str = "") -> None:
     """Raise UsageError unless ``name`` can be made in ``folder``, which may be missing, its parents as well."""
     missing = [name]
     while not os.path.lexists(folder):
         missing.append(folder.name)
         folder = folder.parent
     if not folder.is_dir():
-        raise UsageError(f"{what}: {folder} is not a folder; {advice}")
+        raise UsageError(f"{option}: {folder} is not a folder; {advice}")
     longest = os.pathconf(folder, "PC_NAME_MAX")
     for name in missing:
         if len(os.fsencode(name)) > longest:
-            raise UsageError(f"{what}: expected names of at most {longest} bytes, found {found(name)}; {advice}")
+            raise UsageError(f"{option}: expected names of at most {longest} bytes, found {found(name)}; {advice}")
     if not os.access(folder, os.W_OK | os.X_OK):
         readonly = os.statvfs(folder).f_flag & os.ST_RDONLY
         reason = "is on a read-only file system" if readonly else "may not be written to: no permission"
-        raise UsageError(f"{what}: {folder} {reason}; {advice}")
+        raise UsageError(f"{option}: {folder} {reason}; {advice}")
 
 
 @contextlib.contextmanager

@@ -88,7 +88,7 @@ class Worker:
     """One object of ``worker`` in a child process. Safe to use from several threads; they wait for each other.
 
     Args:
-        what: ``template`` or ``tokenizer``.
+        kind: ``template`` or ``tokenizer``.
         megabytes: address space that the child may have.
         held: what it is made of, all of it the stranger's.
 
@@ -96,8 +96,8 @@ class Worker:
         WorkerError: it cannot be made of this text.
     """
 
-    def __init__(self, what: str, megabytes: int, **held: Any) -> None:
-        self._what, self._megabytes, self._held = what, megabytes, held
+    def __init__(self, kind: str, megabytes: int, **held: Any) -> None:
+        self._kind, self._megabytes, self._held = kind, megabytes, held
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
@@ -146,7 +146,7 @@ class Worker:
         data = _written(self._held)
         more = min(len(data) * _SECONDS_PER_BYTE_HELD, max(_MOST_SECONDS_HELD - _SECONDS, 0.0))
         try:
-            self._exchange(self._what, data, more)
+            self._exchange(self._kind, data, more)
         except BaseException:
             self._stop()
             raise

@@ -97,8 +97,8 @@ def read_masks(header: Header, data: bytes, manifest: Manifest) -> dict[float, d
 def _mask(header: Header, data: bytes, index: int, entry: ProjectionRecipe) -> ProjectionMask:
     """One projection's mask at the rung of this ``index``: the tensors' rows, which version 1 had one of."""
 
-    def row(what: str, width: int) -> Tensor:
-        start = header.entries[f"{entry.name}.{what}"].start + 4 * width * index
+    def row(field: str, width: int) -> Tensor:
+        start = header.entries[f"{entry.name}.{field}"].start + 4 * width * index
         return torch.from_numpy(np.frombuffer(data, "<f4", width, start).astype(np.float32))
 
     width = header.entries[f"{entry.name}.channel_scale"].shape[-1]

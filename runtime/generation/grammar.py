@@ -106,7 +106,7 @@ class Derivation:
     def mask(self, logits: Tensor) -> None:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            raise UsageError(f"{self._field}: it cannot be followed further: {_told(self._matcher)}")
+            raise UsageError(f"{self._field}: it cannot be followed further: {_library_error(self._matcher)}")
         added = _added(bits, logits.device)[: len(logits)]
         logits[: len(added)] += added
         logits[len(added) :] = -torch.inf  # the vocabulary may be padded beyond what the tokenizer knows
@@ -119,13 +119,13 @@ def _added(bits: np.ndarray, device: torch.device) -> Tensor:
     """What a mask, (n,) uint8, adds to the logits of its tokens, (8n,) float32 there."""
     if device.type == "cpu":
         return torch.from_numpy(np.take(_ADDED, bits, axis=0).reshape(-1))
-    return _added_there(bits, device)
+    return _added_on_device(bits, device)
 
 
-def _added_there(bits: np.ndarray, device: torch.device) -> Tensor:
+def _added_on_device(bits: np.ndarray, device: torch.device) -> Tensor:
     """The bits alone go over, while the step that gives the logits may still run."""
-    there = torch.from_numpy(bits.copy()).to(device, non_blocking=True)
-    return _table(device)[there.long()].view(-1)
+    moved = torch.from_numpy(bits.copy()).to(device, non_blocking=True)
+    return _table(device)[moved.long()].view(-1)
 
 
 @functools.cache
@@ -174,7 +174,7 @@ class Grammars:
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
-            raise UsageError(f"{grammar.field}: it does not compile: {_told(matcher)}")
+            raise UsageError(f"{grammar.field}: it does not compile: {_library_error(matcher)}")
         return matcher
 
     def _read(self, field: str) -> Any:
@@ -199,6 +199,6 @@ class Grammars:
         return self._tokenizer
 
 
-def _told(matcher: Any) -> str:
+def _library_error(matcher: Any) -> str:
     """The library's own words, on one line."""
     return " ".join(str(matcher.get_error()).split())[:300]

@@ -47,7 +47,7 @@ from .responses import as_chat_body, as_response_error
 from .syntax import syntax_of
 from .thinking import OPEN
 from .tools import short_ids
-from .wire import PATIENCE_SECONDS, EventStream, unless_gone
+from .wire import PATIENCE_SECONDS, EventStream, unless_disconnected
 
 __all__ = ["ServeSettings", "http_server", "make_app", "open_socket", "serve"]
 
@@ -289,7 +289,7 @@ class _Server:
         try:
             answering.submit(self._model, call, prompts, constraints)
             # Whatever can be wrong with a request is known by its first token, before a status is sent.
-            first = await unless_gone(request, answering.next())
+            first = await unless_disconnected(request, answering.next())
         except BaseException:
             answering.cancel()
             raise
@@ -300,7 +300,7 @@ class _Server:
             chunks = self._chunks(answering, first, shape, prompt_tokens)
             return EventStream(chunks, answering.cancel, self.metrics)
         try:
-            whole = await unless_gone(request, self._collect(answering, first))
+            whole = await unless_disconnected(request, self._collect(answering, first))
         finally:
             answering.cancel()
         return _json(shape.whole(whole, prompt_tokens, answering.thought_tokens))

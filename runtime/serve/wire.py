@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from .metrics import Metrics
 
-__all__ = ["PATIENCE_SECONDS", "EventStream", "unless_gone"]
+__all__ = ["PATIENCE_SECONDS", "EventStream", "unless_disconnected"]
 
 # A client has so long to send its body, and to take what is sent to it.
 PATIENCE_SECONDS = 30.0
@@ -41,28 +41,28 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
         try:
-            await _until_gone(receive, run())
+            await _until_disconnected(receive, run())
         except (ClientDisconnect, TimeoutError):
             self._metrics.cancelled.inc()
         finally:
             self._cancel()
 
 
-async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
     """The work's result, unless the client goes before it is there.
 
     Raises:
         ClientDisconnect: it has gone; the work is cancelled.
     """
-    return await _until_gone(request.receive, work)
+    return await _until_disconnected(request.receive, work)
 
 
-async def _until_gone(receive: Receive, work: Awaitable[Any]) -> Any:
-    async def gone() -> None:
+async def _until_disconnected(receive: Receive, work: Awaitable[Any]) -> Any:
+    async def disconnected() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():

@@ -157,7 +157,7 @@ class _Far:
 
 
 @contextmanager
-def _faults_are_errors(what: str, *more: type[Exception]) -> Iterator[None]:
+def _faults_are_errors(action: str, *more: type[Exception]) -> Iterator[None]:
     """Whatever goes wrong inside the library is the fault of the file.
 
     Raises:
@@ -171,7 +171,7 @@ def _faults_are_errors(what: str, *more: type[Exception]) -> Iterator[None]:
         known = type(error) is Exception or type(error).__name__ == "PanicException" or isinstance(error, more)
         if not known:
             raise
-        raise BundleError(f"{_NAME}: {what}: {error!s:.200}") from error
+        raise BundleError(f"{_NAME}: {action}: {error!s:.200}") from error
 
 
 def is_plain(document: Any) -> bool:

@@ -75,7 +75,7 @@ class Batch:
                 before = len(done)
                 asked = [self._lines[index].get("messages") or self._lines[index]["prompt"] for index in left]
                 for index, answer in model.generate_each(asked, **settings) if asked else ():
-                    done[left[index]] = _told(answer)
+                    done[left[index]] = _answer_row(answer)
                     file.write(json.dumps([left[index], done[left[index]]]) + "\n")
                     file.flush()
                 ordered = [{**line, "answer": done[index]} for index, line in enumerate(self._lines)]
@@ -120,7 +120,7 @@ def _line(line: str, number: int) -> dict[str, Any]:
     return found
 
 
-def _told(answer: Generation) -> dict[str, Any]:
+def _answer_row(answer: Generation) -> dict[str, Any]:
     return {
         "text": answer.text,
         "finish_reason": answer.finish_reason,

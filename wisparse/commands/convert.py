@@ -362,7 +362,7 @@ def _print_conversion(conversion: Conversion) -> None:
     rows = [
         ("bundle", str(conversion.folder)),
         *([("left out", recipe.text_only)] if recipe.text_only else []),
-        ("sparsity", f"{_percents(rungs, default)} {_asked(conversion)}; {at_default}{expected}"),
+        ("sparsity", f"{_percents(rungs, default)} {_how_chosen(conversion)}; {at_default}{expected}"),
         ("rotation", str(recipe.rotation or f"none{_why(conversion.plan)}")),
         *([("chosen", _chosen(conversion.choice))] if conversion.choice else []),
         ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
@@ -387,7 +387,7 @@ def _why(plan: Plan) -> str:
     return f": {plan.not_rotated}" if plan.not_rotated else ""
 
 
-def _asked(conversion: Conversion) -> str:
+def _how_chosen(conversion: Conversion) -> str:
     return "found" if conversion.plan.settings.has_budget else "asked for"
 
 
