@@ -32,7 +32,7 @@ from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings, sample
-from wisparse.runtime.torch import decoder as torch_decoder
+from wisparse.runtime.torch import linear as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 TOKENS = 200
@@ -117,11 +117,11 @@ def kept_by_definition() -> Iterator[list[tuple[torch.Tensor, torch.Tensor]]]:
         found.append((scores(x, scale)[-1], threshold))
         return keep_mask(x, scale, threshold)
 
-    torch_decoder.keep_mask = record  # type: ignore[attr-defined]
+    torch_linear.keep_mask = record  # type: ignore[attr-defined]
     try:
         yield found
     finally:
-        torch_decoder.keep_mask = keep_mask  # type: ignore[attr-defined]
+        torch_linear.keep_mask = keep_mask  # type: ignore[attr-defined]
 
 
 def first_flip(slow: TorchDecoder, fast: CudaDecoder, ids: torch.Tensor, tokens: list[int]) -> dict | None:

@@ -126,7 +126,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a sliding window is one position wider",
-        "runtime/torch/decoder.py",
+        "runtime/torch/attention.py",
         "mask &= ahead > -window",
         "mask &= ahead >= -window",
         "tests/test_runtime_decoder.py",
@@ -168,7 +168,7 @@ MUTATIONS = (
     ),
     Mutation(
         "an output bias is added to dense rows too",
-        "runtime/torch/decoder.py",
+        "runtime/torch/linear.py",
         "y[first_sparse:] += self.output_bias",
         "y += self.output_bias",
         "tests/test_runtime_rungs.py -k in_force",

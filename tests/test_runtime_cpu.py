@@ -35,7 +35,7 @@ from wisparse.runtime.cpu import step as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.cpu.weights import read_matrix
 from wisparse.runtime.model import Model
-from wisparse.runtime.torch import decoder as torch_decoder_module
+from wisparse.runtime.torch import linear as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 # Every feature once: biases, odd head sizes, rotary scalings, windows, head norms, fused and untied weights, and what
@@ -153,7 +153,7 @@ def test_sparse_greedy_tokens_equal_the_references(
             logits.append(decoder.decode(logits[-1].argmax(-1)).clone())
         return torch.stack(logits[1:])
 
-    monkeypatch.setattr(torch_decoder_module, "keep_mask", recorded)
+    monkeypatch.setattr(torch_linear, "keep_mask", recorded)
     bundle = tiny_bundles[variant]
     wanted = greedy(torch_decoder(bundle, max_batch=3))
     clear = (torch.tensor(margins).view(*wanted.shape[:2], -1).amin(-1) > 1e-5).cumprod(0).bool()
