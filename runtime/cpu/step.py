@@ -19,7 +19,7 @@ from wisparse.kernels.cpu.team import Team
 from wisparse.kernels.cpu.threads import team_size
 
 from ..decoding.cache import DeltaState, KVCache
-from ..decoding.rotary import Rotary, query_scales, switch_length
+from ..decoding.rotary import Rotary, query_scales
 from ..torch.block import Block, Norm
 from ..torch.delta_net import DeltaWeights
 from .weights import CpuProjection
@@ -96,7 +96,8 @@ class Step:
         if output.scale is not None:
             set_(StepField.HEAD_SCALE, output.scale)
         set_(StepField.FINAL_NORM, _norm_weight(final_norm))
-        tables = [_rotary_tables(rotary, config, max_len) for rotary in rotaries]
+        found = [rotary.step_tables(max_len) for rotary in rotaries]
+        tables = [(cos.float(), sin.float()) for cos, sin in found]
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
         set_(StepField.BLOCKS, torch.tensor(self._describe_blocks(blocks, tables, cache), dtype=torch.int64))
         scales = query_scales(config, 0, max_len, torch.device("cpu"))
@@ -256,18 +257,6 @@ class Step:
         self._parameters[StepField.SCRATCH_BYTES] = scratch
         self._parameters[StepField.LIST_LENGTH] = longest
         self._parameters[StepField.ACC_LENGTH] = widest
-
-
-def _rotary_tables(rotary: Rotary, config: ModelConfig, max_len: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (max_len, rotary_dim / 2) float32, each position with the factors it is decoded with."""
-    switch = switch_length(config)
-    short = max_len if switch is None else min(switch, max_len)
-    parts = [rotary.tables(0, short, short)]
-    if short < max_len:
-        parts.append(rotary.tables(short, max_len, max_len))
-    cos, sin = (torch.cat(pair) for pair in zip(*parts, strict=True))
-    half = cos.shape[1] // 2
-    return cos[:, :half].float().contiguous(), sin[:, :half].float().contiguous()
 
 
 def _norm_weight(norm: Norm) -> Tensor:

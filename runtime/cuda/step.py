@@ -35,7 +35,7 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, SampleState, launch_samp
 from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
 
 from ..decoding.cache import KVCache
-from ..decoding.rotary import Rotary, query_scales, switch_length
+from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingSettings
 from ..torch.delta_net import DeltaWeights
 from .graph import capture
@@ -93,17 +93,9 @@ class Places:
     def of(
         cls, config: ModelConfig, rotaries: Sequence[Rotary], max_seq_len: int, device: torch.device, dtype: torch.dtype
     ) -> Places:
-        """Each position's own factors, which differ from those of a longer sequence for LongRoPE only."""
-        switch = min(switch_length(config) or max_seq_len, max_seq_len)
-        tables = []
-        for rope, rotary in zip(config.rotaries, rotaries, strict=True):
-            parts = [rotary.tables(0, switch, switch)]
-            if switch < max_seq_len:
-                parts.append(rotary.tables(switch, max_seq_len, max_seq_len))
-            half = rope.rotary_dim // 2
-            cos, sin = (torch.cat(pieces)[:, :half].contiguous() for pieces in zip(*parts, strict=True))
-            tables.append((cos, sin))
+        """Of the positions up to ``max_seq_len``."""
         scales = query_scales(config, 0, max_seq_len, device)
+        tables = [rotary.step_tables(max_seq_len) for rotary in rotaries]
         return cls(tables, None if scales is None else scales.to(dtype))
 
     def rotary(self, index: int | None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.model import model_config
 from wisparse.formats.model.model_config import ModelConfig, Projection
 from wisparse.formats.model.quantised import QuantizedMatrix
 from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
@@ -26,8 +25,8 @@ from wisparse.kernels.gpu.products.gemv import Group
 from wisparse.kernels.gpu.products.matrix import MIDDLE, Matrix, empty_matrix, put_columns
 from wisparse.kernels.precision import activation_dtype, wide_dtype
 
-from ..torch.block import Norm
-from ..torch.delta_net import DeltaWeights, delta_names, read_delta_weights
+from ..torch.block import BlockFacts, Norm
+from ..torch.delta_net import delta_names, read_delta_weights
 from .staging import staged_reads
 
 if TYPE_CHECKING:
@@ -57,27 +56,18 @@ class CudaNorm(Norm):
     factors: Tensor
 
 
-@dataclass(frozen=True)
-class BlockWeights:
-    """One transformer block; each group's projections read the same input. A norm that there is not is None.
+@dataclass(frozen=True, kw_only=True)
+class BlockWeights(BlockFacts[CudaNorm]):
+    """One transformer block; each group's projections read the same input.
 
-    A recurrent block has ``delta``, of the activations' type; its ``qkv`` and ``o`` are the products around it.
-    ``scalar`` (1,): what the block's output is multiplied by, if it is.
+    ``delta`` and ``scalar`` are of the activations' type. A recurrent block's ``qkv`` and ``o`` are the products around
+    its ``delta``.
     """
 
-    facts: model_config.Block
-    attention_input: CudaNorm | None
-    attention_output: CudaNorm | None
-    mlp_input: CudaNorm | None
-    mlp_output: CudaNorm | None
     qkv: Group
     o: Group
     gate_up: Group
     down: Group
-    q_norm: CudaNorm | None
-    k_norm: CudaNorm | None
-    delta: DeltaWeights | None = None
-    scalar: Tensor | None = None
 
     @property
     def groups(self) -> tuple[Group, Group, Group, Group]:

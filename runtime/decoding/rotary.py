@@ -142,6 +142,20 @@ class Rotary:
         cos, sin = angles.cos() * self._scaling, angles.sin() * self._scaling
         return cos.to(self._dtype), sin.to(self._dtype)
 
+    def step_tables(self, count: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the first ``count`` positions, each with the factors that a token there is decoded with:
+        LongRoPE's differ from those of a longer sequence.
+
+        Returns:
+            Two tensors (count, rotary_dim / 2) of the activations' type.
+        """
+        switch = min(self._switch or count, count)
+        parts = [self.tables(0, switch, switch)]
+        if switch < count:
+            parts.append(self.tables(switch, count, count))
+        cos, sin = (torch.cat(pieces).chunk(2, dim=1)[0].contiguous() for pieces in zip(*parts, strict=True))
+        return cos, sin
+
 
 def query_scales(config: ModelConfig, start: int, stop: int, device: torch.device) -> Tensor | None:
     """What queries at the positions ``start`` to ``stop`` - 1 are multiplied by; None where it is 1.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
 __all__ = [
-    "Block", "Norm", "Positions", "embed", "finish_logits", "read_block", "read_norm", "rms_norm", "run_block",
+    "Block", "BlockFacts", "Norm", "Positions", "embed", "finish_logits", "read_block", "read_norm", "rms_norm",
+    "run_block",
 ]  # fmt: skip
 
 
@@ -46,63 +47,44 @@ class Norm:
         return rms_norm(x, self.weight, self.eps, offset=self.offset)
 
 
-@dataclass(frozen=True)
-class Block:
-    """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N).
+N = TypeVar("N", bound=Norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockFacts(Generic[N]):
+    """All of a block but its products.
 
     A norm that the architecture does not have is None, and so is ``scalar`` (1,), what the block's output is multiplied
-    by. A recurrent block has ``delta``; its ``qkv`` are the products of the DeltaNet's input (queries, keys and values;
-    then the gate), its ``o`` that of its output.
+    by. A recurrent block has ``delta``.
     """
 
     facts: model_config.Block
-    attention_input: Norm | None
-    attention_output: Norm | None
-    mlp_input: Norm | None
-    mlp_output: Norm | None
+    attention_input: N | None
+    attention_output: N | None
+    mlp_input: N | None
+    mlp_output: N | None
+    q_norm: N | None
+    k_norm: N | None
+    delta: DeltaWeights | None = None
+    scalar: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block(BlockFacts[Norm]):
+    """One transformer block's weights; the projections are whatever maps x (T, K) and a first sparse row to (T, N).
+
+    A recurrent block's ``qkv`` are the products of the DeltaNet's input (queries, keys and values; then the gate), its
+    ``o`` that of its output.
+    """
+
     qkv: list[MaskedLinear]
     o: MaskedLinear
     gate_up: list[MaskedLinear]
     down: MaskedLinear
-    q_norm: Norm | None
-    k_norm: Norm | None
-    delta: DeltaWeights | None = None
-    scalar: Tensor | None = None
 
     @property
     def projections(self) -> list[MaskedLinear]:
         return [*self.qkv, self.o, *self.gate_up, self.down]
-
-
-class BlockFacts(Protocol):
-    """What :func:`run_block` reads of a block; its products are the caller's."""
-
-    @property
-    def facts(self) -> model_config.Block: ...
-
-    @property
-    def attention_input(self) -> Norm | None: ...
-
-    @property
-    def attention_output(self) -> Norm | None: ...
-
-    @property
-    def mlp_input(self) -> Norm | None: ...
-
-    @property
-    def mlp_output(self) -> Norm | None: ...
-
-    @property
-    def q_norm(self) -> Norm | None: ...
-
-    @property
-    def k_norm(self) -> Norm | None: ...
-
-    @property
-    def delta(self) -> DeltaWeights | None: ...
-
-    @property
-    def scalar(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True)
@@ -134,7 +116,7 @@ class Positions:
 def run_block(
     config: ModelConfig,
     index: int,
-    block: BlockFacts,
+    block: BlockFacts[Any],
     x: Tensor,
     at: Positions,
     apply: Callable[[str, Tensor], Sequence[Tensor]],
@@ -252,7 +234,7 @@ def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor, dtype: torc
 
 def _place(
     config: ModelConfig,
-    block: BlockFacts,
+    block: BlockFacts[Any],
     parts: Sequence[Tensor],
     tables: Sequence[tuple[Tensor, Tensor]],
     scales: Tensor | None,
