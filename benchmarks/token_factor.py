@@ -139,7 +139,7 @@ def main() -> None:
     source = turned(source, arguments.model, tokens, _DIRECTIONS_SEED)
     result = search(source, tokens, SearchSettings(search=arguments.search))
     with MaskedModel(source.projections) as masked, torch.no_grad():
-        thresholds = result.put_on(masked)
+        thresholds = result.apply_to(masked)
         here, there = (Factors(source, masked, thresholds, ids) for ids in (chosen_on, judged_on))
         rows = compared(here, there, chosen_on, judged_on)
     document = {
