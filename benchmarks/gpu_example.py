@@ -102,7 +102,7 @@ def launch_input(step: DecodeStep, index: int, role: str) -> torch.Tensor:
     if role == "o":
         largest, total = step._softmax
         factor = torch.exp2(largest - largest.amax(2, keepdim=True))
-        combined = (step._attended * factor[..., None]).sum(2) / (total * factor).sum(2)[..., None]
+        combined = (step._attended[index] * factor[..., None]).sum(2) / (total * factor).sum(2)[..., None]
         return combined.flatten(1).to(step._activated.dtype)
     norm = block.attention_input if role == "qkv" else block.mlp_input
     return step.hidden if norm is None else norm(step.hidden)
