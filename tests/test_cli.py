@@ -244,7 +244,7 @@ def test_threads_wait_briefly_unless_the_user_says_how(monkeypatch: pytest.Monke
             [sys.executable, "-c", code], env={**os.environ, **settings}, capture_output=True, text=True, check=True
         ).stdout.split()[-1]
 
-    assert count() == "10000"
+    assert count() == "3000"
     assert count(OMP_WAIT_POLICY="active") == "None"
     assert count(GOMP_SPINCOUNT="5") == "5"
 

@@ -43,9 +43,9 @@ _VERBS = {
 }
 
 
-# Rounds of OpenMP's waiting loop, about 20 to 50 ns each; its own choice is 300,000. Longer than the time between two
-# decode steps, so that these still find their threads awake.
-_SPIN_COUNT = "10000"
+# Rounds of OpenMP's waiting loop, about 20 to 50 ns each; its own choice is 300,000. A little longer than the time from
+# one decode step to the next, so that these find their threads awake; two threads on one core spin it out every time.
+_SPIN_COUNT = "3000"
 
 
 class _Verbs(click.Group):
