@@ -137,6 +137,40 @@ def test_tiles_are_tuned_for_the_launches_that_a_step_makes(dtype, kinds):
     assert set(_kinds(decoder, 2).values()) == kinds
 
 
+def test_tiles_are_tuned_on_a_context_that_was_read(monkeypatch, tmp_path):
+    """With an empty cache o's input is zero, no channel is kept, and a tile that reads nothing fast would win."""
+    from wisparse.kernels.gpu.products.gemv import GemvTile
+    from wisparse.runtime.cuda import kernel_times
+
+    monkeypatch.setenv("WISPARSE_CACHE", str(tmp_path))
+    events = []
+    block = SimpleNamespace(
+        **{
+            role: SimpleNamespace(
+                dense=False,
+                widths=(64,),
+                in_features=64,
+                out_features=64,
+                matrix=SimpleNamespace(kind="int8", group=64),
+            )
+            for role in ("qkv", "o", "gate_up", "down")
+        }
+    )
+    decoder = SimpleNamespace(
+        weights=SimpleNamespace(blocks=[block]), dtype=torch.bfloat16, device=torch.device("cuda"), max_seq_len=100,
+        config=SimpleNamespace(vocab_size=50), prefill=lambda slot, ids, sparse_from: events.append((slot, len(ids))),
+    )  # fmt: skip
+    tile = GemvTile(block_n=64, splits=4, warps=2)
+    properties = SimpleNamespace(major=9, minor=0, multi_processor_count=8)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(kernel_times, "_require_triton", lambda given, option: given)
+    monkeypatch.setattr(kernel_times, "_step", lambda *_: SimpleNamespace(tiles=[dict.fromkeys(vars(block), tile)]))
+    monkeypatch.setattr(kernel_times, "_time", lambda *_: events.append("timed") or 1.0)
+    kernel_times.tune(decoder, batch=2)
+    assert events[:3] == [(0, 99), (1, 99), "timed"]
+    assert set(events[3:]) == {"timed"}
+
+
 @pytest.mark.parametrize(("pollers", "multiprocessors"), [(2, 3), (4, 7), (4, 8)])
 def test_a_launch_whose_programs_would_wait_for_ever_is_refused(pollers, multiprocessors, monkeypatch):
     """Two tiles, of projections that are no multiple of one: each poller waits for all others."""
