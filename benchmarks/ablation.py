@@ -22,7 +22,9 @@ from quality import Clock, describe_machine, opened, options_of, print_head, pub
 from wisparse.converter.model.source import SourceModel
 from wisparse.converter.searches import additive
 from wisparse.converter.searches.search import Run, SearchResult, SearchSettings, search
+from wisparse.converter.searches.shared import Shared
 from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.work.processes import ALONE
 from wisparse.converter.work.progress import Progress
 from wisparse.converter.work.state import NO_STATE
 
@@ -60,9 +62,15 @@ def baselines(source: SourceModel, tokens: CalibrationTokens, settings: Settings
         add(key, result, clock)
 
 
+def alone(source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings) -> Run:
+    """A search whose stages are called one by one; its ``shared`` is to be closed."""
+    shared = Shared(source, tokens, settings, ALONE)
+    return Run(source, tokens, settings, Progress(enabled=False), NO_STATE, NO_STATE, ALONE, shared)
+
+
 def paper(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
     """The paper's pipeline, stage by stage."""
-    run = Run(source, tokens, settings("wisparse", "paper"), Progress(enabled=False), NO_STATE)
+    run = alone(source, tokens, settings("wisparse", "paper"))
     clock = Clock()
     with clock:
         run.prepare()
@@ -81,12 +89,12 @@ def paper(source: SourceModel, tokens: CalibrationTokens, settings: Settings, ad
         run.choose_alphas(spread, "alpha-again")
         result = run.result(spread)
     add("paper", result, clock)
-    run.bench.masked.close()
+    run.shared.close()
 
 
 def additive_table(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
     """The measured table, and alphas at its sparsities."""
-    run = Run(source, tokens, settings("wisparse", "additive"), Progress(enabled=False), NO_STATE)
+    run = alone(source, tokens, settings("wisparse", "additive"))
     clock = Clock()
     with clock:
         run.prepare()
@@ -97,7 +105,7 @@ def additive_table(source: SourceModel, tokens: CalibrationTokens, settings: Set
         run.choose_alphas(spread, "alpha-again")
         result = run.result(spread)
     add("additive-alpha", result, clock)
-    run.bench.masked.close()
+    run.shared.close()
 
 
 def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from tiny_bundle import write_tiny_model
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 
@@ -80,6 +81,26 @@ def test_one_command_writes_every_table(
     assert calls(tmp_path) == 2 * (3 + 16), "nothing is made twice"
     run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), "--eval-tokens", "512")
     assert calls(tmp_path) == 3 * (3 + 16), "with other options everything is"
+
+
+@pytest.mark.slow
+def test_the_stages_of_a_search_give_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the searches themselves, which the fake above stands in for; but for the alphas, which take longest."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import ablation
+
+    few = ["--num-samples", "1", "--seq-len", "8", "--eval-tokens", "8", "--kl-tokens", "8", "--device", "cpu"]
+    quick = ["--num-generations", "1", "--num-offspring", "2", "--parts", "paper", "additive"]
+    model = write_tiny_model(tmp_path / "tiny")
+    alphas = "wisparse.converter.searches.search.search_alpha"
+    monkeypatch.setattr(alphas, lambda error, names: (dict.fromkeys(names, 0.5), error(dict.fromkeys(names, 0.5))))
+    monkeypatch.setattr(sys, "argv", ["ablation.py", "--model", str(model), "--out", str(tmp_path), *few, *quick])
+    ablation.main()
+    document = json.loads((tmp_path / "ablation-tiny.json").read_text())
+    made = ("alpha", "evolution", "greedy", "paper", "additive", "additive-alpha")
+    assert [row["recipe"] for row in document["rows"]] == [ablation.ROWS[key] for key in made]
 
 
 def test_a_piece_that_fails_is_told(
