@@ -105,7 +105,7 @@ MUTATIONS = (
     ),
     Mutation(
         "half a prompt is one token more",
-        "runtime/generation/scheduler.py",
+        "formats/prefill.py",
         '"half": length - length // 2',
         '"half": length // 2',
         "tests/test_runtime_generation.py",
@@ -218,8 +218,8 @@ MUTATIONS = (
     Mutation(
         "the divergence is taken the other way round",
         "converter/bench/divergence.py",
-        "kl += float((dense.exp() * (dense - sparse)).sum(dtype=torch.float64))",
-        "kl += float((sparse.exp() * (sparse - dense)).sum(dtype=torch.float64))",
+        "(dense_log_probs.exp() * (dense_log_probs - log_q)).sum(dim=-1)",
+        "(log_q.exp() * (log_q - dense_log_probs)).sum(dim=-1)",
         "tests/test_converter_divergence.py",
     ),
     Mutation(

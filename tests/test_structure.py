@@ -48,7 +48,7 @@ SUB_ROOMS = {
     "runtime/vllm": set(),
 }
 # At most so many arrows between what stands side by side in a room. Fewer: lower it.
-ARROWS = {"formats": 36, "kernels": 2, "converter": 39, "runtime": 29}
+ARROWS = {"formats": 36, "kernels": 2, "converter": 36, "runtime": 29}
 HEAVY = ("transformers", "datasets", "matplotlib")
 
 
