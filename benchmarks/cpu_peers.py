@@ -1,0 +1,205 @@
+"""Decoding a random model of Llama-3.2-1B's shape on the CPU, int8 and int4 at 50%, beside llama.cpp's Q4_0 of it.
+
+    pip install gguf xllamacpp
+    PYTHONPATH=. python benchmarks/cpu_peers.py --work-dir FOLDER --output benchmarks/results/cpu-peers.json
+    PYTHONPATH=. python benchmarks/cpu_peers.py --cpu-time       # one thread's processor time: on a busy machine
+
+xllamacpp is llama.cpp's own server (its C++ code) in a Python package; what counts are the milliseconds a token that it
+reports itself, HTTP left out; of processor time, what a long answer takes more than one of a single token. Its file is
+Q4_0 throughout, twice: the output layer in Q8_0 (as ours, which is int8) and in Q4_0 too. All take turns on the same
+threads; a figure is a median. Making the models takes minutes, 8 GB of disk and 10 of memory, timing them two minutes.
+The last line is all of it as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import cpu
+import torch
+from cpu import PROMPT_TOKENS, SPARSITY, decoder_loop, machine, say
+from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
+
+from wisparse.formats.bundle import Bundle
+from wisparse.runtime.cpu.decoder import CpuDecoder
+
+_SERVER = """
+import sys, time, xllamacpp
+params = xllamacpp.CommonParams()
+params.model.path, params.hostnames, params.port = sys.argv[1], ["127.0.0.1"], int(sys.argv[2])
+params.n_ctx, params.n_parallel, params.warmup = 1024, 1, True
+params.cpuparams.n_threads = params.cpuparams_batch.n_threads = int(sys.argv[3])
+server = xllamacpp.Server(params)
+while True:
+    time.sleep(60)
+"""
+
+
+def make_gguf(source: Path, out: Path, output_type: str) -> Path:
+    """The checkpoint in Q4_0, its tied embedding and output layer in another type; its words are made up."""
+    if out.is_file():
+        return out
+    import gguf
+    from safetensors import safe_open
+
+    config = LLAMA_1B
+    writer = gguf.GGUFWriter(str(out.with_suffix(".part")), "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"t{index}" for index in range(config["vocab_size"])])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_token_merges(["t 1"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    with safe_open(source / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118  (it is no mapping)
+            weight = file.get_tensor(name).float().numpy()
+            to = names.get_name(name, try_suffixes=(".weight",))
+            if weight.ndim == 1:
+                writer.add_tensor(to, weight)
+                continue
+            kind = gguf.GGMLQuantizationType[output_type if "embed" in name else "Q4_0"]
+            writer.add_tensor(to, gguf.quants.quantize(weight, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return out.with_suffix(".part").rename(out)
+
+
+@contextlib.contextmanager
+def llama_cpp(
+    model: Path, threads: int, prompt: list[int], count: int, cpu_time: bool
+) -> Iterator[Callable[[], float]]:
+    """A server of a model; calls give its own seconds a token."""
+    with socket.create_server(("127.0.0.1", 0)) as one:
+        port = one.getsockname()[1]
+    log = model.with_suffix(".log")
+    body = {"prompt": prompt, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _SERVER, str(model), str(port), str(threads)], stdout=file, stderr=file
+        )
+
+    def ask(tokens: int) -> tuple[float, float]:
+        """Its own seconds a token, and the processor's for all of the request."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/completion",
+            json.dumps({**body, "n_predict": tokens}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        before = _ran(process.pid)
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            timings = json.load(answer)["timings"]
+        assert timings["predicted_n"] == tokens, timings
+        return timings["predicted_ms"] / tokens / 1e3, _ran(process.pid) - before
+
+    def run() -> float:
+        # The prompt gives the first token.
+        return (ask(count + 1)[1] - ask(1)[1]) / count if cpu_time else ask(count)[0]
+
+    try:
+        until = time.monotonic() + 120
+        while True:
+            try:
+                ask(2)
+                break
+            except OSError:
+                if process.poll() is not None or time.monotonic() > until:
+                    raise SystemExit(f"llama.cpp's server did not start:\n{log.read_text()[-2000:]}") from None
+                time.sleep(0.5)
+        yield run
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _ran(pid: int) -> float:
+    """Seconds that a process's threads have computed."""
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
+
+
+def main() -> None:
+    """See the module's text."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--work-dir", type=Path, help="keep the models there; a temporary folder if absent")
+    parser.add_argument("--output", type=Path, help="write the JSON document there too")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--make", action="store_true", help="make the models and stop")
+    parser.add_argument("--cpu-time", action="store_true", help="one thread, and its processor time only")
+    arguments = parser.parse_args()
+    if arguments.cpu_time:
+        cpu._cpu_time = True
+        torch.set_num_threads(1)
+    count, threads = arguments.tokens, torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="wisparse-bench-") as temporary, contextlib.ExitStack() as open_ones:
+        work = arguments.work_dir or Path(temporary)
+        source = random_checkpoint(LLAMA_1B, work / "llama-1b")
+        folder = calibrated_bundle(source, work / f"llama-1b-{SPARSITY:.0%}", SPARSITY)
+        models = {kind: make_gguf(source, work / f"1b-q4_0-{kind}.gguf", kind.upper()) for kind in ("q8_0", "q4_0")}
+        if arguments.make:
+            return
+        bundle = Bundle.open(folder)
+        prompt = torch.randint(0, 128256, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1))
+        loops: dict[str, Callable[[], float]] = {}
+        for kind in ("int8", "int4"):
+            decoder = CpuDecoder(
+                bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=PROMPT_TOKENS + count + 1,
+                weights=kind,
+            )  # fmt: skip
+            loops[f"wisparse {kind} 50%"] = decoder_loop(decoder, prompt, count)
+            open_ones.callback(decoder.close)
+        for kind, model in models.items():
+            ask = open_ones.enter_context(llama_cpp(model, threads, prompt.tolist(), count, arguments.cpu_time))
+            loops[f"llama.cpp Q4_0, output {kind.upper()}"] = ask
+        times: dict[str, list[float]] = {name: [] for name in loops}
+        for repetition in range(arguments.repetitions + 1):
+            for name, loop in loops.items():
+                seconds = loop()
+                if repetition:
+                    times[name].append(seconds)
+    rates = {name: 1 / statistics.median(values) for name, values in times.items()}
+    int4 = rates["wisparse int4 50%"]
+    for name, rate in rates.items():
+        say(f"{name}: {rate:.1f} tok/s; int4 at 50% is {int4 / rate:.2f} of it")
+    document = {
+        "machine": {**machine(), "xllamacpp": version("xllamacpp"), "system": platform.platform()},
+        "clock": "processor time" if arguments.cpu_time else "wall",
+        "new_tokens": count,
+        "tok_per_s": rates,
+        "runs_ms": {name: [round(1e3 * value, 3) for value in values] for name, values in times.items()},
+        "int4_over": {name: int4 / rate for name, rate in rates.items()},
+    }
+    if arguments.output is not None:
+        arguments.output.write_text(json.dumps(document, indent=1) + "\n")
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()
