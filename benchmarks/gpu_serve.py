@@ -14,9 +14,10 @@ median of rounds:
     the longest gap of running answers while a prompt of 8,000 tokens is read
     a request for which the GPU's memory is short, beside one that goes on (another process takes the memory)
 
-Predicted: a stream's token takes bench's step and nothing else, as all else is done while the GPU computes; a schema's
-mask is not: its bits go to the GPU between two steps. A running answer waits for one piece of the prompt (768
-positions: 12 TFLOP, so about 25 ms; 1,024 took 53 to 56) and a step.
+Predicted: a stream's token takes bench's step and nothing else, as all else is done while the GPU computes, a schema's
+mask too: what is added is the choice behind the step, about 60 us. A second turn's few tokens are read by a captured
+graph, in 8 ms. A running answer waits for half a piece of the prompt
+(384 positions; 768 took 45 to 55 ms, 1,024 took 52 to 56) and a step.
 
 A part that fails is told of, and the others go on; the script then ends with code 1. Writes NAME.json and NAME.md under
 ``--out``, anew after every part.

@@ -88,8 +88,9 @@ def test_kernels_compile_within_the_chips_limits(outcomes) -> None:
         assert row["room"] + (row["shared"] if row["shared"] <= 48 * 1024 else 0) <= 48 * 1024, row
         assert row["local"] == 0, row
         # Those without a block never reach the wait in the loop, and may not touch what is shared before another.
-        # The product for many rows within vLLM is launched like any other.
-        waits = 2 if "idle" in row["kernel"] else 0 if row["kernel"] == "mask gemm" else 1
+        # The product for many rows within vLLM is launched like any other, and so is what reads a prompt.
+        plainly = row["kernel"] == "mask gemm" or row["kernel"].startswith("prompt")
+        waits = 2 if "idle" in row["kernel"] else 0 if plainly else 1
         assert row["waits"] == (row["arch"] >= 90) * waits, row
         # A sum that two threads look at is taken when one of them has seen it.
         assert row["looks_shared"] == (0 if "waiting" in row["kernel"] else -1), row

@@ -168,6 +168,28 @@ def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None
     assert all(job.prompt_seconds > 0 for job in jobs)
 
 
+def test_pieces_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = small_pieces(bundles["llama"], max_batch=2)
+    monkeypatch.setattr(type(decoder), "piece_beside", PIECE // 2)
+    read: list[tuple[int, int]] = []
+    prefill = decoder.prefill
+
+    def reading(*arguments: object, start: int, stop: int) -> torch.Tensor:
+        read.append((start, stop))
+        return prefill(*arguments, start=start, stop=stop)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decoder, "prefill", reading)
+    scheduler = Scheduler(decoder)
+    first = scheduler.submit(Request(tokens_of(18, 1), 3))
+    while first.finish_reason is None:
+        scheduler.step()
+        if len(read) == 3 and len(first.token_ids) == 1:
+            scheduler.submit(Request(tokens_of(21, 2), 1))
+    while scheduler.busy:
+        scheduler.step()
+    assert read == [(0, 8), (8, 16), (16, 18), (0, 4), (4, 8), (8, 16), (16, 21)]
+
+
 ACTIONS = st.lists(
     st.one_of(
         st.tuples(st.just("ask"), st.integers(0, 5), st.integers(1, 12), st.sampled_from([0.0, 1.0])),

@@ -30,6 +30,7 @@ from wisparse.kernels.gpu import delta_net as triton_delta_net
 from wisparse.kernels.gpu import head as triton_head
 from wisparse.kernels.gpu import mask as triton_mask
 from wisparse.kernels.gpu import mask_gemm as triton_mask_gemm
+from wisparse.kernels.gpu import prompt as triton_prompt
 from wisparse.kernels.gpu import sample as triton_sample
 from wisparse.kernels.gpu.arguments import Counting, Memory, Source, Stretches, Target, Weights
 from wisparse.kernels.gpu.products import gemv as triton_gemv
@@ -220,6 +221,24 @@ def attention(arch: int, dtype: str = "bf16", splits: int = 16, stages: int = 3,
     return compile_kernel(module._attention_kernel, arch, types, constants, warps)
 
 
+def prompt(arch: int, name: str, rows: int, norm: str | None = None, **changes: Any):
+    """Llama-3.1-8B's attention of a prompt's piece; ``norm`` and ``changes`` as for ``attention``."""
+    module = triton_prompt
+    types = {
+        "qkv_ptr": "*bf16", "q_ptr": "*bf16", "out_ptr": "*bf16", "piece_ptr": "*i64",
+        "norms": triton_attention._Norms(norm, norm, "fp32"),
+        "rotary": triton_attention._Rotary("*bf16", "*bf16", "*bf16" if changes.pop("scaled", False) else None),
+        "cache": triton_attention._Cache("*bf16", "*bf16", "i32"), "rows": "i32", "scale_log2": "fp32",
+    }  # fmt: skip
+    shape, cut = module._constants(rows, 32, 8, 128, 128, 0, False, 0.0, "head", False)
+    if changes:
+        shape = shape._replace(**changes)
+        _, cut = module._constants(rows, *shape[:3], 128, 0, False, 0.0, "head", False)
+    kernel = getattr(module, f"_{name}_kernel")
+    types = {key: value for key, value in types.items() if key in kernel.arg_names}
+    return compile_kernel(kernel, arch, types, dict(shape=shape, cut=cut), 4)
+
+
 def logits(
     arch: int,
     batch: int = 1,
@@ -344,6 +363,15 @@ def families(arch: int) -> dict[str, tuple]:
             partial(attention, norm="*bf16", heads=32, kv_heads=4, d=512, rotary=512, shared=True, value_norm=True),
             "bf16",
             4,
+        ),
+        "prompt place": (prompt, "place", 16),
+        "prompt place normed": (partial(prompt, norm="*fp32", gated=True, scaled=True), "place", 16),
+        "prompt piece 16": (prompt, "piece", 16),
+        "prompt piece 128": (prompt, "piece", 128),
+        "prompt piece capped": (
+            partial(prompt, cap_log2=72.0, window=4096, gated=True, heads=8, kv_heads=4, d=256, rotary=256),
+            "piece",
+            128,
         ),
         "delta net": (delta_net,),
         "delta net fp32": (delta_net, "fp32"),

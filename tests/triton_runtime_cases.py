@@ -206,6 +206,37 @@ def test_a_prompt_is_read_in_pieces(dtype, monkeypatch):
     torch.testing.assert_close(pieces, exact, rtol=0, atol=0 if dtype == torch.float32 else 5e-2)
 
 
+@pytest.mark.parametrize("family", ["gemma2", "olmo3", "ernie", "ministral3"])
+def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
+    """Behind a prefix, in another slot than the first, with fewer rows than the graph has; the cache goes on to be
+    decoded from. No masks: a score near its threshold would make two answers of one."""
+    settings = {"family": family, "max_batch": 2, "max_seq_len": 40, "dense": ("_proj",)}
+    fast, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, TorchDecoder))
+    exact = make(TorchDecoder, dtype=torch.float64, **settings)
+    fast.prepare_prompts()
+    monkeypatch.setattr(cuda_decoder, "read_sequence", None)  # nothing is read the other way
+    prompt = torch.arange(30) * 7 % 70
+    for start, stop in ((0, 9), (9, 30)):
+        found, own, expected = (d.prefill(1, prompt, 30, start=start, stop=stop) for d in (fast, slow, exact))
+        assert (found - expected).norm() < 3 * (own - expected).norm(), start
+    tokens = torch.tensor([-1, 5])
+    found, own, expected = (decoder.decode(tokens)[1] for decoder in (fast, slow, exact))
+    assert (found - expected).norm() < 3 * (own - expected).norm()
+
+
+def test_what_short_pieces_do_not_serve_is_read_the_other_way(monkeypatch):
+    fast, plain = (make(CudaDecoder, dtype=torch.float16, max_seq_len=160) for _ in range(2))
+    fast.prepare_prompts()
+    prompt = torch.arange(150) * 7 % 70
+    for sparse_from, stop in ((3, 9), (150, 150)):  # masked positions, and more than the largest graph has
+        found, expected = (decoder.prefill(0, prompt, sparse_from, stop=stop) for decoder in (fast, plain))
+        assert torch.equal(found, expected)
+    for decoder in (make(CudaDecoder), make(CudaDecoder, dtype=torch.float16, family="qwen3.5")):
+        decoder.prepare_prompts()
+        assert decoder._short is None
+    fast.close()
+
+
 def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(launches):
     """Part of a prompt in a slot, the rest later, or copied from another slot; a step's rows are the fewest that reach
     from the first slot that is not idle to the last one."""
@@ -416,6 +447,28 @@ def test_counted_sparsity_is_the_plain_decoders(dense):
     assert 0.2 < min(seen[0]) < max(seen[0]) < 0.9
 
 
+def test_a_sample_of_the_steps_is_counted(monkeypatch):
+    """Every third, what they keep alone: with steps forgotten and what else comes between."""
+    sampled, whole = (make(CudaDecoder) for _ in range(2))
+    found = []
+    for decoder, every in ((sampled, 3), (whole, 1)):
+        start(decoder)
+        decoder.measure_sparsity(True, every)
+        total, kept = 0, 0.0
+        for index in range(8):
+            before = (decoder._decoded, decoder.realised_sparsity() or 0.0)
+            if index == 4:
+                decoder._forget_ahead()
+            decoder.step(torch.tensor([index]), [GREEDY])
+            if decoder is whole and index % 3 == 0:
+                after = decoder._decoded * (1 - (decoder.realised_sparsity() or 0.0))
+                kept += after - before[0] * (1 - before[1])
+                total += 1
+        found.append(1 - kept / total if decoder is whole else decoder.realised_sparsity())
+    assert sampled._decoded == 3
+    assert found[0] == pytest.approx(found[1], abs=1e-9)
+
+
 def test_counting_runs_the_same_step(launches):
     plain, counting = make(CudaDecoder, dtype=torch.float16), make(CudaDecoder, dtype=torch.float16)
     counting.measure_sparsity(True)
@@ -459,6 +512,47 @@ def test_sampled_tokens_are_those_of_the_definition(launches):
     fresh = make(CudaDecoder, dtype=torch.float16)
     start(fresh)
     assert run(fresh, torch.tensor([1]), 3, [SamplingSettings(1.2, 20, 0.95, 0.0, 3)]) == again
+
+
+def test_adjusted_tokens_are_those_of_the_definition_each_step_started_ahead(launches):
+    """Greedy and sampled rows, an idle one before them; then as the graph itself chooses, and adjusted again."""
+    drawing, showing = (make(CudaDecoder, dtype=torch.float16, max_batch=3) for _ in range(2))
+    for decoder in (drawing, showing):
+        for slot in (1, 2):
+            start(decoder, slot, PROMPT[: 6 - slot])
+    settings = [GREEDY, GREEDY, SamplingSettings(1.2, 20, 0.95, 0.0, 3)]
+    launches.clear()
+    tokens = torch.tensor([-1, 2, 3])
+    for step in range(5):
+        chosen_from: list[torch.Tensor] = []
+
+        def adjust(logits: torch.Tensor, step: int = step, seen: list = chosen_from) -> None:
+            logits[1:, step % 3 :: 3] = -torch.inf
+            seen.append(logits.clone())
+
+        given = GREEDY if step == 3 else settings[2]
+        found = drawing.step(tokens, [*settings[:2], given], None if step == 3 else adjust).tolist()
+        expected = Decoder.step(showing, tokens, [*settings[:2], given], None if step == 3 else adjust).tolist()
+        assert found[1:] == expected[1:], step
+        assert step == 3 or len(chosen_from) == 2
+        assert drawing.lengths == showing.lengths
+        tokens = torch.tensor([-1, *found[1:]])
+    # One ahead of each; once more where the graph's own choice was asked for: the one ahead did not choose so.
+    assert len(launches) == (5 + 1 + 1) + 5
+
+
+def test_an_adjustment_that_fails_leaves_nothing_behind():
+    fast, slow = both()
+    expected = run(slow, start(slow), 2)
+
+    def fail(logits: torch.Tensor) -> None:
+        raise UsageError("no")
+
+    token = start(fast)
+    run(fast, token, 1)
+    with pytest.raises(UsageError):
+        fast.step(token, [GREEDY], fail)
+    assert run(fast, start(fast), 2) == expected
 
 
 def test_float32_samples_as_the_plain_decoder_does():

@@ -89,3 +89,19 @@ def test_many_rows_in_half_precision() -> None:
     expected = exact.decode(tokens)
     own, error = ((decoder.decode(tokens) - expected).norm(dim=1) / expected.norm(dim=1) for decoder in (slow, fast))
     assert (error < 3 * own.max()).all(), (error, own)
+
+
+def test_short_pieces_of_codes() -> None:
+    """More rows than one launch has, and biases."""
+    weights = "int4"
+    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
+    settings = {"device": DEVICE, "max_seq_len": 40, "max_batch": 2}
+    fast = CudaDecoder(bundle, dtype=torch.float16, weights=weights, **settings)
+    fast.prepare_prompts()
+    same = rounded(bundle, weights, torch.float16)
+    slow, exact = (TorchDecoder(same, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
+    prompt = torch.arange(30) * 7 % 70
+    for decoder in (fast, slow, exact):
+        decoder.prefill(1, prompt, 30, stop=9)
+    found, own, expected = (decoder.prefill(1, prompt, 30, start=9) for decoder in (fast, slow, exact))
+    assert (found - expected).norm() < 3 * (own - expected).norm()

@@ -129,7 +129,7 @@ class CpuDecoder(TorchDecoder):
         super().set_masks(masks)
         self._step.take_masks()
 
-    def measure_sparsity(self, enabled: bool) -> None:
+    def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         super().measure_sparsity(enabled)
         self._decoded_positions = 0
         self._step.forget()

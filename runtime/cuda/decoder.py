@@ -10,6 +10,7 @@ channels that ``TorchDecoder`` in float64 keeps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
@@ -30,10 +31,11 @@ from wisparse.kernels.reference import keep_mask
 from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.decoder import Decoder, check_part, check_prompt
 from ..decoding.rotary import Rotary
-from ..decoding.sampling import SamplingSettings
+from ..decoding.sampling import SamplingSettings, sample
 from ..torch.block import finish_logits
 from .graph import Landing
 from .prefill import head_products, lower_right, piece_size, read_sequence
+from .prompts import ShortPieces
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
 from .weights import CudaWeights, MaskKind, load_weights, mask_kinds, put_masks, with_kinds
 
@@ -42,6 +44,8 @@ if TYPE_CHECKING:
     from wisparse.formats.weights.checkpoint import StoredWeight
 
 __all__ = ["CudaDecoder"]
+
+log = logging.getLogger(__name__)
 
 # First slot, rows, stretches of the context.
 _StepKey = tuple[int, int, int]
@@ -82,12 +86,16 @@ class CudaDecoder(Decoder):
         self._of_kinds: dict[tuple[MaskKind, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
             mask_kinds(self.config, bundle.masks): (self.weights, self._steps)
         }
-        # A step's successor, started before anybody asked for it: its input ids, how it chooses, and the step.
-        self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep] | None = None
+        # A step's successor, started before anybody asked for it: its input ids, how it chooses, the step, and whether
+        # it is counted.
+        self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep, bool] | None = None
         self._landing = Landing(MAX_ROWS, device)
-        # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows.
+        self._short: ShortPieces | None = None  # once somebody has asked for it
+        # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows
+        # that were counted; one of so many steps is, and so many have been started.
         self._kept_in_prompts: Tensor | None = None
         self._prompt_weights = self._decoded = 0
+        self._every, self._started = 1, 0
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
@@ -116,6 +124,10 @@ class CudaDecoder(Decoder):
         return self.weights.num_bytes_inside, head.nbytes + (0 if scales is None else scales.nbytes)
 
     @property
+    def piece_beside(self) -> int:
+        return max(1, self.piece // 2)
+
+    @property
     def lengths(self) -> list[int]:
         return list(self._cache.lengths)
 
@@ -126,12 +138,15 @@ class CudaDecoder(Decoder):
         stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._forget_ahead()
         self._cache.begin(slot, start)
+        dense = stop <= sparse_from <= len(token_ids)
+        short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
         last = torch.empty(0, device=self.device)  # a prompt has at least one piece
-        for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
-            last = hidden[-1:]
+        if short is None:
+            for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
+                last = hidden[-1:]
         self._cache.lengths[slot] = stop
         self._positions[slot : slot + 1].fill_(stop)
-        return self._logits(last)[0]
+        return self._logits(last)[0] if short is None else finish_logits(self.config, short)[0]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -141,41 +156,54 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
-        steps = self._replay(token_ids)
-        if list(steps) == [0] and steps[0].rows >= len(token_ids):
-            return finish_logits(self.config, steps[0].logits[: len(token_ids)])
-        logits = torch.zeros(self.max_batch + MAX_ROWS, self.config.vocab_size, device=self.device)
-        for first, step in steps.items():
-            logits[first : first + step.rows] = step.logits
-        return finish_logits(self.config, logits[: len(token_ids)])
+        return self._logits_of(self._replay(token_ids), len(token_ids))
 
     @torch.inference_mode()
-    def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+    def step(
+        self,
+        token_ids: Tensor,
+        settings: Sequence[SamplingSettings],
+        adjust: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """As in the protocol. A step starts the one after it before it returns, as its input is known by then: the GPU
-        does not wait for the host to read the token. If something else is asked for next, that step is forgotten."""
+        does not wait for the host to read the token. If something else is asked for next, that step is forgotten. What
+        ``adjust`` asks the host for is asked while the step runs."""
         batch, settings = len(token_ids), list(settings)
         greedy = all(setting.greedy for setting in settings)
         tokens = token_ids.tolist()
-        if batch > MAX_ROWS or max(tokens) < 0 or not (greedy or self.dtype in SAMPLED_DTYPES):
-            return super().step(token_ids, settings)
-        if self._ahead is not None and self._ahead[:2] == (tokens, settings):
-            step = self._ahead[2]
+        known = greedy or adjust is not None or self.dtype in SAMPLED_DTYPES
+        if batch > MAX_ROWS or max(tokens) < 0 or not known:
+            return super().step(token_ids, settings, adjust)
+        drawn = settings if adjust is None else []  # how the graph chooses; adjusted logits are chosen from behind it
+        if self._ahead is not None and self._ahead[0] == tokens and (adjust is not None or self._ahead[1] == settings):
+            _, _, step, counted = self._ahead
             self._ahead = None
-            self._count(tokens)
+            self._append(tokens, counted=counted)
         else:
-            (step,) = self._replay(token_ids, settings).values()
+            (step,) = self._replay(token_ids, drawn).values()
         first, following = self._step_of(tokens)
-        self._landing.send(step.tokens)
+        landed = min(step.rows, batch - first)
         lengths = self._cache.lengths
+        if adjust is not None:
+            # Nothing here may wait for the device: the step that follows is on its way before this one has ended.
+            logits = self._logits_of({first: step}, batch).clone()
+            adjust(logits)
+            served = slice(first, first + landed)
+            adjusted = sample(logits[served], settings[served], lengths[served])
+            for row, token in enumerate(tokens[served]):
+                if token < 0:
+                    adjusted[row] = -1
+            step.tokens[:landed] = adjusted
+        self._landing.send(step.tokens)
         room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
         follows = room and following is step
+        counts = follows and self._counts_next()
         if follows:
-            step.replay(settings[first : first + step.rows], count=self._counting)
+            step.replay(drawn[first : first + step.rows], count=counts)
         chosen = torch.full((batch,), -1)
-        landed = min(step.rows, batch - first)
         chosen[first : first + landed] = self._landing.read(landed)
         if follows:
-            self._ahead = chosen.tolist(), settings, step
+            self._ahead = chosen.tolist(), drawn, step, counts
         return chosen
 
     @torch.inference_mode()
@@ -183,10 +211,21 @@ class CudaDecoder(Decoder):
         sampled = sampled and self.dtype in SAMPLED_DTYPES and max(slots) < MAX_ROWS
         for start, rows in _blocks(slots):
             for context in contexts_between(first, last):
-                self.step_for(rows, start, context).prepare(sampled=sampled, count=self._counting)
+                step = self.step_for(rows, start, context)
+                for count in {self._counting, self._counting and self._every == 1}:
+                    step.prepare(sampled=sampled, count=count)
 
+    @torch.inference_mode()
     def prepare_prompts(self) -> None:
         lower_right()
+        if self._short is not None:
+            return
+        refusal = ShortPieces.refusal(self.config, self.dtype, self.device)
+        if refusal is None:
+            self._forget_ahead()
+            self._short = ShortPieces(self.weights, self.config, self._cache, self._places)
+        else:
+            log.info("short prompts are read without graphs: %s", refusal)
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
@@ -212,8 +251,9 @@ class CudaDecoder(Decoder):
         put_masks(self.weights, self.config, masks)
 
     @torch.inference_mode()
-    def measure_sparsity(self, enabled: bool) -> None:
+    def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         self._forget_ahead()
+        self._every, self._started = every, 0
         self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=self.device) if enabled else None
         self._prompt_weights = self._decoded = 0
         for step in self._steps.values():
@@ -231,7 +271,9 @@ class CudaDecoder(Decoder):
         return 1.0 - (kept + float(self._kept_in_prompts)) / total
 
     def close(self) -> None:
-        for name in ("weights", "_steps", "_of_kinds", "_cache", "_places", "_positions", "_ahead", "_landing"):
+        for name in (
+            "weights", "_steps", "_of_kinds", "_cache", "_places", "_positions", "_ahead", "_landing", "_short"
+        ):  # fmt: skip
             self.__dict__.pop(name, None)
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
@@ -256,7 +298,7 @@ class CudaDecoder(Decoder):
             if token >= 0 and lengths[slot] >= self.max_seq_len:
                 raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
         self._forget_ahead()
-        steps = {}
+        steps, counts = {}, self._counts_next()
         for first in range(0, batch, MAX_ROWS):
             group = [-1] * first + tokens[first : first + MAX_ROWS]
             if max(group) < 0:
@@ -264,10 +306,19 @@ class CudaDecoder(Decoder):
             start, step = self._step_of(group)
             padded = (group + [-1] * step.rows)[start : start + step.rows]
             step.tokens.copy_(torch.tensor(padded), non_blocking=True)
-            step.replay(settings[start : start + step.rows], count=self._counting)
+            step.replay(settings[start : start + step.rows], count=counts)
             steps[start] = step
-        self._count(tokens)
+        self._append(tokens, counted=counts)
         return steps
+
+    def _logits_of(self, steps: Mapping[int, DecodeStep], batch: int) -> Tensor:
+        """(batch, V) float32 of steps that ran, by the first of their slots."""
+        if list(steps) == [0] and steps[0].rows >= batch:
+            return finish_logits(self.config, steps[0].logits[:batch])
+        logits = torch.zeros(self.max_batch + MAX_ROWS, self.config.vocab_size, device=self.device)
+        for first, step in steps.items():
+            logits[first : first + step.rows] = step.logits
+        return finish_logits(self.config, logits[:batch])
 
     def _step_of(self, tokens: Sequence[int]) -> tuple[int, DecodeStep]:
         """The step that appends one more token to the slots whose ``tokens`` are not negative, and its first slot."""
@@ -280,11 +331,17 @@ class CudaDecoder(Decoder):
     def _counting(self) -> bool:
         return self._kept_in_prompts is not None
 
-    def _count(self, tokens: Sequence[int]) -> None:
+    def _counts_next(self) -> bool:
+        """Whether the step that is started now is counted: the first is, and one of so many."""
+        self._started += 1
+        return self._counting and self._started % self._every == 1 % self._every
+
+    def _append(self, tokens: Sequence[int], *, counted: bool) -> None:
+        """Slots are one position longer by a step that was, or was not, counted."""
         for slot, token in enumerate(tokens):
             if token >= 0:
                 self._cache.lengths[slot] += 1
-                self._decoded += 1
+                self._decoded += counted
 
     def _forget_ahead(self) -> None:
         """Undo a step that ran ahead: what it wrote lies beyond every slot's length, or in the states' other side; the

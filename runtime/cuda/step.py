@@ -41,7 +41,16 @@ from ..torch.delta_net import DeltaWeights
 from .graph import capture
 from .weights import BlockWeights, CudaNorm, CudaWeights
 
-__all__ = ["KV_SPLITS", "MAX_ROWS", "DecodeStep", "Places", "contexts_between", "kv_splits_for"]
+__all__ = [
+    "KV_SPLITS",
+    "MAX_ROWS",
+    "DecodeStep",
+    "Places",
+    "contexts_between",
+    "describe",
+    "kv_splits_for",
+    "what_is_normalised",
+]
 
 MAX_ROWS = 16
 # Stretches one row's context is split into, up to how many positions: with 8 KV heads 16 make about one program for
@@ -49,7 +58,7 @@ MAX_ROWS = 16
 KV_SPLITS = {256: 4, 512: 8, 2**31: 16}
 
 
-def _describe(device: torch.device) -> tuple[int, int]:
+def describe(device: torch.device) -> tuple[int, int]:
     """Compute capability (90 for 9.0) and multiprocessors; the interpreter's CPU counts as one small Ampere."""
     if device.type != "cuda":
         return 80, 1
@@ -64,6 +73,14 @@ def kv_splits_for(context: int, rows: int = 1) -> int:
     if rows > 1:
         splits = max(1, min(2 * splits, max(KV_SPLITS.values())) // rows)
     return 1 << (splits.bit_length() - 1)
+
+
+def what_is_normalised(config: ModelConfig) -> str:
+    """Of queries and keys, one of ``QK_NORMS``."""
+    norm = config.architecture.qk_norm
+    if norm is None or norm.per_head:
+        return "turned head" if norm and norm.after_rotary else "head"
+    return "whole"
 
 
 def contexts_between(first: int, last: int) -> list[int]:
@@ -132,7 +149,7 @@ class DecodeStep:
         device, dtype = weights.embedding.device, weights.embedding.dtype
         wide, activations = wide_dtype(dtype), activation_dtype(dtype)
         together = rows_together(rows, dtype)
-        arch, multiprocessors = _describe(device)
+        arch, multiprocessors = describe(device)
         self.pdl = arch >= 90 if pdl is None else pdl
         self._places = places
         own = slice(first, first + rows)
@@ -176,9 +193,6 @@ class DecodeStep:
             "o": multiplied or norms.attention_output is not None,
             "down": multiplied or scaled or norms.mlp_output is not None,
         }
-        norm = config.architecture.qk_norm
-        per_head = norm is None or norm.per_head
-        self._norm_of = "whole" if not per_head else "turned head" if norm and norm.after_rotary else "head"
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=activations))
         # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
         self._kernels = 2 + len(set(config.blocks)) + len(chosen) + any(self._added.values())
@@ -241,6 +255,8 @@ class DecodeStep:
             self._set(list(settings))
         turn = self._turn
         self.prepare(sampled=sampled, count=count)
+        if self._kept is not None:
+            self._kept.begin(turn, count=count)
         self._replays[sampled, count][turn]()
         self._turn = 1 - turn
 
@@ -265,12 +281,12 @@ class DecodeStep:
     def kept(self, *, but_last: bool = False) -> int:
         """Weights whose channels were kept since :meth:`count_from_zero`, of the groups that are not dense, over all
         counted rows and steps; ``but_last``: without those of the last step, as it was only started ahead."""
-        return 0 if self._kept is None else self._kept.weights(self._turn if but_last else 1 - self._turn)
+        return 0 if self._kept is None else self._kept.weights(but_last=but_last)
 
     def forget_last(self) -> None:
         """Take back what the last step counted."""
         if self._kept is not None:
-            self._kept.cells[1 - self._turn].copy_(self._kept.cells[self._turn])
+            self._kept.forget_last()
 
     def count_from_zero(self) -> None:
         """Forget what was counted."""
@@ -357,7 +373,7 @@ class DecodeStep:
                 *self._places.rotary(facts.rotary),
                 self._attended[index], self._softmax, heads=config.num_heads, scale=config.attention_scale,
                 cap=config.attention_softcap, window=facts.window, interleaved=config.rotaries[0].interleaved,
-                query_scales=self._places.query_scales, qk_norm=norms, norm_of=self._norm_of,
+                query_scales=self._places.query_scales, qk_norm=norms, norm_of=what_is_normalised(config),
                 gated=config.architecture.attention_gate, shared=facts.shared_values,
                 value_norm=config.architecture.value_norm, eps=eps, stages=self._attention_stages[index], pdl=pdl,
             )  # fmt: skip
@@ -419,7 +435,7 @@ class _Kept:
 
     Each launch has cells of its own, one for each program that counts, so nothing is added up while the step runs. Two
     sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own. So a step that
-    was started ahead and is not wanted is simply not looked at.
+    was started ahead and is not wanted is simply not looked at. Steps between may count nothing.
 
     Attributes:
         cells: (2, cells) int64.
@@ -443,6 +459,21 @@ class _Kept:
         device = step.weights.embedding.device
         self._widths = torch.cat(widths) if widths else torch.zeros(0, dtype=torch.int64)
         self.cells = torch.zeros(2, size, dtype=torch.int64, device=device)
+        self._newest = 0  # the set that holds what all steps counted
+        self._last_counted = False
+
+    def begin(self, turn: int, *, count: bool) -> None:
+        """A step of this turn runs now, which counts or does not."""
+        self._last_counted = count
+        if count:
+            if self._newest == turn:
+                self.cells[1 - turn].copy_(self.cells[turn])
+            self._newest = turn
+
+    def forget_last(self) -> None:
+        """What the last step counted, if it did, is not looked at."""
+        if self._last_counted:
+            self._newest, self._last_counted = 1 - self._newest, False
 
     def of(self, index: int, role: str, turn: int) -> tuple[Tensor, Tensor, Tensor] | None:
         """What ``launch_gemv`` takes to count; None for a dense group."""
@@ -452,6 +483,7 @@ class _Kept:
         before, after = (self.cells[which, first : first + math.prod(shape)].view(shape) for which in (1 - turn, turn))
         return self._ids[turn], before, after
 
-    def weights(self, turn: int) -> int:
-        """Sum of what the set of a turn counted, each channel times the outputs it goes to."""
-        return int((self.cells[turn].cpu() * self._widths).sum())
+    def weights(self, *, but_last: bool) -> int:
+        """Sum of what was counted, each channel times the outputs it goes to."""
+        which = 1 - self._newest if but_last and self._last_counted else self._newest
+        return int((self.cells[which].cpu() * self._widths).sum())

@@ -10,7 +10,7 @@ agree with.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -80,6 +80,11 @@ class Decoder(Protocol):
         ...
 
     @property
+    def piece_beside(self) -> int:
+        """As ``piece``, while other sequences wait for their next token; ``piece`` is a multiple of it."""
+        return self.piece
+
+    @property
     def lengths(self) -> list[int]:
         """Positions filled in each of the ``max_batch`` slots, counted on the host (no device synchronisation)."""
         ...
@@ -141,7 +146,12 @@ class Decoder(Protocol):
         """
         ...
 
-    def step(self, token_ids: Tensor, settings: Sequence[SamplingSettings]) -> Tensor:
+    def step(
+        self,
+        token_ids: Tensor,
+        settings: Sequence[SamplingSettings],
+        adjust: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
         """``decode``, then choose the next token of every row: what the generation loop calls.
 
         An implementation that samples on its device (in its graph, say) overrides this. It has to give what
@@ -152,11 +162,16 @@ class Decoder(Protocol):
         Args:
             token_ids: (B,) int64, as for ``decode``.
             settings: B of them, one for each row, seeds resolved.
+            adjust: changes the logits (B, V) in place before tokens are chosen from them; called once. What it raises
+                comes out of here.
 
         Returns:
             (B,) int64, on ``device`` or on the CPU; idle rows hold anything.
         """
         logits = self.decode(token_ids)
+        if adjust is not None:
+            logits = logits.clone()
+            adjust(logits)
         active = next((row for row, token in enumerate(token_ids.tolist()) if token >= 0), 0)  # the first one
         chosen = sample(logits[active:], settings[active:], self.lengths[active : len(settings)])
         return chosen if active == 0 else torch.cat((chosen.new_full((active,), -1), chosen))
@@ -199,8 +214,8 @@ class Decoder(Protocol):
         """
         ...
 
-    def measure_sparsity(self, enabled: bool) -> None:
-        """Start counting dropped channels from zero, or stop.
+    def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
+        """Start counting dropped channels from zero, or stop; ``every``: one decode step of so many is enough.
 
         What it costs: a decode step runs the same launches either way. ``triton`` counts in them (one number a program
         writes; the choice of the kernel and of the graph is all that differs), ``numba`` always does, so both decode

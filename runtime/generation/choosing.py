@@ -98,11 +98,6 @@ class Chooser:
         """Whether logits change before a token is chosen from them."""
         return self._constraint is not None or self.sampling.adjusts
 
-    @property
-    def plain(self) -> bool:
-        """Whether a decoder's own step does all that is asked for."""
-        return self.sampling.logprobs is None and not self.adjusts
-
     def adjust(self, logits: Tensor) -> None:
         """Change a row of logits (V,) float32 in place.
 

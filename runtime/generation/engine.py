@@ -192,14 +192,15 @@ class Engine:
         in force."""
         return self.ask(self.decoder.realised_sparsity)
 
-    def start_measuring(self) -> Future[None]:
-        """Count dropped channels, from zero unless they are counted already, until :meth:`stop_measuring`."""
-        return self.ask(lambda: self._rungs.measure(1))
+    def start_measuring(self, every: int = 1) -> Future[None]:
+        """Count dropped channels, in one decode step of so many, until :meth:`stop_measuring`; from zero unless they
+        are counted as often already."""
+        return self.ask(lambda: self._rungs.measure(every))
 
-    def stop_measuring(self) -> None:
+    def stop_measuring(self, every: int = 1) -> None:
         """As often as it was started."""
         if not self._closed:
-            self.ask(lambda: self._rungs.measure(-1))
+            self.ask(lambda: self._rungs.stop_measuring(every))
 
     def forget_prefixes(self) -> None:
         """What the cache holds of earlier prompts is not used again; within :meth:`call`."""
@@ -216,7 +217,7 @@ class Engine:
 
     def start(self, max_queue: int) -> None:
         """Have a thread of the engine's own run the steps, and refuse what more than ``max_queue`` would wait for."""
-        self.decoder.prepare_prompts()
+        self.call(self.decoder.prepare_prompts)
         with self._changed:
             if self._thread is not None:
                 raise UsageError("a server runs on this model already: end it first")

@@ -29,7 +29,7 @@ class Rungs:
         self.own = bundle.sparsity
         self.in_force: float | None = bundle.sparsity
         self._decoder, self._bundle = decoder, bundle
-        self._measuring = 0
+        self._measuring: list[int] = []  # of whom each wants one step of so many counted
 
     def named(self, sparsity: float | None) -> float:
         """The rung that is meant; None: the own one.
@@ -44,11 +44,19 @@ class Rungs:
         self.in_force = None
         self._decoder.set_masks(self._bundle.at(sparsity).masks)
         if self._measuring:
-            self._decoder.measure_sparsity(True)
+            self._decoder.measure_sparsity(True, min(self._measuring))
         self.in_force = sparsity
 
-    def measure(self, more: int) -> None:
-        """Have dropped channels counted while somebody wants it: 1 to begin, -1 to end."""
-        before, self._measuring = self._measuring, self._measuring + more
-        if bool(before) != bool(self._measuring):
-            self._decoder.measure_sparsity(self._measuring > 0)
+    def measure(self, every: int) -> None:
+        """Have dropped channels counted, in one step of so many at least, until :meth:`stop_measuring`. From zero, if
+        they were counted less often."""
+        before = min(self._measuring, default=None)
+        self._measuring.append(every)
+        if before is None or every < before:
+            self._decoder.measure_sparsity(True, every)
+
+    def stop_measuring(self, every: int) -> None:
+        """As often as they were asked for."""
+        self._measuring.remove(every)
+        if not self._measuring:
+            self._decoder.measure_sparsity(False)

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -240,8 +241,9 @@ class Scheduler:
             self._admit(self._waiting.popleft())
         if self._reading is not None:
             others = sum(job is not None for job in self._slots) > 1
-            if not others or self._read_since < self._decoder.piece:
-                advanced = self._read(self._reading)
+            size = self._decoder.piece_beside if others else self._decoder.piece
+            if not others or self._read_since < size:
+                advanced = self._read(self._reading, size)
                 self._ended = time.perf_counter()
                 return advanced
         self._read_since = 0
@@ -304,10 +306,10 @@ class Scheduler:
             slots = [slot for slot, job in enumerate(self._slots) if job is not None]
             self._decoder.prepare(slots, min(lengths) + 1, max(lasts), sampled=sampled)
 
-    def _read(self, reading: _Reading) -> list[Job]:
-        """Read the next piece of a sequence; after its last one append a token."""
+    def _read(self, reading: _Reading, size: int) -> list[Job]:
+        """Read the next piece of a sequence, up to a multiple of ``size``; after its last one append a token."""
         job, total = reading.job, len(reading.tokens)
-        stop = min(next_piece(reading.at, self._decoder.piece), total)
+        stop = min(next_piece(reading.at, size), total)
         self._inside = job
         logits = self._score_prompt(reading)
         if logits is not None:
@@ -358,11 +360,13 @@ class Scheduler:
         if not rows:
             return []
         tokens = torch.tensor([job.token_ids[-1] if job else -1 for job in rows], dtype=torch.int64)
-        if all(job is None or job.chooser.plain for job in rows):
-            chosen = self._decoder.step(tokens, [job.sampling if job else _IDLE for job in rows]).tolist()
+        if any(job is not None and job.sampling.logprobs is not None for job in rows):
+            chosen = self._choose(self._decoder.decode(tokens), rows, self._decoder.lengths[: len(rows)])
         else:
-            logits = self._decoder.decode(tokens)
-            chosen = self._choose(logits, rows, self._decoder.lengths[: len(rows)])
+            settings = [job.sampling if job else _IDLE for job in rows]
+            adjusts = any(job is not None and job.chooser.adjusts for job in rows)
+            adjust = partial(self._adjust, rows=rows) if adjusts else None
+            chosen = self._decoder.step(tokens, settings, adjust).tolist()
         advanced = [(job, token) for job, token in zip(rows, chosen, strict=True) if job is not None]
         for job, token in advanced:
             self._append(job, token)
@@ -373,17 +377,21 @@ class Scheduler:
         given = logits
         if any(job is not None and job.chooser.adjusts for job in rows):
             logits = logits.clone()
+            self._adjust(logits, rows)
+        chosen: list[int] = sample(logits, [job.sampling if job else _IDLE for job in rows], positions).tolist()
+        for row, job, token in zip(given, rows, chosen, strict=True):
+            if job is not None and job.sampling.logprobs is not None and token >= 0:
+                job.scores.append(score(row, token, job.sampling.logprobs))
+        return chosen
+
+    def _adjust(self, logits: Tensor, rows: Sequence[Job | None]) -> None:
+        """Change the logits (B, V) of those who ask for it, in place."""
         before = self._inside
         for row, job in zip(logits, rows, strict=True):
             if job is not None and job.chooser.adjusts:
                 self._inside = job  # a grammar that fails here ends its own answer alone
                 job.chooser.adjust(row)
         self._inside = before
-        chosen: list[int] = sample(logits, [job.sampling if job else _IDLE for job in rows], positions).tolist()
-        for row, job, token in zip(given, rows, chosen, strict=True):
-            if job is not None and job.sampling.logprobs is not None and token >= 0:
-                job.scores.append(score(row, token, job.sampling.logprobs))
-        return chosen
 
     def _filled(self, job: Job) -> int:
         """Positions of the job's slot that are filled: all but its newest token's."""

@@ -15,6 +15,7 @@ import functools
 import hmac
 import logging
 import socket
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +55,12 @@ __all__ = ["ServeSettings", "http_server", "make_app", "open_socket", "serve"]
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 8 * 2**20
+# A thread that waits for the interpreter gets it after so long; Python's own 5 ms are longer than a step of a GPU.
+_SWITCH_SECONDS = 0.0005
 # How often the tokens of an answer that is not streamed are looked at.
 _COLLECT_SECONDS = 1.0
+# One step of so many has its dropped channels counted, for /metrics: a batch's count is not quite free.
+_COUNTED = 16
 # Tokens whose text is kept for the next who asks for log-probabilities.
 _SPELLED = 1 << 16
 _ELSEWHERE = ("/v1/embeddings", "/v1/images/generations", "/v1/audio/transcriptions", "/v1/audio/speech",
@@ -101,6 +106,8 @@ def open_socket(settings: ServeSettings) -> socket.socket:
 
 def serve(model: Model, settings: ServeSettings, listener: socket.socket) -> None:
     """Answer requests until SIGTERM or Ctrl-C, then finish those under way; the model is held meanwhile."""
+    # The event loop may hold the interpreter's lock for milliseconds, in which the engine's thread would start no step.
+    sys.setswitchinterval(_SWITCH_SECONDS)
     http_server(make_app(model, settings)).run(sockets=[listener])
 
 
@@ -166,11 +173,11 @@ class _Server:
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._engine = self._model.engine
         self._engine.start(self._settings.max_queue)
-        self._engine.start_measuring()
+        self._engine.start_measuring(_COUNTED)
         try:
             yield
         finally:
-            self._engine.stop_measuring()
+            self._engine.stop_measuring(_COUNTED)
             self._engine.stop(drain=False)
             self._texts.shutdown()
 

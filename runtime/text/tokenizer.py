@@ -107,8 +107,12 @@ class _Near:
             self._library.no_padding()
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("expected a str")  # the library takes a pair of texts too
         with _faults_are_errors("the tokenizers library cannot run it"):
-            ids: list[int] = self._library.encode(text, add_special_tokens=add_special_tokens).ids
+            # Without the places of the tokens in the text: that takes less than half as long.
+            (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
 __all__ = [
-    "Block", "BlockFacts", "Norm", "Positions", "embed", "finish_logits", "read_block", "read_norm", "rms_norm",
-    "run_block",
+    "Block", "BlockFacts", "Norm", "Positions", "embed", "finish_block", "finish_logits", "read_block", "read_norm",
+    "rms_norm", "run_block",
 ]  # fmt: skip
 
 
@@ -139,6 +139,17 @@ def run_block(
         keys, values = at.cache.write(index, at.slot, at.start, k, v)
         attended = attend(config, q, keys, values, at.start, block.facts.window).transpose(0, 1).reshape(len(x), -1)
         attended = attended if gates is None else attended * gates.sigmoid()
+    return finish_block(config, block, x, attended, apply)
+
+
+def finish_block(
+    config: ModelConfig,
+    block: BlockFacts[Any],
+    x: Tensor,
+    attended: Tensor,
+    apply: Callable[[str, Tensor], Sequence[Tensor]],
+) -> Tensor:
+    """The rest of a block, whose input is x, from what its attention gave, (T, heads * head_dim), to (T, H)."""
     (half,) = apply("o", attended)
     x = _add_half(config, x, half, block.attention_output)
     gate, up = _split(apply("gate_up", _maybe(block.mlp_input, x)), (config.intermediate_size,) * 2)
@@ -229,7 +240,8 @@ def embed(config: ModelConfig, embedding: Tensor, token_ids: Tensor, dtype: torc
     x = functional.embedding(token_ids, embedding).to(dtype or embedding.dtype)
     if config.embedding_multiplier == 1.0:
         return x
-    return x * torch.tensor(config.embedding_multiplier, dtype=x.dtype, device=x.device)
+    # A number, not a tensor: that would have to be copied, which no graph may capture.
+    return x * float(torch.tensor(config.embedding_multiplier, dtype=x.dtype))
 
 
 def _place(

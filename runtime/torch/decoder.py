@@ -146,7 +146,7 @@ class TorchDecoder(Decoder):
             for projection in block.projections:
                 projection.set_mask(masks[projection.name])
 
-    def measure_sparsity(self, enabled: bool) -> None:
+    def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         self._sparse_positions = 0
         for block in self._blocks:
             for projection in block.projections:
