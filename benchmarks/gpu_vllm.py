@@ -5,8 +5,9 @@
 
 Every part is a process of its own with a time limit; what it found is a line of JSON in results.jsonl, and the last
 lines of this script's output sum them up. Nothing needs to be installed: vLLM finds the plug-in by a folder with its
-entry point that this script makes. ``--only dense+sparse,kernels``: parts joined by + start at once, each with caches
-of its own, and measure one after the other, so that both starts see the same machine.
+entry point that this script makes. ``--only dense@0+sparse@1,kernels``: parts joined by + start at once, each with
+caches of its own; those with @ have that GPU to themselves, others measure one after the other, so that both see the
+same machine. ``dense-tp2+sparse-tp2`` need two GPUs.
 
 The speeds are of Llama-3.1-8B's shape with vLLM's own random weights (``load_format="dummy"``). The thresholds are
 those that drop half of each projection's channels on tokens that the model itself decoded dense, all channel scales
@@ -90,13 +91,14 @@ def engine(arguments: argparse.Namespace, model: Path, **changes: Any) -> Any:
     return LLM(**(settings | changes))
 
 
-def take_turn(beside: int) -> Any:
-    """Wait until ``beside`` engines have started, then be the one that measures while the answer is held."""
+def take_turn(beside: int, alone: bool) -> Any:
+    """Wait until ``beside`` engines have started, then be the one that measures while the answer is held; at once with
+    the others if ``alone`` on a GPU."""
     (WORK / f"started-{os.getpid()}").touch()
     end = time.monotonic() + 100
     while len(list(WORK.glob("started-*"))) < beside and time.monotonic() < end:
         time.sleep(0.1)
-    turn = open(WORK / "turn", "w")  # noqa: SIM115 (held open until the process ends)
+    turn = open(WORK / (f"turn-{os.getpid()}" if alone else "turn"), "w")  # noqa: SIM115 (held open until the process ends)
     fcntl.flock(turn, fcntl.LOCK_EX)
     return turn
 
@@ -343,7 +345,7 @@ def part_speed(arguments: argparse.Namespace) -> None:
     began = time.perf_counter()
     llm = engine(arguments, WORK / arguments.model, load_format="dummy", skip_tokenizer_init=True)
     started = round(time.perf_counter() - began, 1)
-    turn = take_turn(arguments.beside)
+    turn = take_turn(arguments.beside, arguments.alone)
     method = llm.llm_engine.vllm_config.model_config.quantization
     if (method == "wisparse") != (arguments.model == "bundle"):
         raise RuntimeError(f"expected the plug-in for the bundle alone, found {method!r} for {arguments.model}")
@@ -364,13 +366,16 @@ def part_speed(arguments: argparse.Namespace) -> None:
         llm.generate(prompts(16, PROMPT), sampling, use_tqdm=False)
     for count in REQUESTS[: 3 if arguments.rehearse else arguments.sizes]:
         rates = []
-        for _ in range(2 if count > 8 else 3):
+        for _ in range(3 if count in (4, 8) else 2):
             batch = prompts(count, PROMPT)
             start = time.perf_counter()
             done = llm.generate(batch, sampling, use_tqdm=False)
             seconds = time.perf_counter() - start
             rates.append(sum(len(answer.outputs[0].token_ids) for answer in done) / seconds)
         say(name, requests=count, tok_per_s=round(max(rates), 1), each=[round(rate, 1) for rate in rates])
+    if arguments.sizes < len(REQUESTS):
+        turn.close()
+        return
     length = 64 if arguments.rehearse else 4096
     one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
     rates = []
@@ -462,26 +467,27 @@ def part_tokens(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def write_quantised(kind: str) -> Path:
-    """A small random model with the example's tokenizer, converted ``--weights kind``; in a process of its own: vLLM
-    forks one that has no GPU in use."""
+def part_convert_quantised(arguments: argparse.Namespace) -> None:
+    """A small random model with the example's tokenizer, converted ``--weights kind``."""
+    kind = arguments.kind
     script = f"""
 import shutil, torch, transformers
 from pathlib import Path
 torch.manual_seed(0)
-config = transformers.LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+config = transformers.LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=8,
     num_key_value_heads=4, vocab_size=8192, max_position_embeddings=512, initializer_range=0.06)
 model = Path({str(WORK)!r}, "random-{kind}")
 transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(model)
 for file in Path({str(ROOT)!r}, "examples", "pycode-llama-6m").glob("tokenizer*"):
     shutil.copy(file, model)
 from wisparse.cli import main
+from wisparse.converter.quality import figures
+figures.render_figures = lambda report: {{}}  # matplotlib may be missing there
 main(["convert", str(model), "-o", str(model.with_name("quantised-{kind}")), "--overwrite", "-q", "--weights", {kind!r},
       "--method", "teal", "--search", "uniform", "--num-samples", "4", "--seq-len", "64", "--device", "cpu",
       "--calibration", {str(Path(__file__))!r}])
 """
     subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
-    return WORK / f"quantised-{kind}"
 
 
 def part_quantised(arguments: argparse.Namespace) -> None:
@@ -489,9 +495,9 @@ def part_quantised(arguments: argparse.Namespace) -> None:
     import torch
     from vllm import SamplingParams
 
-    bundle = write_quantised(arguments.kind)
+    bundle = WORK / f"quantised-{arguments.kind}"
     os.environ["VLLM_PLUGINS"] = ""
-    changes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True}
+    changes: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 16, "enforce_eager": True, "dtype": "bfloat16"}
     if not arguments.rehearse:
         changes |= {"attention_backend": "TRITON_ATTN", "kv_cache_memory_bytes": 2 << 30, "gpu_memory_utilization": 0.2}
     llm = engine(arguments, bundle, **changes)
@@ -528,9 +534,11 @@ def entry_point() -> Path:
     return folder
 
 
-def start(name: str, seconds: int, *arguments: str) -> subprocess.Popen[bytes]:
-    """One part in a process of its own."""
+def start(name: str, seconds: int, gpu: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """One part in a process of its own, with one GPU to itself unless ``gpu`` is empty."""
     environment = dict(os.environ)
+    if gpu:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     environment["PYTHONPATH"] = os.pathsep.join(
         [str(ROOT), str(ROOT / "benchmarks"), str(entry_point()), environment.get("PYTHONPATH", "")]
     )
@@ -595,9 +603,10 @@ def main() -> None:
     parser.add_argument("--share", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
+    parser.add_argument("--tensor-parallel", type=int, default=1, help="GPUs of one engine")
     parser.add_argument("--sizes", type=int, default=len(REQUESTS), help="how many of the numbers of requests")
     parser.add_argument("--beside", type=int, default=1, help="engines that start at once")
+    parser.add_argument("--alone", action="store_true", help="on a GPU that no other part uses")
     parser.add_argument("--kind", default="int8")
     parser.add_argument("--seconds", type=int, default=3600, help="for all parts together")
     arguments = parser.parse_args()
@@ -608,34 +617,40 @@ def main() -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     (OUT / "results.jsonl").write_text("")
     extra = ["--rehearse"] if arguments.rehearse else []
-    extra += ["--tensor-parallel", str(arguments.tensor_parallel), "--sizes", str(arguments.sizes)]
+    cards = [*extra, "--tensor-parallel", "2"]
+    extra += ["--sizes", str(arguments.sizes)]
+    cards += ["--sizes", "4"]
     source = ["--source", arguments.source, *extra]
     parts = {
         "folders": (40, "folders", *extra),
         "tune": (150, "tune"),
         "sparse": (200, "speed", "--model", "bundle", *extra),
         "dense": (170, "speed", "--model", "dense", *extra),
+        "sparse-tp2": (200, "speed", "--model", "bundle", *cards),
+        "dense-tp2": (200, "speed", "--model", "dense", *cards),
         "convert": (60, "convert", "--source", arguments.source),
         "tokens-float32": (100, "tokens", "--dtype", "float32", *source),
         "tokens": (100, "tokens", *source),
         "sparse-again": (100, "start", "--model", "bundle", *extra),
         "dense-again": (80, "start", "--model", "dense", *extra),
         "kernels": (90, "kernels"),
+        **{f"convert-{kind}": (120, "convert_quantised", "--kind", kind) for kind in ("int8", "int4", "fp8")},
         **{f"quantised-{kind}": (100, "quantised", "--kind", kind, *source) for kind in ("int8", "int4", "fp8")},
     }
-    needs_gpu = ("tune", "tokens", "kernels") if arguments.rehearse else ()
+    needs_gpu = ("tune", "tokens", "kernels", "sparse-tp2", "dense-tp2") if arguments.rehearse else ()
     wanted = arguments.only.split(",") if arguments.only else [name for name in parts if name not in needs_gpu]
     end = time.perf_counter() + arguments.seconds
     for names in wanted:
         running, began = {}, time.perf_counter()
         for old in WORK.glob("started-*"):
             old.unlink()
-        for name in names.split("+"):
+        beside = sum(parts[name.partition("@")[0]][1] == "speed" for name in names.split("+"))
+        for name, _, gpu in (name.partition("@") for name in names.split("+")):
             seconds, *command = parts[name]
-            beside = ["--beside", str(names.count("+") + 1)]
+            command += ["--beside", str(beside), *(["--alone"] if gpu else [])]
             left = min(900 if arguments.rehearse else seconds, int(end - began))
             if left > 5:
-                running[name] = start(name, left, *command, *beside)
+                running[name] = start(name, left, gpu, *command)
         for name, part in running.items():
             finish(name, part, began)
     summary()

@@ -26,20 +26,21 @@ from vllm_peer import ENVIRONMENT
 
 import wisparse
 from wisparse.cli import main
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UsageError
 from wisparse.formats.prefill import sparse_from
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 from wisparse.runtime.vllm.launches import products
-from wisparse.runtime.vllm.layer import Layer
+from wisparse.runtime.vllm.layer import Layer, mask_tensors
 from wisparse.runtime.vllm.plugin import register
-from wisparse.runtime.vllm.product import mask_ahead, masked_linear
+from wisparse.runtime.vllm.product import mask_ahead
 from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
 from wisparse.runtime.vllm.settings import Settings
 from wisparse.runtime.vllm.versions import require_known_version
 
 PROMPTS = [[5, 17, 250, 3, 99, 101, 7], [40, 41, 42]]
+masked_linear = torch.ops.wisparse.masked_linear.default
 PEER = Path(__file__).resolve().parent / "vllm_peer.py"
 
 # --- without vLLM
@@ -132,6 +133,27 @@ def test_products_of_the_projections_own_inputs(widths: list[int], with_bias: bo
     if len(set(widths)) > 1:
         copies = torch.cat([x.expand(width // piece, -1, -1) for x, width in zip(inputs, widths, strict=True)])
         torch.testing.assert_close(products(copies, layer), expected)
+
+
+def test_masks_are_float32_whatever_type_a_model_is_built_with() -> None:
+    scales = torch.rand(2, 8, generator=torch.Generator().manual_seed(0))
+    masks = [
+        ProjectionMask(scales[0], 0.1234567, 0.5),
+        ProjectionMask(scales[1], 0.7654321, 0.5, torch.full((3,), 0.3)),
+    ]
+    # As vLLM has it while it loads weights: a threshold would have three digits left, and be launched as another type.
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = mask_tensors(masks, [2, 3], slice(4, 8))
+        without = mask_tensors(masks[:1], [2], slice(0, 8))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    expected = (scales[:, 4:], torch.tensor([0.1234567, 0.7654321]), torch.tensor([0, 0, 0.3, 0.3, 0.3]))
+    for tensor, right in zip(found, expected, strict=True):
+        assert tensor is not None
+        assert tensor.dtype == torch.float32
+        assert torch.equal(tensor, right)
+    assert without[2] is None
 
 
 def test_a_batch_larger_than_announced_is_an_error() -> None:

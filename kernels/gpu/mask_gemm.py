@@ -17,7 +17,7 @@ from torch import Tensor
 from .common import tile_columns
 from .products.gemv import GemvTile, Group
 
-__all__ = ["mask_gemm", "mask_gemm_kind"]
+__all__ = ["mask_gemm", "mask_gemm_kind", "rows_of_tile"]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -80,6 +80,11 @@ def mask_gemm_kind(rows: int) -> str:
     return f"mask{max(4, min(128, triton.next_power_of_2(rows)))}"
 
 
+def rows_of_tile(rows: int) -> int:
+    """Rows that the kernel for so many is compiled for."""
+    return max(16, min(128, triton.next_power_of_2(rows)))
+
+
 def mask_gemm(x: Tensor, group: Group, masked: Tensor, tile: GemvTile) -> Tensor:
     """y (M, N), x's dtype.
 
@@ -91,7 +96,7 @@ def mask_gemm(x: Tensor, group: Group, masked: Tensor, tile: GemvTile) -> Tensor
             way and one (``stages``), ``warps``.
     """
     rows = len(x)
-    block_m = max(16, min(128, triton.next_power_of_2(rows)))
+    block_m = rows_of_tile(rows)
     widths = (*group.widths, 0, 0)[:3]
     out = torch.empty(rows, group.out_features, dtype=x.dtype, device=x.device)
     weight_t = group.matrix.data

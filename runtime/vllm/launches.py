@@ -13,6 +13,7 @@ from .layer import Layer
 
 __all__ = [
     "MASKED_ROWS",
+    "SKIPPED_ROWS",
     "SPARSE_ROWS",
     "in_its_loop",
     "mask_tile",
@@ -22,6 +23,8 @@ __all__ = [
     "sparse",
 ]
 
+# Rows for which the sparse kernels leave channels unread; for more of them they read all weights, like a dense product.
+SKIPPED_ROWS = 2
 # Rows that the sparse kernels take in one launch. They could take 16, but are slower there than masked copies: eight
 # rows' inputs fit in shared memory beside the weights.
 SPARSE_ROWS = 8
@@ -120,7 +123,7 @@ def _tile(device: torch.device, dtype: torch.dtype, in_features: int, widths: tu
 @functools.cache
 def mask_tile(device: torch.device, in_features: int, out_features: int, rows: int) -> Any:
     """The tile of the product that masks in its own loop, None where another way is taken."""
-    if not 2 < rows <= MASKED_ROWS:
+    if not SKIPPED_ROWS < rows <= MASKED_ROWS:
         return None
     from wisparse.kernels.gpu.mask_gemm import mask_gemm_kind
     from wisparse.kernels.gpu.products.tiles import measured_tile

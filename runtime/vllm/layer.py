@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Layer", "channel_major"]
+from wisparse.formats.bundle import ProjectionMask
+
+__all__ = ["Layer", "channel_major", "mask_tensors"]
 
 # Rows of the weights start at multiples of so many elements, so that they can be read 16 bytes at a time.
 _ALIGNED = 16
@@ -23,6 +25,23 @@ def channel_major(weight: Tensor) -> Tensor:
     weight_t = torch.empty(k, -(-n // _ALIGNED) * _ALIGNED, dtype=weight.dtype, device=weight.device)
     weight_t[:, :n] = weight.t()
     return weight_t[:, :n].t()
+
+
+def mask_tensors(
+    masks: Sequence[ProjectionMask], widths: Sequence[int], channels: slice
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scales (projections, K) of these channels, thresholds (projections,) and the outputs' biases (sum(widths),) or
+    None, all float32: vLLM builds models with the weights' type as torch's default, to which a threshold would be
+    rounded."""
+    scales = torch.stack([mask.channel_scale[channels] for mask in masks]).float()
+    thresholds = torch.tensor([mask.threshold for mask in masks], dtype=torch.float32)
+    if all(mask.output_bias is None for mask in masks):
+        return scales, thresholds, None
+    biases = [
+        torch.zeros(width, dtype=torch.float32) if mask.output_bias is None else mask.output_bias.float()
+        for mask, width in zip(masks, widths, strict=True)
+    ]
+    return scales, thresholds, torch.cat(biases)
 
 
 @dataclass(frozen=True)

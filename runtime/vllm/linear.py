@@ -12,7 +12,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import BundleError
 
-from .layer import Layer, channel_major
+from .layer import Layer, channel_major, mask_tensors
 from .product import mask_ahead, reserve
 from .rows import MaskedRows
 
@@ -32,6 +32,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         """``masks``: of the layer's projections, in the order of its outputs."""
         super().__init__()
         self._prefix, self._masks, self._rows = prefix, masks, rows
+        self._ahead = prefix.endswith(_AFTER_ELEMENTWISE) and len(masks) == 1
         self._widths: list[int] = []
         self._in_features = 0
 
@@ -74,23 +75,20 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         layer.weight.data = channel_major(layer.weight.data)
         # A layer split along its inputs has a slice of them here.
         first = layer.tp_rank * self._in_features if len(self._masks[0].channel_scale) != self._in_features else 0
-        scales = torch.stack([mask.channel_scale[first : first + self._in_features] for mask in self._masks])
-        thresholds = torch.tensor([mask.threshold for mask in self._masks])
+        scales, thresholds, added = mask_tensors(self._masks, self._widths, slice(first, first + self._in_features))
         layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
         layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
-        added = None
-        if any(mask.output_bias is not None for mask in self._masks):
-            parts = zip(self._masks, self._widths, strict=True)
-            added = torch.cat([torch.zeros(n) if mask.output_bias is None else mask.output_bias for mask, n in parts])
-            added = added.to(device)
-        layer.register_buffer("wisparse_output_bias", added, persistent=False)
+        layer.register_buffer("wisparse_output_bias", None if added is None else added.to(device), persistent=False)
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
-        reserve(Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths))
+        reserve(
+            Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths),
+            ahead=self._ahead,
+        )
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch. The mask of an
         input that a compiled step has just written stands before it: there it costs nothing."""
-        ready = self._prefix.endswith(_AFTER_ELEMENTWISE) and len(self._masks) == 1 and torch.compiler.is_compiling()
+        ready = self._ahead and torch.compiler.is_compiling()
         if ready:
             x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)
         return torch.ops.wisparse.masked_linear(

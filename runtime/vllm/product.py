@@ -3,9 +3,11 @@
 Which kernel does it is decided inside, where the number of rows is a plain number (while a CUDA graph is captured: the
 graph's own):
 
-    up to SPARSE_ROWS rows on a GPU          our sparse kernels, unless the next was measured to be faster
+    none is masked, no graph is captured     vLLM's dense product
+    up to SKIPPED_ROWS rows on a GPU         our sparse kernels, which leave channels unread
+    more of them, masked by `mask_ahead`     vLLM's dense product
+    up to SPARSE_ROWS rows                   our sparse kernels, unless the next was measured to be faster
     up to MASKED_ROWS rows                   one product that masks in its own loop, where a tile for it was measured
-    more of them, none of which is masked    vLLM's dense product
     more of them                             dense products of masked inputs, one for each projection
     on a CPU, and in float32                 the same in plain torch
 
@@ -24,7 +26,7 @@ from torch.nn import functional
 from wisparse.kernels.reference import keep_mask
 
 from .compiling import finish_compiling, start_compiling
-from .launches import SPARSE_ROWS, in_its_loop, mask_tile, masked_inputs, reserve_scratch, sparse
+from .launches import SKIPPED_ROWS, SPARSE_ROWS, in_its_loop, mask_tile, masked_inputs, reserve_scratch, sparse
 from .layer import Layer
 from .rows import may_mask
 
@@ -33,7 +35,6 @@ __all__ = ["in_torch", "mask_ahead", "masked_linear", "reserve"]
 _HALF = (torch.bfloat16, torch.float16)
 
 
-@torch.library.custom_op("wisparse::masked_linear", mutates_args=())
 def masked_linear(
     x: Tensor,
     weight: Tensor,
@@ -45,7 +46,7 @@ def masked_linear(
     output_bias: Tensor | None = None,
     ready: bool = False,
 ) -> Tensor:
-    """Projections that read the same input, over the channels that each row keeps.
+    """Projections that read the same input, over the channels that each row keeps; ``wisparse::masked_linear``.
 
     Args:
         x: (..., K).
@@ -62,19 +63,21 @@ def masked_linear(
         (..., N).
     """
     finish_compiling()
-    rows = x.reshape(-1, x.shape[-1]).contiguous()
-    if len(rows) > len(masked):
-        raise RuntimeError(f"expected a batch of at most {len(masked)} tokens, found {len(rows)}")
+    count = x.numel() // x.shape[-1]
+    if count > len(masked):
+        raise RuntimeError(f"expected a batch of at most {len(masked)} tokens, found {count}")
     capturing = x.is_cuda and torch.cuda.is_current_stream_capturing()
-    masked = masked[: len(rows)]
+    if not capturing and not may_mask(masked):
+        return functional.linear(x, weight, bias)
+    rows, masked = x.reshape(-1, x.shape[-1]).contiguous(), masked[:count]
     layer = Layer(weight, bias, scales, thresholds, widths)
     on_gpu = x.is_cuda and x.dtype in _HALF
-    tile = mask_tile(x.device, x.shape[-1], weight.shape[0], len(rows)) if on_gpu and not ready else None
+    tile = mask_tile(x.device, x.shape[-1], weight.shape[0], count) if on_gpu and not ready else None
     if tile is not None:
         y = in_its_loop(rows, layer, masked, tile)
-    elif on_gpu and len(rows) <= SPARSE_ROWS:
+    elif on_gpu and count <= (SKIPPED_ROWS if ready else SPARSE_ROWS):
         y = sparse(rows, layer, masked)
-    elif ready or (not capturing and not may_mask(masked)):
+    elif ready:
         y = functional.linear(rows, weight, bias)
     elif on_gpu:
         y = masked_inputs(rows, layer, masked)
@@ -85,7 +88,6 @@ def masked_linear(
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 
-@masked_linear.register_fake
 def _shape(
     x: Tensor,
     weight: Tensor,
@@ -98,6 +100,14 @@ def _shape(
     ready: bool = False,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+# Not by torch.library.custom_op, whose wrapper takes as long as a product's launch where no graph is replayed.
+_LIBRARY = torch.library.Library("wisparse", "FRAGMENT")
+_LIBRARY.define("masked_linear" + torch.library.infer_schema(masked_linear, mutates_args=()))
+for _place in ("CUDA", "CPU"):
+    _LIBRARY.impl("masked_linear", masked_linear, _place)
+torch.library.register_fake("wisparse::masked_linear", _shape, lib=_LIBRARY)
 
 
 def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> Tensor:
@@ -113,11 +123,12 @@ def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> T
     return torch.where(keep_mask(x, scale, limit[:, None]), x, x.new_zeros(()))
 
 
-def reserve(layer: Layer) -> None:
-    """Before the first batch: make room for a layer's launches, and begin to compile them."""
+def reserve(layer: Layer, *, ahead: bool = False) -> None:
+    """Before the first batch: make room for a layer's launches, and begin to compile them; ``ahead``: those of a layer
+    whose inputs `mask_ahead` masks."""
     if layer.weight.is_cuda and layer.weight.dtype in _HALF:
         reserve_scratch(layer)
-        start_compiling(layer)
+        start_compiling(layer, ahead=ahead)
 
 
 def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
