@@ -14,7 +14,7 @@ from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.generation.grammar import Grammar, Grammars, _added, _added_there
+from wisparse.runtime.generation.grammar import Grammar, Grammars, _added, _added_on_device
 from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.model import Model
 
@@ -159,6 +159,6 @@ def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
 def test_a_mask_opened_on_the_device_is_the_one_opened_here() -> None:
     bits = np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8)
     device = torch.device("cpu")
-    assert torch.equal(_added_there(bits, device), _added(bits, device))
+    assert torch.equal(_added_on_device(bits, device), _added(bits, device))
     allowed = [bool(bits[token // 8] >> token % 8 & 1) for token in range(4000)]
-    assert (_added_there(bits, device) == 0).tolist() == allowed
+    assert (_added_on_device(bits, device) == 0).tolist() == allowed
