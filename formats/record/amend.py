@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from ..errors import BundleError
-from ..guard.files import read_bounded
-from ..guard.folder import check_target, replaced_folder
+from ..guard.files import open_regular, read_bounded, resolve_inside
+from ..guard.folder import check_target, clear_leftovers, replaced_folder
 from ..guard.safe_json import dump_json, parse_json, read_json
 from .findings import CARD, REPORT, Finding, as_entries, merged, read_findings, with_table
 from .manifest import BUNDLE, MANIFEST, MAX_MANIFEST_BYTES, listed_files
@@ -29,11 +29,13 @@ def check_amendable(folder: str | os.PathLike[str]) -> None:
 
     Raises:
         UsageError: no permission, another process writes there, or the folder holds what is not part of the bundle.
-        BundleError: no bundle, or findings in it that are none.
+        BundleError: no bundle, findings in it that are none, or a file that is a symlink out of the folder.
     """
     out = Path(os.path.realpath(folder))
-    listed_files(out)
+    names = listed_files(out)
     check_target(out, BUNDLE, overwrite=True)
+    for name in names:
+        _whereabouts(out, name)
     _amended(out, ())
 
 
@@ -45,6 +47,8 @@ def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -
         ResourceError: the disk is full.
     """
     out, findings = Path(os.path.realpath(folder)), tuple(findings)
+    check_target(out, BUNDLE, overwrite=True)
+    clear_leftovers(out, BUNDLE)  # a kill between the two renames leaves the bundle beside its place
     names = {*listed_files(out), MANIFEST, REPORT, CARD}
     with replaced_folder(out, BUNDLE, names, overwrite=True) as partial:
         # Read while no other process may replace it.
@@ -53,7 +57,7 @@ def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -
         if not kept <= names:
             raise BundleError(f"{out}: was replaced by another bundle meanwhile; run this again")
         for name in kept:
-            _take_over(out / name, partial / name)
+            _take_over(_whereabouts(out, name), partial / name)
         manifest = read_json(out, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
         digests = {name: {"sha256": hashlib.sha256(data).hexdigest()} for name, data in documents.items()}
         manifest["files"] = dict(sorted({**manifest["files"], **digests}.items()))
@@ -83,12 +87,20 @@ def _document(folder: Path, name: str) -> bytes:
     return read_bounded(folder, name, _MAX_DOCUMENT_BYTES, BundleError)
 
 
-def _take_over(old: Path, new: Path) -> None:
+def _whereabouts(folder: Path, name: str) -> Path | None:
+    """The bundle's own file, never what a symlink out of the folder points at; None for one that was removed."""
+    if not os.path.lexists(folder / name):
+        return None  # a document: the manifest still names it, and `verify` says so
+    open_regular(folder, name, BundleError).close()
+    return resolve_inside(folder, name, BundleError)
+
+
+def _take_over(old: Path | None, new: Path) -> None:
     """The same file under a second name, or a copy of it where the disk knows no such thing."""
-    if not os.path.lexists(old):
-        return  # a document that was removed: the manifest still names it, and `verify` says so
+    if old is None:
+        return
     new.parent.mkdir(exist_ok=True)
     try:
-        os.link(os.path.realpath(old), new)
+        os.link(old, new)
     except OSError:
         shutil.copyfile(old, new)
