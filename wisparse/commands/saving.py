@@ -76,7 +76,7 @@ def speed_finding(comparison: Comparison) -> Finding:
     work, machine = comparison.workload, comparison.machine
     requests = "one request" if work.batch == 1 else f"{work.batch} requests"
     weights = comparison.dtype if comparison.weights == "native" else comparison.weights
-    threads = f", {machine['threads']} threads" if "threads" in machine else ""
+    threads = f", {machine['threads']} thread{'s' * (machine['threads'] != '1')}" if "threads" in machine else ""
     conditions = (
         f"{requests}, {work.new_tokens} tokens after {work.prompt_length}; {weights} weights, {comparison.backend} on "
         f"{machine['device']}{threads}"
