@@ -13,7 +13,8 @@ import openai
 from bundle_maker import make_bundle
 
 import wisparse
-from wisparse.runtime.serve.app import ServeSettings, http_server, make_app, open_socket
+from wisparse.runtime.serve.server import http_server, make_app, open_socket
+from wisparse.runtime.serve.settings import ServeSettings
 
 __all__ = ["NAME", "TEMPLATE", "Running", "with_template"]
 

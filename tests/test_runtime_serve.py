@@ -27,12 +27,13 @@ from served import NAME, TEMPLATE, Running, with_template
 import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.model import Model
-from wisparse.runtime.serve import answering, wire
-from wisparse.runtime.serve import app as module
-from wisparse.runtime.serve.answers import Growing
-from wisparse.runtime.serve.app import ServeSettings, open_socket
-from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat, read_completion
-from wisparse.runtime.serve.thinking import Thinking, ThoughtCount
+from wisparse.runtime.protocol.answers import Growing
+from wisparse.runtime.protocol.errors import ApiError
+from wisparse.runtime.protocol.requests import Defaults, read_chat, read_completion
+from wisparse.runtime.protocol.thinking import Thinking, ThoughtCount
+from wisparse.runtime.serve import admission, answering, wire
+from wisparse.runtime.serve.server import open_socket
+from wisparse.runtime.serve.settings import ServeSettings
 
 
 @pytest.fixture(scope="module")
@@ -735,7 +736,7 @@ def test_a_client_that_does_not_read_is_dropped(server: Running, model: Model, m
 
 
 def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(admission, "PATIENCE_SECONDS", 0.3)
     one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     one.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"

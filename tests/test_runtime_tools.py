@@ -18,10 +18,13 @@ from served import NAME, TEMPLATE, Running
 from tool_templates import PUBLISHED
 
 from wisparse.formats.guard.template import ChatTemplate
-from wisparse.runtime.serve.calls import CallPart, Calls
-from wisparse.runtime.serve.protocol import ApiError, Defaults, read_chat
-from wisparse.runtime.serve.syntax import HERMES, LLAMA, MISTRAL, Syntax, syntax_of
-from wisparse.runtime.serve.tools import read_offer, short_ids
+from wisparse.runtime.protocol.call_deltas import CallDelta
+from wisparse.runtime.protocol.calls import CallParser
+from wisparse.runtime.protocol.errors import ApiError
+from wisparse.runtime.protocol.messages import short_ids
+from wisparse.runtime.protocol.requests import Defaults, read_chat
+from wisparse.runtime.protocol.syntax import HERMES, LLAMA, MISTRAL, Syntax, syntax_of
+from wisparse.runtime.protocol.tools import read_offer
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 WEATHER = {
@@ -65,11 +68,11 @@ TWO = {
 }
 
 
-def _told(parts: Sequence[str | CallPart]) -> tuple[str, list[list[str]]]:
+def _told(parts: Sequence[str | CallDelta]) -> tuple[str, list[list[str]]]:
     """The text, and each call's name and arguments."""
     calls: list[list[str]] = []
     for part in parts:
-        if isinstance(part, CallPart):
+        if isinstance(part, CallDelta):
             if part.name is not None:
                 assert part.index == len(calls)
                 assert part.id
@@ -80,7 +83,7 @@ def _told(parts: Sequence[str | CallPart]) -> tuple[str, list[list[str]]]:
 
 
 def _split(syntax: Syntax, pieces: Sequence[str], **how: bool) -> tuple[str, list[list[str]]]:
-    calls = Calls(syntax, {"weather", "clock"}, **how)
+    calls = CallParser(syntax, {"weather", "clock"}, **how)
     parts = [part for piece in pieces for part in calls.add(piece)] + calls.finish()
     found = _told(parts)
     assert calls.count == len(found[1])
@@ -183,16 +186,16 @@ def test_a_call_whose_arguments_break_once_it_is_told_keeps_what_it_has() -> Non
 
 
 def test_arguments_come_in_pieces_and_the_name_first() -> None:
-    calls = Calls(HERMES, {"weather"}, held=False)
+    calls = CallParser(HERMES, {"weather"}, held=False)
     heard = [
         calls.add(piece) for piece in ('a\n<tool_call>{"name": "wea', 'ther", "arguments": ', '{"ci', 'ty": 1}', "}")
     ]
     assert heard[0] == ["a"]
     assert heard[1] == []
     name, first = heard[2]
-    assert isinstance(name, CallPart)
+    assert isinstance(name, CallDelta)
     assert (name.name, name.text) == ("weather", "")
-    assert [first, *heard[3]] == [CallPart(0, '{"ci'), CallPart(0, 'ty": 1}')]
+    assert [first, *heard[3]] == [CallDelta(0, '{"ci'), CallDelta(0, 'ty": 1}')]
     assert calls.add("</tool_call>") + calls.finish() == heard[4] == []
 
 
@@ -201,7 +204,7 @@ def test_much_of_what_could_begin_a_call_costs_little(syntax: Syntax) -> None:
     """Each character is looked at so many times at most: an object ends, or is too deep, or breaks."""
     text = (syntax.opens + '{"id": {"name": "weather",\n') * 3000
     looked = 0
-    calls = Calls(syntax, {"weather"})
+    calls = CallParser(syntax, {"weather"})
     step = calls._fail
 
     def counted() -> bool:

@@ -41,14 +41,15 @@ SUB_ROOMS = {
     "runtime/cuda": {"decoding", "timing", "torch"},
     "runtime/decoding": set(),
     "runtime/generation": {"decoding", "text"},
-    "runtime/serve": {"decoding", "generation", "model"},
+    "runtime/protocol": {"decoding", "generation"},
+    "runtime/serve": {"generation", "model", "protocol"},
     "runtime/tasks": set(),
     "runtime/text": set(),
     "runtime/torch": {"decoding"},
     "runtime/vllm": set(),
 }
 # At most so many arrows between what stands side by side in a room. Fewer: lower it.
-ARROWS = {"formats": 36, "kernels": 2, "converter": 36, "runtime": 29}
+ARROWS = {"formats": 36, "kernels": 2, "converter": 36, "runtime": 31}
 HEAVY = ("transformers", "datasets", "matplotlib")
 
 

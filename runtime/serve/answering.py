@@ -20,9 +20,9 @@ from ..generation.answer import Piece
 from ..generation.choosing import Constraint
 from ..generation.engine import Engine, Ticket
 from ..model import Model
-from .answers import unsaid
-from .protocol import Call
-from .thinking import ThoughtCount
+from ..protocol.answers import unsaid
+from ..protocol.requests import ApiCall
+from ..protocol.thinking import ThoughtCount
 
 __all__ = ["Answering"]
 
@@ -47,7 +47,7 @@ class Answering:
         self._tickets: list[Ticket] = []
 
     def submit(
-        self, model: Model, call: Call, prompts: Sequence[Sequence[int]], constraints: Sequence[Constraint | None]
+        self, model: Model, call: ApiCall, prompts: Sequence[Sequence[int]], constraints: Sequence[Constraint | None]
     ) -> None:
         """Queue every answer of a call; ``constraints``: one for each of them."""
         for token_ids in prompts:

@@ -1,29 +1,27 @@
-"""What is answered instead of an answer, in OpenAI's words."""
+"""Failures as responses."""
 
 from __future__ import annotations
 
-from typing import Any
+from starlette.requests import Request
+from starlette.responses import Response
 
-__all__ = ["ApiError", "bad"]
+from ..protocol.errors import ApiError
+from ..protocol.events import to_json
 
-
-class ApiError(Exception):
-    """What is answered instead: an HTTP status, and OpenAI's four words about it."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+__all__ = ["not_found", "refusal", "wrong_method"]
 
 
-def bad(field: str, expected: str, found: Any) -> ApiError:
-    """A field whose value is not what it has to be."""
-    return ApiError(400, f"{field}: expected {expected}, found {found!r:.80}", param=field, code="invalid_value")
+def refusal(error: ApiError) -> Response:
+    """What an error answers."""
+    headers = {"retry-after": "1"} if error.status == 429 else None
+    if error.status == 401:
+        headers = {"www-authenticate": "Bearer"}
+    return Response(to_json(error.body), error.status, headers, "application/json")
+
+
+async def not_found(request: Request, error: Exception) -> Response:
+    return refusal(ApiError(404, f"{request.url.path}: no such address here", code="not_found"))
+
+
+async def wrong_method(request: Request, error: Exception) -> Response:
+    return refusal(ApiError(405, f"{request.url.path}: {request.method} is not for it", code="method_not_allowed"))

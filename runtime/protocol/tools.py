@@ -1,8 +1,7 @@
-"""Functions that a request offers to the model: ``tools`` and ``tool_choice``, and the calls among its messages."""
+"""Functions that a request offers to the model: ``tools`` and ``tool_choice``."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,17 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard.safe_json import parse_json
 
 from ..generation.grammar import Grammar
-from .refusals import ApiError, bad
+from .errors import ApiError, bad
 from .syntax import Syntax
 
-__all__ = ["Offer", "name_results", "read_calls", "read_offer", "short_ids"]
+__all__ = ["Offer", "read_offer"]
 
 _MOST = 128
 _MOST_CHARACTERS = 1 << 18
-_SHORT = 9
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}", re.ASCII)
 _CHOICES = "none, auto, required, or an object of type function that names one of the tools"
 _NO_PARAMETERS = {"type": "object", "properties": {}}
@@ -145,59 +142,3 @@ def _tool(tool: Any, where: str) -> dict[str, Any]:
     # Templates count on what transformers' own schemas have.
     filled = {"name": name, "description": description, "parameters": parameters or dict(_NO_PARAMETERS)}
     return {"type": "function", "function": {**filled, **function, "parameters": filled["parameters"]}}
-
-
-def read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """An assistant message's ``tool_calls``, as templates expect them: their arguments are objects.
-
-    Raises:
-        ApiError: with the field named.
-    """
-    if not isinstance(calls, list) or len(calls) > _MOST:
-        raise bad(where, f"a list of up to {_MOST} calls", calls)
-    return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    match call:
-        case {"id": str(name), "function": {"name": str(function)} as called} if call.get("type", "function") == (
-            "function"
-        ):
-            pass
-        case _:
-            raise bad(where, "an object of type function, with an id and a function with a name", call)
-    arguments = called.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments.encode(), f"{where}.function.arguments", UsageError)
-        except UsageError as error:
-            raise ApiError(400, str(error), param=f"{where}.function.arguments", code="invalid_value") from error
-    if not isinstance(arguments, dict):
-        raise bad(f"{where}.function.arguments", "an object, or its JSON as a text", arguments)
-    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-
-
-def name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Give the results among a conversation's messages the names of the functions that were called, where their client
-    left them out, as OpenAI's may: some templates want them."""
-    called = {call["id"]: call["function"]["name"] for one in messages for call in one.get("tool_calls", ())}
-    for one in messages:
-        if one["role"] == "tool" and one["tool_call_id"] in called:
-            one.setdefault("name", called[one["tool_call_id"]])
-
-
-def short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids of nine letters and digits: a call's as long as it likes, say of another server, is known
-    by its digest."""
-
-    def short(name: str) -> str:
-        fits = len(name) == _SHORT and name.isascii() and name.isalnum()
-        return name if fits else hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:_SHORT]
-
-    found = [dict(one) for one in messages]
-    for one in found:
-        if "tool_calls" in one:
-            one["tool_calls"] = [{**call, "id": short(call["id"])} for call in one["tool_calls"]]
-        if "tool_call_id" in one:
-            one["tool_call_id"] = short(one["tool_call_id"])
-    return found

@@ -1,9 +1,8 @@
-"""OpenAI's answers: what a finished or a growing answer looks like on the wire. Plain data, no HTTP."""
+"""What a chat's or a completion's answer looks like on the wire, finished or growing."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -12,16 +11,15 @@ from typing import Any
 
 from ..generation.answer import Generation, Piece
 from ..generation.choosing import TokenScore
-from .calls import CallPart, Calls
-from .refusals import ApiError
+from .call_deltas import CallDelta, call_delta, same_call, whole_calls
+from .calls import CallParser
+from .errors import ApiError
+from .events import DONE, event
+from .logprobs import chat_logprobs, completion_logprobs
 from .thinking import Thinking
+from .usage import tokens_used, usage
 
-__all__ = ["Shape", "to_json", "unsaid"]
-
-DONE = b"data: [DONE]\n\n"
-
-# What JSON has for the logarithm of nothing, as OpenAI writes it.
-_NEVER = -9999.0
+__all__ = ["Growing", "Shape", "unsaid"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Shape:
     thinks: bool | None = None
     include_usage: bool = False
     continuous_usage: bool = False
-    calls: Callable[[bool], Calls] | None = None
+    calls: Callable[[bool], CallParser] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -82,7 +80,7 @@ class Shape:
             parts = [*calls.add(text), *calls.finish()]
             if calls.count:
                 message["content"] = "".join(part for part in parts if isinstance(part, str)) or None
-                message["tool_calls"] = _whole_calls([part for part in parts if isinstance(part, CallPart)])
+                message["tool_calls"] = whole_calls([part for part in parts if isinstance(part, CallDelta)])
         return message
 
     def growing(self, count: int) -> Growing:
@@ -102,7 +100,7 @@ class Shape:
             return b""
         head = self._head("chat.completion.chunk")
         return event(
-            {**head, "choices": [], "usage": {**_usage(tokens, prompt_tokens, 0), "prompt_tokens_details": None}}
+            {**head, "choices": [], "usage": {**tokens_used(tokens, prompt_tokens, 0), "prompt_tokens_details": None}}
         )
 
     def prompt(self, index: int, scores: Sequence[TokenScore] | None) -> tuple[str, list[TokenScore | int]]:
@@ -117,34 +115,8 @@ class Shape:
         if not self.scored:
             return None, offset
         if self.chat:
-            entries = [self._entry(score) for score in scores if isinstance(score, TokenScore)]
-            return {"content": entries, "refusal": None}, offset
-        tokens = [self.spell(score if isinstance(score, int) else score.token_id) for score in scores]
-        *offsets, end = itertools.accumulate(map(len, tokens), initial=offset)
-        known = [None if isinstance(score, int) else score for score in scores]
-        found = {
-            "tokens": tokens,
-            "token_logprobs": [None if score is None else _finite(score.logprob) for score in known],
-            "top_logprobs": [None if score is None else self._top(score) for score in known],
-            "text_offset": offsets,
-        }
-        return found, end
-
-    def _top(self, score: TokenScore) -> dict[str, float]:
-        """The most probable tokens, and the token itself; the likelier of two that are written alike."""
-        found: dict[str, float] = {}
-        for token, logprob in (*score.top, (score.token_id, score.logprob)):
-            found.setdefault(self.spell(token), _finite(logprob))
-        return found
-
-    def _entry(self, score: TokenScore) -> dict[str, Any]:
-        top = [self._spelled(token, logprob) for token, logprob in score.top]
-        return {**self._spelled(score.token_id, score.logprob), "top_logprobs": top}
-
-    def _spelled(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self.spell(token)
-        # A token may be part of a character, of which there is no text.
-        return {"token": text, "logprob": _finite(logprob), "bytes": None if "\ufffd" in text else list(text.encode())}
+            return chat_logprobs(scores, self.spell), offset
+        return completion_logprobs(scores, self.spell, offset)
 
     def chunk(
         self,
@@ -224,14 +196,14 @@ class Growing:
             thought, text = self._thinking[index].add(text)
             if ended:
                 thought, text = map("".join, zip((thought, text), self._thinking[index].finish(), strict=True))
-        parts: list[str | CallPart] = [text] if text else []
+        parts: list[str | CallDelta] = [text] if text else []
         if self._calls is not None:
             parts = self._calls[index].add(text)
             if ended:
                 parts += self._calls[index].finish()
         # Neighbours are one, but for a call's name, which comes before its arguments.
         deltas: list[dict[str, Any]] = [{"reasoning_content": thought}] if thought else []
-        for called, group in itertools.groupby(parts, _kind):
+        for called, group in itertools.groupby(parts, same_call):
             together = list(group)
             if called is None:
                 said = {"content": "".join(map(str, together))}
@@ -240,32 +212,8 @@ class Growing:
                 else:
                     deltas.append(said)
             else:
-                deltas.append({"tool_calls": [_call_delta([part for part in together if isinstance(part, CallPart)])]})
+                deltas.append({"tool_calls": [call_delta([part for part in together if isinstance(part, CallDelta)])]})
         return deltas
-
-
-def _kind(part: str | CallPart) -> tuple[int, bool] | None:
-    return (part.index, part.name is not None) if isinstance(part, CallPart) else None
-
-
-def _call_delta(parts: Sequence[CallPart]) -> dict[str, Any]:
-    """A call's name, or some more of its arguments."""
-    first, text = parts[0], "".join(part.text for part in parts)
-    if first.name is None:
-        return {"index": first.index, "function": {"arguments": text}}
-    return {
-        "index": first.index, "id": first.id, "type": "function", "function": {"name": first.name, "arguments": text}
-    }  # fmt: skip
-
-
-def _whole_calls(parts: Sequence[CallPart]) -> list[dict[str, Any]]:
-    """Calls from their parts."""
-    calls = []
-    for _, group in itertools.groupby(parts, lambda part: part.index):
-        first, *rest = group
-        arguments = "".join(part.text for part in rest)
-        calls.append({"id": first.id, "type": "function", "function": {"name": first.name, "arguments": arguments}})
-    return calls
 
 
 def _reason(reason: str, called: bool) -> str:
@@ -280,36 +228,3 @@ def unsaid(piece: Piece) -> Piece:
         scores = None if answer.scores is None else ()
         answer = replace(answer, text="", token_ids=(), finish_reason="length", scores=scores)
     return replace(piece, text="", finish_reason="length", generation=answer, score=None)
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, _NEVER)
-
-
-def usage(answers: Sequence[Generation], prompt_tokens: int, thought_tokens: int | None) -> dict[str, Any]:
-    """Tokens in and out, and of those the thought ones if they are told; each prompt counts once, however many answers
-    it has, as what its first one found cached."""
-    copies = sum(answer.prompt_tokens for answer in answers) // prompt_tokens
-    cached = sum(min(one.cached_tokens for one in answers[at : at + copies]) for at in range(0, len(answers), copies))
-    found = _usage(sum(len(answer.token_ids) for answer in answers), prompt_tokens, cached)
-    if thought_tokens is not None:
-        found["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
-    return found
-
-
-def _usage(completion: int, prompt_tokens: int, cached: int) -> dict[str, Any]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion,
-        "total_tokens": prompt_tokens + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def event(value: Mapping[str, Any]) -> bytes:
-    """A server-sent event."""
-    return b"data: " + to_json(value) + b"\n\n"
-
-
-def to_json(value: Mapping[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()

@@ -5,42 +5,21 @@ What does not become a call is text as it stands.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 
-from wisparse.formats.errors import UsageError
-from wisparse.formats.guard.safe_json import parse_json
-
+from .call_deltas import CallDelta
+from .call_objects import HEAD, may_be_call, read_call
 from .nesting import BrokenError, Nesting
 from .syntax import Syntax
 
-__all__ = ["CallPart", "Calls"]
+__all__ = ["CallParser"]
 
 # White space before a call belongs to neither; more of it than this is text.
 _SPACE = 64
 _HEAD_CHARACTERS = 1024
-_KEYS = ("name", "arguments", "parameters", "type", "id")
-_WHITE = r"[ \t\r\n]*"
-_BEGINNING = re.compile(rf'\{{{_WHITE}(?:"([a-z]*)("?))?')
-_HEAD = re.compile(
-    rf'\{{{_WHITE}(?:"type"{_WHITE}:{_WHITE}"function"{_WHITE},{_WHITE})?"name"{_WHITE}:{_WHITE}"([^"\\\x00-\x1f]*)"'
-    rf'{_WHITE},{_WHITE}"(?:arguments|parameters)"{_WHITE}:{_WHITE}(?=\{{)'
-)
 
 
-@dataclass(frozen=True)
-class CallPart:
-    """What a piece adds to a call: its beginning, which has a name, or some of its arguments' JSON."""
-
-    index: int
-    text: str = ""
-    id: str | None = None
-    name: str | None = None
-
-
-class Calls:
+class CallParser:
     """One answer's text, and the calls in it.
 
     Args:
@@ -53,7 +32,7 @@ class Calls:
 
     def __init__(self, syntax: Syntax, names: Collection[str], *, one: bool = False, held: bool = True) -> None:
         self._syntax, self._names, self._one, self._held = syntax, names, one, held
-        self._out: list[str | CallPart] = []
+        self._out: list[str | CallDelta] = []
         self._step: Callable[[], bool] = self._plain
         self._text = ""  # not told yet; behind ``_marker``, which is text again if no call follows
         self._marker = ""
@@ -69,7 +48,7 @@ class Calls:
         """Calls that were told."""
         return min(self._found, 1) if self._one else self._found
 
-    def add(self, text: str) -> list[str | CallPart]:
+    def add(self, text: str) -> list[str | CallDelta]:
         """What a piece adds: to the text, and to calls."""
         self._text += text
         while self._step():
@@ -77,7 +56,7 @@ class Calls:
         out, self._out = self._out, []
         return out
 
-    def finish(self) -> list[str | CallPart]:
+    def finish(self) -> list[str | CallDelta]:
         """What was held back, at the end."""
         self._ended = True
         return self.add("")
@@ -155,9 +134,9 @@ class Calls:
         """Where a call's object has to be."""
         found = self._text[self._at :].lstrip()
         start = len(self._text) - len(found)
-        if start - self._at > _SPACE or (found and not _may_be_call(found)):
+        if start - self._at > _SPACE or (found and not may_be_call(found)):
             return self._fail()
-        head = None if self._held else _HEAD.match(self._text, start, start + _HEAD_CHARACTERS)
+        head = None if self._held else HEAD.match(self._text, start, start + _HEAD_CHARACTERS)
         if head is not None:
             if head[1] not in self._names:
                 return self._fail()
@@ -171,7 +150,7 @@ class Calls:
                 return self._fail() if self._ended else False
         except BrokenError:
             return self._fail()
-        call = _read(self._text[start : self._nesting.at], self._names)
+        call = read_call(self._text[start : self._nesting.at], self._names)
         if call is None:
             return self._fail()
         name, arguments = call
@@ -186,11 +165,11 @@ class Calls:
         self._found += 1
         self._marker, self._fresh, self._last = "", True, ""
         if self._found == self.count:
-            self._out.append(CallPart(self._found - 1, id=self._syntax.new_id(), name=name))
+            self._out.append(CallDelta(self._found - 1, id=self._syntax.new_id(), name=name))
 
     def _add(self, arguments: str) -> None:
         if arguments and self._found == self.count:
-            self._out.append(CallPart(self._found - 1, arguments))
+            self._out.append(CallDelta(self._found - 1, arguments))
 
     def _arguments(self) -> bool:
         """In a call's arguments, told as they come."""
@@ -238,39 +217,3 @@ class Calls:
             self._step = self._between
             return False
         return True
-
-
-def _may_be_call(text: str) -> bool:
-    """Whether a call's object may begin like this; quick, since much begins with a brace."""
-    found = _BEGINNING.match(text)
-    if found is None:
-        return False
-    key, closed = found.groups()
-    if closed:
-        return key in _KEYS
-    return found.end() == len(text) and (key is None or any(known.startswith(key) for known in _KEYS))
-
-
-def _read(text: str, names: Collection[str]) -> tuple[str, str] | None:
-    """A call's name and its arguments' JSON; None if it is no call."""
-    try:
-        call = parse_json(text.encode(), "call", UsageError)
-        name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
-        if not isinstance(name, str) or name not in names:
-            return None
-        match arguments:
-            case None | "":
-                return name, "{}"
-            case str():
-                parse_json(arguments.encode(), "arguments", UsageError)
-                return name, arguments
-            case dict():
-                head, nesting = _HEAD.match(text), Nesting()
-                if head is None:
-                    return name, json.dumps(arguments, ensure_ascii=False)
-                nesting.at = head.end()
-                nesting.reaches_end(text)
-                return name, text[head.end() : nesting.at]
-    except (UsageError, UnicodeEncodeError):
-        pass
-    return None

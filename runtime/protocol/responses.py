@@ -1,6 +1,6 @@
 """OpenAI's newer protocol, ``/v1/responses``: the part of it that one answer to one conversation needs.
 
-    body -> as_chat_body -> protocol.read_chat ... pieces -> response_shape.ResponseShape -> wire
+    body -> as_chat_body -> requests.read_chat ... pieces -> response_shape.ResponseShape -> wire
 
 Nothing is stored: a conversation comes whole with each request.
 """
@@ -11,7 +11,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .refusals import ApiError, bad
+from .errors import ApiError, bad
+from .fields import refuse_unsupported
 
 __all__ = ["as_chat_body", "as_response_error"]
 
@@ -41,11 +42,7 @@ def as_chat_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
     Raises:
         ApiError: with the field named.
     """
-    for name, neutral in _NEUTRAL.items():
-        if body.get(name) is not None and body[name] not in neutral:
-            raise ApiError(
-                400, f"{name}: this server does not have it; leave it out", param=name, code="unsupported_parameter"
-            )
+    refuse_unsupported(body, _NEUTRAL)
     own = {"input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", *_NEUTRAL}
     chat = {name: value for name, value in body.items() if name not in own}
     chat["messages"], origins = _messages(body)

@@ -12,9 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..generation.answer import Generation, Piece
-from .answers import to_json
-from .calls import CallPart, Calls
-from .refusals import ApiError
+from .call_deltas import CallDelta
+from .calls import CallParser
+from .errors import ApiError
+from .events import to_json
 from .thinking import Thinking
 
 __all__ = ["ResponseGrowing", "ResponseShape"]
@@ -33,7 +34,7 @@ class ResponseShape:
     model: str
     asked: Mapping[str, Any]
     thinks: bool | None
-    calls: Callable[[bool], Calls] | None = None
+    calls: Callable[[bool], CallParser] | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -94,7 +95,7 @@ class ResponseGrowing:
     """A response, event by event.
 
     Args:
-        held: its calls are told when they are whole; see ``Calls``.
+        held: its calls are told when they are whole; see ``CallParser``.
 
     Attributes:
         items: finished ones, the last of which may be growing.
@@ -129,7 +130,7 @@ class ResponseGrowing:
             if ended:
                 held = self._thinking.finish()
                 thought, text = thought + held[0], text + held[1]
-        parts: list[str | CallPart] = [text] if text else []
+        parts: list[str | CallDelta] = [text] if text else []
         if self._calls is not None:
             parts = self._calls.add(text)
             if ended:

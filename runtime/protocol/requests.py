@@ -1,12 +1,12 @@
 """OpenAI's requests, checked field by field: a parsed body in, what the engine needs out.
 
-Knows nothing of HTTP. A field that would change the answer and that this server does not have is refused under its
+A field that would change the answer and that this server does not have is refused under its
 name unless its value changes nothing; fields that change nothing about the answer (``user``, ``metadata``, …) pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,12 @@ from wisparse.formats.errors import UsageError
 
 from ..decoding.sampling import SamplingSettings
 from ..generation.grammar import ANY_OBJECT, Grammar
-from .refusals import ApiError, bad
-from .tools import Offer, name_results, read_calls, read_offer
+from .errors import ApiError, bad
+from .fields import checked, integer, number, refuse_unsupported, switch
+from .messages import name_results, read_message
+from .tools import Offer, read_offer
 
-__all__ = ["ApiError", "Call", "Defaults", "read_chat", "read_completion"]
+__all__ = ["ApiCall", "Defaults", "read_chat", "read_completion"]
 
 _STOPS = 16
 _LONGEST_STOP = 1000
@@ -41,7 +43,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
     "web_search_options": (),
 }
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 # What only a chat has.
 _CHAT = ("tools", "tool_choice")
 
@@ -57,7 +58,7 @@ class Defaults:
 
 
 @dataclass(frozen=True)
-class Call:
+class ApiCall:
     """A checked request.
 
     Attributes:
@@ -95,13 +96,13 @@ class Call:
         return self.max_tokens == 0
 
 
-def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
+def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> ApiCall:
     """A body of ``/v1/chat/completions``; ``most`` answers at a time.
 
     Raises:
         ApiError: with the field named.
     """
-    _refuse({name: value for name, value in body.items() if name not in _CHAT})
+    refuse_unsupported({name: value for name, value in body.items() if name not in _CHAT}, _NEUTRAL)
     offer = read_offer(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -114,25 +115,25 @@ def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
             raise bad("chat_template_kwargs", "no tools beside those of the request", template)
         template = {**template, "tools": offer.tools}
     given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    conversation = [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+    conversation = [read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
     name_results(conversation)
-    top = _integer(body, "top_logprobs", 0, 0, _LOGPROBS)
-    logprobs = top if _switch(body, "logprobs", False) else None
+    top = integer(body, "top_logprobs", 0, 0, _LOGPROBS)
+    logprobs = top if switch(body, "logprobs", False) else None
     if logprobs is None and top:
         raise bad("logprobs", "true, as top_logprobs asks for some", body.get("logprobs"))
-    max_tokens = _integer(body, given, None, 1, _SEED)
+    max_tokens = integer(body, given, None, 1, _SEED)
     sampling = _sampling(body, defaults, logprobs)
     call = _call(body, (conversation,), sampling, most, max_tokens, template)
     return replace(call, offer=offer)
 
 
-def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> Call:
+def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> ApiCall:
     """A body of ``/v1/completions``; ``most`` answers at a time.
 
     Raises:
         ApiError: with the field named.
     """
-    _refuse(body)
+    refuse_unsupported(body, _NEUTRAL)
     prompt = body.get("prompt")
     if isinstance(prompt, str) or _is_ids(prompt):
         prompts: tuple[Any, ...] = (prompt,)
@@ -140,23 +141,23 @@ def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> C
         prompts = tuple(prompt)
     else:
         raise bad("prompt", "a text, a list of token ids, or a list of either", prompt)
-    sampling = _sampling(body, defaults, _integer(body, "logprobs", None, 0, _LOGPROBS))
-    max_tokens = _integer(body, "max_tokens", 16, 0, _SEED)
+    sampling = _sampling(body, defaults, integer(body, "logprobs", None, 0, _LOGPROBS))
+    max_tokens = integer(body, "max_tokens", 16, 0, _SEED)
     call = _call(body, prompts, sampling, most, max_tokens, {})
-    return replace(call, echo=_switch(body, "echo", False))
+    return replace(call, echo=switch(body, "echo", False))
 
 
 def _sampling(body: Mapping[str, Any], defaults: Defaults, logprobs: int | None) -> SamplingSettings:
-    seed = _integer(body, "seed", None, -_SEED, _SEED)
+    seed = integer(body, "seed", None, -_SEED, _SEED)
     return SamplingSettings(
-        temperature=_number(body, "temperature", defaults.temperature, 0.0, _TEMPERATURE),
-        top_k=max(_integer(body, "top_k", defaults.top_k, -1, _SEED) or 0, 0),  # -1: all, as vLLM has it
-        top_p=_number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-9,  # 0: the likeliest alone
-        min_p=_number(body, "min_p", 0.0, 0.0, 1.0),
+        temperature=number(body, "temperature", defaults.temperature, 0.0, _TEMPERATURE),
+        top_k=max(integer(body, "top_k", defaults.top_k, -1, _SEED) or 0, 0),  # -1: all, as vLLM has it
+        top_p=number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-9,  # 0: the likeliest alone
+        min_p=number(body, "min_p", 0.0, 0.0, 1.0),
         seed=None if seed is None else seed % (_SEED + 1),
-        repetition_penalty=_number(body, "repetition_penalty", defaults.repetition_penalty, 0.01, 100.0),
-        frequency_penalty=_number(body, "frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=_number(body, "presence_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=number(body, "repetition_penalty", defaults.repetition_penalty, 0.01, 100.0),
+        frequency_penalty=number(body, "frequency_penalty", 0.0, -2.0, 2.0),
+        presence_penalty=number(body, "presence_penalty", 0.0, -2.0, 2.0),
         logit_bias=_biases(body),
         logprobs=logprobs,
     )
@@ -165,7 +166,7 @@ def _sampling(body: Mapping[str, Any], defaults: Defaults, logprobs: int | None)
 def _biases(body: Mapping[str, Any]) -> dict[int, float]:
     """``logit_bias``: an object, whose keys are token ids as texts."""
     expected = f"an object of up to {_BIASES} token ids with numbers from -100 to 100"
-    given = _checked(
+    given = checked(
         body, "logit_bias", {}, lambda value: isinstance(value, dict) and len(value) <= _BIASES, expected
     )  # fmt: skip
     for token, bias in given.items():
@@ -182,24 +183,24 @@ def _call(
     most: int,
     max_tokens: int | None,
     template: Mapping[str, Any],
-) -> Call:
-    stream = _switch(body, "stream", False)
+) -> ApiCall:
+    stream = switch(body, "stream", False)
     options = body.get("stream_options")
     if options is not None and not isinstance(options, dict):
         raise bad("stream_options", "an object", options)
-    n = _integer(body, "n", 1, 1, most)
+    n = integer(body, "n", 1, 1, most)
     assert n is not None  # it has a default
     if n * len(prompts) > most:
         raise bad("prompt", f"at most {most} answers in one request", f"{len(prompts)} prompts with n = {n}")
-    return Call(
+    return ApiCall(
         prompts=prompts,
         sampling=sampling,
         stop=_stops(body),
         max_tokens=max_tokens,
         n=n,
         stream=stream,
-        include_usage=stream and _switch(options or {}, "include_usage", False, "stream_options."),
-        continuous_usage=stream and _switch(options or {}, "continuous_usage_stats", False, "stream_options."),
+        include_usage=stream and switch(options or {}, "include_usage", False, "stream_options."),
+        continuous_usage=stream and switch(options or {}, "continuous_usage_stats", False, "stream_options."),
         template=template,
         grammar=_grammar(body),
         sparsity=body.get("sparsity"),
@@ -214,7 +215,7 @@ def _grammar(body: Mapping[str, Any]) -> Grammar | None:
     match wanted:
         case None | {"type": "text"}:
             field = "grammar"
-            text = _checked(body, field, "", lambda value: isinstance(value, str), "a grammar as a text")
+            text = checked(body, field, "", lambda value: isinstance(value, str), "a grammar as a text")
         case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
             pass
         case {"type": "json_object"}:
@@ -231,65 +232,6 @@ def _grammar(body: Mapping[str, Any]) -> Grammar | None:
         raise ApiError(400, str(error), param=field, code="invalid_value") from error
 
 
-def _refuse(body: Mapping[str, Any]) -> None:
-    for field, neutral in _NEUTRAL.items():
-        value = body.get(field)
-        # True equals 1 in Python, and nothing else here means the same.
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral):
-            continue
-        raise ApiError(
-            400,
-            f"{field}: this server does not have it yet; leave it out",
-            param=field,
-            code="unsupported_parameter",
-        )
-
-
-def _message(message: Any, where: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise bad(where, "an object with role and content", message)
-    role = message.get("role")
-    if role not in _ROLES:
-        raise bad(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
-    for field in ("function_call", "audio") if role == "assistant" else ("tool_calls", "function_call", "audio"):
-        if message.get(field):
-            raise ApiError(
-                400, f"{where}.{field}: this server does not have it yet", param=f"{where}.{field}",
-                code="unsupported_parameter",
-            )  # fmt: skip
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-    elif content is None and role == "assistant":
-        content = ""
-    elif not isinstance(content, str):
-        raise bad(f"{where}.content", "a text, or a list of parts", content)
-    more = {"name": message["name"]} if isinstance(message.get("name"), str) else {}
-    if role == "tool":
-        more["tool_call_id"] = message.get("tool_call_id")
-        if not isinstance(more["tool_call_id"], str):
-            raise bad(f"{where}.tool_call_id", "the id of the call that this answers", more["tool_call_id"])
-    if role == "assistant" and message.get("reasoning_content"):
-        more["reasoning_content"] = message["reasoning_content"]
-        if not isinstance(more["reasoning_content"], str):
-            raise bad(f"{where}.reasoning_content", "a text", more["reasoning_content"])
-    if message.get("tool_calls"):
-        more["tool_calls"] = read_calls(message["tool_calls"], f"{where}.tool_calls")
-    return {"role": "system" if role == "developer" else role, "content": content, **more}
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("image_url", "input_image", "input_audio", "file", "video_url"):
-        raise ApiError(
-            501, f"{where}: this server reads text alone, not {kind}", param=where, code="unsupported_content"
-        )
-    text = part.get("text") if kind == "text" else None
-    if not isinstance(text, str):
-        raise bad(where, "a part of type text", part)
-    return text
-
-
 def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
     given = body.get("stop")
     stops: Sequence[Any] = [] if given is None else given if isinstance(given, list) else [given]
@@ -300,36 +242,3 @@ def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
-
-
-def _checked(
-    body: Mapping[str, Any], field: str, default: Any, fits: Callable[[Any], bool], expected: str, prefix: str = ""
-) -> Any:
-    value = body.get(field)
-    if value is None:
-        return default
-    if not fits(value):
-        raise bad(prefix + field, expected, value)
-    return value
-
-
-def _switch(body: Mapping[str, Any], field: str, default: bool, prefix: str = "") -> bool:
-    found: bool = _checked(body, field, default, lambda value: isinstance(value, bool), "true or false", prefix)
-    return found
-
-
-def _integer(body: Mapping[str, Any], field: str, default: int | None, least: int, most: int) -> int | None:
-    found: int | None = _checked(
-        body, field, default, lambda value: type(value) is int and least <= value <= most,
-        f"a whole number from {least} to {most}",
-    )  # fmt: skip
-    return found
-
-
-def _number(body: Mapping[str, Any], field: str, default: float, least: float, most: float) -> float:
-    # NaN fails both comparisons.
-    found = _checked(
-        body, field, default, lambda value: type(value) in (int, float) and least <= value <= most,
-        f"a number from {least:g} to {most:g}",
-    )  # fmt: skip
-    return float(found)
