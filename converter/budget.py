@@ -28,22 +28,20 @@ def mean_sparsity(sparsities: Sequence[float], sizes: Sequence[int]) -> float:
     return sum(p * size for p, size in zip(sparsities, sizes, strict=True)) / sum(sizes)
 
 
-def repair(
-    sparsities: Mapping[str, float], sizes: Mapping[str, int], target: float, *, cap: float = MAX_SPARSITY
-) -> dict[str, float]:
-    """Shift all sparsities alike until their weighted mean is exactly ``target``, within [0, cap].
+def repair(sparsities: Mapping[str, float], sizes: Mapping[str, int], target: float) -> dict[str, float]:
+    """Shift all sparsities alike until their weighted mean is exactly ``target``, within [0, `MAX_SPARSITY`].
 
     The shift leaves what already sits at a bound where it is; the remainder falls on the others.
     """
     check_target(target)
-    result = {name: min(max(p, 0.0), cap) for name, p in sparsities.items()}
+    result = {name: min(max(p, 0.0), MAX_SPARSITY) for name, p in sparsities.items()}
     total = sum(sizes[name] for name in result)
     for _ in range(len(result) + 1):
         missing = target * total - sum(result[name] * sizes[name] for name in result)
-        free = [name for name in result if (result[name] < cap if missing > 0 else result[name] > 0.0)]
+        free = [name for name in result if (result[name] < MAX_SPARSITY if missing > 0 else result[name] > 0.0)]
         if not free or abs(missing) <= 1e-12 * total:
             break
         shift = missing / sum(sizes[name] for name in free)
         for name in free:
-            result[name] = min(max(result[name] + shift, 0.0), cap)
+            result[name] = min(max(result[name] + shift, 0.0), MAX_SPARSITY)
     return result

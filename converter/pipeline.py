@@ -521,14 +521,7 @@ def _write(
         if origin.small.get(name) != digest:
             raise checkpoint.error(f"{name}: changed while the model was converted; run this again")
     rungs = {sparsity: _masks(result) for sparsity, result in results.items()}
-    report = render_report(
-        recipe,
-        plan.config,
-        rungs=measurement.rungs,
-        quality_text=measurement.text,
-        sensitivity=measurement.sensitivity,
-        curve=measurement.curve,
-    )
+    report = render_report(recipe, plan.config, measurement)
     card = render_card(
         recipe,
         read_inherited(checkpoint.folder),

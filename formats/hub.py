@@ -148,9 +148,9 @@ def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, 
     return Source(snapshot, snapshot.name, repo_id)
 
 
-def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Path:
+def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None) -> Path:
     """Bring a bundle to this machine's disk and return its folder; arguments and errors as ``fetch_source``."""
-    return fetch_source(bundle, revision, weights=weights).folder
+    return fetch_source(bundle, revision).folder
 
 
 def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -> int:

@@ -13,6 +13,7 @@ import pytest
 from wisparse.converter.quality import figures
 from wisparse.converter.quality.block_sensitivity import BlockSensitivity
 from wisparse.converter.quality.evaluation import Measured, Quality
+from wisparse.converter.quality.measurement import Measurement
 from wisparse.converter.quality.report import REPORT, expectation, make_report, render_report, verdict
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, RotationRecord, Rung
@@ -54,6 +55,10 @@ def sensitivity(num_blocks: int = 3) -> BlockSensitivity:
     return BlockSensitivity((0.4, 0.5, 0.6), ((0.01,) * num_blocks, (0.02,) * num_blocks, (0.04,) * num_blocks), 99)
 
 
+def measured(**changes: object) -> Measurement:
+    return dataclasses.replace(Measurement({0.5: quality()}, "held out", None), **changes)
+
+
 def test_verdict() -> None:
     assert verdict(0.5, quality()) == (
         "At 50% sparsity (every token sparse), KL 0.05 nats/token, top-1 agreement 82%, "
@@ -82,7 +87,7 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
     given = dataclasses.replace(made.calibration, source="files")
     assert "about 3 points" in expectation(0.5, found, dataclasses.replace(made, calibration=given))
     assert "up to about 8 points less" in expectation(0.5, found, dataclasses.replace(turned, calibration=given))
-    report = make_report(made, model, rungs={0.5: found}, quality_text="held out")["sparsity"]
+    report = make_report(made, model, measured(rungs={0.5: found}))["sparsity"]
     assert report["realised_on_text_measured_on"] == 0.49
     assert report["expect"] == expectation(report["realised_on_calibration"], found, made)
 
@@ -90,7 +95,7 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
 def test_report_agrees_with_the_recipe() -> None:
     model = config()
     made = recipe(model)
-    report = make_report(made, model, rungs={0.5: quality()}, quality_text="held out", sensitivity=sensitivity())
+    report = make_report(made, model, measured(sensitivity=sensitivity()))
     entries = {entry.name: entry for entry in made.projections}
     total = weighted = 0.0
     for projection in model.projections():
@@ -113,12 +118,8 @@ def test_report_agrees_with_the_recipe() -> None:
 def test_report_is_the_same_twice_and_plain_json() -> None:
     model = config(num_blocks=4)
     made = recipe(model, search={"name": "paper", "history": [math.inf, *(1 / (i + 1) for i in range(999))]})
-    arguments = {
-        "rungs": {0.5: quality()},
-        "sensitivity": sensitivity(4),
-        "curve": [(0.5, quality()), (0.3, quality(0.01))],
-    }
-    first, second = (render_report(made, model, **arguments) for _ in range(2))
+    measurement = measured(sensitivity=sensitivity(4), curve=((0.3, quality(0.01)), (0.5, quality())))
+    first, second = (render_report(made, model, measurement) for _ in range(2))
     assert first == second
     report = json.loads(first[REPORT], parse_constant=pytest.fail)
     assert [point["sparsity"] for point in report["quality_against_sparsity"]] == [0.3, 0.5]
@@ -131,8 +132,8 @@ def test_report_is_the_same_twice_and_plain_json() -> None:
 @pytest.mark.parametrize(("model_type", "num_blocks"), [("llama", 1), ("phi3", 2), ("qwen2", 32), ("llama", 80)])
 def test_figures(model_type: str, num_blocks: int) -> None:
     model = config(model_type, num_blocks)
-    curve = [(0.3, quality(0.01)), (0.5, quality(perplexity=math.nan))]
-    files = render_report(recipe(model), model, sensitivity=sensitivity(num_blocks), curve=curve)
+    curve = ((0.3, quality(0.01)), (0.5, quality(perplexity=math.nan)))
+    files = render_report(recipe(model), model, measured(sensitivity=sensitivity(num_blocks), curve=curve))
     assert sorted(files) == [
         REPORT,
         "figures/alpha.png",
@@ -149,15 +150,15 @@ def test_figures(model_type: str, num_blocks: int) -> None:
 
 def test_figures_without_data_are_left_out() -> None:
     model = config()
-    assert sorted(render_report(recipe(model), model)) == [REPORT, "figures/alpha.png", "figures/sparsity.png"]
-    assert list(render_report(recipe(model), model, figures=False)) == [REPORT]
+    files = render_report(recipe(model), model, measured())
+    assert sorted(files) == [REPORT, "figures/alpha.png", "figures/sparsity.png"]
 
 
 def test_a_users_style_changes_nothing() -> None:
     model = config()
-    expected = render_report(recipe(model), model)
+    expected = render_report(recipe(model), model, measured())
     with matplotlib.rc_context({"figure.dpi": 50, "lines.linewidth": 9, "font.size": 30, "savefig.facecolor": "red"}):
-        assert render_report(recipe(model), model) == expected
+        assert render_report(recipe(model), model, measured()) == expected
         assert matplotlib.rcParams["font.size"] == 30
 
 

@@ -16,8 +16,9 @@ from wisparse.formats.record.findings import REPORT
 from wisparse.formats.record.recipe import Recipe, Rung
 
 from ..budget import mean_sparsity
-from .block_sensitivity import BlockSensitivity
 from .evaluation import Quality
+from .figures import render_figures
+from .measurement import Measurement
 
 __all__ = ["REPORT", "expectation", "grade", "make_report", "render_report", "verdict"]
 
@@ -89,50 +90,18 @@ def expectation(sparsity: float, quality: Quality | None, recipe: Recipe) -> str
     )
 
 
-def render_report(
-    recipe: Recipe,
-    config: ModelConfig,
-    *,
-    rungs: Mapping[float, Quality] | None = None,
-    quality_text: str | None = None,
-    sensitivity: BlockSensitivity | None = None,
-    curve: Sequence[tuple[float, Quality]] = (),
-    figures: bool = True,
-) -> dict[str, bytes]:
-    """The report and its figures, as files for the bundle: relative name -> bytes.
-
-    Args:
-        recipe: what was decided.
-        config: the model's dimensions.
-        rungs: sparsity -> quality, on text no search ever saw; None if nothing was measured.
-        quality_text: what that text was, in words.
-        sensitivity: see `block_sensitivity`.
-        curve: (sparsity, quality) of these and other sparsities of the same model on the same text.
-        figures: False writes none.
-    """
-    report = make_report(recipe, config, rungs=rungs, quality_text=quality_text, sensitivity=sensitivity, curve=curve)
-    files = {REPORT: (json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode()}
-    if figures:
-        from .figures import render_figures
-
-        files.update(render_figures(report))
-    return files
+def render_report(recipe: Recipe, config: ModelConfig, measurement: Measurement) -> dict[str, bytes]:
+    """The report and its figures, as files for the bundle: relative name -> bytes."""
+    report = make_report(recipe, config, measurement)
+    text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+    return {REPORT: text.encode(), **render_figures(report)}
 
 
-def make_report(
-    recipe: Recipe,
-    config: ModelConfig,
-    *,
-    rungs: Mapping[float, Quality] | None = None,
-    quality_text: str | None = None,
-    sensitivity: BlockSensitivity | None = None,
-    curve: Sequence[tuple[float, Quality]] = (),
-) -> dict[str, Any]:
-    """The report as JSON-ready data; arguments as for `render_report`."""
+def make_report(recipe: Recipe, config: ModelConfig, measurement: Measurement) -> dict[str, Any]:
+    """The report as JSON-ready data."""
     decided = {entry.name: entry for entry in recipe.projections}
     projections = list(config.projections())
-    measured = rungs or {}
-    quality = measured.get(recipe.default)
+    quality, sensitivity = measurement.rungs[recipe.default], measurement.sensitivity
     blocks = []
     for index in range(config.num_blocks):
         mine = [projection for projection in projections if projection.block == index]
@@ -169,7 +138,7 @@ def make_report(
             "target": recipe.sparsity,
             "mean": _mean(projections, decided, "sparsity"),
             "realised_on_calibration": _mean(projections, decided, "realised_sparsity"),
-            "realised_on_text_measured_on": None if quality is None else _rounded(quality.realised_sparsity),
+            "realised_on_text_measured_on": _rounded(quality.realised_sparsity),
             "expect": expectation(_mean(projections, decided, "realised_sparsity"), quality, recipe),
             "by_projection": {
                 role: _mean([one for one in projections if one.role == role], decided, "sparsity") for role in roles
@@ -181,11 +150,10 @@ def make_report(
             "seq_len": recipe.calibration.seq_len,
             "seed": recipe.calibration.seed,
         },
-        "quality": None if quality is None else {"text": quality_text, **_rounded(quality.to_dict())},
-        "rungs": [_rung(rung, projections, measured.get(rung.sparsity)) for rung in recipe.rungs],
+        "quality": {"text": measurement.text, **_rounded(quality.to_dict())},
+        "rungs": [_rung(rung, projections, measurement.rungs[rung.sparsity]) for rung in recipe.rungs],
         "quality_against_sparsity": [
-            {"sparsity": sparsity, **_rounded(found.to_dict())}
-            for sparsity, found in sorted(curve, key=lambda point: point[0])
+            {"sparsity": sparsity, **_rounded(found.to_dict())} for sparsity, found in measurement.curve
         ],
         "block_sensitivity": None if sensitivity is None else _rounded(sensitivity.to_dict()),
         "search": _thinned(dict(recipe.search)),
@@ -200,13 +168,13 @@ def make_report(
     }
 
 
-def _rung(rung: Rung, projections: Sequence[Projection], quality: Quality | None) -> dict[str, Any]:
+def _rung(rung: Rung, projections: Sequence[Projection], quality: Quality) -> dict[str, Any]:
     decided = {entry.name: entry for entry in rung.projections}
     return {
         "sparsity": rung.sparsity,
         "realised_on_calibration": _mean(projections, decided, "realised_sparsity"),
         "verdict": verdict(rung.sparsity, quality),
-        "quality": None if quality is None else _rounded(quality.to_dict()),
+        "quality": _rounded(quality.to_dict()),
     }
 
 

@@ -21,8 +21,8 @@ LEVELS: tuple[float, ...] = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
 Curve = list[tuple[float, float]]
 
 
-def interpolate(levels: Sequence[float], damages: Sequence[float], *, step: float = STEP) -> Curve:
-    """A measured curve on the fine grid of ``step``: damage is a power of the sparsity between two measurements.
+def interpolate(levels: Sequence[float], damages: Sequence[float]) -> Curve:
+    """A measured curve on the fine grid of `STEP`: damage is a power of the sparsity between two measurements.
 
     Below the first level the damage falls to 0 like the power law through the first two. Damages are made positive and
     non-decreasing first: at low sparsity a measurement is mostly noise.
@@ -34,9 +34,8 @@ def interpolate(levels: Sequence[float], damages: Sequence[float], *, step: floa
         highest = max(highest, damage)
         points.append((math.log(level), math.log(highest)))
     curve: Curve = [(0.0, 0.0)]
-    count = round(levels[-1] / step)
-    for i in range(1, count + 1):
-        s = min(i * step, levels[-1])
+    for i in range(1, round(levels[-1] / STEP) + 1):
+        s = min(i * STEP, levels[-1])
         x = math.log(s)
         j = next((k for k in range(1, len(points)) if x <= points[k][0] + 1e-12), len(points) - 1)
         (x0, y0), (x1, y1) = points[j - 1], points[j]

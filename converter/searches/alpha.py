@@ -16,31 +16,20 @@ GRID: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(31))
 def search_alpha(
     loss: Callable[[Mapping[str, float]], float],
     names: Sequence[str],
-    *,
-    grid: Sequence[float] = GRID,
-    start: Mapping[str, float] | None = None,
-    sweeps: int = 1,
-) -> tuple[dict[str, float], float]:
-    """Alphas of least ``loss``, and that loss.
+) -> dict[str, float]:
+    """Alphas of least ``loss``.
 
     Args:
         loss: the block's error with the given alpha per projection, thresholds following from the alphas.
         names: the block's projections, in order of execution: the order of the coordinate sweeps.
-        start: begin the coordinate sweeps from these alphas instead of a tied sweep.
-        sweeps: rounds of coordinate sweeps; 0 leaves one alpha for the whole block.
     """
-    if start is not None:
-        best = dict(start)
-        least = loss(best)
-    else:
-        least, alpha = min((loss(dict.fromkeys(names, alpha)), alpha) for alpha in grid)
-        best = dict.fromkeys(names, alpha)
-    for _ in range(sweeps):
-        for name in names:
-            for alpha in grid:
-                if alpha == best[name]:
-                    continue
-                error = loss({**best, name: alpha})
-                if error < least:
-                    least, best = error, {**best, name: alpha}
-    return best, least
+    least, tied = min((loss(dict.fromkeys(names, alpha)), alpha) for alpha in GRID)
+    best = dict.fromkeys(names, tied)
+    for name in names:
+        for alpha in GRID:
+            if alpha == best[name]:
+                continue
+            error = loss({**best, name: alpha})
+            if error < least:
+                least, best = error, {**best, name: alpha}
+    return best

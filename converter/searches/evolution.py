@@ -21,6 +21,9 @@ __all__ = ["Evolution", "evolve", "mutate"]
 
 Candidate = tuple[float, ...]
 
+# Of the blocks, raised by one mutation.
+_FRACTION = 0.1
+
 
 @dataclass(frozen=True)
 class Evolution:
@@ -38,34 +41,27 @@ class Evolution:
     tried: tuple[tuple[int | None, Candidate, float], ...] = ()
 
 
-def mutate(
-    parent: Candidate,
-    sizes: Sequence[int],
-    generator: torch.Generator,
-    *,
-    step: float = STEP,
-    fraction: float = 0.1,
-    cap: float = MAX_SPARSITY,
-) -> Candidate:
-    """One offspring: a few blocks up by ``step``, others down until the weighted mean is the parent's again.
+def mutate(parent: Candidate, sizes: Sequence[int], generator: torch.Generator) -> Candidate:
+    """One offspring: a tenth of the blocks up by `STEP`, others down until the weighted mean is the parent's again.
 
-    A block that would pass 0 or ``cap`` is not chosen. Where blocks differ in size the last step down is a partial one.
+    A block that would pass 0 or `MAX_SPARSITY` is not chosen. Where blocks differ in size the last step down is a
+    partial one.
     """
     # Steps are counted as integers where sizes allow, so that a thousand mutations add up to no rounding error.
     moves = [0.0] * len(parent)
-    for _ in range(max(1, int(len(parent) * fraction))):
-        free = [i for i, p in enumerate(parent) if p + (moves[i] + 1) * step <= cap + 1e-12]
+    for _ in range(max(1, int(len(parent) * _FRACTION))):
+        free = [i for i, p in enumerate(parent) if p + (moves[i] + 1) * STEP <= MAX_SPARSITY + 1e-12]
         if not free:
             break
         moves[free[_choice(len(free), generator)]] += 1
     excess = sum(move * size for move, size in zip(moves, sizes, strict=True))
     while excess > 1e-9:
-        free = [i for i, p in enumerate(parent) if p + moves[i] * step > 1e-12]
+        free = [i for i, p in enumerate(parent) if p + moves[i] * STEP > 1e-12]
         chosen = free[_choice(len(free), generator)]
-        down = min(1.0, excess / sizes[chosen], (parent[chosen] + moves[chosen] * step) / step)
+        down = min(1.0, excess / sizes[chosen], (parent[chosen] + moves[chosen] * STEP) / STEP)
         moves[chosen] -= down
         excess -= down * sizes[chosen]
-    return tuple(min(max(p + move * step, 0.0), cap) for p, move in zip(parent, moves, strict=True))
+    return tuple(min(max(p + move * STEP, 0.0), MAX_SPARSITY) for p, move in zip(parent, moves, strict=True))
 
 
 def evolve(
@@ -77,7 +73,6 @@ def evolve(
     num_generations: int,
     num_offspring: int,
     stages: Sequence[tuple[int, int | None]] = ((1, None),),
-    step: float = STEP,
     start: Evolution | None = None,
     on_generation: Callable[[Evolution], None] | None = None,
 ) -> Evolution:
@@ -99,7 +94,7 @@ def evolve(
     state = start
     while state.generation < num_generations:
         # Equal mutants of one parent are scored once.
-        pool = list(dict.fromkeys(mutate(state.parent, sizes, generator, step=step) for _ in range(num_offspring)))
+        pool = list(dict.fromkeys(mutate(state.parent, sizes, generator) for _ in range(num_offspring)))
         known: dict[tuple[int | None, Candidate], float] = {(None, state.parent): state.loss}
         known |= {(batches, candidate): loss for batches, candidate, loss in state.tried}
         before, scored = len(known), []

@@ -21,14 +21,13 @@ def allocate_greedily(
     target: float,
     *,
     step: float = 0.01,
-    cap: float = MAX_SPARSITY,
 ) -> dict[str, float]:
     """Sparsity per projection whose parameter-weighted mean is ``target``.
 
     Args:
         loss: the block's error at given sparsities; called with every projection present.
         sizes: parameters per projection.
-        target: the block's sparsity, at most ``cap``.
+        target: the block's sparsity, at most `MAX_SPARSITY`.
         step: sparsity of the whole block that one step adds.
     """
     check_target(target)
@@ -39,10 +38,10 @@ def allocate_greedily(
         amount = min(step * total, target * total - spent)
         best: tuple[float, str, float] | None = None
         for name, size in sizes.items():
-            if sparsities[name] >= cap:
+            if sparsities[name] >= MAX_SPARSITY:
                 continue
-            # What does not fit under the cap is left for the next step.
-            raised = min(sparsities[name] + amount / size, cap)
+            # What does not fit under the bound is left for the next step.
+            raised = min(sparsities[name] + amount / size, MAX_SPARSITY)
             error = loss({**sparsities, name: raised})
             if best is None or error < best[0]:
                 best = (error, name, raised)

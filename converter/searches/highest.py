@@ -22,13 +22,12 @@ _PATIENCE = 5
 _GRID, _ENOUGH = 0.001, 0.98
 
 
-def highest(loss: Callable[[float], float], limit: float = 1.0) -> float | None:
-    """A sparsity whose loss is within the limit and at most 2% below it, or that of the next one on the grid beyond it.
+def highest(loss: Callable[[float], float]) -> float | None:
+    """A sparsity whose loss is within the limit, 1, and at most 2% below it, or that of the next one on the grid.
 
     Args:
         loss: of a sparsity; asked for each at most once. It is taken to rise with the sparsity: where it does not, the
             outcome is one of the sparsities at which it crosses the limit.
-        limit: > 0.
 
     Returns:
         None if not even `LOWEST` is within the limit.
@@ -37,7 +36,7 @@ def highest(loss: Callable[[float], float], limit: float = 1.0) -> float | None:
     known: dict[int, float] = {}
     place = round(_GUESS / _GRID)
     while True:
-        known[place] = min(max(loss(_sparsity(place)) / limit, _SMALLEST), _LARGEST)
+        known[place] = min(max(loss(_sparsity(place)), _SMALLEST), _LARGEST)
         if _ENOUGH <= known[place] <= 1.0:
             return _sparsity(place)
         breaks = min((i for i, part in known.items() if part > 1.0), default=None)

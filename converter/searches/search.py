@@ -228,7 +228,7 @@ class Run:
                     thresholds[name, alpha] = view.threshold(name, scale, allocation[name])
             return view.error({name: thresholds[name, alpha] for name, alpha in alphas.items()})
 
-        alphas = search_alpha(error, view.names)[0]
+        alphas = search_alpha(error, view.names)
         for name, alpha in alphas.items():
             self.bench.set_scale(name, self.scale(name, alpha))
         view.build_tables()

@@ -14,6 +14,8 @@ from torch import Tensor
 
 __all__ = ["Landing", "capture", "time_launches"]
 
+_REPETITIONS = 20
+
 
 def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """What repeats the launches that ``launch`` makes; asynchronous.
@@ -33,11 +35,11 @@ def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], No
     return graph.replay
 
 
-def time_launches(launch: Callable[[], None], count: int, *, repetitions: int = 20) -> float:
+def time_launches(launch: Callable[[], None], count: int) -> float:
     """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
     replay = capture(launch, torch.device("cuda"))
     times = []
-    for _ in range(repetitions):
+    for _ in range(_REPETITIONS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         replay()
