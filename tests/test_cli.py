@@ -68,6 +68,30 @@ def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert "the disk is full (out/model.safetensors)" in err
 
 
+@pytest.mark.parametrize(
+    ("error", "expected", "words"),
+    [
+        (
+            OSError(errno.EFBIG, "File too large", "out/model.safetensors"),
+            5,
+            "the disk is full (out/model.safetensors)",
+        ),
+        (OSError(errno.EROFS, "Read-only file system", "out/x"), 4, "no permission: out/x"),
+        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), 5, "is the disk full?"),
+    ],
+)
+def test_what_a_disk_refuses_in_other_words(
+    error: OSError, expected: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        raise error
+
+    _verb(monkeypatch, body)
+    code, _, err = _run(["inspect"], capsys)
+    assert code == expected
+    assert words in err
+
+
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def body() -> None:
         raise ZeroDivisionError
@@ -280,6 +304,22 @@ def test_closed_standard_streams_are_as_dev_null(tmp_path: Path, verb: str, clos
     done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
+
+
+def test_a_full_disk_behind_standard_error_keeps_the_exit_code() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m wisparse inspect /nowhere 2> /dev/full", shell=True, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (4, "")
+
+
+def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m wisparse generate out --prompt x"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "wisparse: the folder that this was started in is there no more; go to another one\n"
 
 
 def test_generate_without_a_standard_input(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,12 @@ from typing import Any
 
 import pytest
 from bundle_maker import make_bundle
+from tiny_bundle import resign
 
 import wisparse
 from wisparse.cli import main
 from wisparse.commands.batch import Batch
+from wisparse.formats.errors import UsageError
 
 
 @pytest.fixture(scope="module")
@@ -272,12 +275,26 @@ def test_prompts_from_a_file_go_on_after_a_kill(
     assert rest.asked == 5
     assert len(kept) == 2
     assert output.read_bytes() == whole
-    # Another run's progress is not gone on with.
+    # Another run's progress is not gone on with, nor that of a bundle which another has replaced since.
     output.unlink()
+    with pytest.raises(KeyboardInterrupt):
+        Batch(str(prompts), str(output), {}).run(_Killed(model, 2), {"max_new_tokens": 4})  # type: ignore[arg-type]
+    with wisparse.load(_with_other_end(bundle, tmp_path)) as other, pytest.raises(UsageError, match="another bundle"):
+        Batch(str(prompts), str(output), {}).run(other, {"max_new_tokens": 4})
     progress.write_text("0" * 64 + "\n")
     code, _, err = call(capsys, *line)
     assert code == 2
     assert "other prompts, settings" in err
+
+
+def _with_other_end(bundle: Path, tmp_path: Path) -> Path:
+    """The same bundle, but for the tokens that end an answer."""
+    other = tmp_path / "other"
+    shutil.copytree(bundle, other)
+    content = json.loads((other / "generation_config.json").read_bytes())
+    (other / "generation_config.json").write_text(json.dumps({**content, "eos_token_id": 7}))
+    resign(other)
+    return other
 
 
 class _Killed:
@@ -285,6 +302,7 @@ class _Killed:
 
     def __init__(self, model: Any, after: int) -> None:
         self._model, self._after, self.asked = model, after, 0
+        self.bundle = model.bundle
 
     def generate_each(self, prompts: Any, **settings: Any) -> Any:
         for count, found in enumerate(self._model.generate_each(prompts, **settings)):
@@ -292,6 +310,19 @@ class _Killed:
                 raise KeyboardInterrupt
             self.asked += 1
             yield found
+
+
+def test_only_a_line_feed_ends_a_line_of_prompts(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Letters that Python takes for the end of a line stand raw in what other programs write as JSON."""
+    texts = ["a\u2028b", "a\u2029b", "a\x85b"]
+    prompts, output = tmp_path / "prompts", tmp_path / "answers"
+    prompts.write_bytes("\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts).encode())
+    code, _, err = call(capsys, "generate", bundle, "--input", prompts, "--output", output, "--max-new-tokens", 1)
+    assert code == 0, err
+    answers = output.read_bytes().decode().split("\n")
+    assert [json.loads(line)["prompt"] for line in answers if line] == texts
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", '{"prompt": 5}', '{"messages": []}', '{"prompt": "a", "answer": 1}', ""])

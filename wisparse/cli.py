@@ -9,6 +9,7 @@ A traceback means a bug of ours; ``WISPARSE_DEBUG=1`` asks for one on expected f
 from __future__ import annotations
 
 import codecs
+import contextlib
 import difflib
 import errno
 import importlib
@@ -154,6 +155,7 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     _encode_everything()
     _give_way()
     try:
+        _require_place()
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
     except click.ClickException as error:
@@ -171,11 +173,21 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
             raise
         _fail(str(error), error.exit_code)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             _fail(f"the disk is full ({error.filename or 'while writing'}); free some space and run again", 5)
-        if isinstance(error, PermissionError):
+        if "temporary directory" in str(error):  # Python's own word for it, whichever library asked for one
+            _fail("no folder for temporary files can be written to, /tmp for instance; is the disk full?", 5)
+        if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             _fail(f"no permission: {error.filename}", 4)
         raise
+
+
+def _require_place() -> None:
+    """torch, started in a folder that is gone, ends the process with a word about its own files."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        _fail("the folder that this was started in is there no more; go to another one", 2)
 
 
 def _give_way() -> None:
@@ -193,7 +205,8 @@ def _give_way() -> None:
 
 
 def _fail(message: str, code: int) -> None:
-    click.echo(f"wisparse: {message}", err=True)
+    with contextlib.suppress(OSError):  # nobody can be told where standard error itself cannot be written to
+        click.echo(f"wisparse: {message}", err=True)
     sys.exit(code)
 
 

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
+from wisparse.formats.bundle import is_document
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.guard.files import read_bounded
 from wisparse.formats.guard.folder import lock_file, require_writable, write_file
@@ -47,7 +48,8 @@ class Batch:
 
     def __init__(self, prompts: str, output: str, settings: dict[str, Any]) -> None:
         text = read_text(prompts)
-        self._lines = [_line(line, number) for number, line in enumerate(text.splitlines(), 1) if line.strip()]
+        # Not splitlines(): it takes letters for the end of a line that JSON leaves as they are.
+        self._lines = [_line(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
         if not self._lines:
             raise UsageError("--input: expected a prompt a line, found none")
         self._output = Path(os.path.abspath(expand(output)))
@@ -57,8 +59,7 @@ class Batch:
         require_writable(self._output.parent, "--output", "choose another file", self._progress.name)
         if not self._output.parent.is_dir():
             raise UsageError(f"--output: there is no folder {str(self._output.parent)!r:.200}; make it first")
-        told = json.dumps([text, settings], sort_keys=True)
-        self._fingerprint = hashlib.sha256(told.encode()).hexdigest()
+        self._told = [text, settings]
 
     def run(self, model: Model, settings: dict[str, Any]) -> tuple[int, int]:
         """Answer what is not answered yet; how many prompts there are, and how many had been answered before.
@@ -70,7 +71,7 @@ class Batch:
         busy = UsageError(f"--output: another process writes {self._progress}; wait for it or choose another file")
         try:
             with lock_file(self._progress, busy) as file:
-                done = self._resume(file)
+                done = self._resume(file, self._fingerprint(model))
                 left = [index for index in range(len(self._lines)) if index not in done]
                 before = len(done)
                 asked = [self._lines[index].get("messages") or self._lines[index]["prompt"] for index in left]
@@ -86,13 +87,18 @@ class Batch:
             raise ResourceError(f"--output: {self._output} cannot be written: {error.strerror or error}") from error
         return len(self._lines), before
 
-    def _resume(self, file: IO[str]) -> dict[int, dict[str, Any]]:
+    def _fingerprint(self, model: Model) -> str:
+        """Of all that decides the answers: another bundle may stand under the name that was typed by now."""
+        files = {name: digest for name, digest in model.bundle.manifest.sha256.items() if not is_document(name)}
+        return hashlib.sha256(json.dumps([*self._told, files], sort_keys=True).encode()).hexdigest()
+
+    def _resume(self, file: IO[str], expected: str) -> dict[int, dict[str, Any]]:
         """What an earlier run has answered; the file is left at its end, without a line cut by a kill."""
         file.seek(0)
         text = file.read()
         whole = text[: text.rfind("\n") + 1]
         fingerprint, *lines = whole.splitlines() or [""]
-        if fingerprint not in ("", self._fingerprint):
+        if fingerprint not in ("", expected):
             raise UsageError(
                 f"{self._progress}: left by a run with other prompts, settings or another bundle; repeat that one, or "
                 "delete the file"
@@ -100,7 +106,7 @@ class Batch:
         file.truncate(len(whole.encode()))
         file.seek(0, os.SEEK_END)
         if not whole:
-            file.write(self._fingerprint + "\n")
+            file.write(expected + "\n")
         try:
             found = {int(index): dict(answer) for index, answer in map(json.loads, lines)}
         except (ValueError, TypeError) as error:
