@@ -16,16 +16,13 @@ from typing import Any
 import torch
 
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
-from wisparse.formats.guard.places import folder_kind, shown
-from wisparse.formats.guard.safe_json import read_json
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model.expected import expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.wrappers import is_wrapper, text_config
-from wisparse.formats.record.manifest import has_masks
-from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.weights.checkpoint import Checkpoint, read_config
 from wisparse.formats.weights.quantisation import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
 
@@ -49,7 +46,6 @@ __all__ = [
     "working_bytes",
 ]
 
-_MAX_CONFIG_BYTES = 1 << 20
 # What a Python process with torch and transformers takes before it holds a model.
 _BASE_BYTES = 600 << 20
 
@@ -259,13 +255,7 @@ def _rotation(settings: ConvertSettings, config: ModelConfig, quantised: bool) -
 
 
 def _read_config(folder: Path, settings: ConvertSettings) -> tuple[ModelConfig, str | None, bool]:
-    if (kind := folder_kind(folder)) is not None:
-        raise UnsupportedModelError(f"{shown(folder)} is {kind}")
-    config = read_json(folder, "config.json", _MAX_CONFIG_BYTES, UnsupportedModelError)
-    if has_masks(folder):
-        raise UnsupportedModelError(
-            f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
-        )
+    config = read_config(folder)
     plain = text_config(config)
     read = ModelConfig.from_dict(plain)
     quantised = bool(read_quantisation(plain, read))

@@ -25,6 +25,7 @@ __all__ = [
     "UploadError",
     "UsageError",
     "WisparseError",
+    "first_line",
     "printable",
 ]
 
@@ -32,6 +33,12 @@ __all__ = [
 def printable(text: str) -> str:
     """A stranger's text on one line: nothing of it steers the terminal, turns the text around, or cannot be encoded."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's error says, without what follows: its first line with anything on it, else its type."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip()[:200] if lines else type(error).__name__
 
 
 class WisparseError(Exception):

@@ -42,7 +42,7 @@ from huggingface_hub.utils import (
     tqdm,
 )
 
-from .errors import AccessError, BundleError, UploadError, UsageError
+from .errors import AccessError, BundleError, UploadError, UsageError, first_line
 from .guard.arguments import found
 from .guard.files import file_digest, list_files, open_regular
 from .guard.places import find_folder
@@ -319,7 +319,7 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the bundle is kept in {folder}; go on with: {retry}") from None
     except Exception as error:  # whatever broke, the user keeps the bundle and must learn how to go on
-        reason = str(error) if isinstance(error, AccessError) else f"{type(error).__name__}: {_first_line(error)}"
+        reason = str(error) if isinstance(error, AccessError) else f"{type(error).__name__}: {first_line(error)}"
         if "/xet-write-token/" in reason:  # a mirror or a proxy that lacks the Hub's newer storage
             reason += " (HF_HUB_DISABLE_XET=1 sends the files without xet)"
         raise UploadError(
@@ -470,7 +470,7 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> str | 
             429: "too many requests (429); wait some minutes and run this again",
         }
         unavailable = f"the Hub answered with an error of its own ({status}); run this again later"
-        return f"{repo_id!r}: {reasons.get(status) or (unavailable if status >= 500 else _first_line(error))}"
+        return f"{repo_id!r}: {reasons.get(status) or (unavailable if status >= 500 else first_line(error))}"
     if isinstance(error, OfflineModeIsEnabled):
         return f"{repo_id!r} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a folder"
     if isinstance(error, HTTPError):
@@ -483,8 +483,3 @@ def _explain(error: BaseException, repo_id: str, revision: str | None) -> str | 
     if isinstance(error, HFValidationError):
         return f"not a Hub id: {repo_id!r}"
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -28,6 +28,8 @@ from .guard.safe_json import dump_json
 from .guard.safetensors_header import build_header
 from .model.expected import LM_HEAD
 from .model.model_config import ModelConfig
+from .model.weight_types import DTYPES
+from .record.card import LICENCE_FILE
 from .record.manifest import BUNDLE, MANIFEST, SIDECAR, Manifest, check_rungs, is_file_name
 from .record.recipe import FORMAT_VERSION, Recipe, Rung
 from .record.sidecar import ProjectionMask, check_mask, sidecar_bytes
@@ -36,8 +38,6 @@ from .weights.checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
 
 __all__ = ["BUNDLE", "check_output", "copied_files", "estimate_bytes", "parse_size", "write_bundle"]
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_COPIED = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 _MAX_COPIED_BYTES = 16 << 20
 _CHUNK_BYTES = 32 << 20
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -182,7 +182,7 @@ def _written(source: Checkpoint) -> list[str]:
 
 
 def _target(info: TensorInfo, dtype: str) -> torch.dtype:
-    return info.dtype if dtype == "auto" else _DTYPES[dtype]
+    return info.dtype if dtype == "auto" else DTYPES[dtype]
 
 
 def _nbytes(info: TensorInfo, dtype: str) -> int:
@@ -269,7 +269,7 @@ def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str
         AccessError: no permission to read one.
     """
     for name in list_files(folder, 100_000, error):
-        limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if _COPIED.fullmatch(name) else 0)
+        limit = SMALL_FILES.get(name, _MAX_COPIED_BYTES if LICENCE_FILE.fullmatch(name) else 0)
         if limit and name != "config.json" and is_file_name(name):
             yield name, read_bounded(folder, name, limit, error)
 
@@ -281,8 +281,8 @@ def _check_arguments(
     dtype: str,
     extra_files: Mapping[str, bytes],
 ) -> None:
-    if dtype != "auto" and dtype not in _DTYPES:
-        raise UsageError(f"dtype: expected auto, {', '.join(_DTYPES)}, found {dtype!r}")
+    if dtype != "auto" and dtype not in DTYPES:
+        raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, found {dtype!r}")
     if dtype != "auto" and source.quantised:
         raise UsageError(f"dtype: expected auto for a quantised model, whose weights stay as they are, found {dtype!r}")
     check_rungs(recipe, UsageError)

@@ -29,7 +29,7 @@ from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from wisparse.formats.errors import AccessError, UsageError
+from wisparse.formats.errors import AccessError, UsageError, first_line
 from wisparse.formats.guard.arguments import found
 from wisparse.formats.guard.places import shown
 from wisparse.formats.hub import is_reachable
@@ -366,15 +366,13 @@ def _brings_its_data(tasks: Sequence[str], manager: Any) -> bool:
 
 def _unreadable(tasks: Sequence[str], error: Exception, offline: bool) -> AccessError:
     """A data set that does not exist, or cannot be fetched; each library has its own kind of error."""
-    why = (str(error).strip() or type(error).__name__).splitlines()[0]
+    why = first_line(error)
     names = ", ".join(tasks)
     if not offline:
-        return AccessError(
-            f"the data of {names} cannot be read: {why:.200}; check the network and the harness's version"
-        )
-    dataset = re.search(r"[\w.-]+/[\w.-]+", why)
+        return AccessError(f"the data of {names} cannot be read: {why}; check the network and the harness's version")
+    dataset = re.search(r"[\w.-]+/[\w.-]+", str(error))
     return AccessError(
-        f"the data of {names} ({dataset[0] if dataset else f'{why:.200}'}) are not in the cache, and the Hub cannot be "
+        f"the data of {names} ({dataset[0] if dataset else why}) are not in the cache, and the Hub cannot be "
         "reached: check the network, or run this once where there is one"
     )
 

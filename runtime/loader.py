@@ -13,7 +13,7 @@ from wisparse.formats.guard import arguments
 from wisparse.formats.guard.sandbox import together
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine.device import choose_device
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
+from wisparse.formats.model.weight_types import DTYPES, WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
 from wisparse.kernels.backend import BACKENDS
 
@@ -26,7 +26,6 @@ __all__ = ["load", "pick_dtype"]
 
 log = logging.getLogger(__name__)
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Far above what any device holds; a slip of the hand is refused before memory is asked for.
 _LARGEST_BATCH = 2**16
 
@@ -72,7 +71,7 @@ def load(
     """
     arguments.place("bundle", bundle)
     target = choose_device(device)
-    arguments.choice("dtype", dtype, ("auto", *_DTYPES))
+    arguments.choice("dtype", dtype, ("auto", *DTYPES))
     arguments.choice("backend", backend, ("auto", *BACKENDS))
     arguments.choice("weights", weights, tuple(WEIGHT_TYPES))
     arguments.choice("prefill", prefill, PREFILL_POLICIES)
@@ -113,5 +112,5 @@ def load(
 def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:
     """The floating type that a name stands for; ``auto`` is that of the bundle's weights."""
     if dtype != "auto":
-        return _DTYPES[dtype]
+        return DTYPES[dtype]
     return bundle.checkpoint.dtype

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
 from wisparse.formats.guard.places import shown
 from wisparse.formats.machine.device import choose_device
 from wisparse.formats.model.expected import expected_tensors
@@ -127,7 +127,7 @@ def load_source(
             plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
             hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
         except (OSError, ValueError) as error:
-            raise UnsupportedModelError(f"{shown(folder)}: config.json cannot be read: {_first_line(error)}") from error
+            raise UnsupportedModelError(f"{shown(folder)}: config.json cannot be read: {first_line(error)}") from error
         dtype = dtype or choose_dtype(config.dtype, device)
         tokenizer = load_tokenizer(folder)
         placement: dict[str, Any] = {}
@@ -167,7 +167,7 @@ def load_source(
         except Exception as error:
             # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
             raise UnsupportedModelError(
-                f"{shown(folder)}: the weights cannot be loaded: {_first_line(error)}"
+                f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}"
             ) from error
     model, info = loaded
     _refuse_incomplete(folder, info)
@@ -220,7 +220,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
             return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:
         raise UnsupportedModelError(
-            f"{shown(folder)}: no usable tokenizer (expected tokenizer.json beside config.json): {_first_line(error)}"
+            f"{shown(folder)}: no usable tokenizer (expected tokenizer.json beside config.json): {first_line(error)}"
         ) from error
 
 
@@ -284,7 +284,3 @@ def _quiet_transformers() -> Any:
         hf_logging.set_verbosity(level)
         if bars:
             hf_logging.enable_progress_bar()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from wisparse.formats.errors import AccessError, CalibrationError
+from wisparse.formats.errors import AccessError, CalibrationError, first_line
 from wisparse.formats.hub import check_read_access
 
 __all__ = ["Document", "dataset_documents", "is_dataset_id", "path_documents"]
@@ -89,7 +89,7 @@ def dataset_documents(name: str, seed: int) -> Iterator[Document]:
     except Exception as error:
         # datasets, huggingface_hub, the HTTP client and the readers each raise their own kinds.
         raise AccessError(
-            f"calibration data set {identifier} cannot be read from the Hub: {_first_line(error)}; "
+            f"calibration data set {identifier} cannot be read from the Hub: {first_line(error)}; "
             "check the name and the network, or calibrate with --calibration self or a local path"
         ) from error
     if first is None:
@@ -257,7 +257,7 @@ def _saved_dataset(path: Path, seed: int) -> Iterator[Document]:
         records = iter(loaded.shuffle(seed=seed, **in_memory))
         first = next(records, None)
     except Exception as error:
-        raise CalibrationError(f"calibration data set {path} cannot be read: {_first_line(error)}") from error
+        raise CalibrationError(f"calibration data set {path} cannot be read: {first_line(error)}") from error
     if first is None:
         raise CalibrationError(f"calibration data set {path} is empty")
     yield document_of(first, path.name)
@@ -275,7 +275,3 @@ def _datasets() -> Any:
         ) from error
     datasets.disable_progress_bars()
     return datasets
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

@@ -11,7 +11,9 @@ from torch import Tensor
 
 from .quantised import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8
 
-__all__ = ["WEIGHT_TYPES", "WeightType", "code_bytes", "group_of", "round_weight"]
+__all__ = ["DTYPES", "WEIGHT_TYPES", "WeightType", "code_bytes", "group_of", "round_weight"]
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 _GROUP = 128
 _SMALLEST_GROUP = 32

@@ -42,7 +42,7 @@ _CITATION = """```bibtex
 
 # Tags of a source that its text model alone does not earn.
 _OF_PICTURES = re.compile(r"multi-?modal|vision|image|video|visual|vlm?\b")
-_LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
+LICENCE_FILE = re.compile(r"(LICEN[SC]E|USE_POLICY|NOTICE)[^/]*")
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def read_inherited(folder: str | os.PathLike[str]) -> Inherited:
     readme = folder / "README.md"
     if readme.is_file() and readme.stat().st_size <= _MAX_README_BYTES:
         found = _front_matter(readme.read_text("utf-8", errors="replace"))
-    files = tuple(sorted(path.name for path in folder.iterdir() if _LICENCE_FILE.fullmatch(path.name)))
+    files = tuple(sorted(path.name for path in folder.iterdir() if LICENCE_FILE.fullmatch(path.name)))
     licence, name, link = (found.get(key) for key in ("license", "license_name", "license_link"))
     licence = licence if isinstance(licence, str) and re.fullmatch(r"[a-z0-9][a-z0-9.+-]*", licence) else None
     name = name if isinstance(name, str) and re.fullmatch(r"[\w.-]+", name) else None

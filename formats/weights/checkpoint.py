@@ -36,7 +36,7 @@ from ..record.manifest import has_masks
 from .packings import Packing, Part
 from .quantisation import read_quantisation
 
-__all__ = ["INDEX", "Checkpoint", "StoredWeight", "TensorInfo", "is_finite"]
+__all__ = ["INDEX", "Checkpoint", "StoredWeight", "TensorInfo", "is_finite", "read_config"]
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -139,14 +139,10 @@ class Checkpoint:
         folder = Path(folder)
         require_folder(folder)
         is_bundle = issubclass(error, BundleError)
-        if not is_bundle and (kind := folder_kind(folder)) is not None:
-            raise error(f"{shown(folder)} is {kind}")
-        config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
-        if not is_bundle and has_masks(folder):
-            raise error(
-                f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
-            )
-        stored_config, wrapped = config_dict, not is_bundle and is_wrapper(config_dict)
+        stored_config = (
+            read_json(folder, "config.json", MAX_CONFIG_BYTES, error) if is_bundle else read_config(folder, error)
+        )
+        wrapped = not is_bundle and is_wrapper(stored_config)
         try:
             config_dict = stored_config if is_bundle else text_config(stored_config)
             config = ModelConfig.from_dict(config_dict)
@@ -354,6 +350,20 @@ class Checkpoint:
             raise self.error(
                 f"{name}: expected crc32 {expected:08x}, found {checksum:08x}; the file is damaged: fetch it again"
             )
+
+
+def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:
+    """``config.json`` of a dense model.
+
+    Raises:
+        error: the folder is something else (a GGUF file's, say, or a sparse bundle), or the file is damaged.
+    """
+    if (kind := folder_kind(folder)) is not None:
+        raise error(f"{shown(folder)} is {kind}")
+    config = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
+    if has_masks(folder):
+        raise error(f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead")
+    return config
 
 
 def is_finite(values: Tensor) -> bool:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.errors import ContextLengthError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.formats.weights.checkpoint import StoredWeight
@@ -24,6 +23,7 @@ from wisparse.kernels.cpu.threads import prepare_all
 from wisparse.kernels.cpu.types import type_name
 
 from ..decoding.cache import KVCache, prefix_grain
+from ..decoding.decoder import check_room
 from ..decoding.rotary import Rotary
 from ..torch.block import finish_logits, read_block, read_norm
 from ..torch.decoder import PIECE, TorchDecoder
@@ -114,10 +114,8 @@ class CpuDecoder(TorchDecoder):
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths = self._cache.lengths
         tokens = token_ids.tolist()
+        check_room(tokens, lengths, self.max_seq_len)
         rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
-        for slot, _, length in rows:
-            if length >= self.max_seq_len:
-                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
         if rows:
             self._step.run(rows)
             for slot, _, length in rows:

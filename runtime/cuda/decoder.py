@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from wisparse.formats.errors import ContextLengthError, UsageError
+from wisparse.formats.errors import UsageError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.weight_types import WEIGHT_TYPES
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
@@ -29,7 +29,7 @@ from wisparse.kernels.precision import activation_dtype
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, prefix_grain
-from ..decoding.decoder import Decoder, check_part, check_prompt
+from ..decoding.decoder import Decoder, check_part, check_prompt, check_room
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings, sample
 from ..torch.block import finish_logits
@@ -293,10 +293,7 @@ class CudaDecoder(Decoder):
         if not 1 <= batch <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
         tokens = token_ids.tolist()
-        lengths = self._cache.lengths
-        for slot, token in enumerate(tokens):
-            if token >= 0 and lengths[slot] >= self.max_seq_len:
-                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+        check_room(tokens, self._cache.lengths, self.max_seq_len)
         self._forget_ahead()
         steps, counts = {}, self._counts_next()
         for first in range(0, batch, MAX_ROWS):
@@ -352,9 +349,6 @@ class CudaDecoder(Decoder):
             self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
 
     def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
-        total = len(token_ids)
-        if not 0 <= sparse_from <= total:
-            raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
         ids = token_ids.to(self.device)
         return read_sequence(
             self.weights, self.config, self._rotaries, cache, slot, ids, sparse_from, range(start, stop), self.piece,

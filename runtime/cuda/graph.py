@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Landing", "capture", "time_launches"]
+__all__ = ["Landing", "capture", "elapsed_us", "time_launches"]
 
 _REPETITIONS = 20
 
@@ -38,15 +38,17 @@ def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], No
 def time_launches(launch: Callable[[], None], count: int) -> float:
     """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
     replay = capture(launch, torch.device("cuda"))
-    times = []
-    for _ in range(_REPETITIONS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / count)
-    return statistics.median(times)
+    return statistics.median(elapsed_us(replay) for _ in range(_REPETITIONS)) / count
+
+
+def elapsed_us(launch: Callable[[], None]) -> float:
+    """Microseconds that the GPU takes for what ``launch`` gives it."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3
 
 
 class Landing:

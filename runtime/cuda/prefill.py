@@ -21,10 +21,11 @@ from wisparse.kernels.precision import activation_dtype, wide_dtype
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import next_piece
+from ..decoding.decoder import pieces
 from ..decoding.rotary import Rotary
-from ..torch.attention import capped_attention
+from ..torch.attention import capped_attention, causal_mask
 from ..torch.block import Positions, embed, run_block
+from ..torch.linear import drop_channels
 from .weights import BlockWeights, CudaWeights
 
 __all__ = ["head_products", "lower_right", "piece_size", "read_sequence", "run_blocks"]
@@ -69,12 +70,10 @@ def read_sequence(
         size: of a piece; pieces begin at multiples of it.
         observe: called with each group, its input (piece, K) and the first masked row, before the product.
     """
-    start, total = places.start, len(token_ids)
-    while start < places.stop:
-        piece = token_ids[start : min(next_piece(start, size), places.stop)]
-        first_sparse = min(max(sparse_from - start, 0), len(piece))
+    total = len(token_ids)
+    for start, stop, first_sparse in pieces(places.start, places.stop, total, size, sparse_from):
+        piece = token_ids[start:stop]
         yield run_blocks(weights, config, rotaries, cache, slot, piece, start, total, first_sparse, observe)
-        start += len(piece)
 
 
 def run_blocks(
@@ -117,9 +116,8 @@ def _project(group: Group, x: Tensor, first_sparse: int, widened: Tensor | None)
     for i in range(len(group.widths)):
         masked = x
         if not dense:
-            tail = x[first_sparse:]
-            keep = keep_mask(tail, group.scales[i], group.thresholds[i])
-            masked = torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(()))))
+            keep = keep_mask(x[first_sparse:], group.scales[i], group.thresholds[i])
+            masked = drop_channels(x, keep)
         outputs.append(masked @ _numbers(matrix, i, widened).to(x.dtype))
     return _with_bias(group, torch.cat(outputs, dim=-1), first_sparse).split(group.widths, dim=-1)
 
@@ -180,8 +178,7 @@ def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, sta
             attn_mask=mask, is_causal=start == 0 and count > 1, scale=scale, enable_gqa=gqa,
         )[0]  # fmt: skip
     first = max(start - reach + 1, 0)
-    ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
-    near = (ahead <= 0) & (ahead > -reach)
+    near = causal_mask(start, stop, first, window, q.device)
     keys, values = keys[:, first:], values[:, first:]
     if not plain:
         return capped_attention(config, q, keys, values, near)

@@ -159,15 +159,13 @@ class _Piece:
 
     def _attend(self, index: int, block: BlockWeights, qkv: Tensor) -> Tensor:
         """The block's attention, (rows, heads * D), with keys and values put into the cache."""
-        config, facts, norms = self._config, block.facts, None
-        if block.q_norm is not None and block.k_norm is not None:
-            norms = block.q_norm.factors, block.k_norm.factors
+        config, facts = self._config, block.facts
         out = torch.empty_like(self._queries)
         keys, values = self._cache.attention[index]
         launch_piece_attention(
             qkv, self._given, keys, values, *self._places.rotary(facts.rotary),
             self._queries, out, scale=config.attention_scale, cap=config.attention_softcap, window=facts.window,
-            interleaved=config.rotaries[0].interleaved, query_scales=self._places.query_scales, qk_norm=norms,
+            interleaved=config.rotaries[0].interleaved, query_scales=self._places.query_scales, qk_norm=block.qk_norm,
             norm_of=what_is_normalised(config), gated=config.architecture.attention_gate, eps=config.rms_norm_eps,
         )  # fmt: skip
         return out.flatten(1)

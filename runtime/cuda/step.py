@@ -364,16 +364,14 @@ class DecodeStep:
                 key_heads=block.delta.config.key_heads, eps=eps, pdl=pdl,
             )  # fmt: skip
         elif role == "attention":
-            facts, norms = block.facts, None
+            facts = block.facts
             keys, values = self._cached[index]
-            if block.q_norm is not None and block.k_norm is not None:
-                norms = block.q_norm.factors, block.k_norm.factors
             launch_attention(
                 self._columns(block), keys, values, self.tokens, self.positions,
                 *self._places.rotary(facts.rotary),
                 self._attended[index], self._softmax, heads=config.num_heads, scale=config.attention_scale,
                 cap=config.attention_softcap, window=facts.window, interleaved=config.rotaries[0].interleaved,
-                query_scales=self._places.query_scales, qk_norm=norms, norm_of=what_is_normalised(config),
+                query_scales=self._places.query_scales, qk_norm=block.qk_norm, norm_of=what_is_normalised(config),
                 gated=config.architecture.attention_gate, shared=facts.shared_values,
                 value_norm=config.architecture.value_norm, eps=eps, stages=self._attention_stages[index], pdl=pdl,
             )  # fmt: skip

@@ -74,6 +74,11 @@ class BlockWeights(BlockFacts[CudaNorm]):
         """In the order of execution."""
         return self.qkv, self.o, self.gate_up, self.down
 
+    @property
+    def qk_norm(self) -> tuple[Tensor, Tensor] | None:
+        """What queries and keys are multiplied by once they are normalised; None where they are not."""
+        return (self.q_norm.factors, self.k_norm.factors) if self.q_norm and self.k_norm else None
+
 
 class MaskKind(NamedTuple):
     """What a group's launches depend on: whether a mask drops anything, and whether one adds something."""

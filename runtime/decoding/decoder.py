@@ -10,7 +10,7 @@ agree with.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from wisparse.formats.bundle import ProjectionMask
     from wisparse.formats.weights.checkpoint import StoredWeight
 
-__all__ = ["Decoder", "check_part", "check_prompt", "next_piece"]
+__all__ = ["Decoder", "check_part", "check_prompt", "check_room", "next_piece", "pieces"]
 
 
 class Decoder(Protocol):
@@ -261,6 +261,30 @@ def check_part(token_ids: Tensor, max_seq_len: int, start: int, stop: int | None
     if not 0 <= start < stop <= total:
         raise UsageError(f"start, stop: expected 0 <= start < stop <= {total}, found {start} and {stop}")
     return stop
+
+
+def check_room(token_ids: Sequence[int], lengths: Sequence[int], max_seq_len: int) -> None:
+    """Raise ContextLengthError if a slot that is given a token (none is negative) holds ``max_seq_len`` positions."""
+    for slot, token in enumerate(token_ids):
+        if token >= 0 and lengths[slot] >= max_seq_len:
+            raise ContextLengthError(f"slot {slot} is full: it holds {max_seq_len} positions")
+
+
+def pieces(start: int, stop: int, total: int, size: int, sparse_from: int) -> Iterator[tuple[int, int, int]]:
+    """The pieces, at most ``size`` long, of the positions ``start`` to ``stop`` of a sequence of ``total``.
+
+    Yields:
+        First and last position (this one not included), and how many of them stand before ``sparse_from``.
+
+    Raises:
+        UsageError: not ``0 <= sparse_from <= total``.
+    """
+    if not 0 <= sparse_from <= total:
+        raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
+    while start < stop:
+        end = min(next_piece(start, size), stop)
+        yield start, end, min(max(sparse_from - start, 0), end - start)
+        start = end
 
 
 def next_piece(start: int, piece: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from wisparse.formats.errors import ResourceError
+from wisparse.formats.errors import ResourceError, first_line
 from wisparse.formats.machine.memory import available_bytes
 from wisparse.formats.model.expected import LM_HEAD, expected_tensors
 from wisparse.formats.model.model_config import ModelConfig
@@ -67,10 +67,9 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
         words = str(error).lower()
         if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in words for one in _NO_MEMORY):
             raise
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ResourceError(
-            f"not enough memory on {device} {doing} ({first:.200}): end what else uses it, choose another device, "
-            "or load with a smaller max_seq_len or max_batch"
+            f"not enough memory on {device} {doing} ({first_line(error)}): end what else uses it, choose another "
+            "device, or load with a smaller max_seq_len or max_batch"
         ) from error
 
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.reference import soft_cap
 
-__all__ = ["attention", "capped_attention"]
+__all__ = ["attention", "capped_attention", "causal_mask"]
 
 
 def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
@@ -25,12 +25,7 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
     count, stop = q.shape[1], keys.shape[1]
     first = 0 if window is None else max(start - window + 1, 0)  # nobody here looks further back
     keys, values = keys[:, first:], values[:, first:]
-    mask = None
-    if count > 1:
-        ahead = torch.arange(first, stop, device=q.device) - torch.arange(start, stop, device=q.device)[:, None]
-        mask = ahead <= 0
-        if window is not None:
-            mask &= ahead > -window
+    mask = causal_mask(start, stop, first, window, q.device) if count > 1 else None
     if config.attention_softcap is not None:
         return capped_attention(config, q, keys, values, mask)
     return functional.scaled_dot_product_attention(
@@ -41,6 +36,12 @@ def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, star
         scale=config.attention_scale,
         enable_gqa=q.shape[0] != keys.shape[0],
     )[0]
+
+
+def causal_mask(start: int, stop: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the positions ``first`` to ``stop`` - 1 those from ``start`` on see: (stop - start, stop - first)."""
+    ahead = torch.arange(first, stop, device=device) - torch.arange(start, stop, device=device)[:, None]
+    return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
 
 
 def capped_attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model.model_config import ModelConfig
 
 from ..decoding.cache import KVCache, prefix_grain
-from ..decoding.decoder import Decoder, check_part, check_prompt, next_piece
+from ..decoding.decoder import Decoder, check_part, check_prompt, check_room, pieces
 from ..decoding.rotary import Rotary
 from .block import Block, Positions, embed, finish_logits, read_block, read_norm, run_block
 from .linear import MaskedLinear
@@ -110,9 +109,7 @@ class TorchDecoder(Decoder):
         lengths = self._cache.lengths
         tokens = token_ids.tolist()
         rows = []
-        for slot, token in enumerate(tokens):
-            if token >= 0 and lengths[slot] >= self.max_seq_len:
-                raise ContextLengthError(f"slot {slot} is full: it holds {self.max_seq_len} positions")
+        check_room(tokens, lengths, self.max_seq_len)
         for slot, token in enumerate(tokens):
             if token < 0:
                 rows.append(torch.zeros(1, self.config.vocab_size, device=self.device))
@@ -172,13 +169,9 @@ class TorchDecoder(Decoder):
     def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
         """Run positions of a sequence through the blocks; yields their hidden states piece by piece, (piece, H)."""
         total = len(token_ids)
-        if not 0 <= sparse_from <= total:
-            raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
-        while start < stop:
-            piece = token_ids[start : min(next_piece(start, self.piece), stop)].to(self.device)
-            first_sparse = min(max(sparse_from - start, 0), len(piece))
-            yield self._forward(cache, slot, piece, start=start, total=total, first_sparse=first_sparse)
-            start += len(piece)
+        for first, end, first_sparse in pieces(start, stop, total, self.piece, sparse_from):
+            piece = token_ids[first:end].to(self.device)
+            yield self._forward(cache, slot, piece, start=first, total=total, first_sparse=first_sparse)
 
     def _forward(
         self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int

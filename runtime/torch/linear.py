@@ -12,7 +12,13 @@ from wisparse.kernels.reference import keep_mask
 if TYPE_CHECKING:
     from wisparse.formats.bundle import ProjectionMask
 
-__all__ = ["MaskedLinear"]
+__all__ = ["MaskedLinear", "drop_channels"]
+
+
+def drop_channels(x: Tensor, keep: Tensor) -> Tensor:
+    """x (T, K) with its last rows' dropped channels at zero; ``keep``: (rows, K)."""
+    dense, masked = x[: len(x) - len(keep)], x[len(x) - len(keep) :]
+    return torch.cat((dense, torch.where(keep, masked, masked.new_zeros(()))))
 
 
 class MaskedLinear:
@@ -52,11 +58,10 @@ class MaskedLinear:
         """Apply it to x (T, K); rows from ``first_sparse`` on are masked."""
         if self.channel_scale is None or first_sparse >= len(x):
             return self.product(x)
-        tail = x[first_sparse:]
-        keep = keep_mask(tail, self.channel_scale, self.threshold)
+        keep = keep_mask(x[first_sparse:], self.channel_scale, self.threshold)
         if self.kept is not None:
             self.kept += keep.sum()
-        y = self.product(torch.cat((x[:first_sparse], torch.where(keep, tail, tail.new_zeros(())))))
+        y = self.product(drop_channels(x, keep))
         if self.output_bias is not None:
             y[first_sparse:] += self.output_bias
         return y

@@ -16,7 +16,7 @@ from wisparse.formats.guard.arguments import text
 from wisparse.formats.guard.folder import check_target
 from wisparse.formats.hub import fetch_bundle
 
-from .places import FOLDER_OR_ID, NEW_FOLDER
+from .places import FOLDER_OR_ID, NEW_FOLDER, revision_option
 
 __all__ = ["command"]
 
@@ -39,7 +39,7 @@ __all__ = ["command"]
     "--check/--no-check", default=True, show_default=True, help="Run the result and compare it with our runtime."
 )
 @click.option("--overwrite", is_flag=True, help="Replace an earlier export in OUT, once the new one is complete.")
-@click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+@revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 def command(
     bundle: str,

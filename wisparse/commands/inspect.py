@@ -15,14 +15,14 @@ from wisparse.formats.errors import UsageError, printable
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.record.recipe import ProjectionRecipe
 
-from .places import FOLDER_OR_ID
+from .places import FOLDER_OR_ID, revision_option
 
 __all__ = ["command"]
 
 
 @click.command("inspect")
 @click.argument("bundle", type=FOLDER_OR_ID)
-@click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+@revision_option
 @click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
 @click.option("--sparsity", type=float, help="The rung whose table is shown.  [default: the bundle's own]")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")

@@ -10,11 +10,14 @@ from typing import Any, TypeVar
 
 import click
 
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
+from wisparse.formats.model.weight_types import DTYPES, WEIGHT_TYPES
 from wisparse.formats.prefill import PREFILL_POLICIES
+from wisparse.kernels.backend import BACKENDS
 from wisparse.runtime.generation.settings import GenerationSettings
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Generation, Model
+
+from .places import revision_option
 
 __all__ = ["device_options", "footer", "load_model", "loading_options", "sampling_options", "set_up_logging", "show"]
 
@@ -38,14 +41,14 @@ device_options = _stacked(
     click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
     click.option(
         "--dtype",
-        type=click.Choice(["auto", "bfloat16", "float16", "float32"]),
+        type=click.Choice(["auto", *DTYPES]),
         default="auto",
         show_default=True,
         help="Type of the weights in memory; auto is that of the files.",
     ),
     click.option(
         "--backend",
-        type=click.Choice(["auto", "torch", "numba", "triton"]),
+        type=click.Choice(["auto", *BACKENDS]),
         default="auto",
         show_default=True,
         help="What multiplies; auto is the fastest that can run this model here.",
@@ -67,7 +70,7 @@ device_options = _stacked(
         type=click.IntRange(min=1),
         help="Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]",
     ),
-    click.option("--revision", help="Branch, tag or commit of a bundle on the Hub."),
+    revision_option,
     click.option("-v", "--verbose", is_flag=True, help="Say which back end was chosen and why."),
 )
 

@@ -10,7 +10,7 @@ from click.shell_completion import CompletionItem
 from wisparse.formats.guard.arguments import place
 from wisparse.formats.guard.places import expand
 
-__all__ = ["FILE_OR_ID", "FOLDER", "FOLDER_OR_ID", "NEW_FOLDER"]
+__all__ = ["FILE_OR_ID", "FOLDER", "FOLDER_OR_ID", "NEW_FOLDER", "revision_option"]
 
 
 class _Place(click.types.StringParamType):
@@ -35,3 +35,5 @@ FOLDER = _Place("dir")
 FOLDER_OR_ID = _Place("dir")
 FILE_OR_ID = _Place("file")
 NEW_FOLDER = _NewFolder()
+
+revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")

@@ -13,14 +13,14 @@ from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.text.edge import check_text
 
-from .places import FOLDER_OR_ID
+from .places import FOLDER_OR_ID, revision_option
 
 __all__ = ["command"]
 
 
 @click.command("verify")
 @click.argument("bundle", type=FOLDER_OR_ID)
-@click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+@revision_option
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def command(bundle: str, revision: str | None, as_json: bool) -> None:
     """Check every tensor, number and digest of BUNDLE, a folder or a Hub id, and try its tokenizer and chat template.
