@@ -31,13 +31,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from cpu_linear import quantize, sparse_linear, transpose
 from cpu_models import LLAMA_1B, calibrated_bundle, random_checkpoint
 from torch import Tensor
 from torch.nn import functional
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.kernels.cpu.operations import quantize, sparse_linear, transpose
 from wisparse.kernels.cpu.threads import team_size
 from wisparse.runtime.cpu.decoder import CpuDecoder
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+from cpu_linear import LinearField, quantize, sparse_linear, transpose
 from torch import Tensor
 from torch.nn import functional
 
@@ -26,19 +28,12 @@ from wisparse.kernels.cpu import step as cpu_step
 from wisparse.kernels.cpu import team as cpu_team
 from wisparse.kernels.cpu import threads as cpu_threads
 from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.operations import (
-    empty_int4,
-    pack_int4_into,
-    quantize,
-    quantize_into,
-    sparse_linear,
-    transpose,
-    transpose_into,
-)
+from wisparse.kernels.cpu.packing import empty_int4, pack_int4_into, quantize_into, transpose_into
 from wisparse.kernels.cpu.types import aligned_empty
 from wisparse.kernels.reference import from_codes, keep_mask
 from wisparse.kernels.reference import sparse_linear as reference
 
+BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # (N, K): both odd, tiny, around the width of a pass (8 rows) and of a thread's span (32 columns), and larger.
 SHAPES = ((1, 1), (5, 7), (33, 8), (31, 9), (64, 17), (97, 130), (352, 256))
@@ -361,7 +356,7 @@ def test_an_unusable_cache_folder_is_said_and_survived(
 
 
 def test_a_thread_that_waits_long_gives_its_core_away() -> None:
-    cpu_threads.prepare("linear_float32")
+    cpu_threads.prepare("transpose_float32")
     meet = cpu_meeting.meet
 
     @numba.cfunc("void(int64)")
@@ -481,12 +476,13 @@ import logging, torch
 logging.basicConfig()
 from wisparse.kernels.cpu import threads as cpu_threads
 cpu_threads._candidates = lambda: iter(["libdoes-not-exist.so"])
-from wisparse.kernels.cpu.operations import sparse_linear, transpose
+from cpu_linear import sparse_linear, transpose
 assert cpu_threads.team_size() == 1
 weight, x = torch.randn(70, 50), torch.randn(50)
 torch.testing.assert_close(sparse_linear(x, transpose(weight), None, torch.ones(50), 0.0), weight @ x)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, (str(BENCHMARKS), *sys.path)))}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     assert "one thread" in done.stderr
     assert "libdoes-not-exist.so" in done.stderr
@@ -497,7 +493,7 @@ def test_layouts_have_no_gaps() -> None:
         cpu_layout.StepField,
         cpu_layout.BlockField,
         cpu_layout.FloatField,
-        cpu_layout.LinearField,
+        LinearField,
         cpu_layout.LayoutField,
         cpu_layout.ProjectionField,
     ):

@@ -410,11 +410,9 @@ from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cpu.decoder import CpuDecoder
 bundle = Bundle.open(sys.argv[1])
 settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8)
-from wisparse.kernels.cpu.operations import quantize, transpose
 from wisparse.kernels.cpu.threads import prepare
-for region in ("step_float32", "step_bfloat16"):
+for region in ("step_float32", "step_bfloat16", "transpose_float32", "quantize_float32"):
     prepare(region)
-transpose(torch.zeros(8, 8)), quantize(torch.zeros(8, 8))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 decoder = CpuDecoder(bundle, weights=sys.argv[2], **settings)
 decoder.prefill(0, torch.tensor([5, 6]), 2)

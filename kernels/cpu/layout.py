@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 
 __all__ = [
-    "TILE", "BlockField", "DeltaField", "DequantizeField", "FloatField", "LayoutField", "LinearField",
+    "TILE", "BlockField", "DeltaField", "DequantizeField", "FloatField", "LayoutField",
     "ProjectionField", "ScaleType", "StepField", "StoredAs", "TeamField",
 ]  # fmt: skip
 
@@ -100,23 +100,6 @@ class FloatField(IntEnum):
     RESIDUAL_MULTIPLIER = 4
     LOGITS_MULTIPLIER = 5
     LOGITS_CAP = 6
-
-
-class LinearField(IntEnum):
-    """Parameters of the region that computes one projection."""
-
-    PROJECTION = 0  # one row of the table above
-    THRESHOLD = 1  # () float32
-    ROWS = 2
-    X = 3  # (rows, K) float32
-    Y = 4  # (rows, N) float32
-    SEGMENT_INDEX = 5  # (K,) int32
-    SEGMENT_VALUE = 6  # (rows, K) float32
-    SEGMENT_COUNT = 7  # (threads, 2) int64
-    LISTS = 8  # per thread: (K,) int32, then (rows, K) float32
-    COUNTS = 9  # (threads,) int64, kept channels are added
-    TEAM = 10  # see `TeamField`
-    PARTIAL = 11  # per thread: (rows, N + 2) float32
 
 
 class LayoutField(IntEnum):

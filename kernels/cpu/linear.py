@@ -15,18 +15,14 @@ from .intrinsics import (
     dot,
     exact,
     floats,
-    num_threads,
     pointer,
     projection_row,
     size_of,
-    span,
-    thread_num,
     widen,
 )  # fmt: skip
-from .layout import LinearField, ProjectionField, StoredAs
-from .meeting import meet
+from .layout import ProjectionField, StoredAs
 
-__all__ = ["gather", "linear", "output_rows", "project", "select"]
+__all__ = ["gather", "output_rows", "project", "select"]
 
 _INT8 = np.int8(0)
 
@@ -163,37 +159,6 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
             a = floats(acc + 4 * b * acc_stride)
             for j in range(hi - lo):
                 a[j] += bias[j]
-
-
-@exact
-def linear(p, tag):
-    """One projection: every thread selects on its span of channels, then computes its span of columns."""
-    parts, part = np.int64(num_threads()), np.int64(thread_num())
-    field = projection_row(p[LinearField.PROJECTION])
-    n, k = field[ProjectionField.N], field[ProjectionField.K]
-    rows = p[LinearField.ROWS]
-    segments = pointer(p[LinearField.SEGMENT_COUNT], np.int64(0))
-    first = span(k, part, parts)
-    count = select(
-        p[LinearField.X], k, rows, first, span(k, part + 1, parts), field[ProjectionField.SCALE],
-        floats(p[LinearField.THRESHOLD])[0], p[LinearField.SEGMENT_INDEX] + 4 * first,
-        p[LinearField.SEGMENT_VALUE] + 4 * first, k, p[LinearField.COUNTS] + 8 * part,
-    )  # fmt: skip
-    segments[2 * part], segments[2 * part + 1] = first, count
-    meet(p[LinearField.TEAM], parts)
-    index = p[LinearField.LISTS] + part * 4 * k * (1 + rows)
-    value = index + 4 * k
-    count = gather(
-        p[LinearField.SEGMENT_INDEX], p[LinearField.SEGMENT_VALUE], k, p[LinearField.SEGMENT_COUNT], parts, rows, index,
-        value, k,
-    )  # fmt: skip
-    lo, hi = span(n, part, parts), span(n, part + 1, parts)
-    partial = p[LinearField.PARTIAL] + part * 4 * rows * (n + 2)
-    project(
-        p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + 2,
-        tag,
-    )  # fmt: skip
-    meet(p[LinearField.TEAM], parts)
 
 
 @dot

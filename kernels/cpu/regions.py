@@ -9,25 +9,12 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
-from .linear import linear
 from .rearrange import dequantize, pack, quantize, transpose
 from .step import step
 
 __all__ = ["REGIONS"]
 
 _MOST_FIELDS = 64  # at least as many parameters as any region has
-
-
-def _linear_float32(p):
-    linear(carray(p, (_MOST_FIELDS,)), np.float32(0))
-
-
-def _linear_bfloat16(p):
-    linear(carray(p, (_MOST_FIELDS,)), np.uint16(0))
-
-
-def _linear_float16(p):
-    linear(carray(p, (_MOST_FIELDS,)), np.int16(0))
 
 
 def _step_float32(p):
@@ -80,9 +67,6 @@ def _dequantize_float16(p):
 
 # Name -> what to compile, on first use. The transposition moves bits: two bytes are two bytes.
 REGIONS = {
-    "linear_float32": _linear_float32,
-    "linear_bfloat16": _linear_bfloat16,
-    "linear_float16": _linear_float16,
     "step_float32": _step_float32,
     "step_bfloat16": _step_bfloat16,
     "step_float16": _step_float16,

@@ -21,7 +21,7 @@ from wisparse.formats.model.quantised import QuantizedMatrix
 from wisparse.formats.model.weight_types import WEIGHT_TYPES, group_of, round_weight
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.operations import empty_int4, pack_int4, pack_int4_into, quantize_into, transpose_into
+from wisparse.kernels.cpu.packing import empty_int4, pack_int4, pack_int4_into, quantize_into, transpose_into
 from wisparse.kernels.cpu.types import aligned_empty
 
 from ..torch.linear import MaskedLinear
