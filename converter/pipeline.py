@@ -53,7 +53,7 @@ from .weights.stage import quantise_weights
 from .work.finish import is_finished, remove_mark, write_mark
 from .work.processes import ALONE, LeadersStore, Processes, joined
 from .work.progress import Progress
-from .work.state import NO_STATE, StateStore, Store
+from .work.state import NO_STATE, StateStore, Store, pack, unpack
 
 __all__ = ["Conversion", "convert", "execute", "run"]
 
@@ -264,7 +264,10 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             turned = rotate(source, checkpoint, tokens, text, progress, store, processes)
             source, checkpoint = turned.source, turned.checkpoint
         if settings.weights != "native":
-            checkpoint = _in_codes(source, tokens, checkpoint, settings, progress, store)
+            kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
+            checkpoint = in_codes(
+                checkpoint, quantise_weights(source, tokens, kind, numbers, progress, store), numbers
+            )  # `source` computes with these from here on
         results, choice = _search(source, tokens, settings, progress, store, processes)
         if origin is None:  # a helper
             return None
@@ -320,19 +323,6 @@ def _search(
             others = tuple(one for one in others if 0.0 < one <= MAX_SPARSITY)
         found = {sparsity: rungs.at(sparsity) for sparsity in wanted}
         return {one: rungs.with_others(result, others) for one, result in sorted(found.items())}, choice
-
-
-def _in_codes(
-    source: SourceModel,
-    tokens: CalibrationTokens,
-    checkpoint: Checkpoint,
-    settings: ConvertSettings,
-    progress: Progress,
-    store: Store,
-) -> Checkpoint:
-    """The checkpoint with its projections in fewer bits; ``source`` computes with them from here on."""
-    matrices = quantise_weights(source, tokens, cast(Kind, settings.weights), checkpoint.dtype, progress, store)
-    return in_codes(checkpoint, matrices, checkpoint.dtype)
 
 
 def _already_complete(plan: Plan, progress: Progress) -> Conversion:
@@ -425,13 +415,12 @@ def _remove_state(settings: ConvertSettings) -> None:
 def _self_calibration(
     source: SourceModel, settings: ConvertSettings, store: Store, progress: Progress
 ) -> CalibrationTokens:
-    shape = (settings.num_samples, settings.length)
     saved = store.load("calibration")
     if saved is not None:
-        ids = torch.frombuffer(bytearray(saved), dtype=torch.int64).reshape(shape)
-        return CalibrationTokens.from_rows(ids.tolist(), "self", settings.seed)
+        return CalibrationTokens.from_rows(unpack(saved), "self", settings.seed)
+    shape = (settings.num_samples, settings.length)
     tokens = load_calibration("self", source.tokenizer, source.model, *shape, settings.seed, progress)
-    store.save("calibration", tokens.input_ids.contiguous().numpy().tobytes())
+    store.save("calibration", pack(tokens.input_ids.tolist()))
     return tokens
 
 

@@ -7,7 +7,6 @@ another text (`measurement`): the text that chose flatters its choice a little.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,7 @@ from ..searches.settings import SearchResult
 from ..text.tokens import CalibrationTokens
 from ..work.processes import ALONE, Processes
 from ..work.progress import Progress
-from ..work.state import NO_STATE, Store
+from ..work.state import NO_STATE, Store, pack, unpack
 from .evaluation import Quality, evaluate_text
 from .measurement import MaskedLogits
 
@@ -105,7 +104,7 @@ def choose(
         if not tokens:
             tokens.append(text())
         quality = _quality(source, result, tokens[0], progress)
-        return json.dumps([quality.sparse.kl, quality.sparse.top1_agreement, quality.sparse.num_tokens]).encode()
+        return pack([quality.sparse.kl, quality.sparse.top1_agreement, quality.sparse.num_tokens])
 
     def spent(sparsity: float) -> float:
         result = rungs.at(sparsity)
@@ -114,7 +113,7 @@ def choose(
         if data is None:
             data = processes.broadcast(measured(result) if processes.leads else b"")
             store.save(key, data)
-        kl, top1, num_tokens = json.loads(data)
+        kl, top1, num_tokens = unpack(data)
         found[sparsity] = (kl, top1, num_tokens)
         return budget.spent(kl, top1)
 

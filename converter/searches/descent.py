@@ -17,10 +17,9 @@ from ..bench.workbench import Workbench
 from ..budget import mean_sparsity
 from ..work.processes import Processes
 from ..work.progress import Progress
-from ..work.state import Store
+from ..work.state import Store, pack, unpack
 from .joint_kl import Measured, batch_gradient, dense_states, measure_batch
 from .refinement import PARTS, BatchGradient, Channels, Plan, Refinement, plan_steps
-from .units import pack, unpack
 
 __all__ = ["Descended", "Descent", "Way"]
 

@@ -38,7 +38,7 @@ from ..settings import METHODS, SEARCHES
 from ..text.tokens import CalibrationTokens
 from ..work.processes import ALONE, Processes
 from ..work.progress import Progress
-from ..work.state import NO_STATE, Below, Store
+from ..work.state import NO_STATE, Below, Store, pack, unpack
 from . import additive, evolution
 from .alpha import search_alpha
 from .descent import Descent, Way
@@ -47,7 +47,7 @@ from .refinement import Channels
 from .settings import SearchResult, SearchSettings
 from .shared import Begun, Shared, batch_size
 from .thresholds import final_thresholds
-from .units import Units, pack, unpack
+from .units import Units
 
 __all__ = ["METHODS", "OTHER_SPARSITIES", "SEARCHES", "Rungs", "SearchResult", "SearchSettings", "search"]
 

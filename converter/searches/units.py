@@ -5,30 +5,15 @@ The outcome of a unit is numbers, strings and tensors in dicts and lists.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..bench.workbench import BlockView, Workbench
 from ..work.processes import Processes
-from ..work.state import Store
+from ..work.state import Store, pack, unpack
 
-__all__ = ["Units", "pack", "unpack"]
-
-
-def pack(value: Any) -> bytes:
-    """Numbers, strings and tensors in dicts and lists, as bytes for a `Store`."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    """What `pack` was given; no code is run."""
-    return torch.load(io.BytesIO(data), weights_only=True)
+__all__ = ["Units"]
 
 
 class Units:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model.expected import LM_HEAD
-from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.record.recipe import RotationRecord
 from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.weights.remade import Remade
@@ -25,7 +24,7 @@ from ..model.source import SourceModel
 from ..text.tokens import CalibrationTokens
 from ..work.processes import ALONE, Processes
 from ..work.progress import Progress
-from ..work.state import NO_STATE, Store
+from ..work.state import NO_STATE, Store, pack, unpack
 
 __all__ = ["Turned", "rotate"]
 
@@ -78,9 +77,10 @@ def rotate(
     progress = progress or Progress(enabled=False)
     data = store.load("rotation")
     if data is None:
-        data = processes.broadcast(_encoded(_found(source, checkpoint, text(), progress)) if processes.leads else b"")
+        mine = pack(vars(_directions(source, checkpoint, text(), progress))) if processes.leads else b""
+        data = processes.broadcast(mine)
         store.save("rotation", data)
-    turned = rotated(checkpoint, _decoded(data, source.config), source.device)
+    turned = rotated(checkpoint, Rotation(**unpack(data)), source.device)
     ids = tokens.input_ids[:1, :_TOKENS]
     before = _log_probs(source, ids)
     _put_in_place(source, turned, progress)
@@ -94,7 +94,7 @@ def rotate(
     return Turned(replace(source, config=turned.config), turned, RotationRecord("pca", kl, ids.numel()))
 
 
-def _found(source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, progress: Progress) -> Rotation:
+def _directions(source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, progress: Progress) -> Rotation:
     with progress.stage("Principal directions", -(-tokens.num_samples // _BATCH)) as stage:
         ids, keep = tokens.input_ids, tokens.keep
         return find_rotation(source, checkpoint, ids, keep, batch_size=_BATCH, advance=stage.advance)
@@ -119,14 +119,3 @@ def _log_probs(source: SourceModel, ids: Tensor) -> Tensor:
     """Of one sequence, (L, V) float32."""
     logits: Tensor = source.model(input_ids=ids.to(source.device), use_cache=False).logits[0]
     return logits.float().log_softmax(-1)
-
-
-def _encoded(rotation: Rotation) -> bytes:
-    return b"".join(one.contiguous().numpy().tobytes() for one in (rotation.residual, *rotation.heads))
-
-
-def _decoded(data: bytes, config: ModelConfig) -> Rotation:
-    shape = (config.num_blocks, config.num_kv_heads, config.head_dim, config.head_dim)
-    values = torch.frombuffer(bytearray(data), dtype=torch.float32)
-    residual = values[: config.hidden_size**2].view(config.hidden_size, -1)
-    return Rotation(residual, tuple(values[config.hidden_size**2 :].view(shape).unbind()))

@@ -22,7 +22,7 @@ from ..model.flow import BlockFlow
 from ..model.source import SourceModel
 from ..text.tokens import CalibrationTokens
 from ..work.progress import Progress
-from ..work.state import Store
+from ..work.state import Store, pack, unpack
 from .gptq import fit_int4
 
 __all__ = ["group_size", "quantise_weights"]
@@ -81,12 +81,13 @@ def quantise_weights(
                     shape = (weight.shape[0], weight.shape[1])
                     data = saved[name]
                     if data is not None:
-                        matrix = _decoded(data, kind, shape, group_size(source.config) if fitted else None)
+                        group = group_size(source.config) if fitted else None
+                        matrix = QuantizedMatrix(kind, *unpack(data), None, group, shape)
                     else:
                         if flow is not None and moments is None:
                             moments = _moments(source, flow, block, hidden, name)
                         matrix = _quantised(weight, kind, moments, source.config, scale_dtype)
-                        store.save(_key(name), _encoded(matrix))
+                        store.save(_key(name), pack([matrix.codes, matrix.scales]))
                     weight.copy_(matrix.dequantise(weight.dtype))
                     found[name] = matrix
             if flow is not None:
@@ -133,18 +134,3 @@ def _watched(module: torch.nn.Module, see: Any) -> Iterator[None]:
 
 def _key(name: str) -> str:
     return f"weights/{name}"
-
-
-def _encoded(matrix: QuantizedMatrix) -> bytes:
-    return bytes(matrix.codes.view(torch.uint8).numpy().tobytes() + matrix.scales.numpy().tobytes())
-
-
-def _decoded(data: bytes, kind: Kind, shape: tuple[int, int], group: int | None) -> QuantizedMatrix:
-    rows, columns = shape
-    width = columns // 2 if kind == "int4" else columns
-    stored = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    codes = stored[: rows * width].reshape(rows, width).clone()
-    scales = stored[rows * width :].clone().view(torch.float32).reshape(rows, -1)
-    if kind != "int4":
-        codes = codes.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
-    return QuantizedMatrix(kind, codes, scales, None, group, shape)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import logging
 import os
@@ -23,16 +24,30 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import torch
+
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.guard.folder import entries, lock_file, remove_files, require_writable, write_file
 
-__all__ = ["NO_STATE", "Below", "NoState", "StateStore", "Store"]
+__all__ = ["NO_STATE", "Below", "NoState", "StateStore", "Store", "pack", "unpack"]
 
 _log = logging.getLogger("wisparse")
 _MAGIC = b"wisparse-state 1 "
 _OWN = re.compile(r"lock|(fingerprint|hashes)\.json(\.partial)?|units/(.*/|.*\.state(\.partial)?)?")
 _MADE = "made\n"
 _KEY = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
+
+
+def pack(value: Any) -> bytes:
+    """Numbers, strings and tensors in dicts and lists, as bytes for a `Store`."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def unpack(data: bytes) -> Any:
+    """What `pack` was given; no code is run."""
+    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 class Store(Protocol):

@@ -34,12 +34,13 @@ class Part:
 
 
 class Packing(ABC):
-    """A way to store a weight. Two weights are stored alike if their packings are equal."""
+    """A way to store a weight. Two weights are stored alike if their packings are equal.
 
-    @property
-    @abstractmethod
-    def group(self) -> int | None:
-        """Neighbouring channels that share a scale, None for a whole row."""
+    Attributes:
+        group: neighbouring channels that share a scale, None for a whole row.
+    """
+
+    group: int | None
 
     @property
     @abstractmethod
@@ -92,13 +93,9 @@ class Packed(Packing):
     first in the lowest bits; zero points alike along N. Scales (N, G), for a tensor of one scale (1,)."""
 
     bits: Literal[4, 8]
-    size: int | None
+    group: int | None
     symmetric: bool
     per_tensor: bool = False
-
-    @property
-    def group(self) -> int | None:
-        return self.size
 
     @property
     def kind(self) -> Kind:
@@ -158,16 +155,12 @@ class Plain(Packing):
     """
 
     number: Literal["int8", "fp8"]
-    size: int | None = None
+    group: int | None = None
     block_rows: int | None = None
     per_tensor: bool = False
     symmetric: bool = True
     scale: str = "weight_scale"
     input_scale: bool = False
-
-    @property
-    def group(self) -> int | None:
-        return self.size
 
     @property
     def kind(self) -> Kind:
@@ -213,13 +206,9 @@ class Plain(Packing):
 
 @dataclass(frozen=True)
 class _InWords(Packing):
-    """int4 in groups of ``size`` channels, None for a whole row, eight codes to an int32 word."""
+    """int4, eight codes to an int32 word."""
 
-    size: int | None
-
-    @property
-    def group(self) -> int | None:
-        return self.size
+    group: int | None
 
     @property
     def kind(self) -> Kind:
