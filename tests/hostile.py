@@ -54,6 +54,7 @@ from tiny_bundle import as_version_1, resign, tiny_config, write_tiny_bundle, wr
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UsageError, WisparseError
+from wisparse.formats.record.amend import check_amendable
 from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.loader import load
 from wisparse.runtime.text.edge import Text, check_text
@@ -85,14 +86,20 @@ def build(folder: Path) -> list[Path]:
         "qwen3": (tiny_config("qwen3", tie_word_embeddings=False, dtype="bfloat16"), torch.bfloat16),
         "phi3": (tiny_config("phi3", rope_parameters=LONGROPE), torch.float32),
     }
-    stored = {"int4": "pack int4 groups, zero points", "fp8": "fp8 blocks, as DeepSeek's", "gptq": "gptq"}
+    stored = {
+        "int4": "pack int4 groups, zero points",
+        "int8": "pack int8 rows",
+        "fp8": "fp8 blocks, as DeepSeek's",
+        "gptq": "gptq",
+        "awq": "awq",
+    }
     kinds |= {name: (tiny_config("llama"), torch.float32) for name in stored}
     bundles = []
     for name, (config, dtype) in kinds.items():
         model = write_tiny_model(folder / f"{name}-model", config, dtype=dtype)
         if name in stored:
             model = quantise_model(model, folder / f"{name}-quantised", *PUBLISHED[stored[name]]())
-        rungs = (0.3, 0.5, 0.7) if name == "qwen3" else (0.5,)
+        rungs = (0.3, 0.5, 0.7) if name in ("qwen3", "int8") else (0.5,)
         card = {"README.md": b"# Card\n"}
         bundles.append(
             write_tiny_bundle(
@@ -140,6 +147,12 @@ def verify(folder: Path) -> None:
     """What the command does."""
     verify_bundle(folder)
     check_text(Bundle.open(folder))
+
+
+def amendable(folder: Path) -> None:
+    """What ``--save`` asks first."""
+    with contextlib.suppress(UsageError):  # a folder that holds what is not the bundle's
+        check_amendable(folder)
 
 
 def compare_text(folder: Path) -> None:
@@ -289,6 +302,7 @@ class Case:
         with _after_opening(act) if self.when == "after opening" else contextlib.nullcontext():
             loaded = self._try(lambda: answers(self.folder, self.backend))
         opened = self._try(lambda: meaning(Bundle.open(self.folder)))
+        self._try(lambda: amendable(self.folder))
         if commands:
             self._commands(refused=verified is None if self.when != "after opening" else None)
         if before is not None and _state(self.folder.parent) != before:

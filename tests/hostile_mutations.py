@@ -384,6 +384,149 @@ def bad_index(random: Random, folder: Path) -> str:
     return f"{name} in {target!r:.60}"
 
 
+# What the document says of its weights, its rungs and its model.
+
+_DIMENSIONS = [0, 1, -1, 3, 7, 2**16, 2**31, 2**40, 2**63, 1.5, True, None, "16"]
+_REALS = [0, -1, 1e-320, 1e-30, 1e30, 1e300, 10**400, 2**63, True, None, "1", 0.5, 1.0]
+_SCHEMES: dict[str, list[Any]] = {
+    "num_bits": [0, 1, 2, 3, 4, 8, 16, 64, -4, 4.0, None, "4", 2**63],
+    "group_size": [0, -1, 1, 2, 3, 5, 7, 8, 16, 128, 2**31, 2**63, None, "8"],
+    "strategy": ["channel", "group", "tensor", "block", "token", "tensor_group", "", None, 3],
+    "type": ["int", "float", "", None, 1],
+    "symmetric": [True, False, None, 0, "false"],
+    "actorder": ["group", "weight", "static", True, None],
+    "block_structure": [[0, 0], [1, 1], [-1, 8], [2**40, 2**40], [8], "8x8", None],
+    "weight_block_size": [[0, 0], [1, 1], [7, 3], [2**40, 2**40], [8], None],
+    "format": ["pack-quantized", "int-quantized", "float-quantized", "dense", "marlin-24", "", None],
+    "quant_method": ["gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "", None],
+    "bits": [0, 1, 2, 3, 4, 8, 32, -1, None],
+    "desc_act": [True, None, "yes"],
+    "sym": [True, False, None],
+    "checkpoint_format": ["gptq", "gptq_v2", "marlin", None],
+    "zero_point": [True, False],
+    "version": ["gemm", "gemv", "exllama", None],
+    "targets": [[], ["Linear"], ["re:(a+)+$"], ["re:("], ["re:.*q_proj"], ["*"], "Linear", [7]],
+    "ignore": [[], ["lm_head"], ["re:(a+)+$"], ["re:.*"], ["model.layers.0.self_attn.q_proj"], ["x"] * 9999, None],
+    "modules_to_not_convert": [["lm_head"], ["model.layers.0.mlp.up_proj"], [], None, "lm_head"],
+    "quantization_status": ["frozen", "initialized", None],
+    "sparsity_config": [{"format": "sparse-bitmask"}, {"format": "dense"}],
+    "kv_cache_scheme": [{"num_bits": 8, "type": "float"}],
+    "output_activations": [{"num_bits": 8}],
+    "transform_config": [{"config_groups": {"a": {}}}],
+}
+
+
+def _change_document(folder: Path, name: str, change: Callable[[dict[str, Any]], str]) -> str:
+    file = _plain(folder / name)
+    document = json.loads(file.read_bytes())
+    what = change(document)
+    try:
+        file.write_text(json.dumps(document))
+    except ValueError:  # an integer that Python does not write out
+        file.write_text("{}")
+    return f"{name}: {what}"
+
+
+def lying_scheme(random: Random, folder: Path) -> str:
+    """What ``quantization_config`` says of how weights are stored; a plain bundle claims to be quantised."""
+
+    def change(document: dict[str, Any]) -> str:
+        scheme = document.setdefault("quantization_config", {"quant_method": random.choice(_SCHEMES["quant_method"])})
+        inner = [scheme, *(place[key] for place, key in _places(scheme) if isinstance(place[key], dict))]
+        where = random.choice(inner)
+        key = random.choice([key for key in where if key in _SCHEMES] or list(_SCHEMES))
+        if random.random() < 0.15:
+            document.pop("quantization_config")
+            return "no quantization_config"
+        where[key] = random.choice(_SCHEMES[key])
+        return f"quantization_config {key} {where[key]!r:.60}"
+
+    return _change_document(folder, "config.json", change)
+
+
+def lying_dimensions(random: Random, folder: Path) -> str:
+    """Dimensions and numbers of the model that its weights, or arithmetic, cannot have."""
+
+    def change(document: dict[str, Any]) -> str:
+        numbers = [(place, key) for place, key in _places(document) if type(place[key]) in (int, float)]
+        place, key = random.choice(numbers)
+        place[key] = random.choice(_DIMENSIONS if isinstance(place[key], int) else _REALS)
+        return f"{key} {place[key]!r:.60}"
+
+    return _change_document(folder, "config.json", change)
+
+
+def lying_rungs(random: Random, folder: Path) -> str:
+    """Rungs of the recipe in another order, twice, without one that is in force, too many, or with other numbers."""
+
+    def change(document: dict[str, Any]) -> str:
+        rungs = document["rungs"]
+        kind = random.choice(["reverse", "twice", "drop", "many", "default", "number", "projections", "blocks", "none"])
+        rung = random.choice(rungs)
+        if kind == "reverse":
+            rungs.reverse()
+            rung["projections"].reverse()
+        elif kind == "twice":
+            rungs.append(rung)
+        elif kind == "drop":
+            rungs.remove(rung)
+        elif kind == "many":
+            rungs *= random.choice([17, 300])
+        elif kind == "default":
+            document["default"] = random.choice([0, 0.31, 1, -0.5, None, "0.5", True, rungs[0]["sparsity"]])
+        elif kind == "number":
+            rung["sparsity"] = random.choice([0, 0.951, 1, 2, -0.1, 1e-9, None, True])
+        elif kind == "projections":
+            entry = random.choice(rung["projections"])
+            entry[random.choice(list(entry))] = random.choice([*_REALS, "x", "lm_head", "model.layers.9.x"])
+        elif kind == "blocks":
+            rung["block_sparsities"] = random.choice([[], [0.5], [0.5] * 10_000, [None, None], "0.5"])
+        else:
+            document["rungs"] = random.choice([[], {}, None, [[]], [None]])
+        return kind
+
+    return _change_document(folder, "wisparse.json", change)
+
+
+def odd_codes(random: Random, folder: Path) -> str:
+    """Whole tensors of codes, scales, zero points, shapes and orders of channels, or of masks, with other content."""
+    file = _safetensors(random, folder)
+    header, data = split_safetensors(file.read_bytes())
+    parts = ("_packed", "_scale", "_zero_point", "_shape", "qweight", "qzeros", "scales", "g_idx", "scale_inv",
+             "threshold", "channel_scale", "output_bias", "sparsity")  # fmt: skip
+    names = [name for name in header if name.endswith(parts)]
+    name = random.choice(names or [name for name in header if name != "__metadata__"])
+    start, end = header[name]["data_offsets"]
+    size = end - start
+    kinds: dict[str, bytes] = {
+        "zeros": bytes(size),
+        "ones": b"\xff" * size,
+        "signs": b"\x80" * size,
+        "random": random.randbytes(size),
+        "backwards": data[start:end][::-1],
+        "largest": (b"\x7f" * size),
+        "infinite": (b"\x00\x00\x80\x7f" * size)[:size],
+        "turned": data[start + size // 2 : end] + data[start : start + size // 2],
+    }
+    kind = random.choice(list(kinds))
+    file.write_bytes(join_safetensors(header, data[:start] + kinds[kind] + data[end:]))
+    return f"{file.name}: {name} {kind}"
+
+
+def lying_findings(random: Random, folder: Path) -> str:
+    """Report and card as another's: ``--save`` reads both."""
+    finding = {"what": "tok/s", "conditions": "c", "sparsity": 0.5, "dense": 1.0, "sparse": 2.0,
+               "dense_stderr": None, "sparse_stderr": None}  # fmt: skip
+    finding[random.choice(list(finding))] = random.choice(_ODD)
+    report = random.choice([{"findings": [finding]}, {"findings": [finding] * 1001}, {"findings": None}, [finding]])
+    text = json.dumps(report)
+    (folder / "conversion_report.json").write_text(text, "utf-8", errors="surrogatepass")
+    marks = ("<!-- measured since the conversion -->", "<!-- end of what was measured since -->")
+    card = random.choice(["", marks[0], marks[1] + marks[0], "\n".join(marks) * 3, "\udcff", "x" * 40_000_000])
+    (folder / "README.md").write_text(card, "utf-8", errors="surrogateescape")
+    return text[:100]
+
+
 # Text that is a program.
 
 
@@ -498,6 +641,7 @@ MUTATIONS: dict[str, Mutation] = {
         *(not_a_file, more_files, many_files),
         *(lying_header, lying_length, duplicate_key, odd_values, swap_tensors),
         *(odd_json, json_bomb, bad_index, bad_tokenizer, bad_template),
+        *(lying_scheme, lying_dimensions, lying_rungs, odd_codes, lying_findings),
     )
 }
 TEXT_MUTATIONS: dict[str, Mutation] = {

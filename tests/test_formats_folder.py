@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from wisparse.formats.errors import UsageError
+from wisparse.formats.guard import folder
 from wisparse.formats.guard.folder import (
     UNFINISHED,
     Kind,
@@ -199,16 +200,66 @@ def _killed_at(number: int, action: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-@pytest.mark.parametrize("old", [False, True], ids=["new", "replaced"])
-def test_killed_at_every_single_step(old: bool, tmp_path: Path) -> None:
+@pytest.fixture
+def one_step(tmp_path: Path) -> None:
+    """Skips where folders cannot change names in one step."""
+    for name in ("one", "other"):
+        (tmp_path / "probe" / name).mkdir(parents=True)
+    if not folder._exchange(tmp_path / "probe" / "one", tmp_path / "probe" / "other"):
+        pytest.skip("this system or disk does not exchange folders in one step")
+
+
+@pytest.fixture
+def two_renames(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_exchange", lambda one, other: False)
+
+
+def test_folders_change_names_or_nothing_is_done(one_step: None, tmp_path: Path) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    write(one, "1")
+    assert not folder._exchange(one, other)
+    assert content(tmp_path) == {f"one/{name}": text for name, text in whole("1").items()}
+    write(other, "2")
+    assert folder._exchange(one, other)
+    assert (content(one), content(other)) == (whole("2"), whole("1"))
+
+
+def test_an_interrupt_right_after_the_exchange_leaves_the_new_one(
+    one_step: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write(out, "one")
+    (out / "pictures/b.png").rename(out / "pictures/c.png")  # a name that the new one does not have
+    (out / "list.json").write_text(json.dumps(["a.bin", "pictures/c.png", "list.json"]))
+    plain = folder._exchange
+
+    def interrupted(one: Path, other: Path) -> bool:
+        plain(one, other)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "_exchange", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write(out, "two")
+    assert {name: text for name, text in content(out).items() if name != UNFINISHED} == whole("two")
+    write(out, "three")
+    assert content(out) == whole("three")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "probe"]
+
+
+@pytest.mark.parametrize("how", ["new", "one_step", "two_renames"])
+def test_killed_at_every_single_step(how: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """Whatever stands at OUT is one of the two, whole; the next run ends as if nothing had happened."""
-    number = 0
+    number, old = 0, how != "new"
+    if old:
+        request.getfixturevalue(how)
     while True:
         home = tmp_path / str(number)
         out = home / "out"
         if old:
             write(out, "old")
         status = _killed_at(number, lambda out=out: write(out, "new"))
+        assert out.exists() or how != "one_step", number  # never away, not for a moment
         if out.exists():
             found = {name: text for name, text in content(out).items() if name != UNFINISHED}
             assert found == whole("new") or (old and found == whole("old")), number

@@ -31,6 +31,7 @@ from tiny_bundle import (
 from wisparse.formats import write as write_room
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
+from wisparse.formats.guard import folder as folder_room
 from wisparse.formats.record.recipe import Recipe, Rung
 from wisparse.formats.verify import verify_bundle
 from wisparse.formats.weights.checkpoint import Checkpoint
@@ -342,6 +343,7 @@ def test_failed_swap_puts_the_old_bundle_back(model: Path, tmp_path: Path, monke
         plain(source, target)
 
     monkeypatch.setattr(os, "rename", rename)
+    monkeypatch.setattr(folder_room, "_exchange", lambda one, other: False)
     with pytest.raises(KeyboardInterrupt):
         write_tiny_bundle(out, model, dtype="float16", overwrite=True)
     assert Bundle.open(out).checkpoint.tensor("model.norm.weight").dtype is torch.float32

@@ -1,7 +1,8 @@
 """Folders that this project makes and replaces: written beside their place, swapped in whole, and never a stranger's.
 
     OUT.partial         being written; it holds a marker, which its process keeps locked
-    OUT.being-replaced  the former OUT, while the new one takes its place
+    OUT.being-replaced  the former OUT, while it is deleted; where the system cannot let two folders change names in
+                        one step, also while the new one takes its place
 
 A folder is replaced or removed only if it says itself, in a file of ours, what it is and which files belong to it, and
 holds nothing else. Whatever a killed process leaves can be told by that, and is cleared away by the next one.
@@ -10,6 +11,7 @@ holds nothing else. Whatever a killed process leaves can be told by that, and is
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
@@ -130,7 +132,8 @@ def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: b
             _check_out(out, kind, overwrite)
             _swap(partial, out, kind)
         except BaseException:
-            if partial.is_dir():
+            # Without the marker it is the former OUT by now; the next run clears it away, as after a kill.
+            if (partial / UNFINISHED).is_file():
                 remove_files(partial, names, last=(UNFINISHED,))
             raise
 
@@ -300,17 +303,29 @@ def _busy(partial: Path, kind: Kind) -> UsageError:
 def _swap(partial: Path, out: Path, kind: Kind) -> None:
     """Rename the finished folder; an old one leaves only once the new one is in its place."""
     previous = _beside(out)[1]
-    if os.path.lexists(out):
+    if not os.path.lexists(out):
+        os.rename(partial, out)
+    elif _exchange(partial, out):
+        os.rename(partial, previous)
+    else:
         os.rename(out, previous)
         try:
             os.rename(partial, out)
         except BaseException:
             os.rename(previous, out)
             raise
-    else:
-        os.rename(partial, out)
     _sync(out.parent)
     clear_leftovers(out, kind)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change names in one step, so that both are there all the time.
+
+    Returns False, and has done nothing, where the system (any but Linux) or the disk cannot.
+    """
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    return call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
 
 
 def _sync_tree(folder: Path) -> None:

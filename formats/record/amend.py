@@ -47,8 +47,7 @@ def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -
         ResourceError: the disk is full.
     """
     out, findings = Path(os.path.realpath(folder)), tuple(findings)
-    check_target(out, BUNDLE, overwrite=True)
-    clear_leftovers(out, BUNDLE)  # a kill between the two renames leaves the bundle beside its place
+    clear_leftovers(out, BUNDLE)  # a kill between two renames leaves the bundle beside its place
     names = {*listed_files(out), MANIFEST, REPORT, CARD}
     with replaced_folder(out, BUNDLE, names, overwrite=True) as partial:
         # Read while no other process may replace it.
