@@ -31,7 +31,8 @@ from wisparse.runtime.protocol.answers import Growing
 from wisparse.runtime.protocol.errors import ApiError
 from wisparse.runtime.protocol.requests import Defaults, read_chat, read_completion
 from wisparse.runtime.protocol.thinking import Thinking, ThoughtCount
-from wisparse.runtime.serve import admission, answering, wire
+from wisparse.runtime.protocol.unsupported import ANSWER, RESPONSE
+from wisparse.runtime.serve import admission, answering, connection, wire
 from wisparse.runtime.serve.server import open_socket
 from wisparse.runtime.serve.settings import ServeSettings
 
@@ -146,8 +147,10 @@ def test_the_next_turn_is_read_from_where_it_parts(server: Running) -> None:
     whole = usage.prompt_tokens // 128 * 128
     asked += [{"role": "assistant", "content": said}, {"role": "user", "content": "y"}]
     for stream in (False, True):
+        before = server.metric("wisparse_cached_prompt_tokens_total")
         again, usage = ask(stream)
         assert usage.prompt_tokens_details.cached_tokens == whole
+        assert server.metric("wisparse_cached_prompt_tokens_total") == before + whole
     # Nothing of it is left, and the answer is the same.
     server.client().completions.create(model=NAME, prompt=[first[number:] for number in (1, 2, 3)], max_tokens=1)
     assert ask(stream=False)[0] == again
@@ -352,6 +355,8 @@ def test_a_response_with_a_thought_and_a_schema(chat_server: Running) -> None:
         ({"input": "a", "tools": [{"type": "function", "name": "a b"}]}, "tools[0].name"),
         ({"input": "a", "tools": [], "tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
         ({"input": "a", "temperature": "hot"}, "temperature"),
+        ({"input": "a", "reasoning": {"effort": "low"}}, "reasoning"),
+        ({"input": "a", "include": ["message.output_text.logprobs"]}, "include"),
     ],
 )
 def test_a_bad_field_of_a_response_is_named(chat_server: Running, body: dict[str, Any], field: str) -> None:
@@ -516,12 +521,15 @@ def test_models_health_and_what_is_not_here(server: Running) -> None:
     with pytest.raises(openai.InternalServerError) as refused:
         client.embeddings.create(model=NAME, input="a")
     assert refused.value.status_code == 501
-    for path, status in (("/health", 200), ("/nothing", 404), ("/v1/completions", 405)):
+    for path, status in (
+        ("/health", 200), ("/nothing", 404), ("/v1/completions", 405), ("/v1/images/edits", 501),
+        ("/v1/responses/resp_1", 501), ("/" + "a" * 9000, 404),
+    ):  # fmt: skip
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.request("GET", path)
         answer = connection.getresponse()
         assert answer.status == status
-        assert json.loads(answer.read())
+        assert len(answer.read()) < 300
         connection.close()
 
 
@@ -570,6 +578,12 @@ BAD = [
     ({"prompt": "a", "sparsity": 10**400}, "sparsity"),
     ({"prompt": "a", "grammar": "start: /a/", "response_format": {"type": "json_object"}}, "grammar"),
     ({"prompt": "a", "best_of": 2}, "best_of"),
+    # What other servers have beside: not here, and not without a word either.
+    ({"prompt": "a", "repeat_penalty": 1.3}, "repeat_penalty"),
+    ({"prompt": "a", "min_tokens": 2}, "min_tokens"),
+    ({"prompt": "a", "ignore_eos": True}, "ignore_eos"),
+    ({"prompt": "a", "stop_token_ids": [5]}, "stop_token_ids"),
+    ({"prompt": "a", "structured_outputs": {"json": {}}}, "structured_outputs"),
     ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
 ]
 
@@ -647,9 +661,40 @@ def test_a_conversation_longer_than_the_context(chat_server: Running) -> None:
         assert (status, found["error"]["param"], found["error"]["code"]) == (400, field, "context_length_exceeded")
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"chat_template": "x"},
+        {"continue_final_message": True},
+        {"enable_thinking": False},
+        {"add_generation_prompt": False},
+    ],
+)
+def test_how_a_prompt_is_made_is_the_templates(chat_server: Running, field: dict[str, Any]) -> None:
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    status, found = chat_server.post("/v1/chat/completions", {**asked, **field})
+    assert (status, [found["error"]["param"]]) == (400, list(field))
+
+
+def test_fields_that_change_nothing_pass(chat_server: Running) -> None:
+    neutral = {name: value for name, values in {**ANSWER, **RESPONSE}.items() for value in values[-1:]}
+    asked = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 1,
+        **neutral,
+        "user": "b",
+        "metadata": {"c": "d"},
+    }
+    assert chat_server.post("/v1/chat/completions", {**asked, "chat_template": None})[0] == 200
+    asked = {"input": "a", "max_output_tokens": 1, "include": ["reasoning.encrypted_content"], "store": False}
+    assert chat_server.post("/v1/responses", {**asked, "reasoning": {"effort": None, "summary": "auto"}})[0] == 200
+
+
 def test_only_json_is_taken(server: Running) -> None:
     # A form, which any page may send anywhere without being asked.
     status, _ = server.post("/v1/completions", {"prompt": "a"}, **{"content-type": "text/plain"})
+    assert status == 415
+    status, _ = server.post("/v1/completions", {"prompt": "a"}, **{"content-encoding": "gzip"})
     assert status == 415
 
 
@@ -743,6 +788,43 @@ def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPa
     )
     assert b" 408 " in one.recv(100)
     one.close()
+
+
+def test_a_body_that_is_too_large_is_not_waited_for(server: Running) -> None:
+    one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 99999999999"
+    one.sendall(head.encode() + b"\r\n\r\n")
+    assert b" 413 " in one.recv(100)
+    one.close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        b"GET /health HTTP/1.1\r\nho",
+        # What is not taken any more has been answered.
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 999\r\n\r\n{",
+        b"GET /health HTTP/1.1\r\nhost: a\r\n\r\nGET ",
+    ],
+    ids=["nothing", "half a request", "half a body", "half a second request"],
+)
+def test_a_connection_that_asks_nothing_is_closed(
+    server: Running, model: Model, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.05)
+    asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0})
+    one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    one.sendall(sent)
+    while one.recv(1000):
+        pass
+    one.close()
+    found = b""
+    while b'"usage"' not in found:  # who waits for an answer is not cut off
+        piece = asking.recv(10_000)
+        assert piece
+        found += piece
+    asking.close()
 
 
 def test_headers_without_end(server: Running) -> None:
@@ -879,6 +961,17 @@ def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
         server.kill()
         server.wait()
         server.stderr.close()
+
+
+@pytest.mark.parametrize("origin", ["", "localhost:3000", "http://a.example/", "http://a.example/page", "http://"])
+def test_an_origin_that_no_page_has(origin: str, bundle: Path) -> None:
+    from click.testing import CliRunner
+
+    from wisparse.cli import cli
+
+    done = CliRunner().invoke(cli, ["serve", str(bundle), "--cors", origin])
+    assert isinstance(done.exception, UsageError)
+    assert "--cors: expected * or an origin" in str(done.exception)
 
 
 @pytest.mark.parametrize("key", ["", "  \n", "zwölf", "a\x00b"])

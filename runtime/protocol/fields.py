@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from .errors import ApiError, bad
+from .errors import bad
 
-__all__ = ["checked", "integer", "number", "refuse_unsupported", "switch"]
+__all__ = ["checked", "integer", "number", "switch"]
 
 
 def checked(
@@ -41,19 +41,3 @@ def number(body: Mapping[str, Any], field: str, default: float, least: float, mo
         f"a number from {least:g} to {most:g}",
     )  # fmt: skip
     return float(found)
-
-
-def refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse fields that would change the answer; ``neutral``: of each the values that would not, beside null.
-
-    Raises:
-        ApiError: with the field named.
-    """
-    for field, values in neutral.items():
-        value = body.get(field)
-        # True equals 1 in Python, and nothing else here means the same.
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
-            continue
-        raise ApiError(
-            400, f"{field}: this server does not have it; leave it out", param=field, code="unsupported_parameter"
-        )

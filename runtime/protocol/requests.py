@@ -15,9 +15,10 @@ from wisparse.formats.errors import UsageError
 from ..decoding.sampling import SamplingSettings
 from ..generation.grammar import ANY_OBJECT, Grammar
 from .errors import ApiError, bad
-from .fields import checked, integer, number, refuse_unsupported, switch
+from .fields import checked, integer, number, switch
 from .messages import name_results, read_message
 from .tools import Offer, read_offer
+from .unsupported import ANSWER, refuse_unsupported
 
 __all__ = ["ApiCall", "Defaults", "read_chat", "read_completion"]
 
@@ -28,21 +29,6 @@ _SEED = 2**63 - 1
 _LOGPROBS = 20
 _BIASES = 1024
 
-# What would change the answer, and the values that would not.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "guided_json": (),
-    "json_schema": (),
-    "modalities": (["text"],),
-    "reasoning_effort": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "web_search_options": (),
-}
 # What only a chat has.
 _CHAT = ("tools", "tool_choice")
 
@@ -102,7 +88,7 @@ def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> ApiCall
     Raises:
         ApiError: with the field named.
     """
-    refuse_unsupported({name: value for name, value in body.items() if name not in _CHAT}, _NEUTRAL)
+    refuse_unsupported({name: value for name, value in body.items() if name not in _CHAT}, ANSWER)
     offer = read_offer(body)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
@@ -133,7 +119,7 @@ def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> A
     Raises:
         ApiError: with the field named.
     """
-    refuse_unsupported(body, _NEUTRAL)
+    refuse_unsupported(body, ANSWER)
     prompt = body.get("prompt")
     if isinstance(prompt, str) or _is_ids(prompt):
         prompts: tuple[Any, ...] = (prompt,)

@@ -12,22 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import ApiError, bad
-from .fields import refuse_unsupported
+from .unsupported import RESPONSE, refuse_unsupported
 
 __all__ = ["as_chat_body", "as_response_error"]
 
-# What would change the answer, or need an earlier one; and the values that would not.
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "background": (False,),
-    "conversation": (),
-    "include": ([],),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "reasoning": ({},),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
 # This protocol's names of what a chat calls otherwise.
 _RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text"}
 _PARTS = ("input_text", "output_text", "text")
@@ -42,8 +30,8 @@ def as_chat_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[int]]:
     Raises:
         ApiError: with the field named.
     """
-    refuse_unsupported(body, _NEUTRAL)
-    own = {"input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", *_NEUTRAL}
+    refuse_unsupported(body, RESPONSE)
+    own = {"input", "instructions", "max_output_tokens", "text", "tools", "tool_choice", *RESPONSE}
     chat = {name: value for name, value in body.items() if name not in own}
     chat["messages"], origins = _messages(body)
     if body.get("max_output_tokens") is not None:

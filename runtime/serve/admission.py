@@ -45,15 +45,18 @@ async def read_body(request: Request, name: str) -> dict[str, Any]:
     # A page of another origin can send a form's types unasked; JSON it has to ask for (CORS).
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError(415, "expected a body of type application/json", code="unsupported_media_type")
+    if request.headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "expected a body that is not compressed", code="unsupported_media_type")
+    too_large = ApiError(413, f"the body is larger than {_MOST_BYTES:,} bytes: shorten it", code="request_too_large")
+    if int(request.headers.get("content-length", 0)) > _MOST_BYTES:
+        raise too_large
     data = bytearray()
     try:
         async with asyncio.timeout(PATIENCE_SECONDS):
             async for chunk in request.stream():
                 data += chunk
                 if len(data) > _MOST_BYTES:
-                    raise ApiError(
-                        413, f"the body is larger than {_MOST_BYTES:,} bytes: shorten it", code="request_too_large"
-                    )
+                    raise too_large
     except TimeoutError as error:
         raise ApiError(
             408, f"the body did not come within {PATIENCE_SECONDS:g} seconds", code="request_timeout"

@@ -32,6 +32,7 @@ from ..protocol.events import to_json
 from ..protocol.requests import ApiCall, read_chat, read_completion
 from ..protocol.response_shape import ResponseShape
 from ..protocol.responses import as_chat_body, as_response_error
+from ..protocol.usage import cached_tokens
 from .admission import check_key, check_name, read_body
 from .answering import Answering
 from .encoder import Encoder
@@ -117,7 +118,9 @@ class Endpoints:
 
     async def not_here(self, request: Request) -> Response:
         raise ApiError(
-            501, f"{request.url.path}: this server completes text; it has no such thing", code="not_implemented"
+            501,
+            f"{request.url.path:.80}: this server completes text, and keeps nothing; it has no such thing",
+            code="not_implemented",
         )
 
     async def chat(self, request: Request) -> Response:
@@ -184,6 +187,7 @@ class Endpoints:
             whole = await unless_disconnected(request, self._collect(answering, first))
         finally:
             answering.cancel()
+        self.metrics.cached_tokens.inc(cached_tokens(whole, prompt_tokens))
         return _json(shape.whole(whole, prompt_tokens, answering.thought_tokens))
 
     async def _collect(self, answering: Answering, first: list[tuple[int, Piece]]) -> list[Generation]:
@@ -216,7 +220,9 @@ class Endpoints:
             except WisparseError as error:  # the status is out already
                 yield growing.failing(as_api_error(error))
                 return
-        yield growing.closing([done[index] for index in sorted(done)], prompt_tokens, answering.thought_tokens)
+        answers = [done[index] for index in sorted(done)]
+        self.metrics.cached_tokens.inc(cached_tokens(answers, prompt_tokens))
+        yield growing.closing(answers, prompt_tokens, answering.thought_tokens)
 
     def _count(self, items: Sequence[tuple[int, Piece]], done: dict[int, Generation]) -> None:
         self.metrics.tokens.inc(len(items))

@@ -22,6 +22,9 @@ class Metrics:
         registry = self._registry
         self.requests = Counter("wisparse_requests", "Requests answered, by HTTP status", ["status"], registry=registry)
         self.prompt_tokens = Counter("wisparse_prompt_tokens", "Prompt tokens read", registry=registry)
+        self.cached_tokens = Counter(
+            "wisparse_cached_prompt_tokens", "Prompt tokens that the cache still held", registry=registry
+        )
         self.tokens = Counter("wisparse_generated_tokens", "Tokens generated", registry=registry)
         self.cancelled = Counter("wisparse_cancelled", "Requests whose client went away", registry=registry)
         self.first_token = Histogram(

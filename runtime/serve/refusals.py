@@ -20,8 +20,9 @@ def refusal(error: ApiError) -> Response:
 
 
 async def not_found(request: Request, error: Exception) -> Response:
-    return refusal(ApiError(404, f"{request.url.path}: no such address here", code="not_found"))
+    return refusal(ApiError(404, f"{request.url.path:.80}: no such address here", code="not_found"))
 
 
 async def wrong_method(request: Request, error: Exception) -> Response:
-    return refusal(ApiError(405, f"{request.url.path}: {request.method} is not for it", code="method_not_allowed"))
+    text = f"{request.url.path:.80}: {request.method:.20} is not for it"
+    return refusal(ApiError(405, text, code="method_not_allowed"))

@@ -15,6 +15,7 @@ from wisparse.formats.errors import UsageError
 
 from ..model import Model
 from .app import Endpoints
+from .connection import Connection
 from .page import page_routes
 from .refusals import not_found, wrong_method
 from .settings import ServeSettings
@@ -23,8 +24,9 @@ __all__ = ["http_server", "make_app", "open_socket", "serve"]
 
 # A thread that waits for the interpreter gets it after so long; Python's own 5 ms are longer than a step of a GPU.
 _SWITCH_SECONDS = 0.0005
-_ELSEWHERE = ("/v1/embeddings", "/v1/images/generations", "/v1/audio/transcriptions", "/v1/audio/speech",
-              "/v1/moderations")  # fmt: skip
+_ELSEWHERE = (
+    "/v1/embeddings", "/v1/images/{rest:path}", "/v1/audio/{rest:path}", "/v1/moderations", "/v1/responses/{rest:path}"
+)  # fmt: skip
 
 
 def open_socket(settings: ServeSettings) -> socket.socket:
@@ -53,9 +55,9 @@ def serve(model: Model, settings: ServeSettings, listener: socket.socket) -> Non
 
 def http_server(app: Starlette) -> uvicorn.Server:
     """What speaks HTTP for the application."""
-    # Of uvicorn's parsers only h11 bounds a request's headers; left to itself it takes httptools where there is one.
+    # Of uvicorn's parsers only h11, which this is, bounds a request's headers.
     config = uvicorn.Config(
-        app, http="h11", h11_max_incomplete_event_size=32 * 1024, log_level="warning", access_log=False,
+        app, http=Connection, ws="none", h11_max_incomplete_event_size=32 * 1024, log_level="warning", access_log=False,
         timeout_graceful_shutdown=60, server_header=False,
     )  # fmt: skip
     return uvicorn.Server(config)
@@ -73,7 +75,7 @@ def make_app(model: Model, settings: ServeSettings) -> Starlette:
         Route("/v1/chat/completions", endpoints.guarded(endpoints.chat), methods=["POST"]),
         Route("/v1/responses", endpoints.guarded(endpoints.respond), methods=["POST"]),
         Route("/v1/completions", endpoints.guarded(endpoints.complete), methods=["POST"]),
-        *(Route(path, endpoints.guarded(endpoints.not_here), methods=["POST"]) for path in _ELSEWHERE),
+        *(Route(path, endpoints.guarded(endpoints.not_here), methods=["GET", "POST", "DELETE"]) for path in _ELSEWHERE),
     ]
     middleware = [
         Middleware(CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ __all__ = ["command"]
 
 _KEY = "WISPARSE_API_KEY"
 _LONGEST_KEY = 4096
+# As browsers send it: a scheme, a host and perhaps a port, no path.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
@@ -77,6 +80,9 @@ def command(
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
     if not name.strip() or not name.isprintable():
         raise UsageError(f"--alias: expected a name, found {name!r:.80}")
+    for origin in cors:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise UsageError(f"--cors: expected * or an origin as http://localhost:3000, found {shown(origin)}")
     settings = ServeSettings(name, host, port, max_queue, key, cors)
     with open_socket(settings) as listener:
         model = load(bundle, max_batch=max_batch, **loading)
