@@ -185,11 +185,25 @@ def _scores(products, scale_log2, shape: tl.constexpr):
 
 
 @triton.jit
+def _turns(rotary, p, d, shape: tl.constexpr, wide: tl.constexpr):
+    """Cosines and sines of the dimensions ``d`` at position p: they repeat for the second half of the rotated ones, or
+    for every other one."""
+    half: tl.constexpr = shape.rotary // 2
+    if shape.interleaved:  # noqa: SIM108 (resolved at compile time)
+        at = p * half + d // 2
+    else:
+        at = p * half + tl.where(d < half, d, d - half)
+    cos = tl.load(rotary.cos + at, mask=d < shape.rotary, other=1.0).to(wide)
+    sin = tl.load(rotary.sin + at, mask=d < shape.rotary, other=0.0).to(wide)
+    return cos, sin
+
+
+@triton.jit
 def _attend(
-    q, k, v, live_t, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr, wide: tl.constexpr
+    q, k, v, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype: tl.constexpr, wide: tl.constexpr
 ):  # fmt: skip
-    """One more stretch of the softmax: new maximum (log2 domain), denominator and weighted sum. float64 takes one
-    position, always a live one, at a time."""
+    """One more stretch of the softmax: new maximum (log2 domain), denominator and weighted sum. ``seen``: which
+    positions each query sees. float64 takes one position, which is seen, at a time."""
     if wide == tl.float64:
         s = _scores(tl.sum(q * k, axis=1), scale_log2, shape)
         m_new = tl.maximum(m, s)
@@ -199,7 +213,7 @@ def _attend(
         acc = acc * factor[:, None] + weight[:, None] * v
     else:
         s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale_log2, shape)
-        s = tl.where(live_t[None, :], s, float("-inf"))
+        s = tl.where(seen, s, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1))
         factor = tl.exp2(m - m_new)
         weight = tl.exp2(s - m_new[:, None])
@@ -240,14 +254,7 @@ def _attention_kernel(
     # An idle row may be full: it reads and writes no cache.
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
-    # cos and sin repeat for the second half of the rotated dimensions, or for every other one.
-    half: tl.constexpr = shape.rotary // 2
-    if shape.interleaved:  # noqa: SIM108 (resolved at compile time)
-        rotary_at = p * half + d // 2
-    else:
-        rotary_at = p * half + tl.where(d < half, d, d - half)
-    cos = tl.load(rotary.cos + rotary_at, mask=d < shape.rotary, other=1.0).to(wide)
-    sin = tl.load(rotary.sin + rotary_at, mask=d < shape.rotary, other=0.0).to(wide)
+    cos, sin = _turns(rotary, p, d, shape, wide)
     slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * cache.max_seq_len * D
     low = 0
     if shape.window > 0:
@@ -295,11 +302,11 @@ def _attention_kernel(
         acc += v_new.to(wide)[None, :]
 
     if begin < end:
-        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, shape, dtype, wide)
+        m, total, acc = _attend(q, k, v, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype, wide)
     for start in tl.range(begin + BLOCK_T, end, BLOCK_T, num_stages=cut.stages):
         t = start + tl.arange(0, BLOCK_T)
         k, v = _cached(cache, slot_base, t, t < end, D, D_PAD)
-        m, total, acc = _attend(q, k, v, t < end, m, total, acc, scale_log2, shape, dtype, wide)
+        m, total, acc = _attend(q, k, v, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype, wide)
 
     if shape.gated:  # every stretch alike, which is as if their sum were
         live = live_head[:, None] & (d < D)[None, :]

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention import QK_NORMS, _Cache, _cached, _head_vectors, _Norms, _Rotary, _scores, _Shape
+from .attention import QK_NORMS, _attend, _Cache, _cached, _head_vectors, _Norms, _Rotary, _Shape, _turns
 
 __all__ = ["launch_piece_attention"]
 
@@ -60,14 +60,7 @@ def _place_kernel(
     live = row < count
     p = tl.load(piece_ptr + 1) + tl.where(live, row, 0)
     d = tl.arange(0, cut.d_pad)
-    # cos and sin repeat for the second half of the rotated dimensions, or for every other one.
-    half: tl.constexpr = shape.rotary // 2
-    if shape.interleaved:  # noqa: SIM108 (resolved at compile time)
-        rotary_at = p * half + d // 2
-    else:
-        rotary_at = p * half + tl.where(d < half, d, d - half)
-    cos = tl.load(rotary.cos + rotary_at, mask=d < shape.rotary, other=1.0).to(tl.float32)
-    sin = tl.load(rotary.sin + rotary_at, mask=d < shape.rotary, other=0.0).to(tl.float32)
+    cos, sin = _turns(rotary, p, d, shape, tl.float32)
     g = tl.arange(0, cut.group_pad)
     head = kv_head * GROUP + g
     live_head = g < GROUP
@@ -139,17 +132,10 @@ def _piece_kernel(
     for first in tl.range(begin, end, BLOCK_T, num_stages=cut.stages):
         t = first + tl.arange(0, BLOCK_T)
         k, v = _cached(cache, slot_base, t, t < end, D, D_PAD)
-        s = _scores(tl.dot(q, tl.trans(k), input_precision="ieee"), scale_log2, shape)
         seen = t[None, :] <= place[:, None]
         if shape.window > 0:
             seen = seen & (t[None, :] > place[:, None] - shape.window)
-        s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1))
-        factor = tl.exp2(m - m_new)
-        weight = tl.exp2(s - m_new[:, None])
-        total = total * factor + tl.sum(weight, axis=1)
-        acc = acc * factor[:, None] + tl.dot(weight.to(dtype), v, input_precision="ieee")
-        m = m_new
+        m, total, acc = _attend(q, k, v, seen, m, total, acc, scale_log2, shape, dtype, tl.float32)
     out = acc / total[:, None]
     if shape.gated:
         gate_at = row * (2 * HEADS + 2 * KV_HEADS) * D + head * 2 * D + D

@@ -145,10 +145,8 @@ def _write_row_by_row(
             added = added + (sums[i] + _take(found[i], at, there, wide, cut.pollers),)  # noqa: RUF005
         sums = added
     for row in tl.static_range(BATCH):
-        y = _with_bias(sums[row * EACH], bias_ptr, columns, live).to(dtype)
-        if IN_PAIRS:
-            up = _with_bias(sums[row * EACH + 1], bias_ptr, shape.n0 + columns, live)
-            y = _activated_product(y, up, modes.output, wide, dtype)
+        y, up = sums[row * EACH], sums[row * EACH + EACH - 1]
+        y = _finished(y, up, bias_ptr, columns, live, wide, dtype, shape, modes)
         if modes.output == TO_RESIDUAL:
             y = (hidden[row].to(wide) + y.to(wide)).to(dtype)
             squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
@@ -186,15 +184,24 @@ def _write_rows_together(
             found_up = _look(at + shape.n0, wanted, cut.pollers)
             up += _take(found_up, at + shape.n0, wanted, wide, cut.pollers)
         y += _take(found, at, wanted, wide, cut.pollers)
-    y = _with_bias(y, bias_ptr, columns[None, :], live[None, :]).to(dtype)
-    if IN_PAIRS:
-        up = _with_bias(up, bias_ptr, shape.n0 + columns[None, :], live[None, :])
-        y = _activated_product(y, up, modes.output, wide, dtype)
+    y = _finished(y, up, bias_ptr, columns[None, :], live[None, :], wide, dtype, shape, modes)
     if modes.output == TO_RESIDUAL:
         y = (hidden.to(wide) + y.to(wide)).to(dtype)
         squares = tl.where(there, y.to(wide) * y.to(wide), 0.0)
         tl.store(target.ssq + row * SSQ_PARTS + place, tl.sum(squares, axis=1), mask=row < BATCH)
     tl.store(out_at, y, mask=there)
+
+
+@triton.jit
+def _finished(
+    y, up, bias_ptr, columns, live, wide: tl.constexpr, dtype: tl.constexpr, shape: tl.constexpr, modes: tl.constexpr
+):  # fmt: skip
+    """Sums with their bias, or gate's and ``up``'s as one, in dtype."""
+    y = _with_bias(y, bias_ptr, columns, live).to(dtype)
+    if modes.output >= TO_SILU:
+        up = _with_bias(up, bias_ptr, shape.n0 + columns, live)
+        y = _activated_product(y, up, modes.output, wide, dtype)
+    return y
 
 
 @triton.jit
