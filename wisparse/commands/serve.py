@@ -82,7 +82,7 @@ def command(
         raise UsageError(f"--alias: expected a name, found {name!r:.80}")
     for origin in cors:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
-            raise UsageError(f"--cors: expected * or an origin as http://localhost:3000, found {shown(origin)}")
+            raise UsageError(f"--cors: expected * or an origin as http://localhost:3000, found {origin!r:.80}")
     settings = ServeSettings(name, host, port, max_queue, key, cors)
     with open_socket(settings) as listener:
         model = load(bundle, max_batch=max_batch, **loading)
