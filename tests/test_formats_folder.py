@@ -87,6 +87,20 @@ def test_a_foreign_file_is_named_and_kept(name: str, tmp_path: Path) -> None:
     assert (out / "a.bin").read_text() == "one"
 
 
+@pytest.mark.parametrize("inside", ["", "pictures"])
+def test_one_that_may_not_be_deleted_is_seen_before_the_work(
+    inside: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    write(out, "one")
+    plain = os.access  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != out / inside and plain(path, mode))
+    for attempt in (lambda: write(out, "two"), lambda: check_target(out, THING, True)):
+        with pytest.raises(UsageError, match=f"{out / inside} may not be written to: no permission; change that"):
+            attempt()
+    assert content(tmp_path) == {f"out/{name}": text for name, text in whole("one").items()}
+
+
 def test_what_comes_in_while_the_new_one_is_made_is_kept(tmp_path: Path) -> None:
     out = tmp_path / "out"
     write(out, "one")

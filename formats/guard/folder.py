@@ -65,8 +65,9 @@ def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
     """Whether `replaced_folder` may write to ``out``; meant for a preflight, before any work.
 
     Raises:
-        UsageError: ``out`` exists (with ``overwrite``: and is not of this kind, or holds more than belongs to it), a
-            stranger's folder or a living process stands where the unfinished one would, or there is no writable parent.
+        UsageError: ``out`` exists (with ``overwrite``: and is not of this kind, holds more than belongs to it, or may
+            not be written to), a stranger's folder or a living process stands where the unfinished one would, or there
+            is no writable parent.
     """
     partial, previous = _beside(out)
     if out.name.endswith((PARTIAL, PREVIOUS)):
@@ -254,7 +255,9 @@ def _check_out(out: Path, kind: Kind, overwrite: bool) -> None:
     if os.path.lexists(out):
         if not overwrite:
             raise UsageError(f"{out}: already exists; choose another output folder or pass --overwrite")
-        _owned(out, kind)
+        # What is in it is deleted in the end: that this may be done has to be known before the work.
+        for inside in sorted({(out / name).parent for name in (*_owned(out, kind), kind.manifest)}):
+            require_writable(inside, f"{out}", "change that, or choose another output folder")
 
 
 def _owned(folder: Path, kind: Kind) -> set[str]:
