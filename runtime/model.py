@@ -208,22 +208,31 @@ class Model:
 
         Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
         """
+        return _one_by_one(self.stream_together(prompt, **settings))
+
+    def stream_together(
+        self, prompt: Prompt, **settings: Unpack[GenerationArguments]
+    ) -> Generator[list[Piece], None, None]:
+        """:meth:`stream`, with the pieces that are there at once in one list: for what is shown or sent, which costs
+        as much for one token as for many.
+        """
         prompts, single = as_prompts(prompt)
         if not single:
             raise UsageError("stream takes one prompt; use generate for a list of them")
         return self._pieces(self._plan(prompts, GenerationSettings(**settings)))
 
-    def _pieces(self, plan: _Plan) -> Generator[Piece, None, None]:
+    def _pieces(self, plan: _Plan) -> Generator[list[Piece], None, None]:
         came: deque[Piece | WisparseError] = deque()
         with self._under_way(plan) as submit:
             ticket = submit(0, came.append)
-            reason = None
-            while reason is None:
+            together: list[Piece] = []
+            while not together or together[-1].finish_reason is None:
                 if not came:
                     self.engine.drive(came.__len__)
-                piece = _good(ticket, came.popleft())
-                reason = piece.finish_reason
-                yield piece
+                together = [_good(ticket, came.popleft())]
+                while came and isinstance(came[0], Piece):
+                    together.append(came.popleft())  # type: ignore[arg-type]
+                yield together
 
     def astream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> AsyncGenerator[Piece, None]:
         """:meth:`stream` for ``async for``: the event loop stays free, a thread runs the steps meanwhile."""
@@ -348,6 +357,12 @@ class _Plan:
 
     requests: Sequence[tuple[Request, list[str]]]
     measure: bool
+
+
+def _one_by_one(stream: Generator[list[Piece], None, None]) -> Generator[Piece, None, None]:
+    with contextlib.closing(stream):
+        for together in stream:
+            yield from together
 
 
 def _good(ticket: Ticket, item: Piece | WisparseError) -> Piece:

@@ -227,6 +227,88 @@ def test_unread_weights_are_told_between_steps(model: Model, engine: Engine) -> 
     engine.stop_measuring()
 
 
+def test_tokens_of_slow_steps_are_handed_on_one_by_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, seen = model.decoder.step, []
+    reader = Reader()
+
+    def slow(*arguments: object) -> torch.Tensor:
+        seen.append(reader.items.qsize())
+        time.sleep(0.002)
+        return step(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model.decoder, "step", slow)
+    request, stops = model.request(model.tokenizer.encode("import"), 8, GREEDY, (), "dense")
+    ticket = model.engine.submit(request, stops, reader.items.put)
+    model.engine.drive(lambda: ticket.done)
+    assert seen == [1, 2, 3, 4, 5, 6, 7]  # each step finds every token before it handed on
+
+
+def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = [model.generate(prompt, max_new_tokens=40).token_ids for prompt in ("import", "def f(x):")]
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 1e9)
+    together = list(model.stream_together("import", max_new_tokens=40))
+    assert [len(pieces) for pieces in together] == [1, 39]  # the first one is not kept back
+    assert tuple(piece.token_id for pieces in together for piece in pieces) == alone[0]
+
+    step, rows = model.decoder.step, []
+    early, late, tickets = Reader(), Reader(), []
+
+    def submit(reader: Reader, prompt: str) -> None:
+        request, stops = model.request(model.tokenizer.encode(prompt), 40, GREEDY, (), "dense")
+        tickets.append(model.engine.submit(request, stops, reader.items.put))
+
+    def watched(tokens: torch.Tensor, *more: object) -> torch.Tensor:
+        rows.append(int((tokens >= 0).sum()))
+        if len(rows) == 5:  # in the middle of what comes together
+            submit(late, "def f(x):")
+        if len(rows) == 10:
+            model.engine.cancel(tickets[0])
+        return step(tokens, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model.decoder, "step", watched)
+    submit(early, "import")
+    model.engine.drive(lambda: len(tickets) == 2 and tickets[1].done)
+    assert rows == [1] * 5 + [2] * 5 + [1] * 34  # in before the very next step, and out
+    last = late.all()
+    assert isinstance(last, Piece)
+    assert last.generation is not None
+    assert last.generation.token_ids == alone[1]
+    given = [piece.token_id for piece in _drained(early)]
+    assert given == list(alone[0][: len(given)])
+    assert model.engine.state.running == 0
+
+
+def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 1e9)
+    expected = [model.generate(prompt, max_new_tokens=6).token_ids for prompt in ("import", "def f(x):")]
+    step, steps = model.decoder.step, 0
+
+    def broken(*arguments: object) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        chosen = step(*arguments)  # type: ignore[arg-type]
+        if steps == 5:  # the last one of both, and that of the last row is no number
+            chosen[-1] = -1
+        return chosen
+
+    monkeypatch.setattr(model.decoder, "step", broken)
+    readers = [Reader(), Reader()]
+    tickets = []
+    for reader, prompt in zip(readers, ("import", "def f(x):"), strict=True):
+        request, stops = model.request(model.tokenizer.encode(prompt), 6, GREEDY, (), "dense")
+        tickets.append(model.engine.submit(request, stops, reader.items.put))
+    model.engine.drive(lambda: all(ticket.done for ticket in tickets))
+    assert [reader.items.qsize() for reader in readers] == [6, 6]  # the failed one's error is its last item
+    ended = dict(zip(expected, (reader.all() for reader in readers), strict=True))
+    (error,) = (last for last in ended.values() if isinstance(last, WisparseError))
+    assert "not a number" in str(error)
+    ((tokens, whole),) = ((tokens, last) for tokens, last in ended.items() if isinstance(last, Piece))
+    assert whole.generation is not None
+    assert whole.generation.token_ids == tokens
+
+
 # ---------------------------------------------------------------------- without a server: the callers run the steps
 
 

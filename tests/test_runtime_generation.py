@@ -368,8 +368,9 @@ def test_without_a_seed_each_prompt_of_a_list_has_its_own(model: Model) -> None:
     assert given[0].token_ids == given[1].token_ids
 
 
-def test_the_speed_told_is_that_of_the_clock(model: Model) -> None:
+def test_the_speed_told_is_that_of_the_clock(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     # What happens between two tokens (text, printing, a slow reader) takes the user's time too.
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 0.0)
     began = time.perf_counter()
     answer = None
     for piece in model.stream([5, 6, 7], max_new_tokens=4):

@@ -27,7 +27,8 @@ class Generation:
         prompt_tokens: length of the prompt.
         prompt_seconds: from the prompt's first piece to the first token, on the clock.
         generation_seconds: from the first token to the last, on the clock: in a stream what its reader did between two
-            tokens counts too. 0 if there was only one. What a first use compiles and captures comes before the prompt.
+            tokens counts too, unless they came together. 0 if there was only one. What a first use compiles and
+            captures comes before the prompt.
         peak_memory_bytes: the most memory used so far: on a GPU the device's, else this process's.
         realised_sparsity: share of the projections' weights that were not needed at the sparse positions; None unless
             asked for. In a batch it is that of all answers together.

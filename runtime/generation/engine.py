@@ -3,6 +3,9 @@ leave it at any step.
 
     submit(request) -> drive(until): scheduler.step(), again and again -> deliver(piece) for every token
 
+Tokens that follow each other within a millisecond are handed on together; whoever joins, leaves or asks meanwhile is
+let in before the next one all the same.
+
 One thread at a time runs the steps, for all: whoever waits for an answer and finds nobody at it does it, until its own
 answer is there; the next one takes over. So a call that is alone runs its steps itself, without a change of threads,
 and calls from several threads are decoded together. A server has a thread that always runs them (``start``).
@@ -280,13 +283,15 @@ class Engine:
         scheduler = self._scheduler
         while not until():
             try:
-                if self._arrived or self._cancelled or self._asked:
+                if self._called():
                     self._take()
                 elif not scheduler.busy:
                     self._wait(until)
                     continue
                 if scheduler.busy:
-                    for job in scheduler.step():
+                    # An answer that its text may end is looked at after every token.
+                    watched = any(ticket.stops for ticket in self._jobs.values())
+                    for job in scheduler.step(None if watched else self._called):
                         self._deliver(job)
                 if self._waiters:
                     self._wake(lambda waiter: bool(waiter.until()))
@@ -294,14 +299,17 @@ class Engine:
                 self._give_up(error)
             except BaseException:  # an interrupt, anywhere: the slots are undefined, and a token may be on its way
                 scheduler.start_over()
-                for job in list(self._jobs):
-                    self._deliver(job)
+                self._deliver_all()
                 raise
+
+    def _called(self) -> object:
+        """Whether there is something to do before the next token."""
+        return self._arrived or self._cancelled or self._asked
 
     def _wait(self, until: Callable[[], object]) -> None:
         """While there is nothing to do."""
         with self._changed:
-            while not (self._arrived or self._cancelled or self._asked or until()):
+            while not (self._called() or until()):
                 self._changed.wait()
 
     def _wake(self, whom: Callable[[_Waiter], bool]) -> None:
@@ -333,7 +341,7 @@ class Engine:
                     raise
 
     def _deliver(self, job: Job) -> None:
-        """Hand on what the job's newest token gave."""
+        """Hand on what the job's newest tokens gave."""
         ticket = self._jobs.get(job)
         if ticket is None or ticket.writer is None:
             return
@@ -353,8 +361,14 @@ class Engine:
             elif ticket.pieces:
                 ticket.deliver(writer.piece(text))
 
+    def _deliver_all(self) -> None:
+        """Hand on the tokens that came before a step that went wrong, the last ones of some answers among them."""
+        for job in list(self._jobs):
+            self._deliver(job)
+
     def _give_up(self, raised: Exception) -> None:
         """End those whom a failure concerns; they are told of it in a sentence."""
+        self._deliver_all()
         try:
             with memory_errors(self.decoder.device, "for this prompt"):
                 raise raised

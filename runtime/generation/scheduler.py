@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -35,6 +35,10 @@ from .rungs import Rungs
 __all__ = ["Job", "Request", "Scheduler", "Tally"]
 
 _IDLE = SamplingSettings()
+
+# Handing a token on (its text, a thread to wake, a line to print) costs more than a tenth of a small model's step, and
+# a tenth of that for tokens that are handed on together. Nobody sees so short a delay; slower steps have none.
+_TOGETHER_SECONDS = 0.001
 
 
 @dataclass(frozen=True)
@@ -231,11 +235,15 @@ class Scheduler:
         self._rungs.switch(sparsity)
         self._prefixes.keep_dense()
 
-    def step(self) -> list[Job]:
+    def step(self, called: Callable[[], object] | None = None) -> list[Job]:
         """Read a piece of a prompt if one waits and a slot is free and the others had their token, else decode.
 
+        Args:
+            called: whether somebody waits for this to return. Until then, until a job ends or until a millisecond
+                has passed, decoding goes on from token to token. None: one token.
+
         Returns:
-            The jobs that got a token: the last of their ``token_ids``. After a piece that is not a prompt's last none.
+            The jobs that got tokens: the last of their ``token_ids``. After a piece that is not a prompt's last none.
         """
         if self._reading is None and self._waiting and None in self._slots and self._turn(self._waiting[0]):
             self._admit(self._waiting.popleft())
@@ -247,9 +255,8 @@ class Scheduler:
                 self._ended = time.perf_counter()
                 return advanced
         self._read_since = 0
-        advanced = self._decode()
+        advanced = self._decode(called)
         before, self._ended = self._ended, time.perf_counter()
-        self.tally.tokens += len(advanced)
         self.tally.seconds += self._ended - before
         return advanced
 
@@ -327,7 +334,7 @@ class Scheduler:
         if stop == total:
             chosen = self._choose(logits[None], [job], [total])[0]
             self._reading = None
-            self._append(job, chosen)
+            self._append(job, chosen, time.perf_counter())
         self._inside = None
         if stop < total:
             return []
@@ -346,7 +353,7 @@ class Scheduler:
         # Of a single token nothing is ever decoded from the slot.
         return every[-1] if job.request.max_new_tokens == 1 else None
 
-    def _decode(self) -> list[Job]:
+    def _decode(self, called: Callable[[], object] | None) -> list[Job]:
         reading = None if self._reading is None else self._reading.job
         rows = [None if job is reading else job for job in self._slots]
         # LongRoPE's cached keys do not fit once a sequence outgrows the short factors: it is read anew, which gives its
@@ -357,20 +364,36 @@ class Scheduler:
                 self._waiting.appendleft(job)
         while rows and rows[-1] is None:
             rows.pop()
-        if not rows:
+        running = [job for job in rows if job is not None]
+        if not running:
             return []
-        tokens = torch.tensor([job.token_ids[-1] if job else -1 for job in rows], dtype=torch.int64)
-        if any(job is not None and job.sampling.logprobs is not None for job in rows):
-            chosen = self._choose(self._decoder.decode(tokens), rows, self._decoder.lengths[: len(rows)])
-        else:
-            settings = [job.sampling if job else _IDLE for job in rows]
-            adjusts = any(job is not None and job.chooser.adjusts for job in rows)
-            adjust = partial(self._adjust, rows=rows) if adjusts else None
-            chosen = self._decoder.step(tokens, settings, adjust).tolist()
-        advanced = [(job, token) for job, token in zip(rows, chosen, strict=True) if job is not None]
-        for job, token in advanced:
-            self._append(job, token)
-        return [job for job, _ in advanced]
+        if any(job.sampling.logprobs is not None for job in running):
+            logits = self._decoder.decode(_newest(rows))
+            self._take(rows, self._choose(logits, rows, self._decoder.lengths[: len(rows)]))
+            return running
+        settings = [job.sampling if job else _IDLE for job in rows]
+        adjusts = any(job.chooser.adjusts for job in running)
+        adjust = partial(self._adjust, rows=rows) if adjusts else None
+        until = time.perf_counter() + _TOGETHER_SECONDS
+        tokens = _newest(rows)
+        while True:
+            chosen = self._decoder.step(tokens, settings, adjust)
+            now = self._take(rows, chosen.tolist())
+            if called is None or reading is not None or self._switch is not None or now >= until or called():
+                return running
+            if any(job.finish_reason is not None for job in running):
+                return running
+            # Of idle rows it says anything.
+            tokens = chosen if len(running) == len(rows) else _newest(rows)
+
+    def _take(self, rows: Sequence[Job | None], chosen: Sequence[int]) -> float:
+        """Append every row's token; gives the time."""
+        now = time.perf_counter()
+        for job, token in zip(rows, chosen, strict=True):
+            if job is not None:
+                self._append(job, token, now)
+                self.tally.tokens += 1
+        return now
 
     def _choose(self, logits: Tensor, rows: Sequence[Job | None], positions: Sequence[int]) -> list[int]:
         """The next token of each row of logits (B, V), which stay as they are; scored where that is asked for."""
@@ -397,13 +420,12 @@ class Scheduler:
         """Positions of the job's slot that are filled: all but its newest token's."""
         return len(job.request.token_ids) + len(job.token_ids) - 1
 
-    def _append(self, job: Job, token: int) -> None:
+    def _append(self, job: Job, token: int, now: float) -> None:
         if token < 0:
             raise WisparseError(
                 "the model's output is not a number: its activations overflow in this dtype; load with dtype float32 "
                 "or bfloat16"
             )
-        now = time.perf_counter()
         if not job.token_ids:
             job._began = now
         job.generation_seconds = now - job._began
@@ -424,3 +446,8 @@ class Scheduler:
                 self._reading = None
         else:
             self._waiting = deque(other for other in self._waiting if other is not job)
+
+
+def _newest(rows: Sequence[Job | None]) -> Tensor:
+    """(B,) int64: every row's newest token; -1 marks an idle one."""
+    return torch.tensor([job.token_ids[-1] if job else -1 for job in rows], dtype=torch.int64)

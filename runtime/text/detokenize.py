@@ -90,6 +90,8 @@ class StopStrings:
         """The text that is certain not to belong to a stop string; nothing any more once one was found."""
         if self.found:
             return ""
+        if not self._stops:
+            return piece
         text = self._held + piece
         ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if ends:

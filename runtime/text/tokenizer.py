@@ -9,8 +9,8 @@ runs in this process. Everything else runs in a worker that can be ended (``sand
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 import tokenizers
@@ -100,7 +100,7 @@ class _Near:
     """In this process."""
 
     def __init__(self, data: bytes) -> None:
-        with _faults_are_errors("not a tokenizer of the tokenizers library", ValueError):
+        with _WHILE_READING:
             self._library = tokenizers.Tokenizer.from_buffer(data)
             # Left over from training, either would change a prompt silently.
             self._library.no_truncation()
@@ -109,14 +109,14 @@ class _Near:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if not isinstance(text, str):
             raise TypeError("expected a str")  # the library takes a pair of texts too
-        with _faults_are_errors("the tokenizers library cannot run it"):
+        with _WHILE_RUNNING:
             # Without the places of the tokens in the text: that takes less than half as long.
             (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
-        with _faults_are_errors("the tokenizers library cannot run it"):
+        with _WHILE_RUNNING:
             text: str = self._library.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
         return text
 
@@ -160,22 +160,32 @@ class _Far:
             raise BundleError(f"{_NAME}: the tokenizers library cannot run it: {error}") from error
 
 
-@contextmanager
-def _faults_are_errors(action: str, *more: type[Exception]) -> Iterator[None]:
-    """Whatever goes wrong inside the library is the fault of the file.
+class _Faults:
+    """Whatever goes wrong inside the library is the fault of the file; a class, as it is entered for every token.
 
     Raises:
         BundleError: the library failed, or panicked.
     """
-    try:
-        yield
-    except BaseException as error:
+
+    def __init__(self, action: str, *more: type[Exception]) -> None:
+        self._action, self._more = action, more
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
         # It raises the bare class for damage, and for what it finds out only while it runs; the class of its panics, a
         # BaseException, is in no module that could be imported.
-        known = type(error) is Exception or type(error).__name__ == "PanicException" or isinstance(error, more)
-        if not known:
-            raise
-        raise BundleError(f"{_NAME}: {action}: {error!s:.200}") from error
+        if type(error) is Exception or type(error).__name__ == "PanicException" or isinstance(error, self._more):
+            raise BundleError(f"{_NAME}: {self._action}: {error!s:.200}") from error
+
+
+_WHILE_READING = _Faults("not a tokenizer of the tokenizers library", ValueError)
+_WHILE_RUNNING = _Faults("the tokenizers library cannot run it")
 
 
 def is_plain(document: Any) -> bool:

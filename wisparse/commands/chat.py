@@ -101,12 +101,13 @@ def _answer(model: Model, messages: list[dict[str, str]], settings: dict[str, An
     """Stream an answer; Ctrl-C ends it early, and what was said until then stays in the conversation."""
     parts: list[str] = []
     answer = None
-    stream = model.stream(messages, **settings)
+    stream = model.stream_together(messages, **settings)
     try:
-        for piece in stream:
-            show(piece.text)
-            parts.append(piece.text)
-            answer = piece.generation
+        for pieces in stream:
+            text = "".join(piece.text for piece in pieces)
+            show(text)
+            parts.append(text)
+            answer = pieces[-1].generation
     except KeyboardInterrupt:
         click.echo(" (stopped)", err=True)
     finally:

@@ -77,11 +77,11 @@ def command(
         click.echo(json.dumps(_document(answer, model.decoder.name), indent=2))
         return
     answer = None
-    stream = model.stream(text, measure_sparsity=True, **settings)
+    stream = model.stream_together(text, measure_sparsity=True, **settings)
     try:
-        for piece in stream:
-            show(piece.text)
-            answer = piece.generation
+        for pieces in stream:
+            show("".join(piece.text for piece in pieces))
+            answer = pieces[-1].generation
     finally:
         click.echo()  # a shell's prompt, or the word that it was interrupted, starts a line of its own
     if answer is not None:

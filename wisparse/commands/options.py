@@ -133,8 +133,7 @@ def show(text: str) -> None:
     """Print a model's text as it comes; on a terminal control characters are spelled out."""
     if sys.stdout.isatty():
         text = _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
-    click.echo(text, nl=False)
-    sys.stdout.flush()
+    click.echo(text, nl=False)  # which flushes
 
 
 def footer(answer: Generation, model: Model) -> str:
