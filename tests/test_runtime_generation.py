@@ -285,7 +285,7 @@ def test_an_instruction_model_gets_its_template(example_model: Path, tmp_path: P
         (5, {}, "prompt: expected a text"),
         ([{"content": "x"}], {}, "a message with a role"),
         ([{"role": "user", "content": "x"}, 5], {}, "one kind of thing in a list"),
-        ([10**6], {}, "token ids: expected 0 to 8191"),
+        ([10**6], {}, "prompt: expected token ids from 0 to 8191"),
         ("x", {"max_new_tokens": 0}, "max_new_tokens: expected a positive integer"),
         ("x", {"prefill": "none"}, "prefill: expected one of dense, half, all"),
         ("x", {"stop": [""]}, "stop: expected a text"),

@@ -173,6 +173,19 @@ def test_token_ids_and_several_prompts(server: Running, model: Model) -> None:
     assert [choice.text for choice in several.choices] == again
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_prompts_than_go_at_once(server: Running, model: Model, stream: bool) -> None:
+    prompts = ["def", "import", "x =", "class", "for", "a, b", "return"]
+    found = server.client().completions.create(
+        model=NAME, prompt=prompts, max_tokens=5, temperature=0, echo=True, stream=stream
+    )
+    texts = [""] * len(prompts)
+    for chunk in found if stream else [found]:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == [prompt + model.generate(prompt, max_new_tokens=5).text for prompt in prompts]
+
+
 def test_a_request_names_its_rung(example_model: Path, tmp_path: Path) -> None:
     """Several clients at once, each for other rungs than its neighbours."""
     rungs = (0.3, 0.6)
@@ -550,7 +563,7 @@ BAD = [
     ({"prompt": "a", "stop": ""}, "stop"),
     ({"prompt": "a", "stop": ["a"] * 99}, "stop"),
     ({"prompt": "a", "n": 4}, "n"),
-    ({"prompt": ["a", "b"], "n": 2}, "prompt"),
+    ({"prompt": ["a"] * 34, "n": 2}, "prompt"),
     ({"prompt": "a", "stream": 1}, "stream"),
     ({"prompt": "a", "stream_options": 3}, "stream_options"),
     ({"prompt": "a", "stream": True, "stream_options": {"include_usage": "yes"}}, "stream_options.include_usage"),
@@ -825,6 +838,22 @@ def test_a_connection_that_asks_nothing_is_closed(
         assert piece
         found += piece
     asking.close()
+
+
+def test_more_connections_than_files(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "stream": True})
+    assert asking.recv(100)
+    monkeypatch.setattr(connection, "most_connections", lambda: 4)
+    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(8)]
+    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
+    assert idle[0].recv(1) == b""  # the oldest made room
+    found = b""
+    while b"[DONE]" not in found:
+        piece = asking.recv(10_000)
+        assert piece
+        found += piece
+    for one in (asking, *idle):
+        one.close()
 
 
 def test_headers_without_end(server: Running) -> None:

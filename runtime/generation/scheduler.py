@@ -176,7 +176,7 @@ class Scheduler:
         vocab_size = self._decoder.config.vocab_size
         strange = next((token for token in request.token_ids if not 0 <= token < vocab_size), None)
         if strange is not None:
-            raise UsageError(f"token ids: expected 0 to {vocab_size - 1}, found {strange}")
+            raise UsageError(f"prompt: expected token ids from 0 to {vocab_size - 1}, found {strange}")
         if request.max_new_tokens is not None:
             arguments.integer("max_new_tokens", request.max_new_tokens, 1)
         sparse_from(request.prefill, len(request.token_ids))

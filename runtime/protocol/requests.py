@@ -113,8 +113,8 @@ def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> ApiCall
     return replace(call, offer=offer)
 
 
-def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> ApiCall:
-    """A body of ``/v1/completions``; ``most`` answers at a time.
+def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int, more: int = 0) -> ApiCall:
+    """A body of ``/v1/completions``; ``most`` answers at a time, and to several prompts ``more`` that wait.
 
     Raises:
         ApiError: with the field named.
@@ -129,7 +129,7 @@ def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int) -> A
         raise bad("prompt", "a text, a list of token ids, or a list of either", prompt)
     sampling = _sampling(body, defaults, integer(body, "logprobs", None, 0, _LOGPROBS))
     max_tokens = integer(body, "max_tokens", 16, 0, _SEED)
-    call = _call(body, prompts, sampling, most, max_tokens, {})
+    call = _call(body, prompts, sampling, most, max_tokens, {}, more)
     return replace(call, echo=switch(body, "echo", False))
 
 
@@ -169,6 +169,7 @@ def _call(
     most: int,
     max_tokens: int | None,
     template: Mapping[str, Any],
+    more: int = 0,
 ) -> ApiCall:
     stream = switch(body, "stream", False)
     options = body.get("stream_options")
@@ -176,8 +177,8 @@ def _call(
         raise bad("stream_options", "an object", options)
     n = integer(body, "n", 1, 1, most)
     assert n is not None  # it has a default
-    if n * len(prompts) > most:
-        raise bad("prompt", f"at most {most} answers in one request", f"{len(prompts)} prompts with n = {n}")
+    if n * len(prompts) > most + more:
+        raise bad("prompt", f"at most {most + more} answers in one request", f"{len(prompts)} prompts with n = {n}")
     return ApiCall(
         prompts=prompts,
         sampling=sampling,

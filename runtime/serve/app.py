@@ -130,7 +130,7 @@ class Endpoints:
 
     async def complete(self, request: Request) -> Response:
         body = await read_body(request, self._settings.name)
-        call = read_completion(body, self._defaults, self._model.decoder.max_batch)
+        call = read_completion(body, self._defaults, self._model.decoder.max_batch, self._settings.max_queue)
         try:
             return await self._answer(request, call, functools.partial(self._shape, False))
         except ContextLengthError as error:

@@ -15,7 +15,7 @@ from wisparse.formats.errors import UsageError
 
 from ..model import Model
 from .app import Endpoints
-from .connection import Connection
+from .connection import BACKLOG, Connection, allow_many_files
 from .page import page_routes
 from .refusals import not_found, wrong_method
 from .settings import ServeSettings
@@ -39,7 +39,7 @@ def open_socket(settings: ServeSettings) -> socket.socket:
         raise UsageError("--host: expected an address, found an empty text; 0.0.0.0 is everywhere")
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((settings.host, settings.port), family=family, backlog=1024)
+        return socket.create_server((settings.host, settings.port), family=family, backlog=BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
         raise UsageError(
             f"cannot listen at {settings.host:.80} port {settings.port}: {error}; choose another --host or --port"
@@ -50,6 +50,7 @@ def serve(model: Model, settings: ServeSettings, listener: socket.socket) -> Non
     """Answer requests until SIGTERM or Ctrl-C, then finish those under way; the model is held meanwhile."""
     # The event loop may hold the interpreter's lock for milliseconds, in which the engine's thread would start no step.
     sys.setswitchinterval(_SWITCH_SECONDS)
+    allow_many_files()
     http_server(make_app(model, settings)).run(sockets=[listener])
 
 
@@ -58,7 +59,7 @@ def http_server(app: Starlette) -> uvicorn.Server:
     # Of uvicorn's parsers only h11, which this is, bounds a request's headers.
     config = uvicorn.Config(
         app, http=Connection, ws="none", h11_max_incomplete_event_size=32 * 1024, log_level="warning", access_log=False,
-        timeout_graceful_shutdown=60, server_header=False,
+        timeout_graceful_shutdown=60, server_header=False, backlog=BACKLOG,
     )  # fmt: skip
     return uvicorn.Server(config)
 
