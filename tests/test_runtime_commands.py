@@ -281,10 +281,14 @@ def test_prompts_from_a_file_go_on_after_a_kill(
         Batch(str(prompts), str(output), {}).run(_Killed(model, 2), {"max_new_tokens": 4})  # type: ignore[arg-type]
     with wisparse.load(_with_other_end(bundle, tmp_path)) as other, pytest.raises(UsageError, match="another bundle"):
         Batch(str(prompts), str(output), {}).run(other, {"max_new_tokens": 4})
-    progress.write_text("0" * 64 + "\n")
+    progress.write_text("0" * 64 + "\n" + kept[0] + "\n")
     code, _, err = call(capsys, *line)
     assert code == 2
     assert "other prompts, settings" in err
+    # One that was killed before its first answer has nothing to lose.
+    progress.write_text("0" * 64 + "\n")
+    assert call(capsys, *line)[0] == 0
+    assert output.read_bytes() == whole
 
 
 def _with_other_end(bundle: Path, tmp_path: Path) -> Path:
@@ -323,6 +327,28 @@ def test_only_a_line_feed_ends_a_line_of_prompts(
     assert code == 0, err
     answers = output.read_bytes().decode().split("\n")
     assert [json.loads(line)["prompt"] for line in answers if line] == texts
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ('{"prompt": ""}', "the prompt has no tokens"),
+        (json.dumps({"prompt": "x " * 5000}), "the context holds"),
+        ('{"messages": [{"role": "user"}]}', "messages with role and content"),
+        ('{"messages": [{"role": 1, "content": "x"}]}', "messages with role and content"),
+    ],
+    ids=["empty", "long", "no content", "no role"],
+)
+def test_a_prompt_that_cannot_be_answered_is_named_by_its_line(
+    bad: str, words: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts").write_text(f'\ufeff{{"prompt": "x"}}\n\n{bad}\n')
+    line = ("generate", bundle, "--input", tmp_path / "prompts", "--output", tmp_path / "answers")
+    code, _, err = call(capsys, *line, "--max-seq-len", 64, "--max-new-tokens", 1)
+    assert code == 2
+    assert err.startswith("wisparse: --input: line 3: ")
+    assert words in err
+    assert [file.name for file in tmp_path.iterdir()] == ["prompts"]
 
 
 @pytest.mark.parametrize("line", ["{}", "[1]", '{"prompt": 5}', '{"messages": []}', '{"prompt": "a", "answer": 1}', ""])

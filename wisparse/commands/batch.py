@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
 from wisparse.formats.bundle import is_document
-from wisparse.formats.errors import ResourceError, UsageError
+from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.formats.guard.files import read_bounded
 from wisparse.formats.guard.folder import lock_file, require_writable, write_file
 from wisparse.formats.guard.places import expand
@@ -21,6 +22,8 @@ __all__ = ["Batch", "read_text"]
 _MOST_BYTES = 1 << 28
 # Ends the name of the file that holds what is answered so far.
 _PROGRESS = ".progress"
+# What a message has beside its role, at least one of them.
+_SAID = ("content", "tool_calls")
 
 
 def read_text(file: str) -> str:
@@ -31,7 +34,8 @@ def read_text(file: str) -> str:
     """
     path = Path(os.path.realpath(expand(file)))
     try:
-        return read_bounded(path.parent, path.name, _MOST_BYTES, UsageError).decode("utf-8")
+        # Windows puts a mark before the text, which is no part of it.
+        return read_bounded(path.parent, path.name, _MOST_BYTES, UsageError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
 
@@ -49,7 +53,9 @@ class Batch:
     def __init__(self, prompts: str, output: str, settings: dict[str, Any]) -> None:
         text = read_text(prompts)
         # Not splitlines(): it takes letters for the end of a line that JSON leaves as they are.
-        self._lines = [_line(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+        numbered = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+        self._numbers = list(numbered)
+        self._lines = [_line(line, number) for number, line in numbered.items()]
         if not self._lines:
             raise UsageError("--input: expected a prompt a line, found none")
         self._output = Path(os.path.abspath(expand(output)))
@@ -74,8 +80,7 @@ class Batch:
                 done = self._resume(file, self._fingerprint(model))
                 left = [index for index in range(len(self._lines)) if index not in done]
                 before = len(done)
-                asked = [self._lines[index].get("messages") or self._lines[index]["prompt"] for index in left]
-                for index, answer in model.generate_each(asked, **settings) if asked else ():
+                for index, answer in self._answers(model, settings, left):
                     done[left[index]] = _answer_row(answer)
                     file.write(json.dumps([left[index], done[left[index]]]) + "\n")
                     file.flush()
@@ -86,6 +91,21 @@ class Batch:
         except OSError as error:
             raise ResourceError(f"--output: {self._output} cannot be written: {error.strerror or error}") from error
         return len(self._lines), before
+
+    def _answers(self, model: Model, settings: dict[str, Any], left: list[int]) -> Iterable[tuple[int, Generation]]:
+        """Of these lines; a prompt that cannot be answered is refused under its line's number before the first one."""
+        asked = [self._lines[index].get("messages") or self._lines[index]["prompt"] for index in left]
+        try:
+            return model.generate_each(asked, **settings) if asked else ()
+        except WisparseError:
+            if len(left) == len(self._lines):  # nothing is kept there yet
+                self._progress.unlink()
+            for index, prompt in zip(left, asked, strict=True):
+                try:
+                    model.generate_each([prompt], **settings)
+                except WisparseError as reason:
+                    raise type(reason)(f"--input: line {self._numbers[index]}: {reason}") from None
+            raise
 
     def _fingerprint(self, model: Model) -> str:
         """Of all that decides the answers: another bundle may stand under the name that was typed by now."""
@@ -98,7 +118,9 @@ class Batch:
         text = file.read()
         whole = text[: text.rfind("\n") + 1]
         fingerprint, *lines = whole.splitlines() or [""]
-        if fingerprint not in ("", expected):
+        if fingerprint != expected and not lines:
+            whole = ""  # somebody's beginning, without an answer: nothing is lost
+        elif fingerprint != expected:
             raise UsageError(
                 f"{self._progress}: left by a run with other prompts, settings or another bundle; repeat that one, or "
                 "delete the file"
@@ -118,12 +140,18 @@ def _line(line: str, number: int) -> dict[str, Any]:
     found = parse_json(line.encode(), f"--input: line {number}", UsageError)
     prompt, messages = found.get("prompt"), found.get("messages")
     texts = isinstance(prompt, str) and messages is None
-    talk = isinstance(messages, list) and messages and all(isinstance(one, dict) for one in messages) and prompt is None
+    talk = isinstance(messages, list) and messages and all(map(_is_message, messages)) and prompt is None
     if not (texts or talk):
-        raise UsageError(f"--input: line {number}: expected a text as prompt, or a list of messages")
+        raise UsageError(
+            f"--input: line {number}: expected a text as prompt, or a list of messages with role and content"
+        )
     if "answer" in found:
         raise UsageError(f"--input: line {number}: has an answer already; leave the field out")
     return found
+
+
+def _is_message(found: Any) -> bool:
+    return isinstance(found, dict) and isinstance(found.get("role"), str) and not found.keys().isdisjoint(_SAID)
 
 
 def _answer_row(answer: Generation) -> dict[str, Any]:
