@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
-from wisparse.runtime.tasks.interpreter_lines import load_problems, make_problems
+from wisparse.runtime.tasks.interpreter_lines import COUNT, SEED, make_problems
 
 VOCABULARY = 11
 
@@ -191,7 +192,7 @@ def test_answers_are_compared_one_by_one() -> None:
 
 
 def test_interpreter_lines_on_the_example_model(bundle: Path) -> None:
-    problems = [(problem.prompt, problem.answer) for problem in load_problems(60)]
+    problems = [(problem.prompt, problem.answer) for problem in make_problems(60, SEED)]
 
     def complete(model: Model) -> Callable[[str], str]:
         return lambda prompt: model.generate(prompt, max_new_tokens=40, stop="\n", prefill="half").text
@@ -207,13 +208,15 @@ def test_interpreter_lines_on_the_example_model(bundle: Path) -> None:
 def test_problems_are_right_and_repeat() -> None:
     problems = make_problems(60, 3)
     assert problems == make_problems(60, 3) != make_problems(60, 4)
-    for problem in [*problems, *load_problems()]:
+    for problem in [*problems, *make_problems(COUNT, SEED)]:
         lines = [*problem.prompt.splitlines(), problem.answer]
         assert len(lines) == 18
         for source, answer in zip(lines[::2], lines[1::2], strict=True):
             assert repr(eval(source.removeprefix(">>> "), {})) == answer
-    assert load_problems() == make_problems(500, 0)
-    assert len({problem.prompt for problem in load_problems()}) == 500
+    asked = make_problems(COUNT, SEED)
+    assert len({problem.prompt for problem in asked}) == 500
+    digest = "6df8436c660f292cd9c4a204f6434fe66884a58d2c26a4965ab9598edb0049a4"
+    assert hashlib.sha256(json.dumps(asked).encode()).hexdigest() == digest, "figures are of these very problems"
 
 
 # ---------------------------------------------------------------------- whole models

@@ -31,7 +31,7 @@ from wisparse.runtime.loader import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, loops, make_prompts
 from wisparse.runtime.tasks.interpreter_chains import COUNT, SEED, STEPS, make_chains
-from wisparse.runtime.tasks.interpreter_lines import load_problems
+from wisparse.runtime.tasks.interpreter_lines import make_problems
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
 
@@ -198,7 +198,7 @@ def test_no_slot_waits_for_another_answer(model: Model, monkeypatch: pytest.Monk
     """Whenever an answer ends, the next takes its slot: as many steps as the longest chain needs, not those of batches
     that wait for their longest member."""
     settings = {"until": ["\n"], "max_gen_toks": 40, "do_sample": False}
-    prompts = [problem.prompt for problem in load_problems(6)] + ["import os, ", "def main"]
+    prompts = [problem.prompt for problem in make_problems(6, 0)] + ["import os, ", "def main"]
     alone = [model.generate(prompt, max_new_tokens=40, stop=["\n"], prefill="all") for prompt in prompts]
     lengths = [len(one.token_ids) for one in alone]
     rows = 0
@@ -274,7 +274,7 @@ def test_interpreter_lines(model: Model) -> None:
     right = [
         model.generate(one.prompt, max_new_tokens=48, stop="\n", prefill="dense", chat_template=False).text
         == one.answer
-        for one in load_problems(12)
+        for one in make_problems(12, 0)
     ]
     error = pytest.approx(statistics.stdev(right) / math.sqrt(12))
     wanted = {"num_questions": 12, "exact_match": sum(right) / 12, "exact_match_stderr": error}

@@ -10,22 +10,19 @@ would print. It breaks visibly when a model is damaged, needs no download, and a
     >>> sorted([9, 2, 14])
     [2, 9, 14]        <- to be produced
 
-The problems are data (``interpreter_lines.json``, made by ``make_problems``), so that every copy of the project
-measures the same ones. This file is read by lm-evaluation-harness through ``interpreter_lines.yaml`` and needs nothing
-but the standard library.
+The problems are made from a seed, the same on every machine. This file is read by lm-evaluation-harness through
+``interpreter_lines.yaml`` and needs nothing but the standard library.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DATA", "TASK", "Problem", "custom_dataset", "load_problems", "make_problems", "write_problems"]
+__all__ = ["COUNT", "SEED", "TASK", "Problem", "custom_dataset", "make_problems"]
 
 TASK = "interpreter_lines"
-DATA = Path(__file__).with_name("interpreter_lines.json")
+COUNT, SEED = 500, 0
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _KINDS = (
@@ -93,19 +90,8 @@ def make_problems(count: int, seed: int, solved: int = 8) -> list[Problem]:
     return problems
 
 
-def write_problems(problems: list[Problem], file: Path = DATA) -> None:
-    """Write problems as one JSON list, one problem per line."""
-    rows = ",\n".join(json.dumps(problem._asdict()) for problem in problems)
-    file.write_text(f"[\n{rows}\n]\n", encoding="utf-8")
-
-
-def load_problems(limit: int | None = None, file: Path = DATA) -> list[Problem]:
-    """The problems that ship with the project, or the first ``limit`` of them."""
-    return [Problem(**row) for row in json.loads(file.read_text("utf-8"))[:limit]]
-
-
 def custom_dataset(**_: Any) -> dict[str, Any]:
     """What the harness calls: the problems as a data set with one split, ``test``."""
     import datasets
 
-    return {"test": datasets.Dataset.from_list([problem._asdict() for problem in load_problems()])}
+    return {"test": datasets.Dataset.from_list([problem._asdict() for problem in make_problems(COUNT, SEED)])}
