@@ -16,11 +16,11 @@ import torch
 from numba import carray
 from torch import Tensor
 
+from wisparse.kernels.cpu.barrier import barrier
 from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, pointer, projection_row, span, thread_num
 from wisparse.kernels.cpu.layout import ProjectionField, StoredAs, TeamField
 from wisparse.kernels.cpu.linear import gather, project, select
 from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.meeting import meet
 from wisparse.kernels.cpu.packing import quantize_into, transpose_into
 from wisparse.kernels.cpu.regions import REGIONS
 from wisparse.kernels.cpu.threads import launch, team_size
@@ -64,7 +64,7 @@ def linear(p, tag):
         p[LinearField.SEGMENT_VALUE] + 4 * first, k, p[LinearField.COUNTS] + 8 * part,
     )  # fmt: skip
     segments[2 * part], segments[2 * part + 1] = first, count
-    meet(p[LinearField.TEAM], parts)
+    barrier(p[LinearField.TEAM], parts)
     index = p[LinearField.LISTS] + part * 4 * k * (1 + rows)
     value = index + 4 * k
     count = gather(
@@ -77,7 +77,7 @@ def linear(p, tag):
         p[LinearField.PROJECTION], index, value, count, k, rows, lo, hi, p[LinearField.Y] + 4 * lo, n, partial, n + 2,
         tag,
     )  # fmt: skip
-    meet(p[LinearField.TEAM], parts)
+    barrier(p[LinearField.TEAM], parts)
 
 
 def _linear_float32(p):

@@ -251,7 +251,7 @@ def part_kernels(arguments: argparse.Namespace) -> None:
             tile = launches.mask_tile(x.device, k, sum(SHAPES[name][1]), min(rows, 16))
             if tile is not None and 2 < rows <= launches.MASKED_ROWS:
                 times["in its loop"] = time_us(blocks, lambda x=x, m=masked, these=these, tile=tile: [
-                    launches.in_its_loop(x, layer, m, tile) for layer in these])  # fmt: skip
+                    launches.fused_mask(x, layer, m, tile) for layer in these])  # fmt: skip
             found[name] = times
             expected = product.in_torch(x.float(), replace(these[0], weight=these[0].weight.float()), masked)
             way = launches.sparse if rows <= launches.SPARSE_ROWS else launches.masked_inputs

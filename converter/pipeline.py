@@ -322,7 +322,7 @@ def _search(
             others = tuple(round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
             others = tuple(one for one in others if 0.0 < one <= MAX_SPARSITY)
         found = {sparsity: rungs.at(sparsity) for sparsity in wanted}
-        return {one: rungs.with_others(result, others) for one, result in sorted(found.items())}, choice
+        return {one: rungs.with_curve(result, others) for one, result in sorted(found.items())}, choice
 
 
 def _already_complete(plan: Plan, progress: Progress) -> Conversion:

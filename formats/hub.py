@@ -43,7 +43,7 @@ from huggingface_hub.utils import (
 )
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
-from .guard.arguments import found
+from .guard.arguments import quoted
 from .guard.files import file_digest, list_files, open_regular
 from .guard.places import find_folder
 from .record.manifest import MANIFEST, SIDECAR, listed_files
@@ -141,7 +141,7 @@ def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, 
             tqdm_class=_Progress,
         )
 
-    snapshot = Path(_reach(download, repo_id, revision))
+    snapshot = Path(_with_retries(download, repo_id, revision))
     if not snapshot.is_dir():
         raise AccessError(f"{repo_id!r} holds no model at revision {revision or 'main'!r}: none of its files is one")
     # The cache names a snapshot by its commit: the one place where the revision was resolved.
@@ -171,7 +171,7 @@ def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -
         )
         return sum(file.file_size or 0 for file in files if file.will_download)
 
-    return _reach(plan, repo_id, revision)
+    return _with_retries(plan, repo_id, revision)
 
 
 def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -> None:
@@ -182,7 +182,7 @@ def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -
     if not dataset and find_folder(model) is not None:
         return
     repo_id = _repo_id(model)
-    _reach(lambda: _api().auth_check(repo_id, repo_type="dataset" if dataset else "model"), repo_id)
+    _with_retries(lambda: _api().auth_check(repo_id, repo_type="dataset" if dataset else "model"), repo_id)
 
 
 def check_write_access(repo: str) -> None:
@@ -194,12 +194,12 @@ def check_write_access(repo: str) -> None:
     repo_id = _repo_id(repo, must_have_owner=True)
     owner = repo_id.split("/")[0]
     # Asked first because the Hub answers "not found" to whoever is not logged in.
-    account = _reach(lambda: _api().whoami(), repo_id)
+    account = _with_retries(lambda: _api().whoami(), repo_id)
     token = (account.get("auth") or {}).get("accessToken") or {}
     if token.get("role") == "read":
         raise AccessError(f"cannot push to {repo_id!r}: the token only reads; log in with one that may write")
     try:
-        _reach(lambda: _api().auth_check(repo_id, write=True), repo_id)
+        _with_retries(lambda: _api().auth_check(repo_id, write=True), repo_id)
     except AccessError as error:
         if not isinstance(error.__cause__, RepositoryNotFoundError) or isinstance(error.__cause__, GatedRepoError):
             raise
@@ -226,7 +226,7 @@ def is_public(repo: str) -> bool:
     """Whether ``repo`` exists on the Hub and everybody may read it: the Hub leaves a repository as it was made."""
     repo_id = _repo_id(repo, must_have_owner=True)
     try:
-        return not _reach(lambda: _api().model_info(repo_id), repo_id).private
+        return not _with_retries(lambda: _api().model_info(repo_id), repo_id).private
     except AccessError as error:
         if isinstance(error.__cause__, RepositoryNotFoundError):
             return False
@@ -266,7 +266,7 @@ def plan_push(folder: Path, repo: str) -> PushPlan:
         return {file.path: file.lfs.sha256 if file.lfs else file.blob_id for file in files}
 
     try:
-        there = _reach(listing, repo_id)
+        there = _with_retries(listing, repo_id)
     except AccessError as error:
         if not isinstance(error.__cause__, RepositoryNotFoundError):
             raise
@@ -275,7 +275,7 @@ def plan_push(folder: Path, repo: str) -> PushPlan:
     send = {
         name: (folder / name).stat().st_size
         for name in names
-        if not _is_there(folder / name, listed.get(name), there.get(name))
+        if not _is_uploaded(folder / name, listed.get(name), there.get(name))
     }
     left_out = {*list_files(folder, _MAX_FILES, BundleError, deep=True)} - {*names}
     return PushPlan(send, len(names), tuple(sorted(left_out)))
@@ -313,7 +313,7 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
     retry = push_command(folder, repo_id, private)
     try:
         with _bars_on_terminals():
-            return _reach(upload, repo_id, insist=True)
+            return _with_retries(upload, repo_id, insist=True)
     except UploadError:
         raise
     except KeyboardInterrupt:
@@ -353,7 +353,7 @@ def _bundle_files(folder: Path) -> list[str]:
     return names
 
 
-def _is_there(path: Path, sha256: str | None, digest: str | None) -> bool:
+def _is_uploaded(path: Path, sha256: str | None, digest: str | None) -> bool:
     """Whether the Hub's ``digest`` is this file's: sha256 of a large one, git's own of a small one.
 
     ``sha256``: as the manifest has it; None for the manifest itself.
@@ -401,16 +401,16 @@ def _repo_id(model: str | os.PathLike[str], must_have_owner: bool = False) -> st
     text = str(model)
     if must_have_owner:
         if not _OWNER_AND_NAME.fullmatch(text):
-            raise UsageError(f"expected a Hub repository as USER/NAME, found {found(text)}")
+            raise UsageError(f"expected a Hub repository as USER/NAME, found {quoted(text)}")
         return text
     if not isinstance(model, str) or not (_OWNER_AND_NAME.fullmatch(text) or _NAME.fullmatch(text)):
         raise AccessError(
-            f"cannot open model {found(text)}: there is no such folder, and it is not a Hub id of the form USER/NAME"
+            f"cannot open model {quoted(text)}: there is no such folder, and it is not a Hub id of the form USER/NAME"
         )
     return text
 
 
-def _reach(action: Callable[[], _T], repo_id: str, revision: str | None = None, insist: bool = False) -> _T:
+def _with_retries(action: Callable[[], _T], repo_id: str, revision: str | None = None, insist: bool = False) -> _T:
     """Run ``action`` against the Hub: repeat it while it fails in passing, explain it in one sentence when it fails.
 
     ``insist`` also repeats when no connection can be made: worth it once a conversion hangs on it, not for a laptop on

@@ -30,7 +30,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from wisparse.formats.errors import AccessError, UsageError, first_line
-from wisparse.formats.guard.arguments import found
+from wisparse.formats.guard.arguments import quoted
 from wisparse.formats.guard.places import shown
 from wisparse.formats.hub import is_reachable
 from wisparse.formats.prefill import sparse_from
@@ -415,7 +415,7 @@ def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike
 
     for path in include_path:
         if not os.path.isdir(path):  # False as well for what no file system can hold
-            raise UsageError(f"--include-path {found(os.fspath(path))}: no such folder; expected one with YAML tasks")
+            raise UsageError(f"--include-path {quoted(os.fspath(path))}: no such folder; expected one with YAML tasks")
     folders = [str(LOCAL_TASKS), *(os.fspath(path) for path in include_path)]
     shortcut = [Path(lm_eval.tasks.__file__).parent / PAPER_TASKS[task] for task in tasks if task in PAPER_TASKS]
     folders += [str(folder) for folder in shortcut if folder.is_dir()]
@@ -426,7 +426,7 @@ def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike
     unknown = [task for task in tasks if not manager.match_tasks([task])]
     if unknown:
         raise UsageError(
-            f"unknown task {found(unknown[0])}: expected a task of lm-evaluation-harness (lm_eval ls tasks), "
+            f"unknown task {quoted(unknown[0])}: expected a task of lm-evaluation-harness (lm_eval ls tasks), "
             f"{', '.join(OWN_TASKS)}, or a YAML task under --include-path"
         )
     return manager

@@ -19,10 +19,10 @@ from cpu_linear import LinearField, quantize, sparse_linear, transpose
 from torch import Tensor
 from torch.nn import functional
 
+from wisparse.kernels.cpu import barrier as cpu_barrier
 from wisparse.kernels.cpu import compile as cpu_compile
 from wisparse.kernels.cpu import intrinsics as cpu_intrinsics
 from wisparse.kernels.cpu import layout as cpu_layout
-from wisparse.kernels.cpu import meeting as cpu_meeting
 from wisparse.kernels.cpu import regions as cpu_regions
 from wisparse.kernels.cpu import step as cpu_step
 from wisparse.kernels.cpu import team as cpu_team
@@ -357,11 +357,11 @@ def test_an_unusable_cache_folder_is_said_and_survived(
 
 def test_a_thread_that_waits_long_gives_its_core_away() -> None:
     cpu_threads.prepare("transpose_float32")
-    meet = cpu_meeting.meet
+    barrier = cpu_barrier.barrier
 
     @numba.cfunc("void(int64)")
     def arrive(team: int) -> None:
-        meet(team, 2)
+        barrier(team, 2)
 
     team, used = cpu_team.Team(), []
 

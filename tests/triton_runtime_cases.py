@@ -483,7 +483,7 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch):
     start(fast)
     run(fast, torch.tensor([1]), 1)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda_decoder.Landing, "read", lambda self, count: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(cuda_decoder.TokenReadback, "read", lambda self, count: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             run(fast, torch.tensor([2]), 1)
     assert run(fast, start(fast), 2) == expected

@@ -21,7 +21,7 @@ from ..work.state import Store, pack, unpack
 from .joint_kl import Measured, batch_gradient, dense_states, measure_batch
 from .refinement import PARTS, BatchGradient, Channels, Plan, Refinement, plan_steps
 
-__all__ = ["Descended", "Descent", "Way"]
+__all__ = ["Descent", "DescentResult", "Trajectory"]
 
 _KEY = "fisher/refinement"
 
@@ -35,7 +35,7 @@ _AGAIN = 0.25
 
 
 @dataclass(frozen=True)
-class Way:
+class Trajectory:
     """Where a refinement went: what another one, at a sparsity near by, begins with.
 
     Attributes:
@@ -48,20 +48,20 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Descended:
+class DescentResult:
     """Attributes:
     scales: channel_scale of every projection, (K,) float32 on the CPU.
     dropped: share of the channels left unread with them, per projection.
     history: KL before every step; KL on the held-out sequences by part of the way.
     num_tokens: gone through by all steps together.
-    way: from the start to the outcome; None if no step was taken.
+    trajectory: from the start to the outcome; None if no step was taken.
     """
 
     scales: dict[str, Tensor]
     dropped: dict[str, float]
     history: dict[str, Any]
     num_tokens: float
-    way: Way | None
+    trajectory: Trajectory | None
 
 
 class Descent:
@@ -94,14 +94,14 @@ class Descent:
         steps: int | None,
         store: Store,
         progress: Progress,
-        after: Way | None = None,
-    ) -> Descended:
+        after: Trajectory | None = None,
+    ) -> DescentResult:
         """From channel scales and thresholds on.
 
         Args:
             draw: a generator by number.
             steps: how many; None goes by `plan_steps`.
-            after: the way of a refinement at a near sparsity, to go at once; the steps then are fewer.
+            after: of a refinement at a near sparsity, to go at once; the steps then are fewer.
         """
         flow, channels = self.flow, self.channels
         logits = {n: (s.cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n, s in scales.items()}
@@ -130,12 +130,12 @@ class Descent:
         )
         found = self._measured(outcome, range(flow.num_batches), with_kl=False)
         by_name = channels.split(outcome.cpu()).items()
-        return Descended(
+        return DescentResult(
             {n: (u - u.mean()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).exp() for n, u in by_name},
             found.dropped(channels),
             {"refinement": state.history, **({"held out": held_out} if held_out else {})},
             steps * plan.share * flow.num_counted / flow.num_batches,
-            Way((outcome - start).cpu(), state.pliancy) if steps else None,
+            Trajectory((outcome - start).cpu(), state.pliancy) if steps else None,
         )
 
     def _on_target(self, u: Tensor, pliancy: float) -> Tensor:

@@ -38,14 +38,14 @@ from ..settings import METHODS, SEARCHES
 from ..text.tokens import CalibrationTokens
 from ..work.processes import ALONE, Processes
 from ..work.progress import Progress
-from ..work.state import NO_STATE, Below, Store, pack, unpack
+from ..work.state import NO_STATE, Prefixed, Store, pack, unpack
 from . import additive, evolution
 from .alpha import search_alpha
-from .descent import Descent, Way
+from .descent import Descent, Trajectory
 from .greedy import allocate_greedily
 from .refinement import Channels
 from .settings import SearchResult, SearchSettings
-from .shared import Begun, Shared, batch_size
+from .shared import FisherStart, Shared, batch_size
 from .thresholds import final_thresholds
 from .units import Units
 
@@ -75,7 +75,7 @@ def search(
     """
     settings = settings or SearchSettings()
     with Rungs(source, tokens, settings, progress, store, processes) as rungs:
-        return rungs.with_others(rungs.at(settings.sparsity), OTHER_SPARSITIES)
+        return rungs.with_curve(rungs.at(settings.sparsity), OTHER_SPARSITIES)
 
 
 class Rungs:
@@ -109,22 +109,22 @@ class Rungs:
         """The search at one sparsity, from the state if it is there."""
         settings = replace(self._settings, sparsity=sparsity)
         source, tokens, progress, store, processes = self._given
-        place = Below(store, f"rung-{sparsity!r}")
+        place = Prefixed(store, f"rung-{sparsity!r}")
         key = f"{settings.search}/result"
         saved = place.load(key)
         if saved is None:
             run = Run(source, tokens, settings, progress, store, place, processes, self._shared)
-            result, way = run.result(_PLANS[settings.search](run)), run.way
-            place.save(key, pack({"result": result.to_dict(), "way": None if way is None else vars(way)}))
+            result, trajectory = run.result(_PLANS[settings.search](run)), run.trajectory
+            place.save(key, pack([result.to_dict(), trajectory and vars(trajectory)]))
         else:
-            kept = unpack(saved)
-            result, way = SearchResult.from_dict(kept["result"]), kept["way"] and Way(**kept["way"])
-        if way is not None:
-            self._shared.ways[sparsity] = way
+            kept, moved = unpack(saved)
+            result, trajectory = SearchResult.from_dict(kept), moved and Trajectory(**moved)
+        if trajectory is not None:
+            self._shared.trajectories[sparsity] = trajectory
         return result
 
     @torch.no_grad()
-    def with_others(self, result: SearchResult, sparsities: Sequence[float]) -> SearchResult:
+    def with_curve(self, result: SearchResult, sparsities: Sequence[float]) -> SearchResult:
         """A result with thresholds at other sparsities too, spread over the projections in its way."""
         target, bench, progress = result.sparsity, self._shared.bench, self._given[2]
         others = [one for one in sparsities if abs(one - target) > 0.02]
@@ -166,7 +166,7 @@ class Run:
         self.alphas = {name: _first_alpha(settings.method, name) for name in self.bench.names}
         self.losses: dict[str, float] = {}
         self.history: dict[str, Any] = {}
-        self.way: Way | None = None
+        self.trajectory: Trajectory | None = None
         self.bench.num_kl_evaluations = 0.0
         for name in self.bench.names:
             self.bench.set_scale(name, self.scale(name, self.alphas[name]))
@@ -323,7 +323,7 @@ class Run:
 
         return {name: [alone(name, level) for level in self.settings.levels] for name in view.names}
 
-    def weigh(self) -> None:
+    def weight_by_loss(self) -> None:
         """Loss-weighted norms in the place of the weight norms, and the tables that follow."""
         bench = self.bench
         sums: dict[str, Tensor] = {}
@@ -366,15 +366,15 @@ class Run:
     def begin(self) -> Mapping[str, additive.Curve]:
         """Loss-weighted scales and their tables on the bench, and the curves: computed once for all sparsities."""
         bench, shared = self.bench, self.shared
-        if shared.begun is None:
-            self.weigh()
+        if shared.fisher is None:
+            self.weight_by_loss()
             curves = self.predict()
-            shared.begun = Begun(dict(bench.scales), {name: bench.table(name) for name in bench.names}, curves)
-        for name, scale in shared.begun.scales.items():
+            shared.fisher = FisherStart(dict(bench.scales), {name: bench.table(name) for name in bench.names}, curves)
+        for name, scale in shared.fisher.scales.items():
             self.alphas[name] = 1.0
             bench.set_scale(name, scale)
-            bench.set_table(name, shared.begun.tables[name])
-        return shared.begun.curves
+            bench.set_table(name, shared.fisher.tables[name])
+        return shared.fisher.curves
 
     def refine(self, allocation: Allocation) -> Allocation:
         """Scales and sparsities by gradient steps on the joint KL, from those of ``allocation`` on."""
@@ -391,9 +391,9 @@ class Run:
                 settings.refine_steps,
                 self.store,
                 self.progress,
-                self.shared.nearest_way(settings.sparsity),
+                self.shared.nearest_trajectory(settings.sparsity),
             )
-        self.way = found.way
+        self.trajectory = found.trajectory
         bench.num_kl_evaluations += found.num_tokens / bench.flow.num_counted
         self.history |= found.history
         for name, scale in found.scales.items():

@@ -17,16 +17,16 @@ from ..model.source import SourceModel
 from ..text.tokens import CalibrationTokens
 from ..work.processes import Processes
 from . import additive
-from .descent import Way
+from .descent import Trajectory
 from .settings import SearchSettings
 
-__all__ = ["Begun", "Shared", "batch_size"]
+__all__ = ["FisherStart", "Shared", "batch_size"]
 
 _LARGEST_LOGITS = 1 << 27
 
 
 @dataclass(frozen=True)
-class Begun:
+class FisherStart:
     """Where ``fisher`` stands before it asks for a sparsity.
 
     Attributes:
@@ -46,9 +46,9 @@ class Shared:
         bench: the search's tokens.
         part: this process's share of them; the bench itself where there is one process.
         norms: weight norms by projection.
-        begun: filled by the first search that needs it.
+        fisher: filled by the first search that needs it.
         dense_states: of `Descent`, by micro-batch.
-        ways: by sparsity, where refinements went.
+        trajectories: of refinements, by sparsity.
     """
 
     def __init__(
@@ -61,15 +61,15 @@ class Shared:
         # Where all tokens are gone through once, each process goes through its own; else it has units of its own.
         self.part = self.bench.part(source, tokens, processes)
         self.norms = {name: weight_norm(source.weight(name)) for name in source.projections}
-        self.begun: Begun | None = None
+        self.fisher: FisherStart | None = None
         self.dense_states: dict[int, Tensor] = {}
-        self.ways: dict[float, Way] = {}
+        self.trajectories: dict[float, Trajectory] = {}
 
-    def nearest_way(self, sparsity: float) -> Way | None:
+    def nearest_trajectory(self, sparsity: float) -> Trajectory | None:
         """The refinement at the nearest sparsity, of two the higher; None before the first one."""
-        if not self.ways:
+        if not self.trajectories:
             return None
-        return self.ways[min(self.ways, key=lambda other: (abs(other - sparsity), -other))]
+        return self.trajectories[min(self.trajectories, key=lambda other: (abs(other - sparsity), -other))]
 
     def close(self) -> None:
         """Take the masks off the model."""

@@ -29,7 +29,7 @@ import torch
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.guard.folder import entries, lock_file, remove_files, require_writable, write_file
 
-__all__ = ["NO_STATE", "Below", "NoState", "StateStore", "Store", "pack", "unpack"]
+__all__ = ["NO_STATE", "NoState", "Prefixed", "StateStore", "Store", "pack", "unpack"]
 
 _log = logging.getLogger("wisparse")
 _MAGIC = b"wisparse-state 1 "
@@ -73,7 +73,7 @@ class NoState:
 NO_STATE = NoState()
 
 
-class Below:
+class Prefixed:
     """A part of a store: its keys begin with a name."""
 
     def __init__(self, store: Store, name: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import UsageError
 
-__all__ = ["choice", "found", "integer", "number", "place", "switch", "text"]
+__all__ = ["choice", "integer", "number", "place", "quoted", "switch", "text"]
 
 # Longer than any path that a system takes, and than any Hub id.
 _LONGEST_PLACE = 4096
@@ -25,7 +25,7 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
 
-def found(value: Any) -> str:
+def quoted(value: Any) -> str:
     """A value as an error message shows it: on one line, and not all of a long one."""
     return " ".join(_short.repr(value).split())
 
@@ -46,7 +46,7 @@ def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
             words = {0: "an integer, 0 or more", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
         else:
             words = f"an integer from {least} to {most:,}"
-        raise UsageError(f"{name}: expected {words}, found {found(value)}")
+        raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
     return plain
 
 
@@ -57,10 +57,10 @@ def number(name: str, value: Any, low: float, high: float, words: str, *, above:
         UsageError: it is none, or out of range; ``words`` say what was expected.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UsageError(f"{name}: expected {words}, found {found(value)}")
+        raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
     # NaN is not less than anything, and not at most anything.
     if value < low or not value <= high or (above and value == low):
-        raise UsageError(f"{name}: expected {words}, found {found(value)}")
+        raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
     return float(value)
 
 
@@ -71,7 +71,7 @@ def switch(name: str, value: Any) -> bool:
         UsageError: something else, also what Python would count as true.
     """
     if not isinstance(value, bool):
-        raise UsageError(f"{name}: expected True or False, found {found(value)}")
+        raise UsageError(f"{name}: expected True or False, found {quoted(value)}")
     return value
 
 
@@ -84,7 +84,7 @@ def choice(name: str, value: Any, known: Sequence[str]) -> str:
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(value[:80], known, n=1) if isinstance(value, str) else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise UsageError(f"{name}: expected one of {', '.join(known)}, found {found(value)}{hint}")
+        raise UsageError(f"{name}: expected one of {', '.join(known)}, found {quoted(value)}{hint}")
     return value
 
 
@@ -95,12 +95,12 @@ def text(name: str, value: Any, *, empty: bool = True) -> str:
         UsageError: no str, one with half of a surrogate pair in it, or an ``empty`` one where that means nothing.
     """
     if not isinstance(value, str):
-        raise UsageError(f"{name}: expected a text (str), found {found(value)}")
+        raise UsageError(f"{name}: expected a text (str), found {quoted(value)}")
     try:
         value.encode()
     except UnicodeEncodeError:
         raise UsageError(
-            f"{name}: expected text, found half of a surrogate pair in {found(value)}, which no text holds; was it "
+            f"{name}: expected text, found half of a surrogate pair in {quoted(value)}, which no text holds; was it "
             "read as another encoding than UTF-8?"
         ) from None
     if not empty and not value:
@@ -116,7 +116,7 @@ def place(name: str, value: Any) -> str:
     """
     given = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(given, str):
-        raise UsageError(f"{name}: expected a path or a Hub id (str or pathlib.Path), found {found(value)}")
+        raise UsageError(f"{name}: expected a path or a Hub id (str or pathlib.Path), found {quoted(value)}")
     if not given:
         raise UsageError(f"{name}: expected a path or a Hub id, found an empty text")
     try:
@@ -124,7 +124,7 @@ def place(name: str, value: Any) -> str:
     except UnicodeEncodeError:
         raise UsageError(f"{name}: expected a path or a Hub id, found half of a surrogate pair in it") from None
     if b"\0" in encoded:
-        raise UsageError(f"{name}: expected a path or a Hub id, found a null character in {found(given)}")
+        raise UsageError(f"{name}: expected a path or a Hub id, found a null character in {quoted(given)}")
     if len(encoded) > _LONGEST_PLACE:
-        raise UsageError(f"{name}: expected a path or a Hub id, found {len(given):,} characters: {found(given)}")
+        raise UsageError(f"{name}: expected a path or a Hub id, found {len(given):,} characters: {quoted(given)}")
     return given

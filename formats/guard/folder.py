@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import ResourceError, UsageError
-from .arguments import found
+from .arguments import quoted
 from .files import PARTIAL
 
 __all__ = [
@@ -93,7 +93,7 @@ def require_writable(folder: Path, option: str, advice: str, name: str = "") -> 
     longest = os.pathconf(folder, "PC_NAME_MAX")
     for name in missing:
         if len(os.fsencode(name)) > longest:
-            raise UsageError(f"{option}: expected names of at most {longest} bytes, found {found(name)}; {advice}")
+            raise UsageError(f"{option}: expected names of at most {longest} bytes, found {quoted(name)}; {advice}")
     if not os.access(folder, os.W_OK | os.X_OK):
         readonly = os.statvfs(folder).f_flag & os.ST_RDONLY
         reason = "is on a read-only file system" if readonly else "may not be written to: no permission"

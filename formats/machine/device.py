@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..errors import UsageError
-from ..guard.arguments import found
+from ..guard.arguments import quoted
 
 __all__ = ["choose_device"]
 
@@ -30,7 +30,7 @@ def choose_device(requested: Any = "auto", name: str = "device") -> torch.device
     spelled = str(requested) if isinstance(requested, torch.device) else requested
     match = _NAME.fullmatch(spelled) if isinstance(spelled, str) else None
     if match is None:
-        raise UsageError(f"{name}: expected auto, cpu, cuda or cuda:N, found {found(requested)}")
+        raise UsageError(f"{name}: expected auto, cpu, cuda or cuda:N, found {quoted(requested)}")
     if spelled == "cpu":
         return torch.device("cpu")
     index, count = int(match[1] or 0), torch.cuda.device_count()

@@ -35,7 +35,7 @@ def check_amendable(folder: str | os.PathLike[str]) -> None:
     names = listed_files(out)
     check_target(out, BUNDLE, overwrite=True)
     for name in names:
-        _whereabouts(out, name)
+        _own_file(out, name)
     _amended(out, ())
 
 
@@ -56,7 +56,7 @@ def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -
         if not kept <= names:
             raise BundleError(f"{out}: was replaced by another bundle meanwhile; run this again")
         for name in kept:
-            _take_over(_whereabouts(out, name), partial / name)
+            _link_or_copy(_own_file(out, name), partial / name)
         manifest = read_json(out, MANIFEST, MAX_MANIFEST_BYTES, BundleError)
         digests = {name: {"sha256": hashlib.sha256(data).hexdigest()} for name, data in documents.items()}
         manifest["files"] = dict(sorted({**manifest["files"], **digests}.items()))
@@ -86,7 +86,7 @@ def _document(folder: Path, name: str) -> bytes:
     return read_bounded(folder, name, _MAX_DOCUMENT_BYTES, BundleError)
 
 
-def _whereabouts(folder: Path, name: str) -> Path | None:
+def _own_file(folder: Path, name: str) -> Path | None:
     """The bundle's own file, never what a symlink out of the folder points at; None for one that was removed."""
     if not os.path.lexists(folder / name):
         return None  # a document: the manifest still names it, and `verify` says so
@@ -94,7 +94,7 @@ def _whereabouts(folder: Path, name: str) -> Path | None:
     return resolve_inside(folder, name, BundleError)
 
 
-def _take_over(old: Path | None, new: Path) -> None:
+def _link_or_copy(old: Path | None, new: Path) -> None:
     """The same file under a second name, or a copy of it where the disk knows no such thing."""
     if old is None:
         return

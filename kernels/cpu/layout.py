@@ -127,9 +127,9 @@ class DequantizeField(IntEnum):
 class TeamField(IntEnum):
     """What the threads of a team tell each other: int64, each on a cache line of its own, zero before the first use."""
 
-    ARRIVED = 0  # threads that wait at the present meeting
-    MEETINGS = 8  # that are over
-    WAITED_NS = 16  # beyond what `meeting` calls brief
+    ARRIVED = 0  # threads that wait at the present barrier
+    PASSED = 8  # barriers that are over
+    WAITED_NS = 16  # beyond what `barrier` calls brief
     SIZE = 24
 
 

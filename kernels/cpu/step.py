@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import BLOCK_BYTES, attention, rms_norm
+from .barrier import barrier
 from .delta_net import delta_net
 from .intrinsics import (
     ONE,
@@ -25,7 +26,6 @@ from .intrinsics import (
 )  # fmt: skip
 from .layout import BlockField, FloatField, ProjectionField, StepField
 from .linear import gather, output_rows, project, select
-from .meeting import meet
 
 __all__ = ["step"]
 
@@ -89,7 +89,7 @@ def _finish_logits(logits, slots, rows, vocab, lo, hi, multiplier, cap):
 
 @exact
 def step(p, base_tag):
-    """One token for every row: embedding, blocks, final norm, logits. Five meetings a block.
+    """One token for every row: embedding, blocks, final norm, logits. Five barriers a block.
 
     What is added to the residual may have to be normalised as a whole first, and the next half reads all of the
     residual: so every thread adds all of it for itself, to a residual of its own.
@@ -154,7 +154,7 @@ def step(p, base_tag):
                         partial, partial_stride, base_tag,
                     )  # fmt: skip
             begin = end
-        meet(team, parts)
+        barrier(team, parts)
 
         # The heads' outputs are written where the accumulators are, and the channels kept for o_proj listed.
         if facts[BlockField.DELTA] != 0:
@@ -169,13 +169,13 @@ def step(p, base_tag):
             acc, field[ProjectionField.K], rows, a_lo, a_hi, field[ProjectionField.SCALE], thresholds[i],
             seg_index + 4 * a_lo, seg_value + 4 * a_lo, length, counts + 8 * i,
         )  # fmt: skip
-        meet(team, parts)
+        barrier(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
         project(
             row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
         )
-        meet(team, parts)
+        barrier(team, parts)
 
         x = _normed(half, facts[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
@@ -204,13 +204,13 @@ def step(p, base_tag):
             acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, projection_row(row)[ProjectionField.SCALE],
             thresholds[i], seg_index + 4 * mlp_lo, seg_value + 4 * mlp_lo, length, counts + 8 * i,
         )  # fmt: skip
-        meet(team, parts)
+        barrier(team, parts)
 
         count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
         project(
             row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
         )
-        meet(team, parts)
+        barrier(team, parts)
 
         x = _normed(half, facts[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
@@ -234,4 +234,4 @@ def step(p, base_tag):
         p[StepField.LOGITS], p[StepField.SLOTS], rows, vocab, lo, hi, constants[FloatField.LOGITS_MULTIPLIER],
         constants[FloatField.LOGITS_CAP],
     )  # fmt: skip
-    meet(team, parts)
+    barrier(team, parts)

@@ -3,8 +3,8 @@
 numba is used as a compiler only. Its threading layers are left alone: ``omp`` needs a system library that slim images
 lack, keeps a second pool of spinning threads beside torch's and resets torch's thread count; ``workqueue`` aborts the
 process when two threads use it. Torch always brings an OpenMP runtime, and ``GOMP_parallel`` is how every compiler
-enters it: one launch costs about a microsecond. Inside a region threads meet at `meeting`, not at OpenMP's barrier,
-which spins for milliseconds while the partner that it waits for has no core.
+enters it: one launch costs about a microsecond. Inside a region threads wait at `barrier`, not at OpenMP's, which
+spins for milliseconds while the partner that it waits for has no core.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from ..decoding.decoder import Decoder, check_part, check_prompt, check_room
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings, sample
 from ..torch.block import finish_logits
-from .graph import Landing
+from .graph import TokenReadback
 from .prefill import head_products, lower_right, piece_size, read_sequence
 from .prompts import ShortPieces
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
@@ -89,7 +89,7 @@ class CudaDecoder(Decoder):
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, the step, and whether
         # it is counted.
         self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep, bool] | None = None
-        self._landing = Landing(MAX_ROWS, device)
+        self._readback = TokenReadback(MAX_ROWS, device)
         self._short: ShortPieces | None = None  # once somebody has asked for it
         # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows
         # that were counted; one of so many steps is, and so many have been started.
@@ -194,14 +194,14 @@ class CudaDecoder(Decoder):
                 if token < 0:
                     adjusted[row] = -1
             step.tokens[:landed] = adjusted
-        self._landing.send(step.tokens)
+        self._readback.send(step.tokens)
         room = all(token < 0 or lengths[slot] < self.max_seq_len for slot, token in enumerate(tokens))
         follows = room and following is step
         counts = follows and self._counts_next()
         if follows:
             step.replay(drawn[first : first + step.rows], count=counts)
         chosen = torch.full((batch,), -1)
-        chosen[first : first + landed] = self._landing.read(landed)
+        chosen[first : first + landed] = self._readback.read(landed)
         if follows:
             self._ahead = chosen.tolist(), drawn, step, counts
         return chosen
@@ -272,7 +272,7 @@ class CudaDecoder(Decoder):
 
     def close(self) -> None:
         for name in (
-            "weights", "_steps", "_of_kinds", "_cache", "_places", "_positions", "_ahead", "_landing", "_short"
+            "weights", "_steps", "_of_kinds", "_cache", "_places", "_positions", "_ahead", "_readback", "_short"
         ):  # fmt: skip
             self.__dict__.pop(name, None)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["Landing", "capture", "elapsed_us", "time_launches"]
+__all__ = ["TokenReadback", "capture", "elapsed_us", "time_launches"]
 
 _REPETITIONS = 20
 
@@ -51,7 +51,7 @@ def elapsed_us(launch: Callable[[], None]) -> float:
     return start.elapsed_time(end) * 1e3
 
 
-class Landing:
+class TokenReadback:
     """Host memory that token ids are copied to beside what the device does next."""
 
     def __init__(self, size: int, device: torch.device) -> None:

@@ -26,7 +26,7 @@ from ..decoding.cache import KVCache
 from ..decoding.rotary import switch_length
 from ..torch.block import embed, finish_block
 from .graph import capture
-from .step import MAX_ROWS, Places, describe, what_is_normalised
+from .step import MAX_ROWS, Places, describe, qk_norm_kind
 from .weights import BlockWeights, CudaWeights
 
 __all__ = ["ShortPieces"]
@@ -166,6 +166,6 @@ class _Piece:
             qkv, self._given, keys, values, *self._places.rotary(facts.rotary),
             self._queries, out, scale=config.attention_scale, cap=config.attention_softcap, window=facts.window,
             interleaved=config.rotaries[0].interleaved, query_scales=self._places.query_scales, qk_norm=block.qk_norm,
-            norm_of=what_is_normalised(config), gated=config.architecture.attention_gate, eps=config.rms_norm_eps,
+            norm_of=qk_norm_kind(config), gated=config.architecture.attention_gate, eps=config.rms_norm_eps,
         )  # fmt: skip
         return out.flatten(1)

@@ -49,7 +49,7 @@ __all__ = [
     "contexts_between",
     "describe",
     "kv_splits_for",
-    "what_is_normalised",
+    "qk_norm_kind",
 ]
 
 MAX_ROWS = 16
@@ -75,7 +75,7 @@ def kv_splits_for(context: int, rows: int = 1) -> int:
     return 1 << (splits.bit_length() - 1)
 
 
-def what_is_normalised(config: ModelConfig) -> str:
+def qk_norm_kind(config: ModelConfig) -> str:
     """Of queries and keys, one of ``QK_NORMS``."""
     norm = config.architecture.qk_norm
     if norm is None or norm.per_head:
@@ -371,7 +371,7 @@ class DecodeStep:
                 *self._places.rotary(facts.rotary),
                 self._attended[index], self._softmax, heads=config.num_heads, scale=config.attention_scale,
                 cap=config.attention_softcap, window=facts.window, interleaved=config.rotaries[0].interleaved,
-                query_scales=self._places.query_scales, qk_norm=block.qk_norm, norm_of=what_is_normalised(config),
+                query_scales=self._places.query_scales, qk_norm=block.qk_norm, norm_of=qk_norm_kind(config),
                 gated=config.architecture.attention_gate, shared=facts.shared_values,
                 value_norm=config.architecture.value_norm, eps=eps, stages=self._attention_stages[index], pdl=pdl,
             )  # fmt: skip

@@ -105,7 +105,7 @@ def _biases(given: Any) -> dict[int, float] | None:
     if not isinstance(given, Mapping) or len(given) > _MOST_BIASES:
         raise UsageError(
             f"logit_bias: expected a mapping of up to {_MOST_BIASES:,} token ids to numbers, "
-            f"found {arguments.found(given)}"
+            f"found {arguments.quoted(given)}"
         )
     return {
         arguments.integer("logit_bias", token, 0, 2**31 - 1): arguments.number(

@@ -74,7 +74,7 @@ class Grammar:
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
         else:
-            raise UsageError(f"{field}: expected a JSON schema, found {arguments.found(schema)}")
+            raise UsageError(f"{field}: expected a JSON schema, found {arguments.quoted(schema)}")
         return cls(field, _bounded(field, text), True)
 
     @classmethod

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard.arguments import found, integer, text
+from wisparse.formats.guard.arguments import integer, quoted, text
 
 __all__ = ["Message", "Prompt", "as_prompts", "stop_texts"]
 
@@ -37,7 +37,7 @@ def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
         if isinstance(one, str):
             prompts.append(text(where, one))
         elif (kind := _kinds(one, where)) == "prompts":
-            raise UsageError(f"{where}: expected a text, messages or token ids, found a list of lists: {found(one)}")
+            raise UsageError(f"{where}: expected a text, messages or token ids, found a list of lists: {quoted(one)}")
         else:
             prompts.append(_single(one, kind, where))
     return prompts, False
@@ -53,7 +53,7 @@ def stop_texts(stop: Any) -> list[str]:
         return []
     several = [stop] if isinstance(stop, str) else stop
     if not isinstance(several, (list, tuple, set, frozenset)):
-        raise UsageError(f"stop: expected a text, or a list of texts, found {found(stop)}")
+        raise UsageError(f"stop: expected a text, or a list of texts, found {quoted(stop)}")
     return [text("stop", one, empty=False) for one in several]
 
 
@@ -67,16 +67,16 @@ def _kinds(prompt: Any, where: str) -> str:
     if isinstance(prompt, Mapping):
         raise UsageError(f"{where}: expected {_FORMS}, found one message: put it into a list")
     if isinstance(prompt, (bytes, bytearray, memoryview)) or not isinstance(prompt, Sequence):
-        raise UsageError(f"{where}: expected {_FORMS}, found {found(prompt)}")
+        raise UsageError(f"{where}: expected {_FORMS}, found {quoted(prompt)}")
     if not prompt:
         raise UsageError(f"{where}: expected {_FORMS}, found an empty list")
     first = _kind(prompt[0])
     for index, one in enumerate(prompt):
         kind = _kind(one)
         if kind is None:
-            raise UsageError(f"{where}[{index}]: expected {_FORMS}, found {found(one)}")
+            raise UsageError(f"{where}[{index}]: expected {_FORMS}, found {quoted(one)}")
         if kind != first:
-            raise UsageError(f"{where}: expected one kind of thing in a list, found {first} and then {found(one)}")
+            raise UsageError(f"{where}: expected one kind of thing in a list, found {first} and then {quoted(one)}")
     assert first is not None
     return first
 
@@ -101,7 +101,7 @@ def _single(prompt: Sequence[Any], kind: str, where: str) -> Prompt:
 def _check_message(message: Message, where: str) -> None:
     """A message has a role, and a content unless it holds something else, such as the calls of tools."""
     if not isinstance(message.get("role"), str):
-        raise UsageError(f"{where}: expected a message with a role (str) and a content, found {found(dict(message))}")
+        raise UsageError(f"{where}: expected a message with a role (str) and a content, found {quoted(dict(message))}")
     content = message.get("content")
     if isinstance(content, list) or (content is None and message.keys() - {"role", "content"}):
         return  # the model's chat template knows parts and calls, or refuses them

@@ -92,11 +92,11 @@ def read_tokenizer(data: bytes) -> Tokenizer:
         BundleError: it is none, or one that cannot encode.
     """
     if len(data) <= _MOST_BYTES and is_plain(parse_json(data, _NAME, BundleError, _MOST_VALUES)):
-        return _Near(data)
-    return _Far(data)
+        return _InProcess(data)
+    return _InWorker(data)
 
 
-class _Near:
+class _InProcess:
     """In this process."""
 
     def __init__(self, data: bytes) -> None:
@@ -125,7 +125,7 @@ class _Near:
         return found
 
 
-class _Far:
+class _InWorker:
     """In a worker; tried once, so that one that never works is refused when it is loaded."""
 
     def __init__(self, data: bytes) -> None:

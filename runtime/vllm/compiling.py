@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .launches import MASKED_ROWS, SKIPPED_ROWS, SPARSE_ROWS, in_its_loop, mask_tile, masked_inputs, sparse
+from .launches import MASKED_ROWS, SKIPPED_ROWS, SPARSE_ROWS, fused_mask, mask_tile, masked_inputs, sparse
 from .layer import Layer
 
 __all__ = ["finish_compiling", "start_compiling"]
@@ -57,7 +57,7 @@ def _ways(layer: Layer, ahead: bool) -> Iterator[tuple[Callable[[Tensor, Layer, 
         if tile is not None:
             kernel = tile, rows_of_tile(rows)
             if kernel not in tiles:
-                yield functools.partial(in_its_loop, tile=tile), rows
+                yield functools.partial(fused_mask, tile=tile), rows
             tiles.add(kernel)
         elif rows <= SPARSE_ROWS:
             yield sparse, rows

@@ -15,7 +15,7 @@ __all__ = [
     "MASKED_ROWS",
     "SKIPPED_ROWS",
     "SPARSE_ROWS",
-    "in_its_loop",
+    "fused_mask",
     "mask_tile",
     "masked_inputs",
     "products",
@@ -74,7 +74,7 @@ def products(inputs: Tensor, layer: Layer) -> Tensor:
     return out
 
 
-def in_its_loop(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
+def fused_mask(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
     """One launch that masks x beside its loads."""
     from wisparse.kernels.gpu.mask_gemm import mask_gemm
 

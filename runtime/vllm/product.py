@@ -26,7 +26,7 @@ from torch.nn import functional
 from wisparse.kernels.reference import keep_mask
 
 from .compiling import finish_compiling, start_compiling
-from .launches import SKIPPED_ROWS, SPARSE_ROWS, in_its_loop, mask_tile, masked_inputs, reserve_scratch, sparse
+from .launches import SKIPPED_ROWS, SPARSE_ROWS, fused_mask, mask_tile, masked_inputs, reserve_scratch, sparse
 from .layer import Layer
 from .rows import may_mask
 
@@ -74,7 +74,7 @@ def masked_linear(
     on_gpu = x.is_cuda and x.dtype in _HALF
     tile = mask_tile(x.device, x.shape[-1], weight.shape[0], count) if on_gpu and not ready else None
     if tile is not None:
-        y = in_its_loop(rows, layer, masked, tile)
+        y = fused_mask(rows, layer, masked, tile)
     elif on_gpu and count <= (SKIPPED_ROWS if ready else SPARSE_ROWS):
         y = sparse(rows, layer, masked)
     elif ready:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from wisparse.formats.errors import AccessError, printable
-from wisparse.formats.guard.arguments import found
+from wisparse.formats.guard.arguments import quoted
 from wisparse.formats.guard.places import find_folder
 from wisparse.formats.hub import (
     check_write_access,
@@ -43,7 +43,7 @@ def command(bundle: str, repo: str, private: bool, as_json: bool) -> None:
     """
     folder = find_folder(bundle)
     if folder is None:
-        raise AccessError(f"{found(bundle)}: there is no such folder")
+        raise AccessError(f"{quoted(bundle)}: there is no such folder")
     try:
         _push(folder, repo, private, as_json)
     except KeyboardInterrupt as interruption:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard.arguments import found
+from wisparse.formats.guard.arguments import quoted
 from wisparse.formats.guard.places import find_folder, shown
 from wisparse.formats.record.amend import check_amendable, save_findings
 from wisparse.formats.record.findings import Finding
@@ -41,7 +41,7 @@ def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path
     for bundle in bundles:
         folder = find_folder(bundle)
         if folder is None:
-            raise UsageError(f"--save: expected a bundle's folder, found {found(bundle)}: download it first")
+            raise UsageError(f"--save: expected a bundle's folder, found {quoted(bundle)}: download it first")
         check_amendable(folder)
         folders.append(folder)
     return folders
