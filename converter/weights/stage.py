@@ -81,8 +81,9 @@ def quantise_weights(
                     shape = (weight.shape[0], weight.shape[1])
                     data = saved[name]
                     if data is not None:
-                        group = group_size(source.config) if fitted else None
-                        matrix = QuantizedMatrix(kind, *unpack(data), None, group, shape)
+                        codes, scales = unpack(data)
+                        size = group_size(source.config) if fitted else None
+                        matrix = QuantizedMatrix(kind, codes, scales, None, size, shape)
                     else:
                         if flow is not None and moments is None:
                             moments = _moments(source, flow, block, hidden, name)
