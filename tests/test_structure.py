@@ -145,6 +145,19 @@ def test_a_sub_room_imports_only_what_stands_below_it(room: str) -> None:
     assert not any(wrong.values()), wrong
 
 
+def test_the_tree_for_contributors_names_every_room() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
+    (tree,) = [part for part in text.split("```") if part.startswith("text")]
+    named = {room: set() for room in ROOMS}
+    for line in tree.splitlines()[1:]:
+        if line.startswith("  ") and line[2:3].strip():
+            room = line.split()[0].rstrip("/")
+        elif line.strip():
+            named[room] |= {word.rstrip("/") for word in line.split() if word.endswith("/")} - {"products"}
+    for room in ("formats", "kernels", "converter", "runtime"):
+        assert named[room] == {name.split("/")[1] for name in SUB_ROOMS if name.startswith(f"{room}/")}
+
+
 def test_circle_check_can_fail(tmp_path: Path) -> None:
     for name, text in {
         "a.py": "from .sub import b",

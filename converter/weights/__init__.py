@@ -1,1 +1,1 @@
-"""Weights in fewer bits: rounded, or fitted to what a layer is given (GPTQ), block by block."""
+"""Weights changed before anything is measured: rotated, rounded, or fitted to what a layer is given (GPTQ)."""

@@ -1,1 +1,1 @@
-"""Local tasks for lm-evaluation-harness that ship with the project: YAML, data, and the code that made the data."""
+"""Local tasks for lm-evaluation-harness that ship with the project: YAML, and the code that makes their questions."""
