@@ -145,8 +145,8 @@ def _write_row_by_row(
             added = added + (sums[i] + _take(found[i], at, there, wide, cut.pollers),)  # noqa: RUF005
         sums = added
     for row in tl.static_range(BATCH):
-        up = sums[row * EACH + EACH - 1]  # with gate and up; else it is not looked at
-        y = _finished(sums[row * EACH], up, bias_ptr, columns, live, wide, dtype, shape, modes)
+        # Gate's and up's; else the same one twice, and the second is not looked at.
+        y = _finished(sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, wide, dtype, shape, modes)
         if modes.output == TO_RESIDUAL:
             y = (hidden[row].to(wide) + y.to(wide)).to(dtype)
             squares = tl.where(live, y.to(wide) * y.to(wide), 0.0)
