@@ -64,6 +64,10 @@ def test_compiling_is_said_once_and_only_where_something_is_compiled(
         cpu_threads.prepare_all(names)
         assert caplog.text == ""
         monkeypatch.setattr(cpu_threads, "is_compiled", lambda region: False)
+        monkeypatch.setattr(cpu_threads, "is_kept", lambda: False)
+        cpu_threads.prepare_all(names)
+        assert caplog.text == ""  # it is compiled every time, as a warning of the cache's says
+        monkeypatch.setattr(cpu_threads, "is_kept", lambda: True)
         cpu_threads.prepare_all(names)
         cpu_threads.prepare_all(names)
     assert [record.message for record in caplog.records] == [

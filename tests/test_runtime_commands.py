@@ -264,7 +264,7 @@ def test_prompts_from_a_file_go_on_after_a_kill(
     output.unlink()
     batch = Batch(str(prompts), str(output), {})
     progress = tmp_path / "answers.progress"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
         batch.run(_Killed(model, 2), {"max_new_tokens": 4})  # type: ignore[arg-type]
     with open(progress, "a") as file:
         file.write('[6, {"te')

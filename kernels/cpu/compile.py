@@ -19,7 +19,7 @@ from typing import Any
 import numba
 from numba import types
 
-__all__ = ["compile_region", "is_compiled"]
+__all__ = ["compile_region", "is_compiled", "is_kept"]
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,11 @@ def is_compiled(region: Callable[[Any], None]) -> bool:
     """Whether :func:`compile_region` finds the region on disk."""
     folder = _cache_folder()
     return folder is not None and any(folder.glob(f"*/*.{region.__name__}-*.nbi"))
+
+
+def is_kept() -> bool:
+    """Whether what is compiled is found again by the next process; a warning says so if it is not."""
+    return _cache_folder() is not None
 
 
 @functools.cache

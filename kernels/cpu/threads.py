@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from ..compiling import say_compiling
-from .compile import compile_region, is_compiled
+from .compile import compile_region, is_compiled, is_kept
 from .intrinsics import SYMBOLS
 from .regions import REGIONS
 
@@ -60,7 +60,7 @@ def launch(name: str, parameters: np.ndarray, threads: int) -> None:
 def prepare_all(names: Sequence[str]) -> None:
     """Compile regions before several threads would each compile them; says so if they are not on disk."""
     missing = [name for name in names if name not in _regions and not is_compiled(REGIONS[name])]
-    if missing:
+    if missing and is_kept():  # else it is said already that every process compiles them
         say_compiling("CPU", len(missing))
     for name in names:
         prepare(name)

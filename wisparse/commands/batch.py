@@ -88,6 +88,8 @@ class Batch:
                 text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered)
                 write_file(self._output, text.encode())
                 self._progress.unlink()
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt("what is answered is kept, the same command goes on") from None
         except OSError as error:
             raise ResourceError(f"--output: {self._output} cannot be written: {error.strerror or error}") from error
         return len(self._lines), before
