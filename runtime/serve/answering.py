@@ -1,7 +1,7 @@
 """One request's answers on their way from the engine's thread to the event loop.
 
 Waking the loop costs more than a small model's token, and so does reading an event at the other end. So the loop is
-woken by the first piece, and by an answer's last; between the two it comes by itself, once a hundredth of a second has
+woken by the first piece, and by an answer's last; between the two it comes by itself, once a sixtieth of a second has
 passed since it last took something, and what has come meanwhile goes out together. A slower model's pieces find the
 loop waiting and go out one by one, at once.
 """
@@ -26,8 +26,8 @@ from ..protocol.thinking import ThoughtCount
 
 __all__ = ["Answering"]
 
-# Below what an eye can tell, on a screen that shows sixty pictures a second.
-_GATHER_SECONDS = 0.01
+# A picture of a screen that shows sixty a second.
+_GATHER_SECONDS = 1 / 60
 
 
 class Answering:
@@ -78,7 +78,7 @@ class Answering:
 
         Args:
             gather_seconds: how long after the last call's return more pieces are waited for, unless an answer ends; a
-                hundredth of a second if None.
+                sixtieth of a second if None.
 
         Raises:
             WisparseError: what ended an answer.
