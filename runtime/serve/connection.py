@@ -41,9 +41,11 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         self._began = self.loop.time()
         self._look = self.loop.call_later(PATIENCE_SECONDS, self._look_at_it)
-        if len(self.connections) > most_connections():
-            others = [one for one in self.connections if isinstance(one, Connection) and one._idle]
-            min(others, key=lambda one: one._began).transport.abort()
+        if len(self.connections) > (most := most_connections()):
+            # One that was closed already is there until the loop comes by.
+            alive = [one for one in self.connections if isinstance(one, Connection) and not one.transport.is_closing()]
+            if len(alive) > most:
+                min((one for one in alive if one._idle), key=lambda one: one._began).transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._look is not None:
