@@ -6,7 +6,6 @@ import importlib.util
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,6 @@ _KEY = "WISPARSE_API_KEY"
 _LONGEST_KEY = 4096
 # As browsers send it: a scheme, a host and perhaps a port, no path.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
-# After so long the event loop hands the interpreter to the thread that decodes, which needs it for some microseconds
-# between two steps; Python's own 5 ms are as long as thirty steps of a small model.
-_SWITCH_SECONDS = 0.0005
 _NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
 
 
@@ -99,12 +95,9 @@ def command(
         )
         # The server's library raises the signal that ended it once more; by then everything is done.
         before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
         try:
             serve(model, settings, listener)
         finally:
-            sys.setswitchinterval(interval)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
