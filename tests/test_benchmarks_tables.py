@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -17,6 +18,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 # Stands in for the benchmarks: one row per call, as they write them; the model "broken" fails.
 _FAKE = """
 import json, sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 methods = sys.argv[sys.argv.index("--methods") + 1 : sys.argv.index("--out")] if "--methods" in sys.argv else []
@@ -95,7 +97,13 @@ def test_the_stages_of_a_search_give_their_rows(
     quick = ["--num-generations", "1", "--num-offspring", "2", "--parts", "paper", "additive"]
     model = write_tiny_model(tmp_path / "tiny")
     alphas = "wisparse.converter.searches.search.search_alpha"
-    monkeypatch.setattr(alphas, lambda error, names: (dict.fromkeys(names, 0.5), error(dict.fromkeys(names, 0.5))))
+
+    def halves(error: Callable[[dict[str, float]], float], names: Sequence[str]) -> dict[str, float]:
+        found = dict.fromkeys(names, 0.5)
+        error(found)
+        return found
+
+    monkeypatch.setattr(alphas, halves)
     monkeypatch.setattr(sys, "argv", ["ablation.py", "--model", str(model), "--out", str(tmp_path), *few, *quick])
     ablation.main()
     document = json.loads((tmp_path / "ablation-tiny.json").read_text())
