@@ -130,6 +130,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--sparsity", type=float, default=0.5)
     parser.add_argument("--search", default="auto")
+    parser.add_argument("--weights", default="native", help="int4: the time of GPTQ as well")
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=2048)
     parser.add_argument("--calibration", nargs="+", default=["self"])
@@ -160,6 +161,7 @@ def main() -> None:
             output_dir=out,
             sparsities=(args.sparsity,),
             search=args.search,
+            weights=args.weights,
             num_samples=args.num_samples,
             seq_len=args.seq_len,
             calibration=tuple(args.calibration),
@@ -180,6 +182,8 @@ def main() -> None:
         "torch": torch.__version__,
         "calibration": f"{args.calibration[0]}, {args.num_samples} x {args.seq_len}",
         "search": conversion.plan.settings.chosen_search,
+        "weights": args.weights,
+        "rotation": conversion.plan.settings.rotation,
         "seconds": round(seconds, 1),
         "search_seconds": round(meter.search_seconds(), 2),
         "stage_seconds": {name: round(value, 2) for name, value in stages.items()},
