@@ -237,6 +237,23 @@ def test_what_short_pieces_do_not_serve_is_read_the_other_way(monkeypatch):
     fast.close()
 
 
+def test_what_is_prepared_is_what_batches_take():
+    """Every step of a batch that begins at the first slot, however long its contexts are, and nothing else."""
+    fast, plain = (make(CudaDecoder, dtype=torch.float16, max_batch=4, max_seq_len=300) for _ in range(2))
+    for decoder in (fast, plain):
+        decoder.prefill(0, PROMPT, 5)
+    for prepare in fast.preparations():
+        prepare()
+    held = {key: set(step._replays) for key, step in fast._steps.items()}
+    assert all(ways == {(False, False), (True, False)} for ways in held.values())
+    for slots in ([0], [0, 1], [1, 0, 2], [0, 3]):
+        for sampled in (False, True):
+            fast.prepare(slots, 1, 300, sampled=sampled)
+    assert {key: set(step._replays) for key, step in fast._steps.items()} == held
+    assert torch.equal(fast.decode(torch.tensor([5])), plain.decode(torch.tensor([5])))
+    fast.close(), plain.close()
+
+
 def test_a_prompts_beginning_serves_again_and_slots_are_decoded_where_they_are(launches):
     """Part of a prompt in a slot, the rest later, or copied from another slot; a step's rows are the fewest that reach
     from the first slot that is not idle to the last one."""

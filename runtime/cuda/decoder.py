@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -226,6 +227,25 @@ class CudaDecoder(Decoder):
             self._short = ShortPieces(self.weights, self.config, self._cache, self._places)
         else:
             log.info("short prompts are read without graphs: %s", refusal)
+
+    def preparations(self) -> list[Callable[[], None]]:
+        """The steps of batches that begin at the first slot, greedy and sampled. Of others the kernels are the same,
+        and to capture them again takes no seconds."""
+        rows = [1 << n for n in range(MAX_ROWS.bit_length()) if 1 << n <= min(len(self._positions), MAX_ROWS)]
+        return [self._read_nothing] + [
+            partial(self.prepare, range(count), context, context, sampled=sampled)
+            for sampled in (False, True)[: 1 + (self.dtype in SAMPLED_DTYPES)]
+            for count in rows
+            for context in contexts_between(1, self.max_seq_len)
+        ]
+
+    @torch.inference_mode()
+    def _read_nothing(self) -> None:
+        """A piece of a prompt, as others wait for it, beside the cache: the libraries load what it takes."""
+        size = min(self.piece_beside, self.max_seq_len)
+        scratch = KVCache(self.config, 1, size, self.device, self._activations)
+        for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
+            pass
 
     @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
