@@ -1,189 +1,264 @@
-"""Sparsity realised on text of another kind than the calibration's, and KL there; in units of the token's own norm too.
+"""Sparsity realised on text of another kind than the calibration's, and KL there.
 
     OMP_NUM_THREADS=1 python benchmarks/other_text.py --json out.json         # the example model, minutes on two cores
+    ... --judge answers --calibration answers --search refine --sparsity 0.5 0.4 0.3 --beside library.json
 
-Calibrated on passages of every other file of the standard library, or on text that the model writes (`--calibration
-self`), as a conversion does it (`--search`, rotated unless --rotation none). Then, every token sparse: the files
-between, two draws; the files calibrated on, other passages; text that the model writes; interpreter sessions; the
-documentation of Python's statements, which is prose.
+Calibrated as a conversion does it (`--search`, several sparsities as its rungs, rotated unless --rotation none) on
+`library`, passages of every other file of the standard library; `self`, what the model writes; `answers`, prompts with
+the dense model's own answers; or `half`, library and answers in equal parts.
 
-    plain       thresholds as the bundle holds them
-    by norm     those of o_proj and down_proj, whose inputs no norm has made alike, times the root mean square of the
-                token's input over its mean; set again on the calibration text, in the order of execution, for the same
-                share left unread there
+Judged, every token sparse (`--judge kinds`): the files between, two draws; the files calibrated on, other passages;
+text that the model writes; interpreter sessions; the documentation of Python's statements, which is prose. Or (`--judge
+answers`) the dense model's answers to other prompts, these read dense as when serving: openings of functions, classes
+and stories answered greedily and sampled, 256 tokens, and lines of an interpreter; the same with every token sparse;
+and the files between. ``--beside`` puts each KL over that of the same texts in another run's file, with the error of
+the pairs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from quality import EXAMPLE, describe_machine, stdlib_tokens, turned
+from quality import EXAMPLE, describe_machine, stdlib_tokens
 from torch import Tensor
 
 from wisparse.converter.bench.divergence import kl_rows
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import SourceModel, load_source
-from wisparse.converter.searches.search import SearchSettings, search
+from wisparse.converter.searches.search import Rungs, SearchSettings
 from wisparse.converter.text.calibration import load_calibration, pack
 from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.converter.weights.rotate import rotate
 from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, make_prompts
 from wisparse.runtime.tasks.interpreter_chains import make_chains
+from wisparse.runtime.tasks.interpreter_lines import make_problems
 
 _DIRECTIONS_SEED = 3_000_003
+_PROMPTS_SEED = 11
 
 
-def texts(source: SourceModel, count: int, length: int) -> dict[str, Tensor]:
-    """Kind -> tokens (S, L)."""
+@dataclass(frozen=True)
+class Passage:
+    """Tokens (1, L), of which the first ``prompt`` are read dense; like the very first token they are not measured."""
+
+    ids: Tensor
+    prompt: int = 0
+
+
+def kinds(source: SourceModel, count: int, length: int) -> dict[str, list[Passage]]:
+    """Text by its kind."""
 
     def packed(documents: list[str]) -> Tensor:
         return torch.tensor(pack(documents, source.tokenizer, count, length, 0, "text"))
 
     sessions = [chain.session + [*chain.questions()][-1] for chain in make_chains(40 * count, 1)]
-    return {
+    found = {
         "library, other files": stdlib_tokens(source, "evaluation", count, length).input_ids,
         "library, other files, again": stdlib_tokens(source, "evaluation", count, length, 1).input_ids,
         "library, the same files": stdlib_tokens(source, "calibration", count, length, 2_000_003).input_ids,
-        "the model's own": written(source, count, length, 5).input_ids,
+        "the model's own": calibration("self", source, count, length, 5).input_ids,
         "interpreter sessions": packed(sessions),
         "prose": packed([topics[name] for name in sorted(topics)]),
     }
+    return {kind: whole(ids) for kind, ids in found.items()}
 
 
-def written(source: SourceModel, count: int, length: int, seed: int) -> CalibrationTokens:
-    """The model's own text."""
-    return load_calibration("self", source.tokenizer, source.model, count, length, seed)
+def whole(ids: Tensor) -> list[Passage]:
+    return [Passage(row) for row in ids.split(1)]
+
+
+def answers(source: SourceModel, seed: int, count: int) -> dict[str, list[Passage]]:
+    """A dense model's: ``count`` of 256 tokens of either kind, four times as many lines of an interpreter."""
+    # Openings of one list are none twice: those of seed n are from its n-th thousand.
+    openings = make_prompts(1000 * (seed + 1), _PROMPTS_SEED)[1000 * seed :][: 2 * count]
+    lines = [one.prompt for one in make_problems(4 * count, _PROMPTS_SEED + seed)]
+    torch.manual_seed(seed)
+    return {
+        "answers, greedy": answered(source, openings[:count], MAX_NEW_TOKENS),
+        "answers, sampled": answered(source, openings[count:], MAX_NEW_TOKENS, do_sample=True, top_k=0),
+        "answers, interpreter lines": answered(source, lines, 24, stop="\n"),
+    }
+
+
+@torch.no_grad()
+def answered(
+    source: SourceModel, prompts: Sequence[str], longest: int, stop: str | None = None, **how: Any
+) -> list[Passage]:
+    """Each prompt with its answer, which ends with the model's end of text or with the first ``stop``."""
+    tokenizer = source.tokenizer
+    batch = tokenizer(list(prompts), padding=True, padding_side="left", return_tensors="pt")
+    pad = {"pad_token_id": tokenizer.pad_token_id}
+    given = source.model.generate(**batch, max_new_tokens=longest, **({"do_sample": False} | how), **pad)
+    found = []
+    for row, mask in zip(given, batch["attention_mask"], strict=True):
+        answer = row[len(mask) :].tolist()
+        if tokenizer.eos_token_id in answer:
+            answer = answer[: answer.index(tokenizer.eos_token_id) + 1]
+        ends = [i for i in range(len(answer)) if stop and stop in tokenizer.decode(answer[: i + 1])]
+        prompt = row[: len(mask)][mask.bool()]
+        answer = answer[: ends[0] + 1] if ends else answer
+        found.append(Passage(torch.cat([prompt, torch.tensor(answer)])[None], len(prompt)))
+    return found
+
+
+def calibration(kind: str, source: SourceModel, count: int, length: int, seed: int) -> CalibrationTokens:
+    """(count, length) tokens of library, self, answers or half."""
+    if kind == "library":
+        return stdlib_tokens(source, "calibration", count, length, seed)
+    if kind == "self":
+        return load_calibration("self", source.tokenizer, source.model, count, length, seed)
+    if kind == "half":
+        parts = [calibration(one, source, count // 2, length, seed) for one in ("library", "answers")]
+        rows = torch.cat([part.input_ids for part in parts]).tolist()
+        return CalibrationTokens.from_rows(rows, " and ".join(part.source for part in parts), seed)
+    # As a file of texts would be read, one a prompt with its answer.
+    found = answers(source, 1 + seed % 2, max(4, count * length // 320))
+    texts = [source.tokenizer.decode(one.ids[0], skip_special_tokens=True) for each in found.values() for one in each]
+    rows = pack(texts, source.tokenizer, count, length, seed, "answers")
+    return CalibrationTokens.from_rows(rows, "prompts and answers", seed)
 
 
 class Masks:
-    """Thresholds times a norm of the token for some of the projections."""
+    """A search's masks on the projections."""
 
     def __init__(self, source: SourceModel, scales: Mapping[str, Tensor], thresholds: Mapping[str, float]) -> None:
         self.source, self.scales, self.thresholds = source, scales, dict(thresholds)
-        self.means: dict[str, float] = {}
         self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
         self.masked = MaskedModel(source.projections)
 
-    def units(self, name: str, x: Tensor) -> Tensor | float:
-        if name not in self.means:
-            return 1.0
-        return x.float().square().mean(-1, keepdim=True).sqrt() / self.means[name]
-
     @torch.no_grad()
-    def logits(self, ids: Tensor, seen: dict[str, Tensor]) -> Tensor:
-        """Of (1, L); ``seen`` gets the share of each token's channels that is dropped, by projection (L,)."""
+    def logits(self, ids: Tensor, seen: dict[str, Tensor], prompt: int = 0) -> Tensor:
+        """Of (1, L), the first ``prompt`` tokens dense; ``seen`` gets the share of each token's channels that is
+        dropped, by projection (L,)."""
 
         def drop(name: str, x: Tensor) -> Tensor:
-            keep = x.float().abs() * self.scales[name] >= self.thresholds[name] * self.units(name, x)
+            keep = x.float().abs() * self.scales[name] >= self.thresholds[name]
+            keep[:, :prompt] = True
             seen[name] = 1.0 - keep.float().mean(-1)[0]
             return torch.where(keep, x, 0.0)
 
         with self.masked.replacing(drop):
             return self.source.model(input_ids=ids, use_cache=False).logits[0].float()
 
-    @torch.no_grad()
-    def set_by_norm(self, ids: Tensor, allocation: Mapping[str, float]) -> None:
-        """Thresholds of the projections that no norm stands before, in units of the token's; one after the other."""
-        for name in [one for one in self.thresholds if one.endswith(("o_proj", "down_proj"))]:
-            inputs: list[Tensor] = []
-
-            def look(found: str, x: Tensor, name: str = name, inputs: list[Tensor] = inputs) -> None:
-                if found == name:
-                    inputs.append(x[0, 1:].float())
-
-            with self.masked.observing(look):
-                for some in ids.split(1):
-                    self.logits(some, {})
-            x = torch.cat(inputs)
-            norms = x.square().mean(-1, keepdim=True).sqrt()
-            self.means[name] = float(norms.mean())
-            scores = (x.abs() * self.scales[name] / (norms / self.means[name])).flatten()
-            self.thresholds[name] = float(scores.kthvalue(max(1, round(allocation[name] * len(scores)))).values)
-
-    def measure(self, ids: Tensor, dense: list[Tensor]) -> dict[str, float]:
-        unread, kls = [], []
-        for row, wanted in zip(ids.split(1), dense, strict=True):
+    def measure(self, passages: Sequence[Passage], dense: Sequence[Tensor]) -> dict[str, Any]:
+        """Means over tokens; errors by the spread of passages."""
+        unread, kls, counts = [], [], []
+        for one, wanted in zip(passages, dense, strict=True):
             seen: dict[str, Tensor] = {}
-            kls.append(float(kl_rows(wanted, self.logits(row, seen))[1:].mean()))
+            first = max(1, one.prompt)
+            kl = kl_rows(wanted, self.logits(one.ids, seen, one.prompt))[first:]
             total = sum(self.sizes.values())
-            unread.append(float(sum(seen[name][1:].mean() * size / total for name, size in self.sizes.items())))
-        kl, found = torch.tensor(kls), torch.tensor(unread)
-        root = math.sqrt(len(kls))
-        return {
-            "unread": round(float(found.mean()), 4),
-            "unread_stderr": round(float(found.std()) / root, 4),
-            "kl": round(float(kl.mean()), 5),
-            "kl_stderr": round(float(kl.std()) / root, 5),
-        }
+            unread.append(float(sum(seen[name][first:].mean() * size / total for name, size in self.sizes.items())))
+            kls.append(float(kl.mean()))
+            counts.append(len(kl))
+        weights = torch.tensor(counts, dtype=torch.float64)
+        found: dict[str, Any] = {}
+        for name, values in (("unread", unread), ("kl", kls)):
+            mean, error = weighted(torch.tensor(values, dtype=torch.float64), weights)
+            found |= {name: round(mean, 5), f"{name}_stderr": round(error, 5)}
+        return found | {"tokens": counts, "kls": [round(kl, 6) for kl in kls]}
 
 
+def weighted(values: Tensor, weights: Tensor) -> tuple[float, float]:
+    """Mean of values (N,) by weights (N,) and its standard error, that of a ratio of two sums."""
+    mean = (values * weights).sum() / weights.sum()
+    spread = ((values - mean) * weights).square().sum() * len(values) / (len(values) - 1)
+    return float(mean), float(spread.sqrt() / weights.sum())
+
+
+def over(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
+    """KL over that of the same passages elsewhere, and its standard error."""
+    if row["tokens"] != other["tokens"]:
+        raise SystemExit(f"--beside: {row['text']} is of other passages there; expected the same model and options")
+    weights = torch.tensor(row["tokens"], dtype=torch.float64)
+    mine, theirs = (torch.tensor(one["kls"], dtype=torch.float64) for one in (row, other))
+    below = float((theirs * weights).sum() / weights.sum())
+    ratio = float((mine * weights).sum() / (theirs * weights).sum())
+    return {"over": round(ratio, 4), "over_stderr": round(weighted(mine - ratio * theirs, weights)[1] / below, 4)}
+
+
+@torch.no_grad()
 def log_probs(source: SourceModel, ids: Tensor) -> Tensor:
+    """(L, V) of (1, L)."""
     logits: Tensor = source.model(input_ids=ids, use_cache=False).logits
     return logits[0].float().log_softmax(-1)
+
+
+def judged(arguments: argparse.Namespace, dense: SourceModel, tokens: CalibrationTokens) -> dict[str, list[Passage]]:
+    count, length = arguments.evaluation_samples, arguments.seq_len
+    if arguments.judge == "kinds":
+        return {"calibrated on": whole(tokens.input_ids), **kinds(dense, count, length)}
+    found = answers(dense, 0, 2 * count)
+    everything = [Passage(one.ids) for passages in found.values() for one in passages]
+    library = whole(stdlib_tokens(dense, "evaluation", 2 * count, length).input_ids)
+    return {**found, "prompts and answers, every token sparse": everything, "library, other files": library}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=EXAMPLE)
     parser.add_argument("--search", default="fisher")
-    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5])
     parser.add_argument("--num-samples", type=int, default=16)
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--evaluation-samples", type=int, default=16)
-    parser.add_argument("--calibration", choices=("library", "self"), default="library")
-    parser.add_argument("--ways", nargs="+", choices=("plain", "by norm"), default=["plain", "by norm"])
+    parser.add_argument("--calibration", choices=("library", "self", "answers", "half"), default="library")
+    parser.add_argument("--judge", choices=("kinds", "answers"), default="kinds")
     parser.add_argument("--rotation", choices=("pca", "none"), default="pca")
+    parser.add_argument("--beside", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    dense = load_source(arguments.model, device="cpu")
     source = load_source(arguments.model, device="cpu")
     shape = (arguments.num_samples, arguments.seq_len)
-    own = arguments.calibration == "self"
-    tokens = written(source, *shape, 0) if own else stdlib_tokens(source, "calibration", *shape)
-    judged = {"calibrated on": tokens.input_ids, **texts(source, arguments.evaluation_samples, arguments.seq_len)}
+    tokens = calibration(arguments.calibration, source, *shape, 0)
+    texts = judged(arguments, dense, tokens)
     if arguments.rotation != "none":
-        if own:
-            directions = written(source, -(-shape[0] // 2), shape[1], _DIRECTIONS_SEED)
-            source = rotate(source, Checkpoint.open(arguments.model), tokens, lambda: directions).source
-        else:
-            source = turned(source, arguments.model, tokens, _DIRECTIONS_SEED)
-    result = search(source, tokens, SearchSettings(search=arguments.search, sparsity=arguments.sparsity))
-    with torch.no_grad():
-        dense = {
-            kind: [
-                source.model(input_ids=row, use_cache=False).logits[0].float().log_softmax(-1) for row in ids.split(1)
-            ]
-            for kind, ids in judged.items()
-        }
-    scales = result.channel_scales
-    masks = Masks(source, scales, {name: entry.threshold for name, entry in result.projections.items()})
+        # As a conversion does it: another text, half as long.
+        directions = calibration(arguments.calibration, source, -(-shape[0] // 2), shape[1], _DIRECTIONS_SEED)
+        source = rotate(source, Checkpoint.open(arguments.model), tokens, lambda: directions).source
+    with Rungs(source, tokens, SearchSettings(search=arguments.search)) as rungs:
+        results = [rungs.at(sparsity) for sparsity in sorted(arguments.sparsity, reverse=True)]
+    others = json.loads(arguments.beside.read_text())["rows"] if arguments.beside else []
+    beside = {(row["sparsity"], row["text"]): row for row in others}
     rows: list[dict[str, Any]] = []
-    for way in arguments.ways:
-        if way == "by norm":
-            masks.set_by_norm(tokens.input_ids, {name: entry.sparsity for name, entry in result.projections.items()})
-        for kind, ids in judged.items():
-            rows.append({"thresholds": way, "text": kind, **masks.measure(ids, dense[kind])})
-            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    every = [
+        Masks(source, one.channel_scales, {name: entry.threshold for name, entry in one.projections.items()})
+        for one in results
+    ]
+    for kind, passages in texts.items():
+        wanted = [log_probs(dense, one.ids) for one in passages]
+        for result, masks in zip(results, every, strict=True):
+            row = {"sparsity": result.sparsity, "text": kind, **masks.measure(passages, wanted)}
+            if others:
+                row |= over(row, beside[result.sparsity, kind])
+            rows.append(row)
+            told = {name: value for name, value in row.items() if name not in ("tokens", "kls")}
+            print(json.dumps(told), file=sys.stderr, flush=True)
     document = {
         "model": arguments.model.name,
         "search": arguments.search,
         "calibration": tokens.source,
         "rotation": arguments.rotation,
-        "sparsity": arguments.sparsity,
-        "tokens": {"calibration": tokens.num_tokens, "each text": arguments.evaluation_samples * arguments.seq_len},
+        "tokens": {"calibration": tokens.num_tokens},
         "machine": describe_machine(torch.device("cpu")),
         "rows": rows,
     }
+    if arguments.beside:
+        document["beside"] = json.loads(arguments.beside.read_text())["calibration"]
+    text = json.dumps(document)
     if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document, indent=1))
+        arguments.json.write_text(text + "\n")
+    print(text)
 
 
 if __name__ == "__main__":
