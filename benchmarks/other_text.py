@@ -1,18 +1,22 @@
 """Sparsity realised on text of another kind than the calibration's, and KL there.
 
     OMP_NUM_THREADS=1 python benchmarks/other_text.py --json out.json         # the example model, minutes on two cores
-    ... --judge answers --calibration answers --search refine --sparsity 0.5 0.4 0.3 --beside library.json
+    ... --judge answers --calibration answers --search refine --sparsity 0.5 0.4 0.3 --json answers.json
+    ... --compare library.json answers.json --json both.json
 
 Calibrated as a conversion does it (`--search`, several sparsities as its rungs, rotated unless --rotation none) on
 `library`, passages of every other file of the standard library; `self`, what the model writes; `answers`, prompts with
-the dense model's own answers; or `half`, library and answers in equal parts.
+the dense model's own answers, as a file of such texts; `openings`, those of its long answers alone; or `half`, library
+and answers in equal parts.
 
 Judged, every token sparse (`--judge kinds`): the files between, two draws; the files calibrated on, other passages;
 text that the model writes; interpreter sessions; the documentation of Python's statements, which is prose. Or (`--judge
 answers`) the dense model's answers to other prompts, these read dense as when serving: openings of functions, classes
 and stories answered greedily and sampled, 256 tokens, and lines of an interpreter; the same with every token sparse;
-and the files between. ``--beside`` puts each KL over that of the same texts in another run's file, with the error of
-the pairs.
+and the files between.
+
+``--compare`` puts each KL of the second and further files over that of the first, on the same passages: at the same
+target, and at equally many weights left unread (there the first's KL lies on a line between its rungs, in logarithms).
 """
 
 from __future__ import annotations
@@ -27,13 +31,13 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from quality import EXAMPLE, describe_machine, stdlib_tokens
+from quality import EXAMPLE, describe_machine, print_document, stdlib_tokens
 from torch import Tensor
 
 from wisparse.converter.bench.divergence import kl_rows
 from wisparse.converter.model.masking import MaskedModel
 from wisparse.converter.model.source import SourceModel, load_source
-from wisparse.converter.searches.search import Rungs, SearchSettings
+from wisparse.converter.searches.search import Rungs, SearchResult, SearchSettings
 from wisparse.converter.text.calibration import load_calibration, pack
 from wisparse.converter.text.tokens import CalibrationTokens
 from wisparse.converter.weights.rotate import rotate
@@ -111,7 +115,7 @@ def answered(
 
 
 def calibration(kind: str, source: SourceModel, count: int, length: int, seed: int) -> CalibrationTokens:
-    """(count, length) tokens of library, self, answers or half."""
+    """(count, length) tokens of library, self, answers, openings or half."""
     if kind == "library":
         return stdlib_tokens(source, "calibration", count, length, seed)
     if kind == "self":
@@ -122,16 +126,19 @@ def calibration(kind: str, source: SourceModel, count: int, length: int, seed: i
         return CalibrationTokens.from_rows(rows, " and ".join(part.source for part in parts), seed)
     # As a file of texts would be read, one a prompt with its answer.
     found = answers(source, 1 + seed % 2, max(4, count * length // 320))
+    if kind == "openings":
+        del found["answers, interpreter lines"]
     texts = [source.tokenizer.decode(one.ids[0], skip_special_tokens=True) for each in found.values() for one in each]
     rows = pack(texts, source.tokenizer, count, length, seed, "answers")
-    return CalibrationTokens.from_rows(rows, "prompts and answers", seed)
+    return CalibrationTokens.from_rows(rows, f"prompts and answers{', long ones' * (kind == 'openings')}", seed)
 
 
 class Masks:
     """A search's masks on the projections."""
 
-    def __init__(self, source: SourceModel, scales: Mapping[str, Tensor], thresholds: Mapping[str, float]) -> None:
-        self.source, self.scales, self.thresholds = source, scales, dict(thresholds)
+    def __init__(self, source: SourceModel, result: SearchResult) -> None:
+        self.source, self.scales = source, result.channel_scales
+        self.thresholds = {name: entry.threshold for name, entry in result.projections.items()}
         self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
         self.masked = MaskedModel(source.projections)
 
@@ -175,15 +182,31 @@ def weighted(values: Tensor, weights: Tensor) -> tuple[float, float]:
     return float(mean), float(spread.sqrt() / weights.sum())
 
 
-def over(row: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, float]:
-    """KL over that of the same passages elsewhere, and its standard error."""
-    if row["tokens"] != other["tokens"]:
-        raise SystemExit(f"--beside: {row['text']} is of other passages there; expected the same model and options")
+def compared(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """``other`` with its KLs over those of ``first``, in place of the passages' own."""
+    rows = []
+    for row in other["rows"]:
+        theirs = sorted((one for one in first["rows"] if one["text"] == row["text"]), key=lambda one: one["unread"])
+        if any(one["tokens"] != row["tokens"] for one in theirs) or len(theirs) < 2:
+            raise SystemExit(f"{row['text']}: expected the same passages in both files, and two sparsities or more")
+        (same,) = (one for one in theirs if one["sparsity"] == row["sparsity"])
+        low, high = sorted(theirs, key=lambda one: abs(one["unread"] - row["unread"]))[:2]
+        place = (row["unread"] - low["unread"]) / (high["unread"] - low["unread"])
+        ends = [torch.tensor(one["kls"], dtype=torch.float64).clamp_min(1e-6).log() for one in (low, high)]
+        line = torch.lerp(*ends, place).exp()
+        told = {name: value for name, value in row.items() if name not in ("tokens", "kls")}
+        at_target = over(row, torch.tensor(same["kls"], dtype=torch.float64))
+        rows.append(told | {"over": at_target, "over at equal unread": over(row, line)})
+    return other | {"rows": rows}
+
+
+def over(row: Mapping[str, Any], theirs: Tensor) -> list[float]:
+    """KL over that of the same passages (N,) elsewhere, and its standard error."""
     weights = torch.tensor(row["tokens"], dtype=torch.float64)
-    mine, theirs = (torch.tensor(one["kls"], dtype=torch.float64) for one in (row, other))
+    mine = torch.tensor(row["kls"], dtype=torch.float64)
     below = float((theirs * weights).sum() / weights.sum())
-    ratio = float((mine * weights).sum() / (theirs * weights).sum())
-    return {"over": round(ratio, 4), "over_stderr": round(weighted(mine - ratio * theirs, weights)[1] / below, 4)}
+    ratio = float((mine * weights).sum() / weights.sum()) / below
+    return [round(ratio, 4), round(weighted(mine - ratio * theirs, weights)[1] / below, 4)]
 
 
 @torch.no_grad()
@@ -203,20 +226,7 @@ def judged(arguments: argparse.Namespace, dense: SourceModel, tokens: Calibratio
     return {**found, "prompts and answers, every token sparse": everything, "library, other files": library}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=EXAMPLE)
-    parser.add_argument("--search", default="fisher")
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5])
-    parser.add_argument("--num-samples", type=int, default=16)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--evaluation-samples", type=int, default=16)
-    parser.add_argument("--calibration", choices=("library", "self", "answers", "half"), default="library")
-    parser.add_argument("--judge", choices=("kinds", "answers"), default="kinds")
-    parser.add_argument("--rotation", choices=("pca", "none"), default="pca")
-    parser.add_argument("--beside", type=Path)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     dense = load_source(arguments.model, device="cpu")
     source = load_source(arguments.model, device="cpu")
     shape = (arguments.num_samples, arguments.seq_len)
@@ -228,23 +238,14 @@ def main() -> None:
         source = rotate(source, Checkpoint.open(arguments.model), tokens, lambda: directions).source
     with Rungs(source, tokens, SearchSettings(search=arguments.search)) as rungs:
         results = [rungs.at(sparsity) for sparsity in sorted(arguments.sparsity, reverse=True)]
-    others = json.loads(arguments.beside.read_text())["rows"] if arguments.beside else []
-    beside = {(row["sparsity"], row["text"]): row for row in others}
     rows: list[dict[str, Any]] = []
-    every = [
-        Masks(source, one.channel_scales, {name: entry.threshold for name, entry in one.projections.items()})
-        for one in results
-    ]
     for kind, passages in texts.items():
         wanted = [log_probs(dense, one.ids) for one in passages]
-        for result, masks in zip(results, every, strict=True):
-            row = {"sparsity": result.sparsity, "text": kind, **masks.measure(passages, wanted)}
-            if others:
-                row |= over(row, beside[result.sparsity, kind])
-            rows.append(row)
-            told = {name: value for name, value in row.items() if name not in ("tokens", "kls")}
+        for result in results:
+            rows.append({"sparsity": result.sparsity, "text": kind, **Masks(source, result).measure(passages, wanted)})
+            told = {name: value for name, value in rows[-1].items() if name not in ("tokens", "kls")}
             print(json.dumps(told), file=sys.stderr, flush=True)
-    document = {
+    return {
         "model": arguments.model.name,
         "search": arguments.search,
         "calibration": tokens.source,
@@ -253,12 +254,29 @@ def main() -> None:
         "machine": describe_machine(torch.device("cpu")),
         "rows": rows,
     }
-    if arguments.beside:
-        document["beside"] = json.loads(arguments.beside.read_text())["calibration"]
-    text = json.dumps(document)
-    if arguments.json:
-        arguments.json.write_text(text + "\n")
-    print(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=EXAMPLE)
+    parser.add_argument("--search", default="fisher")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5])
+    parser.add_argument("--num-samples", type=int, default=16)
+    parser.add_argument("--seq-len", type=int, default=512)
+    parser.add_argument("--evaluation-samples", type=int, default=16)
+    parser.add_argument("--calibration", choices=("library", "self", "answers", "openings", "half"), default="library")
+    parser.add_argument("--judge", choices=("kinds", "answers"), default="kinds")
+    parser.add_argument("--rotation", choices=("pca", "none"), default="pca")
+    parser.add_argument("--compare", type=Path, nargs="+")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.compare:
+        first, *others = [json.loads(path.read_text()) for path in arguments.compare]
+        print_document(
+            {"over": first["calibration"], "runs": [compared(first, one) for one in (first, *others)]}, arguments.json
+        )
+    else:
+        print_document(measured(arguments), arguments.json)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from tiny_bundle import write_tiny_model
@@ -141,6 +142,28 @@ def test_every_gpu_gets_its_turn(tables: ModuleType, tmp_path: Path, monkeypatch
     assert not tables.make_all(pieces, 2, ["0", "3"])
     assert set(used) == {"0", "3"}
     assert len(used) == 6
+
+
+def test_the_published_tables_are_what_their_rows_say(tables: ModuleType) -> None:
+    """Ratios, tables and summary, worked out again from the rows that were measured."""
+    results = BENCHMARKS / "results"
+    methods: dict[str, Any] = {}
+    ablations: dict[str, dict[str, Any]] = {}
+    for name in ("pycode-llama-6m", "pycode-qwen2-37m"):
+        methods[name] = json.loads((results / f"methods-{name}.json").read_text())
+        bare = [{key: row[key] for key in row if key != "of_uniform"} for row in methods[name]["rows"]]
+        rows = tables.of_uniform(bare)
+        assert rows == methods[name]["rows"]
+        written = (results / f"methods-{name}.md").read_text()
+        assert tables.across(rows) in written
+        assert tables.markdown_table(rows) in written
+        rows = json.loads((results / f"ablation-{name}.json").read_text())["rows"]
+        assert tables.markdown_table(rows) in (results / f"ablation-{name}.md").read_text()
+        by_label = {row["recipe"]: row for row in rows}
+        ablations[name] = {key: by_label[label] for key, label in tables.ROWS.items()}
+    rows = tables.summary(methods, ablations)["rows"]
+    assert rows == json.loads((results / "summary.json").read_text())["rows"]
+    assert tables.summary_table(rows) in (results / "summary.md").read_text()
 
 
 def test_every_script_says_what_it_is_for() -> None:
