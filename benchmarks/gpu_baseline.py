@@ -1,18 +1,19 @@
 """The dense baseline: a plain PyTorch decoder with a static cache under ``torch.compile(mode="reduce-overhead")``.
 
-Written as gpt-fast does it (https://github.com/pytorch-labs/gpt-fast): fused q/k/v, static shapes, CUDA graphs, greedy
-choice inside the graph, no host synchronisation between tokens.
+Written as gpt-fast does it (https://github.com/pytorch-labs/gpt-fast): fused q/k/v, static shapes, greedy choice inside
+the graph. Compiled and timed by the code that ``wisparse bench --baseline torch.compile`` compiles transformers' model
+with, ``wisparse/torch_compile.py``.
 """
 
 from __future__ import annotations
-
-import time
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from wisparse.formats.model.model_config import ModelConfig
+from wisparse.runtime.benchmark import Workload
+from wisparse.torch_compile import compiled_rates
 
 __all__ = ["Baseline"]
 
@@ -88,20 +89,8 @@ class Baseline(torch.nn.Module):
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat((-second, first), -1) * sin
 
-    @torch.inference_mode()
-    def tok_per_s(self, *, tokens: int, runs: int, batch: int = 1) -> list[float]:
-        """Steps a second (times ``batch`` = tokens a second) of ``runs`` generations, compiled and warmed up."""
-        compiled = torch.compile(self, mode="reduce-overhead", fullgraph=True)
-        positions = [torch.tensor([p], device=self.cos.device) for p in range(5 + tokens)]
-        token = torch.ones(batch, 1, dtype=torch.int64, device=self.cos.device)
-        for position in positions[:6]:
-            token = compiled(token, position).clone()
-        rates = []
-        for _ in range(runs):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            for position in positions[5:]:
-                token = compiled(token, position).clone()
-            torch.cuda.synchronize()
-            rates.append(batch * tokens / (time.perf_counter() - began))
-        return rates
+    def tok_per_s(self, *, tokens: int, runs: int, batch: int = 1) -> tuple[float, ...]:
+        """Tokens a second of ``runs`` generations, compiled and warmed up, as ``wisparse bench --baseline`` times."""
+        device = self.cos.device
+        first = torch.ones(batch, 1, dtype=torch.int64, device=device)
+        return compiled_rates(lambda: first, self, Workload(5, tokens, batch, runs), device)

@@ -194,7 +194,6 @@ def main() -> None:
             flush=True,
         )
         del model
-        torch._dynamo.reset()
         gc.collect()
         torch.cuda.empty_cache()
     result["baseline_tok_per_s"] = baseline

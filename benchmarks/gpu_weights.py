@@ -95,7 +95,6 @@ def baseline(setting: Setting) -> dict:
     """tok/s of plain PyTorch under ``torch.compile``, in the model's own type."""
     model = Baseline(setting.bundle, setting.device, setting.dtype, 1, 256)
     runs = model.tok_per_s(tokens=setting.tokens, runs=setting.runs)
-    torch._dynamo.reset()
     return {"tok_per_s": statistics.median(runs), "runs": runs}
 
 

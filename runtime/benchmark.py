@@ -30,7 +30,7 @@ from .decoding.sampling import SamplingSettings
 from .model import Model
 from .timing import read_bandwidth_gbps, wait
 
-__all__ = ["Comparison", "Speed", "Workload", "compare", "compare_weights", "machine", "time_run"]
+__all__ = ["Comparison", "Speed", "Workload", "compare", "compare_weights", "machine", "prompts", "time_run"]
 
 _GREEDY = SamplingSettings()
 
@@ -209,7 +209,7 @@ def time_run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
     """Seconds of the prefill and of the steps."""
     last = None
     began = time.perf_counter()
-    for slot, prompt in enumerate(_prompts(decoder.config, workload)):
+    for slot, prompt in enumerate(prompts(decoder.config, workload)):
         last = decoder.prefill(slot, prompt, len(prompt)).argmax()
     wait(decoder.device)
     middle = time.perf_counter()
@@ -231,7 +231,8 @@ def _realised(decoder: Decoder, workload: Workload) -> float:
     return found or 0.0
 
 
-def _prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
+def prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
+    """Random ids (``prompt_length``,), the same for the same seed; one prompt for each row of the batch."""
     generator = torch.Generator().manual_seed(workload.seed)
     shape = (workload.batch, workload.prompt_length)
     return list(torch.randint(config.vocab_size, shape, generator=generator))

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from bundle_maker import make_bundle
 from click.testing import CliRunner
+from quantised_models import PUBLISHED, quantise_model
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.commands.bench import command
-from wisparse.formats.errors import UsageError
-from wisparse.runtime.benchmark import Workload, compare
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UnsupportedModelError, UsageError
+from wisparse.runtime.benchmark import Workload, compare, prompts
 from wisparse.runtime.loader import load
 from wisparse.runtime.timing import read_bandwidth_gbps
+from wisparse.torch_compile import compiled_rates, time_compiled
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +102,88 @@ def test_gpu_options_are_refused_without_one(bundle: Path, option: str) -> None:
 
 def test_bandwidth_is_a_bandwidth() -> None:
     assert 0.5 < read_bandwidth_gbps(torch.device("cpu")) < 5000
+
+
+@pytest.mark.parametrize("kind", [None, "pack int4 groups", "fp8 rows", "gptq"])
+def test_the_baseline_is_the_same_dense_model(
+    kind: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are our dense ones, whatever the weights are stored as; each run begins at the prompt again."""
+    source = write_tiny_model(tmp_path / "source", tiny_config(tie_word_embeddings=False))
+    if kind:
+        source = quantise_model(source, tmp_path / "small", *PUBLISHED[kind]())
+    opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
+    work = Workload(prompt_length=4, new_tokens=6, batch=2, runs=2)
+    seen: list[torch.Tensor] = []
+
+    def watched(step: Callable[..., torch.Tensor], **how: Any) -> Callable[..., torch.Tensor]:
+        assert how == {"mode": "reduce-overhead", "fullgraph": True}
+
+        def call(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+            seen.append(step(token, position))
+            return seen[-1]
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", watched)
+    found = time_compiled(opened, work, torch.device("cpu"), torch.float32)
+    assert len(found.runs) == 2
+    assert found.tok_per_s == pytest.approx(work.batch / found.step_ms * 1e3)
+    model = load(opened.folder, device="cpu", dtype="float32", backend="torch", sparsity=0, max_seq_len=16)
+    for row, prompt in enumerate(prompts(opened.config, work)):
+        expected = _greedy(model, prompt, 1 + work.new_tokens)
+        for run in range(3):
+            taken = seen[run * work.new_tokens : (run + 1) * work.new_tokens]
+            assert [int(token[row]) for token in taken] == expected[1:]
+
+
+def _greedy(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
+    logits = model.decoder.prefill(0, prompt, len(prompt))
+    found = [int(logits.argmax())]
+    while len(found) < count:
+        found.append(int(model.decoder.decode(torch.tensor(found[-1:]))[0].argmax()))
+    return found
+
+
+@pytest.mark.slow  # torch.compile calls a C++ compiler for a minute
+def test_one_table_with_the_baseline(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", tiny_config(num_hidden_layers=1))
+    folder = write_tiny_bundle(tmp_path / "bundle", source)
+    arguments = [str(folder), "--device", "cpu", "--runs", "2", "--max-new-tokens", "3", "--baseline", "torch.compile"]
+    result = CliRunner().invoke(command, [*arguments, "--all-weights"])
+    assert result.exit_code == 0, result.output
+    *table, last = result.stdout.strip().splitlines()
+    document = json.loads(last)
+    baseline = document.pop("baseline")
+    assert list(document) == ["native", "int8", "int4"]
+    assert baseline["name"] == "torch.compile"
+    assert len(baseline["runs"]) == 2
+    (head,) = [line for line in table if line.startswith("weights ")]
+    assert head.index("sparsity") < head.index("tok/s") < head.index("over torch.compile") < head.index("over own")
+    own = document["native"]["dense"]["tok_per_s"]
+    (row,) = [line.split() for line in table if line.startswith("native ") and "dense" in line]
+    assert row[4:6] == [f"{own / baseline['tok_per_s']:.2f}x", "1.00x"]
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout.splitlines()[-1])
+    ratios = [document[kind]["tok_per_s"] / document["baseline"]["tok_per_s"] for kind in ("dense", "sparse")]
+    assert "over torch.compile: dense {:.2f}x, sparse {:.2f}x".format(*ratios) in result.stdout
+
+
+def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
+    monkeypatch.setattr("wisparse.runtime.loader.load", lambda *_, **__: pytest.fail("loaded first"))
+    result = CliRunner().invoke(command, [str(bundle), "--device", "cpu", "--baseline", "torch.compile"])
+    assert isinstance(result.exception, UsageError)
+    assert str(result.exception) == (
+        "--baseline torch.compile needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
+    )
+
+
+def test_what_cannot_be_compiled_is_said() -> None:
+    def step(token: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return token
+
+    with pytest.raises(UnsupportedModelError, match=r"--baseline torch\.compile: this model cannot be compiled whole"):
+        compiled_rates(lambda: torch.ones(1, 1), step, Workload(1, 1, 1, 1), torch.device("cpu"))
