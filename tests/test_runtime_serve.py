@@ -25,7 +25,10 @@ from hypothesis import strategies as st
 from served import NAME, TEMPLATE, Running, with_template
 
 import wisparse
+from wisparse.commands import serve as serve_verb
 from wisparse.formats.errors import UsageError
+from wisparse.runtime.generation.engine import Engine
+from wisparse.runtime.generation.scheduler import Request
 from wisparse.runtime.model import Model
 from wisparse.runtime.protocol.answers import Growing
 from wisparse.runtime.protocol.errors import ApiError
@@ -68,6 +71,33 @@ def test_a_completion_is_the_models(server: Running, model: Model) -> None:
         model=NAME, prompt="def f(x):", max_tokens=12, temperature=0.9, seed=7, top_p=0.9
     )
     assert again.choices[0].text == sampled.text
+
+
+@pytest.mark.parametrize("field", [{"top_k": 1}, {"top_p": 0.0}, {"min_p": 1.0}], ids=lambda field: next(iter(field)))
+def test_a_filter_that_leaves_the_likeliest_alone(server: Running, model: Model, field: dict[str, float]) -> None:
+    asked = {"prompt": "def f(x):", "max_tokens": 12, "temperature": 9.0, "seed": 3}
+    expected = model.generate("def f(x):", max_new_tokens=12).text
+    texts = [server.post("/v1/completions", {**asked, **more})[1]["choices"][0]["text"] for more in (field, {})]
+    assert texts[0] == expected != texts[1]
+
+
+def test_the_counters_tell_what_was_done(server: Running, model: Model) -> None:
+    names = [
+        "generated_tokens_total", "prompt_tokens_total", 'requests_total{status="400"}',
+        "time_to_first_token_seconds_count", "time_per_token_seconds_count", 'requests_total{status="200"}',
+    ]  # fmt: skip
+    before = [server.metric(f"wisparse_{name}") for name in names]
+    for stream in (False, True):
+        answer = server.client().completions.create(
+            model=NAME, prompt="import", max_tokens=7, temperature=0, stream=stream
+        )
+        assert [None for _ in answer]
+    assert server.post("/v1/completions", {"prompt": 5})[0] == 400
+    prompt = len(model.tokenizer.encode("import"))
+    more = [server.metric(f"wisparse_{name}") - old for name, old in zip(names, before, strict=True)]
+    assert more[:5] == [14, 2 * prompt, 1, 2, 2]
+    assert more[5] > 2  # the pages of counters are requests themselves
+    assert 0.2 < server.metric("wisparse_weights_unread_ratio ") < 0.6
 
 
 def test_a_stream_joins_to_the_whole(server: Running, model: Model) -> None:
@@ -417,6 +447,15 @@ def test_answers_that_a_schema_describes_beside_one_that_may_be_anything(server:
     assert set(found) == {"name", "tags"}
     assert set(found["tags"]) <= {"a", "b"}
     assert done[0].choices[0].finish_reason == "stop"
+
+
+def test_any_json_object(chat_server: Running) -> None:
+    closing = str(chat_server.text.encode("}", add_special_tokens=False)[0])
+    found = chat_server.client().chat.completions.create(
+        model=NAME, messages=[{"role": "user", "content": "a"}], max_tokens=40, response_format={"type": "json_object"},
+        temperature=0, logit_bias={closing: 100},
+    )  # fmt: skip
+    assert (json.loads(found.choices[0].message.content or ""), found.choices[0].finish_reason) == ({}, "stop")
 
 
 def test_what_lm_eval_asks(server: Running, model: Model) -> None:
@@ -895,6 +934,41 @@ def test_a_failure_in_the_middle_is_said_in_the_stream(server: Running) -> None:
     assert server.client().completions.create(model=NAME, prompt="import", max_tokens=3, temperature=0).choices
 
 
+def test_a_prompt_without_memory_fails_alone(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    from wisparse.runtime.torch.decoder import TorchDecoder
+
+    expected = model.generate("def f(x):", max_new_tokens=60).text
+    there = threading.Event()
+    prefill, decode, submit = TorchDecoder.prefill, TorchDecoder.decode, Engine.submit
+
+    def scarce(self: Any, slot: int, token_ids: Any, *more: Any, **part: Any) -> Any:
+        if token_ids[0] == 5:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return prefill(self, slot, token_ids, *more, **part)
+
+    def held(self: Any, token_ids: Any) -> Any:
+        assert there.wait(60)
+        return decode(self, token_ids)
+
+    def submitted(self: Engine, request: Request, *more: Any, **part: Any) -> Any:
+        ticket = submit(self, request, *more, **part)
+        if request.token_ids[0] == 5:
+            there.set()
+        return ticket
+
+    monkeypatch.setattr(Engine, "submit", submitted)
+    monkeypatch.setattr(TorchDecoder, "prefill", scarce)
+    monkeypatch.setattr(TorchDecoder, "decode", held)
+    stream = server.client().completions.create(
+        model=NAME, prompt="def f(x):", max_tokens=60, temperature=0, stream=True
+    )
+    text = next(iter(stream)).choices[0].text
+    status, found = server.post("/v1/completions", {"prompt": [5] * 20})
+    assert (status, found["error"]["type"]) == (500, "server_error")
+    assert "memory" in found["error"]["message"]
+    assert text + "".join(chunk.choices[0].text for chunk in stream) == expected
+
+
 @pytest.mark.usefixtures("breaking")
 def test_a_failure_in_the_middle_of_a_response(chat_server: Running) -> None:
     *_, error, failed = chat_server.client().responses.create(
@@ -970,15 +1044,19 @@ def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("sesame\n")
     command = [sys.executable, "-m", "wisparse", "serve", str(bundle), "--port", "0", "--backend", "torch", "--device"]
-    command += ["cpu", "--max-seq-len", "256", "--api-key-file", str(key)]
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command += ["cpu", "--max-seq-len", "256", "--alias", "other"]
+    command += ["--api-key-file", str(key)]
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "WISPARSE_API_KEY": "none"}  # what is typed comes first
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=given)
     try:
         assert server.stderr is not None
         line = server.stderr.readline()
-        assert line.startswith(f"serving {NAME} at http://127.0.0.1:")
+        assert line.startswith("serving other at http://127.0.0.1:")
         assert "sesame" not in line
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=line.split()[3], api_key="none", max_retries=0).models.list()
         client = openai.OpenAI(base_url=line.split()[3], api_key="sesame", max_retries=0)
-        stream = client.completions.create(model=NAME, prompt="def", max_tokens=100, stream=True, temperature=0)
+        stream = client.completions.create(model="other", prompt="def", max_tokens=100, stream=True, temperature=0)
         first = next(iter(stream))
         server.send_signal(signal.SIGTERM)  # what is under way is finished
         rest = list(stream)
@@ -1014,3 +1092,14 @@ def test_a_key_that_no_client_could_show(key: str, bundle: Path, tmp_path: Path)
     done = CliRunner().invoke(cli, ["serve", str(bundle), "--api-key-file", str(file)])
     assert isinstance(done.exception, UsageError)
     assert "expected a key" in str(done.exception)
+
+
+def test_a_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WISPARSE_API_KEY", raising=False)
+    assert serve_verb._api_key(None) is None
+    monkeypatch.setenv("WISPARSE_API_KEY", "sesame\n")
+    assert serve_verb._api_key(None) == "sesame"
+    for key in ("", " ", "zwölf"):
+        monkeypatch.setenv("WISPARSE_API_KEY", key)
+        with pytest.raises(UsageError, match="WISPARSE_API_KEY: expected a key"):
+            serve_verb._api_key(None)
