@@ -287,8 +287,10 @@ def main() -> None:
             if not error < 1e-2:
                 raise SystemExit(f"expected the block's output within 1e-2, found {error:.1e}")
         return
+    from gpu_models import need_gpu
     from gpu_tiles import time_graph
 
+    need_gpu(parser)
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for warps, cut, splits in (
         (4, Cut(256, 4, 8), (16, 16, 4, 28)),

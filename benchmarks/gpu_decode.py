@@ -22,7 +22,7 @@ import torch
 import triton
 from gpu_baseline import Baseline
 from gpu_example import launch_input
-from gpu_models import SHAPES, calibrate, give_masks, random_bundle, set_sparsity
+from gpu_models import SHAPES, calibrate, give_masks, need_gpu, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
 from wisparse.kernels.gpu.products.gemv import launch_kind
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--sparsities", nargs="+", type=float, default=[0.0, 0.3, 0.4, 0.5])
     parser.add_argument("--runs", type=int, default=5)
     arguments = parser.parse_args()
+    need_gpu(parser)
     parts = set(arguments.parts)
     device, dtype = torch.device("cuda"), torch.bfloat16
     properties = torch.cuda.get_device_properties(0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 
 import torch
-from gpu_models import SHAPES
+from gpu_models import SHAPES, need_gpu
 from gpu_tiles import case_for, time_graph
 
 from wisparse.formats.model.model_config import ModelConfig
@@ -26,6 +26,7 @@ def main() -> None:
     parser.add_argument("tile", type=int, nargs="+", help="the first fields of a GemvTile")
     parser.add_argument("--once", type=float, metavar="SPARSITY")
     options = parser.parse_args()
+    need_gpu(parser)
     role, tile = options.role, GemvTile(*options.tile)
     config = ModelConfig.from_dict(SHAPES["llama-3.1-8b"])
     if options.once is not None:

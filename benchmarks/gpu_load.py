@@ -198,6 +198,9 @@ def main() -> None:
         measure["plain"] = lambda: load(bundle, True)
         print(json.dumps(measure[arguments.part]()))
         return
+    from gpu_models import need_gpu
+
+    need_gpu(parser)
 
     results = []
 

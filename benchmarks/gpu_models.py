@@ -6,6 +6,7 @@ Speed depends on shapes and on how many channels are kept, not on what the weigh
 # ruff: noqa: C408 (tables of keyword arguments read better)
 from __future__ import annotations
 
+import argparse
 import math
 import zlib
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.prefill import read_sequence
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-__all__ = ["SHAPES", "calibrate", "give_masks", "mask_bundle", "random_bundle", "set_sparsity"]
+__all__ = ["SHAPES", "calibrate", "give_masks", "mask_bundle", "need_gpu", "random_bundle", "set_sparsity"]
 
 _LLAMA3 = {
     "factor": 8.0,
@@ -44,6 +45,14 @@ SHAPES = {
         num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-6,
     ),
 }  # fmt: skip
+
+
+def need_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
+    """End a script that measures a GPU in one sentence where there is none, before it has made anything (exit 2)."""
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(
+            f"expected an NVIDIA GPU, found none that torch {torch.__version__} can use"
+        )
 
 
 class _RandomCheckpoint:

@@ -23,7 +23,7 @@ from dataclasses import replace
 
 import torch
 import triton
-from gpu_models import SHAPES, calibrate, mask_bundle, random_bundle
+from gpu_models import SHAPES, calibrate, mask_bundle, need_gpu, random_bundle
 from gpu_tiles import case_for, random_matrix, time_graph
 from gpu_tune import CONTEXT, time_step
 
@@ -300,6 +300,7 @@ def main() -> None:
             print(row)
         print(json.dumps({"bad": len(bad)}))
         sys.exit(bool(bad))
+    need_gpu(parser)
     if arguments.command == "sweep":
         ranked = sweep(settings_of(arguments), arguments.ceiling)
         print(json.dumps({str(key): [round(rows[0][0], 2), str(rows[0][1])] for key, rows in ranked.items()}))

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 
 import torch
+from gpu_models import need_gpu
 
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cuda.decoder import CudaDecoder
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--weights", default="native")
     parser.add_argument("--behind", type=int, default=3700, help="positions that the slot holds already")
     arguments = parser.parse_args()
+    need_gpu(parser, arguments.device)
     bundle = Bundle.open(arguments.bundle)
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"

@@ -7,11 +7,13 @@ Random logits, rounded to bfloat16, vocabularies of Llama 3 and Mistral; CUDA gr
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 from pathlib import Path
 
 import torch
+from gpu_models import need_gpu
 
 from wisparse.kernels.gpu.head import HEAD_ROWS, launch_next
 from wisparse.kernels.gpu.sample import SampleState, launch_sample
@@ -29,6 +31,9 @@ COUNT = 20
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    need_gpu(parser)
     device = torch.device("cuda")
     pdl = torch.cuda.get_device_capability()[0] >= 9
     rows = []

@@ -44,7 +44,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gpu_models import SHAPES
+from gpu_models import SHAPES, need_gpu
 from gpu_verbs import EXAMPLE, ROOT, SPARSITY, endless_source, environment, wisparse
 
 TOKENS = 200  # of an answer, as in bench
@@ -369,6 +369,7 @@ def main() -> None:
     parser.add_argument("--name", default="gpu-h200-serve")
     parser.add_argument("--only", nargs="+", help="these parts alone")
     arguments = parser.parse_args()
+    need_gpu(parser, arguments.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="wisparse-serve-", dir=arguments.folder))
     found: dict[str, Any] = {"bundle": arguments.shape, "python": platform.python_version(), "seconds": {}}

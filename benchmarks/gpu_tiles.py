@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from gpu_models import SHAPES
+from gpu_models import SHAPES, need_gpu
 
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.kernels.gpu.products.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
@@ -315,6 +315,7 @@ def main() -> None:
     parser.add_argument("--ceiling", type=float, default=4530.0, help="read bandwidth in GB/s")
     parser.add_argument("--extra", action="store_true", help="also time the best without programmatic dependent launch")
     arguments = parser.parse_args()
+    need_gpu(parser)
     results = sweep(
         arguments.shape, arguments.roles, arguments.sparsity, arguments.batch, arguments.ceiling,
         torch.cuda.get_device_capability() >= (9, 0), arguments.extra,

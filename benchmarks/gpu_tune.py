@@ -17,7 +17,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import torch
-from gpu_models import SHAPES, calibrate, random_bundle, set_sparsity
+from gpu_models import SHAPES, calibrate, need_gpu, random_bundle, set_sparsity
 from gpu_tiles import _compile, keep_tiles, sweep
 
 from wisparse.kernels.gpu.products.gemv import GemvTile, launch_kind
@@ -61,6 +61,7 @@ def main() -> None:
     parser.add_argument("--best", type=int, default=6, help="candidates of each role that are tried in the step")
     parser.add_argument("--ceiling", type=float, default=4600.0)
     arguments = parser.parse_args()
+    need_gpu(parser)
     shape, sparsity, batch = arguments.shape, arguments.sparsity, arguments.batch
     roles = ["gate_up", "down", "o", "qkv"]
     ranked = sweep(shape, roles, sparsity, batch, arguments.ceiling, True, False)

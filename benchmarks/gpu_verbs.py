@@ -224,6 +224,9 @@ def main() -> None:
     if arguments.part == "make":
         make_random(arguments.shape, arguments.blocks, arguments.folder, arguments.device, arguments.end)
         return
+    from gpu_models import need_gpu
+
+    need_gpu(parser, arguments.device)
     folder = Path(tempfile.mkdtemp(prefix="wisparse-verbs-", dir=arguments.folder))
     random, example = folder / arguments.shape, folder / "example"
     seconds: dict[str, float] = {}
