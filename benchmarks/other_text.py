@@ -182,6 +182,22 @@ def weighted(values: Tensor, weights: Tensor) -> tuple[float, float]:
     return float(mean), float(spread.sqrt() / weights.sum())
 
 
+def with_all_answers(document: dict[str, Any]) -> dict[str, Any]:
+    """``document`` with rows for the answers of every kind together."""
+    rows = list(document["rows"])
+    for sparsity in dict.fromkeys(row["sparsity"] for row in rows):
+        parts = [one for one in rows if one["text"].startswith("answers, ") and one["sparsity"] == sparsity]
+        if not parts:
+            continue
+        whole_row: dict[str, Any] = {"sparsity": sparsity, "text": "answers of all three kinds"}
+        whole_row |= {name: [one for part in parts for one in part[name]] for name in ("tokens", "kls")}
+        weights = torch.tensor(whole_row["tokens"], dtype=torch.float64)
+        kl, error = weighted(torch.tensor(whole_row["kls"], dtype=torch.float64), weights)
+        unread = sum(part["unread"] * sum(part["tokens"]) for part in parts) / float(weights.sum())
+        rows.append(whole_row | {"unread": round(unread, 5), "kl": round(kl, 5), "kl_stderr": round(error, 5)})
+    return document | {"rows": rows}
+
+
 def compared(first: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """``other`` with its KLs over those of ``first``, in place of the passages' own."""
     rows = []
@@ -271,7 +287,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.compare:
-        first, *others = [json.loads(path.read_text()) for path in arguments.compare]
+        first, *others = [with_all_answers(json.loads(path.read_text())) for path in arguments.compare]
         print_document(
             {"over": first["calibration"], "runs": [compared(first, one) for one in (first, *others)]}, arguments.json
         )
