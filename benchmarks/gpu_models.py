@@ -50,9 +50,7 @@ SHAPES = {
 def need_gpu(parser: argparse.ArgumentParser, device: str = "cuda") -> None:
     """End a script that measures a GPU in one sentence where there is none, before it has made anything (exit 2)."""
     if device.startswith("cuda") and not torch.cuda.is_available():
-        parser.error(
-            f"expected an NVIDIA GPU, found none that torch {torch.__version__} can use"
-        )
+        parser.error(f"expected an NVIDIA GPU, found none that torch {torch.__version__} can use")
 
 
 class _RandomCheckpoint:
