@@ -1,8 +1,8 @@
 """The front of quality and speed: KL(the source, dense || changed) of weight type x sparsity, beside tokens a second.
 
     python benchmarks/front.py quality --models PATH... --json results/front-quality.json     # minutes a model on a GPU
-    python benchmarks/front.py draw --quality results/front-quality.json --speed results/gpu-h200-weights.json \\
-        --out docs/figures                                                                    # front.md and front.png
+    python benchmarks/front.py draw --quality front-*.json --speed results/gpu-h200-weights.json \\
+        --merged results/front-quality.json --out ../docs/figures       # of one or several runs: front.md and front.png
 
 ``quality`` turns the model (unless ``--rotation none``), quantises every projection (int4 by GPTQ on the calibration
 text) and searches the masks on the quantised model, as a conversion does, and measures all together against the
@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,13 @@ from wisparse.converter.work.state import NO_STATE
 KINDS = ("native", "int8", "fp8", "int4")
 RUNGS = (0.3, 0.4, 0.5)
 _DIRECTIONS_SEED = 1
+_LABELS = {"native": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4"}
+# Colours that all eyes tell apart (Okabe and Ito's), and a marker each.
+_LOOKS = {"native": ("#000000", "o"), "int8": ("#0072B2", "s"), "fp8": ("#D55E00", "D"), "int4": ("#009E73", "^")}
+_DOWN = {"fp8": -6, "native": -6}  # points: labels of lines that have others' ends above them
+_Point = tuple[str, float]
+_Figures = dict[str, dict[_Point, float]]
+_Speeds = dict[_Point, float]
 
 
 def quality(options: argparse.Namespace) -> None:
@@ -91,50 +100,130 @@ def of_kind(model: Path, kind: str, options: argparse.Namespace, dense: list[tor
     return rows
 
 
+def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Runs of other models or other kinds of weights as one, in the order of `KINDS`.
+
+    Raises:
+        ValueError: they were measured in different ways, or twice.
+    """
+    head = {key: value for key, value in documents[0].items() if key != "models"}
+    found: dict[str, dict[tuple[str, float], dict[str, Any]]] = {}
+    for document in documents:
+        other = {key: value for key, value in document.items() if key != "models"}
+        if other != head:
+            raise ValueError(f"these do not belong together: {head} and {other}")
+        for model, rows in document["models"].items():
+            for row in rows:
+                point = row["weights"], row["sparsity"]
+                if point in found.setdefault(model, {}):
+                    raise ValueError(f"measured twice: {model}, {point[0]} at {point[1]:.0%}")
+                found[model][point] = row
+    points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *RUNGS)]
+    models = {model: [rows[point] for point in points if point in rows] for model, rows in found.items()}
+    return {**head, "models": models}
+
+
 def draw(options: argparse.Namespace) -> None:
     """Table and figure from what was measured."""
-    models = json.loads(options.quality.read_text())["models"]
+    quality = merged([json.loads(path.read_text()) for path in options.quality])
+    if options.merged is not None:
+        options.merged.write_text(json.dumps(quality, indent=1) + "\n")
+    speed = json.loads(options.speed.read_text())
+    text = table(quality, speed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "front.md").write_text(text)
+    print(text)
+    _figure(options.out / "front.png", quality, speed)
+
+
+def table(quality: dict[str, Any], speed: dict[str, Any]) -> str:
+    """Every point that was measured on all models, as Markdown."""
+    names, points, kls, speeds = _measured(quality, speed)
+    base = speed["baseline"]["tok_per_s"]
+    lines = [
+        "| weights | sparsity | " + " | ".join(f"KL, {name}" for name in names) + " | tok/s | over torch.compile |",
+        "|---|---" + "|---:" * (len(names) + 2) + "|",
+    ]
+    for kind, sparsity in points:
+        rate = speeds.get((kind, sparsity))
+        cells = [_rounded(kls[name][kind, sparsity]) for name in names]
+        cells += [f"{rate:.0f}", f"{rate / base:.2f}x"] if rate else ["not measured", ""]
+        lines.append(f"| {_LABELS[kind]} | {sparsity:.0%} | " + " | ".join(cells) + " |")
+    tokens = {row["tokens"] for rows in quality["models"].values() for row in rows}
+    lines += [
+        "",
+        f"KL to the source's own dense model, nats a token, over {max(tokens):,} tokens that nothing was chosen on; "
+        f"int4 by GPTQ. {_conditions(speed)} torch.compile, bf16, there: {base:.0f} tok/s.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _rounded(kl: float) -> str:
+    return "<0.0001" if 0 < kl < 0.0001 else f"{kl:.4f}"
+
+
+def _measured(quality: dict[str, Any], speed: dict[str, Any]) -> tuple[list[str], list[_Point], _Figures, _Speeds]:
+    """Models, points that all of them have, KL by model and point, and tok/s by point where it was measured."""
+    kls = {
+        name: {(row["weights"], row["sparsity"]): row["kl"] for row in rows} for name, rows in quality["models"].items()
+    }
+    points = [
+        (kind, sparsity)
+        for kind in KINDS
+        for sparsity in (0.0, *RUNGS)
+        if all((kind, sparsity) in of_model for of_model in kls.values())
+    ]
     speeds = {
         (row["goal"]["weights"], float(row["goal"]["sparsity"])): row["tok_per_s"]
-        for row in json.loads(options.speed.read_text())["rows"].values()
+        for row in speed["rows"].values()
         if row["goal"]["batch"] == 1 and "tok_per_s" in row
     }
-    names = list(models)
-    kls = {name: {(row["weights"], row["sparsity"]): row["kl"] for row in rows} for name, rows in models.items()}
-    points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *RUNGS) if (kind, sparsity) in kls[names[0]]]
-    lines = [
-        "| weights | sparsity | " + " | ".join(f"KL, {name}" for name in names) + " | tok/s, 8B shape, H200 |",
-        "|---|---|" + "---|" * (len(names) + 1),
-    ]
-    for point in points:
-        shown = f"{speeds[point]:.0f}" if point in speeds else "not measured"
-        cells = " | ".join(f"{kls[name][point]:.4f}" for name in names)
-        lines.append(f"| {'bf16' if point[0] == 'native' else point[0]} | {point[1]:.0%} | {cells} | {shown} |")
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "front.md").write_text("\n".join(lines) + "\n")
-    print("\n".join(lines))
-    _figure(options.out / "front.png", points, kls, speeds)
+    return list(kls), points, kls, speeds
 
 
-def _figure(path: Path, points: list[tuple[str, float]], kls: dict[str, Any], speeds: dict[Any, float]) -> None:
+def _conditions(speed: dict[str, Any]) -> str:
+    return (
+        f"tok/s: {speed['shape']} shape, random weights, one request, {speed['prompt']} + {speed['tokens']} tokens, "
+        f"one {speed['machine']['device']}."
+    )
+
+
+def _figure(path: Path, quality: dict[str, Any], speed: dict[str, Any]) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.2 * len(kls), 4.2), layout="constrained")
-    for place, (name, of_model) in enumerate(kls.items(), 1):
-        axis = figure.add_subplot(1, len(kls), place)
-        for kind, marker in zip(KINDS, "osD^", strict=True):
-            mine = [point for point in points if point[0] == kind and point in speeds]
-            # A logarithm has no place for bf16 dense, whose KL is 0.
-            x = [max(of_model[point], 1e-5) for point in mine]
-            axis.plot(x, [speeds[point] for point in mine], marker=marker, label="bf16" if kind == "native" else kind)
+    names, points, kls, speeds = _measured(quality, speed)
+    figure = Figure(figsize=(5.6 * len(names), 4.6), layout="constrained", facecolor="white", dpi=150)
+    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
+    for axis, name in zip(panels, names, strict=True):
+        of_model = kls[name]
+        for kind in KINDS:
+            # A logarithm has no place for a KL of 0, which bf16 has where nothing was turned.
+            mine = [point for point in points if point[0] == kind and point in speeds and of_model[point] > 0]
+            x, y = [of_model[point] for point in mine], [speeds[point] for point in mine]
+            colour, marker = _LOOKS[kind]
+            axis.plot(x, y, marker=marker, color=colour, label=_LABELS[kind], linewidth=1.5, markersize=6)
             for at, point in zip(x, mine, strict=True):
-                axis.annotate(f"{point[1]:.0%}", (at, speeds[point]), (4, 4), textcoords="offset points", fontsize=8)
-        axis.set(
-            xscale="log", title=name, xlabel="KL to the source's dense model, nats a token", ylabel="tokens a second"
-        )
-        axis.grid(alpha=0.3)
-        axis.legend(frameon=False)
+                # Beside the line.
+                offset, side = ((-8, 0), "right") if point[1] == 0 else ((8, _DOWN.get(kind, -2)), "left")
+                axis.annotate(
+                    f"{point[1]:.0%}", (at, speeds[point]), offset, textcoords="offset points", fontsize=9,
+                    color=colour, ha=side, va="center",
+                )  # fmt: skip
+        base = speed["baseline"]["tok_per_s"]
+        axis.axhline(base, color="#555555", linestyle="--", linewidth=1)
+        axis.annotate(
+            f"torch.compile, bf16: {base:.0f}", (0.02, base), (0, -4), xycoords=("axes fraction", "data"),
+            textcoords="offset points", va="top", fontsize=9, color="#555555",
+        )  # fmt: skip
+        axis.set(xscale="log", title=name, xlabel="KL to the source's dense model, nats a token (log)")
+        axis.set_ylim(0, 1.12 * max(speeds.values()))
+        axis.margins(x=0.12)
+        axis.grid(alpha=0.25)
+    panels[0].set_ylabel("tokens a second")
+    panels[0].legend(frameon=False, loc="upper left", title="weights (labels: sparsity)")
+    told = f"KL: of the model named, int4 by GPTQ. {_conditions(speed)}"
+    figure.suptitle(textwrap.fill(told, 75 * len(names)), fontsize=9)
     FigureCanvasAgg(figure).print_png(str(path))
 
 
@@ -152,7 +241,8 @@ def main() -> None:
     first.add_argument("--device", default="cpu")
     first.add_argument("--json", type=Path)
     second = parts.add_parser("draw")
-    second.add_argument("--quality", type=Path, required=True)
+    second.add_argument("--quality", type=Path, nargs="+", required=True)
+    second.add_argument("--merged", type=Path, help="where to write all of --quality as one")
     second.add_argument("--speed", type=Path, required=True)
     second.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()

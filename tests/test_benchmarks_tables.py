@@ -173,3 +173,31 @@ def test_every_script_says_what_it_is_for() -> None:
     scripts = {path.name for pattern in ("*.py", "*.sh") for path in BENCHMARKS.glob(pattern)}
     assert not scripts - named
     assert all((BENCHMARKS / name).exists() or (BENCHMARKS.parent / name).exists() for name in named)
+
+
+def test_the_front_is_drawn_of_runs_that_belong_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pieces by kind and by model, in any order, become the published document, table and figure."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import front
+
+    results = BENCHMARKS / "results"
+    published = json.loads((results / "front-quality.json").read_text())
+    pieces = []
+    for model, rows in published["models"].items():
+        for kind in reversed(front.KINDS):
+            own = [row for row in rows if row["weights"] == kind]
+            pieces.append(tmp_path / f"{model}-{kind}.json")
+            pieces[-1].write_text(json.dumps({**published, "models": {model: own}}))
+    speed, out, merged = results / "gpu-h200-weights.json", tmp_path / "figures", tmp_path / "merged.json"
+    arguments = ["draw", "--speed", str(speed), "--out", str(out), "--merged", str(merged)]
+    monkeypatch.setattr(sys, "argv", ["front.py", *arguments, "--quality", *map(str, pieces)])
+    front.main()
+    assert json.loads(merged.read_text()) == published
+    assert (out / "front.md").read_text() == (BENCHMARKS.parent / "docs" / "figures" / "front.md").read_text()
+    assert (out / "front.png").stat().st_size > 10_000
+    with pytest.raises(ValueError, match="measured twice: pycode-llama-6m, native at 0%"):
+        front.merged([published, published])
+    with pytest.raises(ValueError, match="these do not belong together"):
+        front.merged([published, {**published, "rotation": "none"}])

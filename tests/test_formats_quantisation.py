@@ -16,7 +16,7 @@ from quantised_models import PUBLISHED, change_config, change_tensors, quantise_
 from safetensors.torch import load_file
 from tiny_bundle import tiny_config, write_tiny_model
 
-from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.errors import BundleError, UnsupportedModelError
 from wisparse.formats.model.model_config import ModelConfig
 from wisparse.formats.model.quantised import QuantizedMatrix
 from wisparse.formats.weights.checkpoint import Checkpoint
@@ -284,12 +284,18 @@ def _nan(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_in_one_sentence(case: str, published: Callable[..., Path]) -> None:
+    """With the error of a source, exit code 3, and of a bundle, 6."""
     name, change, words = REFUSED[case]
     folder = published(name)
     change(folder)
     # What only the numbers show is seen when a weight is read, before it is used.
     with pytest.raises(UnsupportedModelError, match=words):
         Checkpoint.open(folder).matrix(f"{FIRST}weight")
+    names = load_file(folder / "model.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(BundleError, match=words):
+        Checkpoint.open(folder, error=BundleError).matrix(f"{FIRST}weight")
 
 
 def test_reordered_channels_and_false_shapes_are_refused_before_any_weight_is_read(

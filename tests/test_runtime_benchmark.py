@@ -145,11 +145,9 @@ def _greedy(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow  # torch.compile calls a C++ compiler for a minute
-def test_one_table_with_the_baseline(tmp_path: Path) -> None:
-    source = write_tiny_model(tmp_path / "source", tiny_config(num_hidden_layers=1))
-    folder = write_tiny_bundle(tmp_path / "bundle", source)
-    arguments = [str(folder), "--device", "cpu", "--runs", "2", "--max-new-tokens", "3", "--baseline", "torch.compile"]
+def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)  # which takes a minute: the next test
+    arguments = [str(bundle), "--device", "cpu", "--runs", "2", "--max-new-tokens", "3", "--baseline", "torch.compile"]
     result = CliRunner().invoke(command, [*arguments, "--all-weights"])
     assert result.exit_code == 0, result.output
     *table, last = result.stdout.strip().splitlines()
@@ -168,6 +166,17 @@ def test_one_table_with_the_baseline(tmp_path: Path) -> None:
     document = json.loads(result.stdout.splitlines()[-1])
     ratios = [document[kind]["tok_per_s"] / document["baseline"]["tok_per_s"] for kind in ("dense", "sparse")]
     assert "over torch.compile: dense {:.2f}x, sparse {:.2f}x".format(*ratios) in result.stdout
+
+
+@pytest.mark.slow  # a C++ compiler is called
+def test_the_baseline_is_really_compiled(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", tiny_config(num_hidden_layers=1))
+    opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    found = time_compiled(opened, Workload(4, 3, 2, 2), torch.device("cpu"), torch.bfloat16)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled + 1  # one for all positions
+    assert len(found.runs) == 2
+    assert found.dtype == "bfloat16"
 
 
 def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

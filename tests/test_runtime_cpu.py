@@ -24,7 +24,7 @@ from torch import Tensor
 import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
-from wisparse.formats.model.quantised import quantise_int4
+from wisparse.formats.model.quantised import quantise_int4, quantise_int8
 from wisparse.formats.model.weight_types import group_of
 from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.kernels.cpu import team as cpu_team
@@ -135,9 +135,35 @@ def test_greedy_tokens_of_the_real_models_equal_the_references(
         assert mine == wanted
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: str) -> None:
+    """The weights that ``decoder`` has rounded at load, to the reference as numbers; they are those asked for."""
+    mine = [projection for block in decoder._blocks for projection in block.projections]
+    theirs = [projection for block in twin._blocks for projection in block.projections]
+    for projection, cpu, plain in zip(bundle.config.projections(), mine, theirs, strict=True):
+        weight = bundle.checkpoint.tensor(f"{projection.name}.weight").float()
+        if kind == "int4":
+            codes = quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=torch.bfloat16)
+        else:
+            codes = quantise_int8(weight)
+        plain.weight = codes.dequantise(torch.float32)
+        assert cpu.matrix.stored_as == StoredAs[kind.upper()]
+        own = cpu.matrix.linear(torch.eye(weight.shape[1]), None).T
+        torch.testing.assert_close(own, plain.weight, atol=0, rtol=0 if kind == "int4" else 1e-6)
+    assert decoder._output.stored_as == StoredAs.INT8
+    twin._head = decoder._output.linear(torch.eye(bundle.config.hidden_size), None).T
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        *((variant, "native") for variant in VARIANTS),
+        ("llama-bias", "int8"),
+        ("gemma2", "int8"),
+        ("llama-bias", "int4"),
+    ],
+)
 def test_sparse_greedy_tokens_equal_the_references(
-    tiny_bundles: dict[str, Bundle], variant: str, monkeypatch: pytest.MonkeyPatch
+    tiny_bundles: dict[str, Bundle], variant: str, weights: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of each sequence all tokens, until one of the reference's scores lies on its threshold but for rounding."""
     margins: list[float] = []
@@ -155,10 +181,13 @@ def test_sparse_greedy_tokens_equal_the_references(
 
     monkeypatch.setattr(torch_linear, "keep_mask", recorded)
     bundle = tiny_bundles[variant]
-    wanted = greedy(torch_decoder(bundle, max_batch=3))
+    decoder, twin = cpu_decoder(bundle, max_batch=3, weights=weights), torch_decoder(bundle, max_batch=3)
+    if weights != "native":
+        give_rounded(bundle, decoder, twin, weights)
+    wanted = greedy(twin)
     clear = (torch.tensor(margins).view(*wanted.shape[:2], -1).amin(-1) > 1e-5).cumprod(0).bool()
     assert clear.float().mean() > 0.5
-    mine = greedy(cpu_decoder(bundle, max_batch=3))[clear]
+    mine = greedy(decoder)[clear]
     assert torch.equal(mine.argmax(-1), wanted[clear].argmax(-1))
     torch.testing.assert_close(mine, wanted[clear], atol=3e-4, rtol=1e-4)
     assert not torch.allclose(wanted[0], greedy(torch_decoder(bundle.at(0), max_batch=3))[0], atol=0.01)
@@ -244,16 +273,7 @@ def test_int4_decodes_as_the_reference_does_with_the_rounded_weights(
 ) -> None:
     bundle = tiny_bundles[variant].at(0)
     decoder, twin = cpu_decoder(bundle, max_batch=3, weights="int4"), torch_decoder(bundle, max_batch=3)
-    mine = [projection for block in decoder._blocks for projection in block.projections]
-    theirs = [projection for block in twin._blocks for projection in block.projections]
-    for projection, cpu, plain in zip(bundle.config.projections(), mine, theirs, strict=True):
-        weight = bundle.checkpoint.tensor(f"{projection.name}.weight").float()
-        codes = quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=torch.bfloat16)
-        plain.weight = codes.dequantise(torch.float32)
-        assert cpu.matrix.stored_as == StoredAs.INT4
-        assert torch.equal(cpu.matrix.linear(torch.eye(weight.shape[1]), None).T, plain.weight)
-    assert decoder._output.stored_as == StoredAs.INT8
-    twin._head = decoder._output.linear(torch.eye(bundle.config.hidden_size), None).T
+    give_rounded(bundle, decoder, twin, "int4")
     steps = tokens(25, 3)
     wanted = decode_all(twin, PROMPTS, steps)
     # A recurrent head's output is divided by its size, whatever that is: the plain decoder's own float32 is ten times
