@@ -119,13 +119,14 @@ def test_usage_along_the_way(server: Running) -> None:
     chunks = list(
         server.client().completions.create(
             model=NAME, prompt="import", max_tokens=30, temperature=0, stream=True,
-            stream_options={"include_usage": True}, extra_body={"stream_options": {"continuous_usage_stats": True}},
+            extra_body={"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         )
     )  # fmt: skip
     told = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
     assert told == sorted(told)
     assert told[-1] == 30
     assert chunks[-1].choices == []
+    assert chunks[-1].usage.generation_seconds > 0  # type: ignore[union-attr]
 
 
 def test_what_comes_together_goes_out_together(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,9 @@ class Shape:
         if not self.include_usage:
             return b""
         spent = usage(answers, prompt_tokens, thought_tokens if self.chat else None)
+        if self.continuous_usage:
+            # When events are read says little about how fast they were made: a busy reader finds several at once.
+            spent["generation_seconds"] = max(answer.generation_seconds for answer in answers)
         return event({**self._head("chat.completion.chunk"), "choices": [], "usage": spent})
 
     def tally(self, tokens: int, prompt_tokens: int) -> bytes:

@@ -133,7 +133,7 @@ async function answerIn(turn, lane, signal) {
         if (low) by("talk").scrollTop = by("talk").scrollHeight;
       }
       if (choice && choice.finish_reason) reason = choice.finish_reason;
-      if (event.usage) cost.textContent = speed(clock, event.usage.completion_tokens);
+      if (event.usage) cost.textContent = speed(clock, event.usage.completion_tokens, event.usage.generation_seconds);
     }
   } finally {
     box.setAttribute("aria-busy", "false");
@@ -142,14 +142,15 @@ async function answerIn(turn, lane, signal) {
   return `${cost.textContent}.${ended}`;
 }
 
-// Tokens a second since the first came.
-function speed(clock, tokens) {
+// Tokens a second since the first came; in the end by the server's clock, as a busy page reads several events at once.
+function speed(clock, tokens, told) {
   const now = performance.now();
   if (!clock.first) Object.assign(clock, { first: now, before: tokens });
   // Usage is told once more at the end; only what comes with tokens moves the clock.
   if (tokens > clock.tokens) Object.assign(clock, { tokens, last: now });
-  const seconds = (clock.last - clock.first) / 1000;
-  const rate = seconds > 0 ? `, ${((clock.tokens - clock.before) / seconds).toFixed(1)} tok/s` : "";
+  const seconds = told === undefined ? (clock.last - clock.first) / 1000 : told;
+  const after = told === undefined ? clock.before : 1;
+  const rate = seconds > 0 ? `, ${((clock.tokens - after) / seconds).toFixed(1)} tok/s` : "";
   return `${tokens} tokens${rate}`;
 }
 
