@@ -441,76 +441,10 @@ def test_a_model_that_is_closed_ends_what_is_under_way(example_model: Path, tmp_
     model.close()
 
 
-def test_what_the_first_long_prompt_needs_is_there_before_a_server_runs(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_later_requests_need_is_there_before_a_server_runs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
-    monkeypatch.setattr(model.decoder, "prepare_prompts", lambda: asked.append(model.engine._thread is None))
+    for name in ("prepare_prompts", "prepare_batches"):
+        monkeypatch.setattr(model.decoder, name, lambda: asked.append(model.engine._thread is None))
     model.engine.start(max_queue=1)
     model.engine.stop()
-    assert asked == [True]
-
-
-def test_a_server_prepares_what_batches_take_while_nothing_else_is_to_be_done(
-    model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests go first; what is left is done after them, in order."""
-    engine, done, begun, go_on = model.engine, [], threading.Event(), threading.Event()
-
-    def first() -> None:
-        begun.set()
-        assert go_on.wait(60)
-        done.append("first")
-
-    monkeypatch.setattr(model.decoder, "preparations", lambda: [first, lambda: done.append("second")])
-    engine.start(max_queue=1)
-    try:
-        assert begun.wait(60)
-        asked = engine.ask(lambda: done.append("asked"))
-        go_on.set()
-        asked.result(60)
-        assert done[:2] == ["first", "asked"]
-        while len(done) < 3:  # in the end the test's own limit
-            time.sleep(0.001)
-        assert done[2] == "second"
-    finally:
-        engine.stop()
-
-
-def test_preparations_that_fail_are_left_to_whoever_needs_them(
-    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fails() -> None:
-        raise IndexError("no room for it")
-
-    later = []
-    monkeypatch.setattr(model.decoder, "preparations", lambda: [fails, lambda: later.append(1)])
-    model.engine.start(max_queue=1)
-    try:
-        assert model.engine.ask(lambda: "served").result(60) == "served"
-        while model.engine._spare:
-            time.sleep(0.001)
-    finally:
-        model.engine.stop()
-    assert not later
-    assert "could not be prepared: no room for it" in caplog.text
-
-
-def test_a_server_that_ends_prepares_nothing_more(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, go_on, later = threading.Event(), threading.Event(), []
-
-    def first() -> None:
-        begun.set()
-        assert go_on.wait(60)
-
-    monkeypatch.setattr(model.decoder, "preparations", lambda: [first, lambda: later.append(1)])
-    model.engine.start(max_queue=1)
-    assert begun.wait(60)
-    ends = threading.Thread(target=model.engine.stop)
-    ends.start()
-    while not model.engine._stopping:
-        time.sleep(0.001)
-    go_on.set()
-    ends.join(60)
-    assert not ends.is_alive()
-    assert not later
+    assert asked == [True, True]

@@ -242,14 +242,17 @@ def test_what_is_prepared_is_what_batches_take():
     fast, plain = (make(CudaDecoder, dtype=torch.float16, max_batch=4, max_seq_len=300) for _ in range(2))
     for decoder in (fast, plain):
         decoder.prefill(0, PROMPT, 5)
-    for prepare in fast.preparations():
-        prepare()
+    fast.prepare_batches()
     held = {key: set(step._replays) for key, step in fast._steps.items()}
     assert all(ways == {(False, False), (True, False)} for ways in held.values())
+    assert {rows for _, rows, _ in held} == {1, 2, 4}
     for slots in ([0], [0, 1], [1, 0, 2], [0, 3]):
         for sampled in (False, True):
             fast.prepare(slots, 1, 300, sampled=sampled)
     assert {key: set(step._replays) for key, step in fast._steps.items()} == held
+    with torch.inference_mode():
+        for step in fast._steps.values():
+            step.compile(sampled=True, count=True)
     assert torch.equal(fast.decode(torch.tensor([5])), plain.decode(torch.tensor([5])))
     fast.close(), plain.close()
 

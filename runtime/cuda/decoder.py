@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -34,9 +34,10 @@ from ..decoding.decoder import Decoder, check_part, check_prompt, check_room
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings, sample
 from ..torch.block import finish_logits
+from .compiling import compile_steps
 from .graph import TokenReadback
 from .prefill import head_products, lower_right, piece_size, read_sequence
-from .prompts import ShortPieces
+from .prompts import ShortPieces, too_little_memory
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
 from .weights import CudaWeights, MaskKind, load_weights, mask_kinds, put_masks, with_kinds
 
@@ -213,7 +214,7 @@ class CudaDecoder(Decoder):
         for start, rows in _blocks(slots):
             for context in contexts_between(first, last):
                 step = self.step_for(rows, start, context)
-                for count in {self._counting, self._counting and self._every == 1}:
+                for count in self._ways_to_count():
                     step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
@@ -228,16 +229,34 @@ class CudaDecoder(Decoder):
         else:
             log.info("short prompts are read without graphs: %s", refusal)
 
-    def preparations(self) -> list[Callable[[], None]]:
-        """The steps of batches that begin at the first slot, greedy and sampled. Of others the kernels are the same,
-        and to capture them again takes no seconds."""
-        rows = [1 << n for n in range(MAX_ROWS.bit_length()) if 1 << n <= min(len(self._positions), MAX_ROWS)]
-        return [self._read_nothing] + [
-            partial(self.prepare, range(count), context, context, sampled=sampled)
-            for sampled in (False, True)[: 1 + (self.dtype in SAMPLED_DTYPES)]
-            for count in rows
-            for context in contexts_between(1, self.max_seq_len)
-        ]
+    @torch.inference_mode()
+    def prepare_batches(self) -> None:
+        """Compile and capture the steps of batches that begin at the first slot, greedy and sampled. Of other batches
+        the kernels are the same, and to capture them again takes no seconds."""
+        refusal = too_little_memory(self.device)
+        if refusal is not None:
+            log.info("batches are prepared as they come: %s", refusal)
+            return
+        self._forget_ahead()
+        self._read_nothing()
+        most = min(triton.next_power_of_2(self.max_batch), MAX_ROWS)
+        sizes = [1 << n for n in range(most.bit_length())]
+        contexts = contexts_between(1, self.max_seq_len)
+        # Several contexts may be split alike.
+        steps = [list(dict.fromkeys(self.step_for(rows, 0, context) for context in contexts)) for rows in sizes]
+        ways = [
+            (sampled, count) for sampled in (False, True)[: 1 + (self.dtype in SAMPLED_DTYPES)]
+            for count in self._ways_to_count()
+        ]  # fmt: skip
+        if self.device.type == "cuda":  # the interpreter compiles nothing
+            compile_steps(steps, ways)
+        for step in chain.from_iterable(steps):
+            for sampled, count in ways:
+                step.prepare(sampled=sampled, count=count)
+
+    def _ways_to_count(self) -> set[bool]:
+        """Whether steps are counted: all, none, or some of them."""
+        return {self._counting, self._counting and self._every == 1}
 
     @torch.inference_mode()
     def _read_nothing(self) -> None:

@@ -29,7 +29,7 @@ from .graph import capture
 from .step import MAX_ROWS, Places, describe, qk_norm_kind
 from .weights import BlockWeights, CudaWeights
 
-__all__ = ["ShortPieces"]
+__all__ = ["ShortPieces", "too_little_memory"]
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,13 @@ log = logging.getLogger(__name__)
 _ROWS = (16, 32, 64, 128)
 # Bytes of the GPU that have to be free before the graphs are made: they take some tens of MB, and cuBLAS its room.
 _FREE = 1 << 30
+
+
+def too_little_memory(device: torch.device) -> str | None:
+    """Why no graphs are made ahead, as a clause; None if there is room for them."""
+    if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _FREE:
+        return f"less than {_FREE >> 20} MiB of its memory are free"
+    return None
 
 
 class ShortPieces:
@@ -61,9 +68,7 @@ class ShortPieces:
             return "its heads differ from block to block"
         if config.architecture.value_norm:
             return "its values are normalised"
-        if device.type == "cuda" and torch.cuda.mem_get_info(device)[0] < _FREE:
-            return f"less than {_FREE >> 20} MiB of its memory are free"
-        return None
+        return too_little_memory(device)
 
     def logits(self, slot: int, token_ids: Tensor, start: int, stop: int) -> Tensor | None:
         """Read some positions of a prompt into a slot, all dense; None if no graph serves them.

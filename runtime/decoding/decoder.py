@@ -190,10 +190,9 @@ class Decoder(Protocol):
         """Do now what the first long prompt would do before it is read: for a server, whose clients would all wait."""
         return None
 
-    def preparations(self) -> list[Callable[[], None]]:
-        """What some later batch would have to do before its first step, in parts of some seconds at most, the likeliest
-        first: for a server, which does them while nothing else is to be done."""
-        return []
+    def prepare_batches(self) -> None:
+        """Do now what the first step of some later batch would do: for a server, whose running answers would wait."""
+        return None
 
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
         """Logits of every position of one sequence, for evaluation; no slot is changed.

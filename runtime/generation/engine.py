@@ -108,7 +108,6 @@ class Engine:
         self._arrived: deque[Ticket] = deque()
         self._cancelled: deque[Ticket] = deque()
         self._asked: deque[tuple[Callable[[], object], Future[object]]] = deque()
-        self._spare: deque[Callable[[], None]] = deque()  # for when nothing else is to be done
         self._thread: threading.Thread | None = None
         self._max_queue: int | None = None
         self._stopping = False
@@ -220,10 +219,10 @@ class Engine:
             self._scheduler.switch(self._rungs.own)
 
     def start(self, max_queue: int) -> None:
-        """Have a thread of the engine's own run the steps, and refuse what more than ``max_queue`` would wait for.
-        While it has nothing to do it prepares what later batches take, so that no running answer waits for that."""
+        """Have a thread of the engine's own run the steps, and refuse what more than ``max_queue`` would wait for. What
+        later requests take is prepared before, so that no running answer waits for it."""
         self.call(self.decoder.prepare_prompts)
-        self._spare.extend(self.decoder.preparations())
+        self.call(self.decoder.prepare_batches)
         with self._changed:
             if self._thread is not None:
                 raise UsageError("a server runs on this model already: end it first")
@@ -236,7 +235,6 @@ class Engine:
         none is in force then."""
         with self._changed:
             thread, self._stopping = self._thread, True
-            self._spare.clear()
             if not drain:
                 self._cancelled.extend(self._open)
             self._changed.notify()
@@ -290,8 +288,7 @@ class Engine:
                 if self._called():
                     self._take()
                 elif not scheduler.busy:
-                    if not self._do_spare():
-                        self._wait(until)
+                    self._wait(until)
                     continue
                 if scheduler.busy:
                     # An answer that its text may end is looked at after every token.
@@ -306,19 +303,6 @@ class Engine:
                 scheduler.start_over()
                 self._deliver_all()
                 raise
-
-    def _do_spare(self) -> bool:
-        """One part of what can be prepared, if there is one left. If it fails, so may the rest: whoever needs them
-        meets the error."""
-        if not self._spare:
-            return False
-        prepare = self._spare.popleft()
-        try:
-            prepare()
-        except Exception as error:
-            self._spare.clear()
-            log.warning("what later requests take could not be prepared: %s", error)
-        return True
 
     def _called(self) -> object:
         """Whether there is something to do before the next token."""

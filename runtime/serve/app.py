@@ -74,8 +74,8 @@ class Endpoints:
     @contextlib.asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._engine = self._model.engine
+        self._engine.start_measuring(_COUNTED)  # first, as steps that count are kernels of their own
         self._engine.start(self._settings.max_queue)
-        self._engine.start_measuring(_COUNTED)
         try:
             yield
         finally:
