@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,7 +36,7 @@ from wisparse.runtime.vllm.layer import Layer, mask_tensors
 from wisparse.runtime.vllm.plugin import register
 from wisparse.runtime.vllm.product import mask_ahead
 from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
-from wisparse.runtime.vllm.settings import Settings
+from wisparse.runtime.vllm.settings import Settings, require_cards
 from wisparse.runtime.vllm.versions import require_known_version
 
 PROMPTS = [[5, 17, 250, 3, 99, 101, 7], [40, 41, 42]]
@@ -211,6 +211,26 @@ def test_settings_that_there_are_not(entry: object, sentence: str) -> None:
     assert sentence in str(caught.value)
 
 
+@pytest.mark.parametrize("key", ["sparsity", "prefill", "WiSparse", "wisparce"])
+def test_settings_in_the_wrong_place_are_not_dropped(key: str) -> None:
+    with pytest.raises(UsageError, match=f"expected .*wisparse.*, found the key '{key}'"):
+        Settings.read({key: 0.3}, {}, 0.5)
+    assert Settings.read({"another_plugin": {"sparsity": 0.3}}, {}, 0.5) == Settings("dense", 0.5)
+
+
+def test_numbers_of_cards() -> None:
+    sizes = {"num_attention_heads": 24, "num_key_value_heads": 6, "hidden_size": 768, "intermediate_size": 1536}
+    for size in (1, 2, 3, 6, 12):
+        require_cards(size, SimpleNamespace(**sizes))
+    for changes, size, sentence in (
+        ({}, 5, "num_attention_heads \\(24\\), found 5"),
+        ({"intermediate_size": 1537}, 2, "intermediate_size \\(1537\\), found 2"),
+        ({}, 4, "a divisor or a multiple of num_key_value_heads \\(6\\), found 4"),
+    ):
+        with pytest.raises(UsageError, match=sentence):
+            require_cards(size, SimpleNamespace(**sizes | changes))
+
+
 # --- inside vLLM
 
 
@@ -343,8 +363,8 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
     def changed(name: str) -> Path:
         return Path(shutil.copytree(bundle, tmp_path / name))
 
-    no_sidecar, damaged, another, quantised, dense = map(
-        changed, ("no-sidecar", "damaged", "another", "quantised", "dense")
+    no_sidecar, damaged, another, quantised, dense, no_entry = map(
+        changed, ("no-sidecar", "damaged", "another", "quantised", "dense", "no-entry")
     )
     (no_sidecar / "wisparse.safetensors").unlink()
     content = bytearray((damaged / "wisparse.safetensors").read_bytes())
@@ -356,6 +376,9 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         shutil.copy(other / name, another / name)
     config = json.loads((quantised / "config.json").read_text())
     (quantised / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    config = json.loads((no_entry / "config.json").read_text())
+    del config["wisparse"]
+    (no_entry / "config.json").write_text(json.dumps(config))
     for name in ("wisparse.json", "wisparse.safetensors"):
         (dense / name).unlink()
     asked: list[tuple[Path, dict[str, Any], dict[str, str], str]] = [
@@ -364,10 +387,12 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (another, {}, {}, "wisparse.json"),
         (quantised, {}, {}, "found weights quantised by fp8: vLLM's kernels for them cannot leave channels unread"),
         (dense, {"quantization": "wisparse"}, {}, "not a bundle"),
+        (no_entry, {}, {}, "config.json: expected an object under 'wisparse'"),
         (bundle, {"enable_lora": True}, {}, "does not run with LoRA adapters in vLLM yet; leave the option out"),
         (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
         (bundle, {"additional_config": {"wisparse": {"prefill": "half"}}}, {}, "expected one of dense, all in vLLM"),
         (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "rungs, 0.5, or 0 for the dense model, found 0.4"),
+        (bundle, {"additional_config": {"sparsity": 0.5}}, {}, "found the key 'sparsity'"),
     ]
     (tmp_path / "cases.json").write_text(json.dumps([(str(b), a, e) for b, a, e, _ in asked]))
     answers = ask(python, "refusals", tmp_path / "cases.json")
@@ -433,6 +458,8 @@ def test_the_server_answers(python: str, bundle: Path, tmp_path: Path) -> None:
             server.terminate()
             server.wait(60)
     assert done.returncode == 0, done.stderr[-2000:] + log.read_text()[-4000:]
+    # What a user sees of it.
+    assert "masks on: sparsity 0.5 (the bundle has 0.5, and 0), prefill dense" in log.read_text()
     own = wisparse.load(bundle, dtype="float32", backend="torch")
     expected = own.generate("def fibonacci(n):\n", max_new_tokens=16).text
     assert json.loads(done.stdout.splitlines()[-1]) == {"text": expected}

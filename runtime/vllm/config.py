@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,13 +20,15 @@ from wisparse.formats.hub import fetch_bundle
 
 from .linear import WisparseLinearMethod
 from .rows import MaskedRows, watch_runners
-from .settings import Settings
+from .settings import Settings, require_cards
 from .versions import require_known_version
 
 __all__ = ["NAME", "WisparseConfig"]
 
 NAME = "wisparse"
 _BLOCKS = "model.layers."
+
+log = logging.getLogger("vllm.wisparse")
 
 
 class WisparseConfig(QuantizationConfig):
@@ -117,14 +120,15 @@ class WisparseConfig(QuantizationConfig):
             BundleError: a layer without an entry in the bundle.
             UsageError: settings that there are not, or that this plug-in cannot run with.
         """
-        if not isinstance(layer, LinearBase):
-            return None
         if prefix.startswith("draft_model."):
             raise UnsupportedModelError("a bundle does not run as a draft model in vLLM yet: expected a dense draft")
-        if not prefix.startswith(_BLOCKS):
-            return UnquantizedLinearMethod()
+        # Before the first block, the embedding asks: what a block cannot be cut into ends there in a bare assertion.
         if self._settings is None:
             self._settings = self._prepare()
+        if not isinstance(layer, LinearBase):
+            return None
+        if not prefix.startswith(_BLOCKS):
+            return UnquantizedLinearMethod()
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
         masks = []
@@ -143,7 +147,8 @@ class WisparseConfig(QuantizationConfig):
         current = get_current_vllm_config()
         _refuse(current)
         settings = Settings.read(current.additional_config, os.environ, self._bundle.sparsity)
-        self._masks = self._bundle.at(settings.sparsity).masks
+        chosen = self._bundle.at(settings.sparsity)
+        self._masks = chosen.masks
         biased = next((name for name, mask in self._masks.items() if mask.output_bias is not None), None)
         size = current.parallel_config.tensor_parallel_size
         if biased is not None and size > 1:
@@ -154,12 +159,19 @@ class WisparseConfig(QuantizationConfig):
         self.rows = MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
         if settings.prefill == "dense":
             watch_runners()
+        log.info(
+            "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s",
+            "on" if chosen.sparsity else "off",
+            chosen.sparsity,
+            ", ".join(f"{rung:g}" for rung in self._bundle.rungs if rung),
+            settings.prefill,
+        )
         return settings
 
 
 def _refuse(current: Any) -> None:
     """Raise UsageError for what was asked of vLLM and does not go together with masks here."""
-    parallel, model = current.parallel_config, current.model_config.hf_text_config
+    parallel = current.parallel_config
     reasons = {
         "LoRA adapters": current.lora_config is not None,
         "two batches that overlap (enable_dbo)": getattr(parallel, "enable_dbo", False),
@@ -173,8 +185,4 @@ def _refuse(current: Any) -> None:
             f"a bundle runs in vLLM on NVIDIA GPUs and on CPUs, found {current_platform.device_name}; load it dense: "
             "VLLM_PLUGINS=''"
         )
-    size = parallel.tensor_parallel_size
-    for key in ("num_attention_heads", "hidden_size", "intermediate_size"):
-        value = getattr(model, key)
-        if value % size:
-            raise UsageError(f"tensor_parallel_size: expected a divisor of {key} ({value}), found {size}")
+    require_cards(parallel.tensor_parallel_size, current.model_config.hf_text_config)

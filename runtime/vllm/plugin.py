@@ -72,11 +72,12 @@ def _with_bundles(reader: Any) -> type:
 
 def _mark(found: dict[str, Any], config: Any, model: str | Path, revision: str | None) -> None:
     """Name us as the method of a bundle's config; refusals come later, where vLLM does not try again."""
-    if "wisparse" not in found:
+    from wisparse.formats.record.manifest import MANIFEST, SIDECAR
+
+    # A folder of ours whose config.json lost its entry is opened as a bundle too, and refused there.
+    if "wisparse" not in found and not all((Path(model) / name).is_file() for name in (MANIFEST, SIDECAR)):
         return
     from vllm.transformers_utils.repo_utils import file_or_path_exists
-
-    from wisparse.formats.record.manifest import MANIFEST, SIDECAR
 
     from .config import NAME
 
