@@ -195,7 +195,11 @@ def test_verbs_take_a_rung(example: Path) -> None:
         refused = run(cli, [verb, str(example), "--sparsity", "0.4", *more])
         assert isinstance(refused.exception, UsageError), (verb, refused.output)
         assert "one of the bundle's rungs, 0.3, 0.5, 0.7, or 0" in str(refused.exception)
-    assert "at 30.0%" in run(cli, ["inspect", str(example), "--sparsity", "0.3"]).stdout
+    inspected = run(cli, ["inspect", str(example), "--sparsity", "0.3"]).stdout
+    assert "at 30.0%" in inspected
+    text = Bundle.open(example).recipe.calibration
+    told = f"{text.num_samples} samples of up to {text.seq_len} tokens ({text.num_tokens:,} in all)"
+    assert told in " ".join(inspected.split())  # a product of the two it need not be
 
 
 def test_three_rungs_take_hardly_more_room_than_one(example_model: Path, tmp_path: Path) -> None:

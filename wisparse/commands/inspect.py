@@ -78,8 +78,8 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
         ("rungs", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
         (
             "calibration",
-            f"{calibration.source}: {calibration.num_samples} x {calibration.seq_len} = "
-            f"{calibration.num_tokens:,} tokens, seed {calibration.seed}",
+            f"{calibration.source}: {calibration.num_samples} samples of up to {calibration.seq_len} "
+            f"tokens ({calibration.num_tokens:,} in all), seed {calibration.seed}",
         ),
     ]
 
