@@ -122,9 +122,10 @@ def test_products_on_the_tensor_cores_are_the_twins(kind, group, zeros, dtype, b
 
 
 @pytest.mark.quick
-def test_a_product_of_four_bits_is_the_twins():
-    coded = coded_group("int4", 64, True, (64, 20), 128, torch.float16, 0.5, bias=True)
-    x = rows(1, 128, torch.float16)
+@pytest.mark.parametrize(("group", "zeros"), [(64, True), (64, False), (128, True), (128, False)])
+def test_a_product_of_four_bits_is_the_twins(group, zeros):
+    coded = coded_group("int4", group, zeros, (64, 20), 256, torch.float16, 0.5, bias=True)
+    x = rows(1, 256, torch.float16)
     assert_close(sparse_gemv(x, coded, TILES[1]), exact_twin(x, coded), torch.float16)
 
 
