@@ -58,6 +58,7 @@ def test_compiling_is_said_once_and_only_where_something_is_compiled(
     monkeypatch.setattr(compiling, "_said", set())
     monkeypatch.setattr(cpu_threads, "_regions", {})
     monkeypatch.setattr(cpu_threads, "prepare", lambda name: 0)
+    monkeypatch.setattr(cpu_threads, "compile_regions", lambda regions: None)
     names = ["step_bfloat16", "transpose_bfloat16"]
     with caplog.at_level(logging.WARNING, logger="wisparse"):
         monkeypatch.setattr(cpu_threads, "is_compiled", lambda region: True)

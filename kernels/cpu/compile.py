@@ -1,4 +1,9 @@
-"""Compiles a region, or takes it from the disk: the first use takes seconds, later ones in any process do not.
+"""Compiles regions, each in a process of its own, and takes them from the disk: the first use takes seconds, later ones
+in any process do not.
+
+Where numba compiles a region, the functions that it calls stay in memory on their own too, and the region's calls go
+to those; loaded from the disk they go to the region's own copies, whose sums may run in another order. So a region is
+always loaded, and the first process on a machine computes the bits of all later ones.
 
 numba's cache notices a change of the file a function is defined in, but not of the files it calls into. So its folder
 is named after the content of all of them: code from before an upgrade is never run.
@@ -6,42 +11,121 @@ is named after the content of all of them: code from before an upgrade is never 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
+import importlib
+import json
 import logging
 import os
+import subprocess
+import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import llvmlite.binding
 import numba
 from numba import types
 
-__all__ = ["compile_region", "is_compiled", "is_kept"]
+__all__ = ["compile_here", "compile_region", "compile_regions", "is_compiled", "is_kept"]
 
 log = logging.getLogger(__name__)
 
 _SIGNATURE = types.void(types.CPointer(types.int64))
 _lock = threading.Lock()
+_FULL = "not written: "  # begins what the compiling process says of a disk
 _config: Any = numba.config  # its names come from the environment, so a type checker knows none of them
+_COMPILER = """
+import json, sys
+path, *given = json.loads(sys.argv[1])
+sys.path[:] = path
+from wisparse.kernels.cpu.compile import compile_here
+compile_here(*given)
+"""
 
 
 def compile_region(region: Callable[[Any], None]) -> Any:
-    """A region as machine code for this processor; keep the result alive as long as its ``address`` is used."""
+    """A region as machine code for this processor; keep the result alive as long as its ``address`` is used.
+
+    Raises:
+        RuntimeError: it could not be compiled; the message is the compiler's.
+    """
+    try:
+        return _compiled(region)
+    except OSError as error:  # nothing can be written, or no process be started
+        log.info("%s is compiled in memory: %s", region.__name__, error)
+        return numba.cfunc(_SIGNATURE)(region)
+
+
+def _compiled(region: Callable[[Any], None]) -> Any:
     folder = _cache_folder()
     if folder is not None:
-        # numba takes the folder from its settings, which are the process's.
-        with _lock:
-            before, _config.CACHE_DIR = _config.CACHE_DIR, str(folder)
-            try:
-                return numba.cfunc(_SIGNATURE, cache=True)(region)
-            except OSError as error:  # the disk is full, say
-                _warn(str(error))
-            finally:
-                _config.CACHE_DIR = before
-    return numba.cfunc(_SIGNATURE)(region)
+        try:
+            compile_regions([region])
+            return _load(region, folder)
+        except OSError as error:  # the disk is full, say
+            _warn(str(error))
+    with tempfile.TemporaryDirectory() as passing:
+        _compile([region], Path(passing))
+        return _load(region, Path(passing))
+
+
+def compile_regions(regions: Sequence[Callable[[Any], None]]) -> None:
+    """Have those compiled that are not on disk, side by side; nothing where no folder can be written.
+
+    Raises:
+        OSError: the disk is full, say.
+        RuntimeError: as for :func:`compile_region`.
+    """
+    folder = _cache_folder()
+    if folder is not None:
+        _compile([region for region in regions if not is_compiled(region)], folder)
+
+
+def compile_here(module: str, name: str, folder: str) -> None:
+    """Compile a region and put it into a folder: what the compiling process does, which runs nothing of it."""
+    from .intrinsics import SYMBOLS
+
+    for symbol in SYMBOLS:  # they only have to be known
+        llvmlite.binding.add_symbol(symbol, 1)
+    try:
+        _load(getattr(importlib.import_module(module), name), Path(folder))
+    except OSError as error:
+        sys.exit(f"{_FULL}{error}")
+
+
+def _compile(regions: Sequence[Callable[[Any], None]], folder: Path) -> None:
+    if not sys.executable:
+        raise OSError("this Python is inside another program, and its path is not known")
+    with contextlib.ExitStack() as running:
+        compilers = []
+        for region in regions:
+            given = json.dumps([sys.path, region.__module__, region.__name__, str(folder)])
+            command = [sys.executable, "-c", _COMPILER, given]
+            compilers.append(running.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True)))
+        said = [compiler.communicate()[1] for compiler in compilers]
+    for compiler, region, words in zip(compilers, regions, said, strict=True):
+        reason = words.strip().rpartition("\n")[2]
+        if reason.startswith(_FULL):
+            raise OSError(reason.removeprefix(_FULL))
+        if compiler.returncode:
+            raise RuntimeError(
+                f"{region.__name__.removeprefix('_')} could not be compiled for this CPU, exit status "
+                f"{compiler.returncode}: {reason}"
+            )
+
+
+def _load(region: Callable[[Any], None], folder: Path) -> Any:
+    # numba takes the folder from its settings, which are the process's.
+    with _lock:
+        before, _config.CACHE_DIR = _config.CACHE_DIR, str(folder)
+        try:
+            return numba.cfunc(_SIGNATURE, cache=True)(region)
+        finally:
+            _config.CACHE_DIR = before
 
 
 def is_compiled(region: Callable[[Any], None]) -> bool:
@@ -79,8 +163,9 @@ def _parent() -> Path:
 
 
 def _digest() -> str:
-    """Twelve characters that change with any of the CPU back end's files."""
-    digest = hashlib.sha256()
+    """Twelve characters that change with any of the CPU back end's files, the compiler and the processor."""
+    features = llvmlite.binding.get_host_cpu_features().flatten()
+    digest = hashlib.sha256(f"{numba.__version__} {llvmlite.binding.get_host_cpu_name()} {features}".encode())
     for file in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(file.read_bytes())
     return digest.hexdigest()[:12]

@@ -9,6 +9,7 @@ spins for milliseconds while the partner that it waits for has no core.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import ctypes.util
 import functools
@@ -24,7 +25,7 @@ import numpy as np
 import torch
 
 from ..compiling import say_compiling
-from .compile import compile_region, is_compiled, is_kept
+from .compile import compile_region, compile_regions, is_compiled, is_kept
 from .intrinsics import SYMBOLS
 from .regions import REGIONS
 
@@ -58,10 +59,13 @@ def launch(name: str, parameters: np.ndarray, threads: int) -> None:
 
 
 def prepare_all(names: Sequence[str]) -> None:
-    """Compile regions before several threads would each compile them; says so if they are not on disk."""
+    """Compile regions, side by side, before several threads would each compile them; says so if they are not on
+    disk."""
     missing = [name for name in names if name not in _regions and not is_compiled(REGIONS[name])]
     if missing and is_kept():  # else it is said already that every process compiles them
         say_compiling("CPU", len(missing))
+        with contextlib.suppress(OSError):  # said below, by the region that is compiled again
+            compile_regions([REGIONS[name] for name in missing])
     for name in names:
         prepare(name)
 
