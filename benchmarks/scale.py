@@ -54,10 +54,10 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def make_checkpoint(shape: str, folder: Path, device: torch.device, seed: int = 0) -> None:
+def make_checkpoint(shape: str, folder: Path, device: torch.device, blocks: int | None = None, seed: int = 0) -> None:
     """A random model of a named shape and a tokenizer of bytes: weights of deviation about 1/sqrt(K), norms near 1."""
     folder.mkdir(parents=True)
-    config = SHAPES[shape]
+    config = SHAPES[shape] | ({"num_hidden_layers": blocks} if blocks else {})
     generator = torch.Generator(device).manual_seed(seed)
     shapes = expected_tensors(ModelConfig.from_dict(config))
     weight_map: dict[str, str] = {}
@@ -119,7 +119,7 @@ class Meter(Progress):
     def search_seconds(self) -> float:
         """From the end of what comes before the search (calibration tokens, a loaded model) to the final thresholds."""
         before = [end for title, end in self.ends if title in ("Loading the model", "Writing calibration text")]
-        [over] = [end for title, end in self.ends if title == "Thresholds"]
+        over = max(end for title, end in self.ends if title == "Thresholds")  # each rung has its own
         return over - max(end for end in before if end < over)
 
 
@@ -128,7 +128,8 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--folder", type=Path, required=True, help="where the model is made, and kept for a next run")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--sparsity", type=float, default=0.5)
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5], help="several: a bundle with rungs")
+    parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--search", default="auto")
     parser.add_argument("--weights", default="native", help="int4: the time of GPTQ as well")
     parser.add_argument("--num-samples", type=int, default=16)
@@ -142,7 +143,7 @@ def main() -> None:
     model = args.folder / args.shape
     if not model.exists() and rank == 0:
         began = time.perf_counter()
-        make_checkpoint(args.shape, args.folder / "unfinished", device)
+        make_checkpoint(args.shape, args.folder / "unfinished", device, args.blocks)
         os.rename(args.folder / "unfinished", model)
         print(f"model made in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
     while not model.exists():
@@ -152,6 +153,7 @@ def main() -> None:
         shutil.rmtree(out, ignore_errors=True)
         shutil.rmtree(out.with_name(out.name + ".work"), ignore_errors=True)
     if gpu:
+        torch.cuda.init()  # what measures memory needs it, and a model that is there already has not asked for it
         torch.cuda.empty_cache()
     meter = Meter(device)
     began = time.perf_counter()
@@ -159,7 +161,7 @@ def main() -> None:
         ConvertSettings(
             model=str(model),
             output_dir=out,
-            sparsities=(args.sparsity,),
+            sparsities=tuple(args.sparsity),
             search=args.search,
             weights=args.weights,
             num_samples=args.num_samples,
@@ -176,7 +178,8 @@ def main() -> None:
     stages = conversion.seconds
     recipe = json.dumps(conversion.recipe.to_dict(), sort_keys=True)
     result: dict[str, Any] = {
-        "shape": args.shape,
+        "shape": args.shape + (f", {args.blocks} blocks" if args.blocks else ""),
+        "sparsities": args.sparsity,
         "device": torch.cuda.get_device_name(device) if gpu else "CPU",
         "processes": size,
         "torch": torch.__version__,

@@ -494,6 +494,30 @@ def test_what_lm_eval_asks(server: Running, model: Model) -> None:
     assert sum(len(chunk.choices[0].logprobs.tokens) for chunk in chunks) == len(prompts[0]) + 2  # type: ignore[union-attr, arg-type]
 
 
+def test_lm_evaluation_harness_scores_through_it(server: Running, model: Model, bundle: Path) -> None:
+    """The harness itself, as ``lm_eval --model local-completions`` runs it."""
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    harness = LocalCompletionsAPI(
+        model=NAME, base_url=f"http://127.0.0.1:{server.port}/v1/completions", tokenizer=str(bundle),
+        tokenizer_backend="huggingface", batch_size=2, max_length=200,
+    )  # fmt: skip
+    # White space that ends a context the harness would count as the answer's.
+    asked = [("def f(x):", "\n    return x\n"), ("import os", "\nimport sys\n"), (">>> 1 + 1", "\n2\n")]
+    requests = [Instance("loglikelihood", {}, pair, index) for index, pair in enumerate(asked)]
+    found = harness.loglikelihood(requests, disable_tqdm=True)
+    for (context, answer), (log_probability, greedy) in zip(asked, found, strict=True):
+        first, whole = (model.tokenizer.encode(text) for text in (context, context + answer))
+        rows = model.decoder.logits(torch.tensor(whole), len(whole)).log_softmax(-1)[len(first) - 1 : -1]
+        expected = rows.gather(1, torch.tensor(whole[len(first) :])[:, None])
+        assert log_probability == pytest.approx(expected.sum().item(), abs=1e-3)
+        assert greedy == bool((expected[:, 0] == rows.max(1).values).all())
+    until = [Instance("generate_until", {}, (asked[0][0], {"until": ["\n\n"], "max_gen_toks": 8}), 0)]
+    expected_text = model.generate(asked[0][0], max_new_tokens=8, stop="\n\n").text
+    assert harness.generate_until(until, disable_tqdm=True) == [expected_text]
+
+
 @pytest.fixture(scope="module")
 def chat_server(bundle: Path, tmp_path_factory: pytest.TempPathFactory, example_model: Path) -> Iterator[Running]:
     running = Running(with_template(example_model, tmp_path_factory.mktemp("chat"), TEMPLATE))
