@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -34,7 +33,6 @@ from ..decoding.decoder import Decoder, check_part, check_prompt, check_room
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings, sample
 from ..torch.block import finish_logits
-from .compiling import compile_steps
 from .graph import TokenReadback
 from .prefill import head_products, lower_right, piece_size, read_sequence
 from .prompts import ShortPieces, too_little_memory
@@ -243,14 +241,12 @@ class CudaDecoder(Decoder):
         sizes = [1 << n for n in range(most.bit_length())]
         contexts = contexts_between(1, self.max_seq_len)
         # Several contexts may be split alike.
-        steps = [list(dict.fromkeys(self.step_for(rows, 0, context) for context in contexts)) for rows in sizes]
+        steps = dict.fromkeys(self.step_for(rows, 0, context) for rows in sizes for context in contexts)
         ways = [
             (sampled, count) for sampled in (False, True)[: 1 + (self.dtype in SAMPLED_DTYPES)]
             for count in self._ways_to_count()
         ]  # fmt: skip
-        if self.device.type == "cuda":  # the interpreter compiles nothing
-            compile_steps(steps, ways)
-        for step in chain.from_iterable(steps):
+        for step in steps:
             for sampled, count in ways:
                 step.prepare(sampled=sampled, count=count)
 

@@ -196,8 +196,7 @@ class DecodeStep:
         }
         self._embedding_multiplier = float(torch.tensor(config.embedding_multiplier, dtype=activations))
         # Beside the choice of the token: embedding, logits, and one for each way to attend, to multiply and to add.
-        self._products = len(chosen)
-        self._kernels = 2 + len(set(config.blocks)) + self._products + any(self._added.values())
+        self._kernels = 2 + len(set(config.blocks)) + len(chosen) + any(self._added.values())
 
         def empty(*shape: int, kind: torch.dtype = activations) -> torch.Tensor:
             return torch.empty(shape, dtype=kind, device=device)
@@ -266,19 +265,10 @@ class DecodeStep:
         """Compile and capture what :meth:`replay` runs, if it has not been done."""
         if (sampled, count) in self._replays:
             return
-        with self._idle(count=count), triton_compiling(self.num_kernels(sampled=sampled)):
+        with self._idle(count=count), triton_compiling(self._kernels + (3 if sampled else 1)):
             self._replays[sampled, count] = [
                 capture(partial(self._launch_turn, other, sampled, count), self._ids.device) for other in (0, 1)
             ]
-
-    def compile(self, *, sampled: bool = False, count: bool = False) -> None:
-        """Compile what :meth:`prepare` captures, by running it once with idle rows."""
-        with self._idle(count=count):
-            self.launch(sampled=sampled, count=count)
-
-    def num_kernels(self, *, sampled: bool = False, counts: int = 1) -> int:
-        """Different kernels of the step, greedy and ``sampled``, counted or not or (2) both."""
-        return self._kernels + (counts - 1) * self._products + (3 if sampled else 1)
 
     @contextmanager
     def _idle(self, *, count: bool) -> Iterator[None]:
