@@ -212,7 +212,7 @@ class CudaDecoder(Decoder):
         for start, rows in _blocks(slots):
             for context in contexts_between(first, last):
                 step = self.step_for(rows, start, context)
-                for count in self._ways_to_count():
+                for count in {self._counting, self._counting and self._every == 1}:
                     step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
@@ -239,20 +239,9 @@ class CudaDecoder(Decoder):
         self._read_nothing()
         most = min(triton.next_power_of_2(self.max_batch), MAX_ROWS)
         sizes = [1 << n for n in range(most.bit_length())]
-        contexts = contexts_between(1, self.max_seq_len)
-        # Several contexts may be split alike.
-        steps = dict.fromkeys(self.step_for(rows, 0, context) for rows in sizes for context in contexts)
-        ways = [
-            (sampled, count) for sampled in (False, True)[: 1 + (self.dtype in SAMPLED_DTYPES)]
-            for count in self._ways_to_count()
-        ]  # fmt: skip
-        for step in steps:
-            for sampled, count in ways:
-                step.prepare(sampled=sampled, count=count)
-
-    def _ways_to_count(self) -> set[bool]:
-        """Whether steps are counted: all, none, or some of them."""
-        return {self._counting, self._counting and self._every == 1}
+        for sampled in (False, True):
+            for rows in sizes:
+                self.prepare(range(rows), 1, self.max_seq_len, sampled=sampled)
 
     @torch.inference_mode()
     def _read_nothing(self) -> None:

@@ -14,8 +14,7 @@ that can.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -265,26 +264,19 @@ class DecodeStep:
         """Compile and capture what :meth:`replay` runs, if it has not been done."""
         if (sampled, count) in self._replays:
             return
-        with self._idle(count=count), triton_compiling(self._kernels + (3 if sampled else 1)):
-            self._replays[sampled, count] = [
-                capture(partial(self._launch_turn, other, sampled, count), self._ids.device) for other in (0, 1)
-            ]
-
-    @contextmanager
-    def _idle(self, *, count: bool) -> Iterator[None]:
-        """While its rows are idle: launches write no cache and move no position then."""
         if count and self._kept is None:
             self._kept = _Kept(self)
         wanted, turn = self._ids.clone(), self._turn
         counted = None if self._kept is None else self._kept.cells.clone()
-        self._ids.fill_(-1)
-        try:
-            yield
-        finally:
-            self._ids.copy_(wanted)
-            self._turn = turn
-            if self._kept is not None and counted is not None:
-                self._kept.cells.copy_(counted)
+        self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
+        with triton_compiling(self._kernels + (3 if sampled else 1)):
+            self._replays[sampled, count] = [
+                capture(partial(self._launch_turn, other, sampled, count), self._ids.device) for other in (0, 1)
+            ]
+        self._ids.copy_(wanted)
+        self._turn = turn
+        if self._kept is not None and counted is not None:
+            self._kept.cells.copy_(counted)
 
     def kept(self, *, but_last: bool = False) -> int:
         """Weights whose channels were kept since :meth:`count_from_zero`, of the groups that are not dense, over all
