@@ -4,33 +4,43 @@ One ``mma.m16n8k16`` multiplies 16 columns of the weights by up to 8 rows of x o
 of the 16 columns, which are its own (whatever their numbers), and four of the channels, t's; of x row g's values of
 those channels; of the sums both columns' for rows 2 t and 2 t + 1.
 
-Numbers made of codes, two channels in a register:
+Numbers made of codes, two channels in a register. Those below the smallest normal number stand for multiples of one
+step, so that what has eight bits or fewer is a number as it is, in the low end of either type; no bit is added and no
+constant subtracted. The step is tiny, `code_unit`, which for bfloat16 has the power of two in it that x is multiplied
+by (`value_scale`), lest the sums be as small.
 
-    int4   four bits in the high mantissa of a number whose exponent is fixed: (16 + code) * `unit`. No subtraction: the
-           sum of x over the channels, one more product, tells what was too much.
-    int8   seven bits so, minus the same number with the eighth alone: the code, exactly.
-    fp8    its exponent and mantissa in the places of the wider type, times a power of two: exactly the number.
+    int4   a byte's low four bits, and its high four where they are: 16 times the code
+    int8   the eighth bit turned over: the code + 128
+    fp8    its exponent and mantissa at the low end of the exponent: exactly the number, times a power of two
+
+The sum of x over the channels, one more product, tells what zero points and the 128 come to.
 """
 
 from __future__ import annotations
 
-__all__ = ["ONES", "code_unit", "load_source", "product_source", "sum_source"]
+__all__ = ["INT8_OFFSET", "code_unit", "load_source", "product_source", "sum_source", "value_scale"]
 
 _TYPES = {"bfloat16": "bf16", "float16": "f16"}
-# 1.0 twice, and the exponent under which four or seven bits are the end, or the high end, of the mantissa.
-ONES = {"bfloat16": 0x3F803F80, "float16": 0x3C003C00}
-_MAGIC = {"bfloat16": 0x43004300, "float16": 0x64006400}
-# Where four bits stand in the mantissa: how far each of a half word's four has to be moved to the left.
-_MASK4 = {"bfloat16": 0x00780078, "float16": 0x03C003C0}
-_MOVES4 = {"bfloat16": (3, -1, -5, -9), "float16": (6, 2, -2, -6)}
-_MINUS_ONE = {"bfloat16": 0xBF80BF80, "float16": 0xBC00BC00}
-# fp8 in the high byte of each half: moved to the right, where the bits then are, and the power of two that is missing.
-_FP8 = {"bfloat16": (4, 0x07F007F0, 0x7B807B80), "float16": (1, 0x3F803F80, 0x5C005C00)}
+# The smallest number twice.
+_ONES = 0x00010001
+# What an int8 code's bits are more than it.
+INT8_OFFSET = 128
+# How far fp8's seven lower bits are moved, so that its exponent ends where the wider type's does, and the power of two
+# that the number then is too small by.
+_FP8 = {"bfloat16": (4, 120), "float16": (7, 8)}
+_SMALLEST = {"bfloat16": -133, "float16": -24}
+# x of bfloat16 times this is infinite from 2^32 on; a product with the smallest code is a normal number down to 2^-89.
+_VALUE_BITS = {"bfloat16": 96, "float16": 0}
+
+
+def value_scale(dtype: str) -> float:
+    """What x is multiplied by before the product, exactly."""
+    return 2.0 ** _VALUE_BITS[dtype]
 
 
 def code_unit(kind: str, dtype: str) -> float:
-    """What the products' sums are multiples of."""
-    return (8.0 if dtype == "bfloat16" else 64.0) if kind == "int4" else 1.0
+    """What the products' sums are multiples of; of int4's odd columns 16 times it."""
+    return 2.0 ** (_VALUE_BITS[dtype] + (-_FP8[dtype][1] if kind == "fp8" else _SMALLEST[dtype]))
 
 
 def load_source(words: int, stride: int, listed: bool, whole: bool) -> tuple[str, str]:
@@ -82,12 +92,10 @@ def product_source(kind: str, dtype: str, parts: int) -> tuple[str, str]:
     word = [f"${sums + c}" for c in range(4)]
     x = [f"{{${sums + 4 + 2 * part}, ${sums + 5 + 2 * part}}}" for part in range(parts)]
     before = sums + 4 + 2 * parts
-    lines = ["{ .reg .b32 p<2>, s<2>, o<2>, a<4>;"]
+    lines = ["{ .reg .b32 p<2>, s<2>, a<4>;"]
     for pair in range(pairs):
         for second in range(2):
-            column = 2 * pair + second
-            unpack = _unpack4 if kind == "int4" else _unpack8
-            lines += unpack(kind, dtype, word, column, (f"a{second}", f"a{second + 2}"))
+            lines += _unpack(kind, dtype, word, 2 * pair + second, (f"a{second}", f"a{second + 2}"))
         for part in range(parts):
             at = 4 * (part * pairs + pair)
             d = ", ".join(f"${at + i}" for i in range(4))
@@ -97,10 +105,9 @@ def product_source(kind: str, dtype: str, parts: int) -> tuple[str, str]:
 
 
 def sum_source(dtype: str) -> tuple[str, str]:
-    """Source and constraints: x's rows added up. Out: four sums, the first two of rows 2 t and 2 t + 1; in: x's two
-    registers, the sums before."""
-    one = f"{ONES[dtype]:#x}"
-    lines = ["{ .reg .b32 a;", f"mov.b32 a, {one};"]
+    """Source and constraints: x's rows added up, in integers' unit. Out: four sums, the first two of rows 2 t and
+    2 t + 1; in: x's two registers, the sums before."""
+    lines = ["{ .reg .b32 a;", f"mov.b32 a, {_ONES:#x};"]
     lines.append(_mma(dtype, "$0, $1, $2, $3", "a, a, a, a", "{$4, $5}", "$6, $7, $8, $9"))
     return " ".join(lines) + " }", ",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4)
 
@@ -110,38 +117,21 @@ def _mma(dtype: str, d: str, a: str, b: str, c: str) -> str:
     return f"mma.sync.aligned.m16n8k16.row.col.f32.{of}.{of}.f32 {{{d}}}, {{{a}}}, {b}, {{{c}}};"
 
 
-def _unpack4(kind: str, dtype: str, word: list[str], column: int, out: tuple[str, str]) -> list[str]:
+def _unpack(kind: str, dtype: str, word: list[str], column: int, out: tuple[str, str]) -> list[str]:
     """One column of the four channels, two in each register of ``out``."""
+    byte = column // 2 if kind == "int4" else column
     lines = []
-    if column % 4 == 0:
-        selector = "0x5410" if column == 0 else "0x7632"
-        lines += [f"prmt.b32 p{i}, {word[2 * i]}, {word[2 * i + 1]}, {selector};" for i in range(2)]
-    move = _MOVES4[dtype][column % 4]
-    moved = f"shl.b32 s{{0}}, p{{0}}, {move};" if move > 0 else f"shr.u32 s{{0}}, p{{0}}, {-move};"
     for i in range(2):
-        lines.append(moved.format(i))
-        lines.append(f"lop3.b32 {out[i]}, s{i}, {_MASK4[dtype]:#x}, {_MAGIC[dtype]:#x}, 0xea;")
-    return lines
-
-
-def _unpack8(kind: str, dtype: str, word: list[str], column: int, out: tuple[str, str]) -> list[str]:
-    lines = []
-    of, magic = _TYPES[dtype], f"{_MAGIC[dtype]:#x}"
-    for i in range(2):
-        # The byte twice, in both halves' both bytes: whatever is not wanted is masked.
-        selector = f"{(4 + column) * 0x1100 + column * 0x11:#x}"
-        lines.append(f"prmt.b32 p{i}, {word[2 * i]}, {word[2 * i + 1]}, {selector};")
-        if kind == "int8":
-            lines.append(f"lop3.b32 s{i}, p{i}, 0x007f007f, {magic}, 0xea;")
-            lines.append(f"lop3.b32 o{i}, p{i}, 0x00800080, {magic}, 0xea;")
-            lines.append(f"fma.rn.{of}x2 {out[i]}, o{i}, m, s{i};")
+        if kind != "int4" or column % 2 == 0:
+            # The byte twice, in both halves' both bytes: whatever is not wanted is masked.
+            selector = f"{(4 + byte) * 0x1100 + byte * 0x11:#x}"
+            lines.append(f"prmt.b32 p{i}, {word[2 * i]}, {word[2 * i + 1]}, {selector};")
+        if kind == "int4":
+            lines.append(f"and.b32 {out[i]}, p{i}, {0x00F000F0 if column % 2 else 0x000F000F:#x};")
+        elif kind == "int8":
+            lines.append(f"lop3.b32 {out[i]}, p{i}, 0x00ff00ff, {INT8_OFFSET * 0x10001:#x}, 0x6a;")
         else:
-            move, mask, _ = _FP8[dtype]
-            lines.append(f"shr.u32 s{i}, p{i}, {move};")
-            lines.append(f"and.b32 o{i}, s{i}, {mask:#x};")
-            lines.append(f"lop3.b32 s{i}, p{i}, 0x80008000, o{i}, 0xea;")
-            lines.append(f"fma.rn.{of}x2 {out[i]}, s{i}, m, z;")
-    if column == 0:
-        constant = _MINUS_ONE[dtype] if kind == "int8" else _FP8[dtype][2]
-        lines = [".reg .b32 m, z;", f"mov.b32 m, {constant:#x};", "mov.b32 z, 0x80008000;", *lines]
+            lines.append(f"and.b32 s{i}, p{i}, 0x007f007f;")
+            lines.append(f"shl.b32 s{i}, s{i}, {_FP8[dtype][0]};")
+            lines.append(f"lop3.b32 {out[i]}, p{i}, 0x80008000, s{i}, 0xea;")
     return lines

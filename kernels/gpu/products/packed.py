@@ -11,7 +11,7 @@ import triton
 from ..lists import room_source
 from .layout import GemvTile, Layout
 from .matrix import CODE_BITS
-from .mma import code_unit, load_source, product_source, sum_source
+from .mma import code_unit, load_source, product_source, sum_source, value_scale
 
 __all__ = ["PackedLists", "packed_chunk", "packed_lists"]
 
@@ -23,7 +23,7 @@ class PackedLists(NamedTuple):
     ``slot`` places of it for each group of scales; else all are read. ``words``: a lane reads so many of a channel.
     ``steps`` of 16 channels are a turn; ``ahead`` turns are on their way. ``copies`` of each row stand among eight.
     ``sums``: of one word, for which ``product`` is the source; ``load`` and ``total`` as in ``mma``, "" if no sum of x
-    is needed. ``unit``: of the sums.
+    is needed. ``value_scale``: what x is multiplied by; ``unit``: of the sums.
     """
 
     segment: int
@@ -36,6 +36,7 @@ class PackedLists(NamedTuple):
     ahead: int
     copies: int
     sums: int
+    value_scale: float
     unit: float
     load: str
     load_constraints: str
@@ -82,10 +83,10 @@ def packed_lists(layout: Layout, tile: GemvTile, batch: int) -> PackedLists | No
     parts = triton.cdiv(batch, 8)
     different = max(2, triton.next_power_of_2(min(batch, 8)))
     sums = 4 * (4 if layout.codes == "int4" else 2) * parts
-    total = sum_source(dtype) if layout.codes == "int4" or layout.zeros else ("", "")
+    total = sum_source(dtype) if layout.codes != "fp8" else ("", "")
     return PackedLists(
         segment, length, in_room, listed, slot, words, steps, tile.stages, 8 // different, sums,
-        code_unit(layout.codes, dtype),
+        value_scale(dtype), code_unit(layout.codes, dtype),
         *load_source(words, layout.stride, listed, k % 16 == 0), *product_source(layout.codes, dtype, parts), *total,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ from ..common import let_next_kernel_start, segment_channel, segment_length, til
 from ..lists import get, hold_reads, put, put_half, room, settled
 from .codes import code_columns
 from .matrix import COLUMN_BLOCK, MIDDLE
+from .mma import INT8_OFFSET
 from .partials import add_up, leave_four, leave_partial
 from .selection import Channels, choose_channels, lay_values
 
@@ -29,6 +30,7 @@ __all__ = ["packed_gemv_kernel"]
 
 _BLOCK = tl.constexpr(COLUMN_BLOCK)
 _INT4_MIDDLE = tl.constexpr(float(MIDDLE["int4"]))
+_INT8_OFFSET = tl.constexpr(float(INT8_OFFSET))
 
 
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
@@ -129,7 +131,8 @@ def packed_gemv_kernel(
         place = position // SLOT * SLOT + rank - 1
         put(base, place, k, keep, True)
         for row in tl.static_range(BATCH):
-            put_half(base + LIST * 4, row * LIST + place, xs[row].to(dtype), keep, True)
+            x = (xs[row] * lists.value_scale).to(dtype)
+            put_half(base + LIST * 4, row * LIST + place, x, keep, True)
         put(base + LIST * (4 + 2 * BATCH), position // SLOT, rank, position % SLOT == SLOT - 1, True)
         base = settled(base, True)
         kept_at = base + LIST * (4 + 2 * BATCH)
@@ -149,8 +152,9 @@ def packed_gemv_kernel(
         if counting is not None:
             cells = Counting(counting.token, counting.before + cell, counting.after + cell)
         values = lay_values(
-            base, source, masked_ptr, channels, cells, counts, eps, ssq_parts, shape, modes, LIST, True, dtype
-        )
+            base, source, masked_ptr, channels, cells, counts, eps, ssq_parts, shape, modes, LIST, True, dtype,
+            lists.value_scale,
+        )  # fmt: skip
 
     # --- the product
     # Rows that are not there repeat the last; nobody looks at their sums.
@@ -346,7 +350,10 @@ def _scaled(
     ZEROS: tl.constexpr, lists: tl.constexpr, modes: tl.constexpr,
 ):  # fmt: skip
     """sums + scale * (acc - zero * total), for a lane's part of the columns and its row or two of each eight."""
-    EACH: tl.constexpr = 8 if modes.codes == "int4" else 4
+    INT4: tl.constexpr = modes.codes == "int4"
+    EACH: tl.constexpr = 8 if INT4 else 4
+    EVEN: tl.constexpr = 1.0 / lists.unit
+    ODD: tl.constexpr = EVEN / 16.0
     ROWS: tl.constexpr = 1 if BATCH == 1 else 2
     COPIES: tl.constexpr = lists.copies
     added = ()
@@ -356,14 +363,13 @@ def _scaled(
                 value = _sum_of(acc, i, second, part, EACH, PARTS)
                 for other in tl.static_range(1, COPIES):
                     value = tl.where(copy == other, _sum_of(acc, other * PART + i, second, part, EACH, PARTS), value)
-                value = value * (1.0 / lists.unit)
-                x = total[4 * part + second]
-                if modes.codes == "int4":
-                    # What the exponent stands for, and zero.
-                    zero = ends[PART + i] if ZEROS else _INT4_MIDDLE
-                    value -= (16.0 + zero) * x
-                elif ZEROS:
-                    value -= ends[PART + i] * x
+                value = value * (ODD if INT4 and i % 2 == 1 else EVEN)
+                if modes.codes != "fp8":
+                    x = total[4 * part + second] * EVEN
+                    if INT4:
+                        value -= (ends[PART + i] if ZEROS else _INT4_MIDDLE) * x
+                    else:
+                        value -= (_INT8_OFFSET + ends[PART + i] if ZEROS else _INT8_OFFSET) * x
                 before = sums[(part * ROWS + second) * PART + i]
                 added = added + (before + ends[i] * value,)  # noqa: RUF005
     return added

@@ -88,8 +88,10 @@ def choose_channels(
 def lay_values(
     values, source, masked_ptr, channels, counting, counts, eps, ssq_parts,
     shape: tl.constexpr, modes: tl.constexpr, LIST: tl.constexpr, SHARED: tl.constexpr, dtype: tl.constexpr,
+    SCALE: tl.constexpr = 1.0,
 ):  # fmt: skip
-    """Each row's values of the program's channels, 0 where it drops one, LIST apart; returns where, for ``get_half``.
+    """Each row's values of the program's channels, times SCALE, 0 where it drops one, LIST apart; returns where, for
+    ``get_half``.
 
     Waits for the kernel before this one, and lets the next one start. Adds what the rows keep to the program's own
     cell, at which ``counting`` points, if it ``counts``.
@@ -149,6 +151,8 @@ def lay_values(
                         kept_rows += (live & ~dropped & (tl.load(counting.token + row) >= 0)).to(tl.int32)
                     x = tl.where(dropped, 0.0, x).to(dtype)
                 x = tl.where(live, x, 0.0).to(dtype)
+                if SCALE != 1.0:
+                    x = (x.to(tl.float32) * SCALE).to(dtype)
                 put_half(values, row * LIST + position, x, position < LIST, SHARED)
     if COUNT:  # noqa: SIM102 (resolved at compile time)
         if counts:
