@@ -21,6 +21,7 @@ COMMANDS = {
     "gpu_sample": [],
     "gpu_serve": [],
     "gpu_tiles": [],
+    "gpu_tokens": [],
     "gpu_tune": [],
     "gpu_verbs": [],
     "gpu_weights": [],

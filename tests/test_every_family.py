@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from runtime_models import FAMILIES, HYBRIDS, WRAPPERS, make_checkpoint, make_wrapper
+import triton_worker
+from family_cases import COUNT, LLAMAS, PLAIN, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
+from runtime_models import FAMILIES, HYBRIDS, WRAPPERS
 from safetensors import safe_open
-from tiny_bundle import VOCAB, byte_tokenizer
 
 import wisparse
 from wisparse.cli import convert_main
-from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.model.architectures import ARCHITECTURES
 from wisparse.formats.model.expected import expected_tensors
@@ -22,72 +27,85 @@ from wisparse.formats.verify import verify_bundle
 SEARCHES = ("refine", "additive")
 QUICK = (("gemma3", "refine"), ("granite", "refine"))
 CASES = [(variant, search) for variant in (*FAMILIES, *HYBRIDS) for search in SEARCHES]
+CASES += [(variant, "refine") for variant in LLAMAS]
 CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in CASES]
-
 
 SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
 
-
-def make_source(name: str, folder: Path) -> Path:
-    make = make_wrapper if name in WRAPPERS and folder.name == "wrapper" else make_checkpoint
-    make(name, folder, vocab_size=VOCAB)
-    byte_tokenizer().save(str(folder / "tokenizer.json"))
-    return folder
+# An interpreted token takes seconds, a compiled one none.
+INTERPRETED = not torch.cuda.is_available()
+TRITON_COUNT = 3 if INTERPRETED else COUNT
+TRITON_CASES = [*((variant, "refine") for variant in PLAIN), *((name, "wrapper") for name in WRAPPERS)]
 
 
-def converted(source: Path, out: Path, search: str) -> Path:
-    convert(source, out, sparsity=0.5, search=search, num_samples=4, seq_len=24, device="cpu")
-    return out
+class Bundles:
+    """Of every family, converted once for all tests of this file, with transformers' answer."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._answers: dict[Path, ClearAnswer] = {}
+
+    def folder(self, name: str, kind: str) -> Path:
+        return self.root / f"{name}-{kind}"
+
+    def source(self, name: str, kind: str) -> Path:
+        folder = self.folder(name, kind) / ("wrapper" if kind == "wrapper" else "source")
+        return folder if folder.exists() else make_source(name, folder)
+
+    def bundle(self, name: str, kind: str) -> Path:
+        """``kind``: the search, or ``wrapper``: a model of pictures and text, by the default search."""
+        out = self.folder(name, kind) / "bundle"
+        return out if out.exists() else converted(self.source(name, kind), out, kind.replace("wrapper", "refine"))
+
+    def answer(self, name: str, kind: str) -> ClearAnswer:
+        bundle = self.bundle(name, kind)
+        if bundle not in self._answers:
+            self._answers[bundle] = clear_answer(bundle)
+        return self._answers[bundle]
 
 
-def hugging_face(folder: Path) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+@pytest.fixture(scope="module")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> Bundles:
+    return Bundles(tmp_path_factory.mktemp("families"))
 
 
 @torch.inference_mode()
-def check_bundle(bundle: Path, dense: torch.nn.Module) -> None:
+def check_bundle(bundle: Path, dense: torch.nn.Module, theirs: ClearAnswer) -> None:
     """Dense logits are the source's, as ``dense`` computes them; sparse greedy tokens those of transformers, masked."""
     verify_bundle(bundle)
-    tokens = torch.randint(3, VOCAB, (24,), generator=torch.Generator().manual_seed(1))
-    model = wisparse.load(bundle, device="cpu", dtype="float32", backend="torch")
-    expected = dense(tokens[None], use_cache=False).logits[0]
+    prompt = theirs.prompt
+    expected = dense(prompt[None], use_cache=False).logits[0]
     assert expected.abs().max() > 1, "logits this small would hide any difference"
-    assert (model.decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
-    theirs = greedy_by_transformers(wisparse.sparsify(hugging_face(bundle), bundle), tokens)
-    assert greedy_by_runtime(model, tokens) == theirs
-    assert (model.decoder.logits(tokens, 0) - expected).abs().max() > 0.1, "masks that change nothing show nothing"
+    for backend in ("torch", "numba"):
+        decoder = wisparse.load(bundle, device="cpu", dtype="float32", backend=backend).decoder
+        assert decoder.name == backend
+        assert (decoder.logits(prompt, len(prompt)) - expected).abs().max() < 1e-4, backend
+        assert_answers(theirs, backend, *greedy(decoder, prompt, COUNT))
+        sparse = decoder.logits(prompt, 0)
+        assert (sparse - expected).abs().max() > 0.1, "masks that change nothing show nothing"
 
 
-def greedy_by_transformers(model: torch.nn.Module, tokens: torch.Tensor, count: int = 16) -> list[int]:
-    settings = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return model.generate(tokens[None], **settings)[0, len(tokens) :].tolist()
-
-
-def greedy_by_runtime(model: wisparse.Model, tokens: torch.Tensor, count: int = 16) -> list[int]:
-    """Whatever the end of a text is: a prompt read dense, then sparse tokens."""
-    found = [int(model.decoder.prefill(0, tokens, len(tokens)).argmax())]
-    while len(found) < count:
-        found.append(int(model.decoder.decode(torch.tensor(found[-1:]))[0].argmax()))
-    return found
+def assert_answers(theirs: ClearAnswer, backend: str, tokens: list[int], logits: torch.Tensor) -> None:
+    """The same tokens, from the same logits: neither masks nor arithmetic differ."""
+    assert tokens == theirs.tokens[: len(tokens)], backend
+    assert (logits - theirs.logits[: len(tokens)]).abs().max() < 1e-4, backend
 
 
 @pytest.mark.parametrize(("variant", "search"), CASES)
-def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, search: str, tmp_path: Path) -> None:
-    source = make_source(variant, tmp_path / "source")
-    check_bundle(converted(source, tmp_path / "bundle", search), hugging_face(source))
+def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, search: str, bundles: Bundles) -> None:
+    dense = hugging_face(bundles.source(variant, search))
+    check_bundle(bundles.bundle(variant, search), dense, bundles.answer(variant, search))
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.slow) for name in WRAPPERS]
 )
 def test_the_text_model_of_a_wrapper_is_converted_alone(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, bundles: Bundles, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from transformers import AutoModelForImageTextToText
 
-    source, bundle = make_source(name, tmp_path / "wrapper"), tmp_path / "bundle"
+    source, bundle = bundles.source(name, "wrapper"), bundles.folder(name, "wrapper") / "bundle"
     with pytest.raises(SystemExit) as exit_:
         convert_main([str(source), "-o", str(bundle), "--sparsity", "0.5", *SMALL])
     assert not exit_.value.code
@@ -100,10 +118,52 @@ def test_the_text_model_of_a_wrapper_is_converted_alone(
     assert said in capsys.readouterr().out
     assert said in (bundle / "README.md").read_text()
     assert Bundle.open(bundle).recipe.text_only == said
-    check_bundle(bundle, AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32).eval())
+    dense = AutoModelForImageTextToText.from_pretrained(source, dtype=torch.float32).eval()
+    check_bundle(bundle, dense, bundles.answer(name, "wrapper"))
     opened = Bundle.open(bundle)
     config = opened.config_dict
     assert config["model_type"] in ARCHITECTURES
     assert config["architectures"] == [ARCHITECTURES[config["model_type"]].class_name]
     assert not any("vision" in key or "mrope" in str(value) for key, value in config.items())
     assert set(opened.checkpoint.tensors) == set(expected_tensors(opened.config))
+
+
+Ask = Callable[[str, str], tuple[list[int], list[list[float]]]]
+
+
+@pytest.fixture(scope="module")
+def by_triton(request: pytest.FixtureRequest, bundles: Bundles) -> Iterator[Ask]:
+    """Asks the Triton back end: as many processes as there are cores, with the cases that follow as well."""
+    workers = os.cpu_count() or 1
+    name = test_triton_gives_the_tokens_of_transformers.__name__
+    items = [item for item in request.session.items if getattr(item, "originalname", None) == name]
+    cases = [(item.callspec.params["name"], item.callspec.params["kind"]) for item in items]
+    jobs: dict[tuple[str, str], Future] = {}
+
+    with ProcessPoolExecutor(
+        min(workers, len(cases)), multiprocessing.get_context("spawn"), triton_worker.start, (INTERPRETED,)
+    ) as pool:
+
+        def ask(name: str, kind: str) -> tuple[list[int], list[list[float]]]:
+            at = cases.index((name, kind))
+            for case in cases[at : at + 2 * workers]:
+                if case not in jobs:
+                    prompt = bundles.answer(*case).prompt.tolist()
+                    jobs[case] = pool.submit(triton_worker.answer, str(bundles.bundle(*case)), prompt, TRITON_COUNT)
+            return jobs[name, kind].result()
+
+        yield ask
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(*case, marks=() if case == ("gemma3", "refine") else pytest.mark.slow, id="-".join(case))
+        for case in TRITON_CASES
+    ],
+)
+def test_triton_gives_the_tokens_of_transformers(name: str, kind: str, bundles: Bundles, by_triton: Ask) -> None:
+    tokens, logits = by_triton(name, kind)
+    assert len(tokens) == TRITON_COUNT
+    assert_answers(bundles.answer(name, kind), "triton", tokens, torch.tensor(logits))

@@ -1,0 +1,194 @@
+"""A tiny bundle of every family, and prompts after which rounding decides nothing: there right programs agree."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from runtime_models import FAMILIES, HYBRIDS, WRAPPERS, make_checkpoint, make_wrapper
+from tiny_bundle import VOCAB, byte_tokenizer
+from torch import Tensor
+
+import wisparse
+from wisparse.converter.pipeline import convert
+from wisparse.formats.bundle import Bundle
+from wisparse.kernels.reference import scores
+from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.torch.decoder import TorchDecoder
+from wisparse.runtime.torch.linear import MaskedLinear
+
+__all__ = [
+    "COUNT",
+    "LLAMAS",
+    "PLAIN",
+    "ClearAnswer",
+    "clear_answer",
+    "converted",
+    "greedy",
+    "hugging_face",
+    "make_source",
+]
+
+# Those whose blocks are Llama's but for a switch, with the switches on; and those that are models of their own.
+LLAMAS = ("llama-3.1", "mistral-window", "qwen2-window", "qwen3-window", "phi3-partial")
+PLAIN = (*LLAMAS, *FAMILIES, *HYBRIDS)
+
+LENGTH, COUNT = 24, 16
+# How many times the rounding seen a score, or the best token's logit, is from where it would decide otherwise.
+TIMES = 8
+_SEEDS = range(1, 31)
+
+# Every masked projection's input, in the order of decoded tokens.
+Inputs = dict[str, list[Tensor]]
+
+
+def make_source(name: str, folder: Path) -> Path:
+    """A tiny checkpoint with a tokenizer; a model of pictures and text if ``folder`` is called so: ``wrapper``."""
+    make = make_wrapper if name in WRAPPERS and folder.name == "wrapper" else make_checkpoint
+    make(name, folder, vocab_size=VOCAB)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def converted(source: Path, out: Path, search: str) -> Path:
+    convert(source, out, sparsity=0.5, search=search, num_samples=4, seq_len=24, device="cpu")
+    return out
+
+
+def hugging_face(folder: Path) -> torch.nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def greedy(decoder: Decoder, prompt: Tensor, count: int) -> tuple[list[int], Tensor]:
+    """Tokens, whatever the end of a text is, and the logits (count, V) that they were chosen from: a prompt read dense,
+    then sparse tokens."""
+    logits = [decoder.prefill(0, prompt, len(prompt)).cpu()]
+    while len(logits) < count:
+        logits.append(decoder.decode(logits[-1].argmax().view(1))[0].cpu().clone())
+    rows = torch.stack(logits)
+    return rows.argmax(1).tolist(), rows
+
+
+@dataclass(frozen=True)
+class ClearAnswer:
+    """What transformers says to a prompt after which rounding decides nothing.
+
+    Attributes:
+        seed: the prompt's: the first that is clear.
+        prompt: (LENGTH,) token ids.
+        tokens: COUNT greedy ones of transformers with the bundle's masks, in float32.
+        logits: (COUNT, V), which they were chosen from.
+        clearance: how far the nearest decision is from falling otherwise, over the rounding seen there.
+    """
+
+    seed: int
+    prompt: Tensor
+    tokens: list[int]
+    logits: Tensor
+    clearance: float
+
+
+@torch.inference_mode()
+def clear_answer(folder: Path) -> ClearAnswer:
+    """The first seed whose prompt is answered by transformers in float32 with no decision within rounding.
+
+    Decisions are every masked projection's ``score >= threshold``, and the choice of the largest logit. Rounding is how
+    far the same numbers are from those of the plain decoder in float64 that is given the same tokens: of a score the
+    largest difference in its vector, as a channel that cancels out is as far off as a large one beside it. Each
+    decision has to be `TIMES` as far from falling otherwise. So two programs that differ in rounding alone agree, and
+    one whose arithmetic is not the family's finds no prompt at all.
+    """
+    nearest = []
+    bundle = Bundle.open(folder)
+    model = hugging_face(folder)
+    theirs = watch_inputs(model, bundle)
+    wisparse.sparsify(model, bundle)
+    for seed in _SEEDS:
+        prompt = torch.randint(3, VOCAB, (LENGTH,), generator=torch.Generator().manual_seed(seed))
+        for inputs in theirs.values():
+            inputs.clear()
+        tokens, logits = generate(model, prompt)
+        exact, exact_logits = follow_exactly(bundle, prompt, tokens)
+        clearance = min(
+            choice_clearance(logits, exact_logits),
+            *(
+                mask_clearance(
+                    scores(torch.stack(theirs[name]), mask.channel_scale),
+                    torch.stack(exact[name]).abs() * mask.channel_scale,
+                    mask.threshold,
+                )
+                for name, mask in bundle.masks.items()
+                if mask.sparsity > 0
+            ),
+        )
+        if clearance >= TIMES:
+            return ClearAnswer(seed, prompt, tokens, logits, clearance)
+        nearest.append(round(clearance, 2))
+    raise AssertionError(f"no prompt keeps {TIMES} times the rounding from every threshold: {nearest}")
+
+
+def mask_clearance(found: Tensor, exact: Tensor, threshold: float) -> float:
+    """The nearest score's distance to the threshold over the rounding in its vector; both scores (tokens, K)."""
+    distance = (exact - threshold).abs().amin(1)
+    return float((distance / (found - exact).abs().amax(1)).min())
+
+
+def choice_clearance(found: Tensor, exact: Tensor) -> float:
+    """The least gap between a token's two largest logits over twice its rounding, as both may be off; (tokens, V)."""
+    first, second = exact.topk(2).values.unbind(1)
+    return float(((first - second) / (2 * (found - exact).abs().amax(1))).min())
+
+
+def watch_inputs(model: torch.nn.Module, bundle: Bundle) -> Inputs:
+    """What reaches the model's masked projections from now on, a token at a time; called before the masks are put on,
+    it sees what they look at."""
+    seen: Inputs = {name: [] for name, mask in bundle.masks.items() if mask.sparsity > 0}
+
+    def hook(name: str) -> Any:
+        def look(module: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+            if args[0].shape[-2] == 1:  # the prompt is read dense
+                seen[name].append(args[0].flatten().clone())
+
+        return look
+
+    for name in seen:
+        model.get_submodule(name).register_forward_pre_hook(hook(name))
+    return seen
+
+
+def generate(model: Any, prompt: Tensor) -> tuple[list[int], Tensor]:
+    """Greedy tokens by transformers, and the logits (COUNT, V) that they were chosen from."""
+    out = model.generate(
+        prompt[None],
+        max_new_tokens=COUNT,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, LENGTH:].tolist(), torch.cat(out.logits)
+
+
+def follow_exactly(bundle: Bundle, prompt: Tensor, tokens: list[int]) -> tuple[Inputs, Tensor]:
+    """The plain decoder in float64, given the same tokens: its masked projections' inputs, and its logits."""
+    seen: Inputs = {name: [] for name, mask in bundle.masks.items() if mask.sparsity > 0}
+    apply = MaskedLinear.__call__
+
+    def look(self: MaskedLinear, x: Tensor, first_sparse: int) -> Tensor:
+        if self.channel_scale is not None and first_sparse < len(x):
+            seen[self.name].append(x.flatten().clone())
+        return apply(self, x, first_sparse)
+
+    length = LENGTH + COUNT
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float64, max_seq_len=length)
+    with mock.patch.object(MaskedLinear, "__call__", look):
+        logits = [decoder.prefill(0, prompt, LENGTH)]
+        logits += [decoder.decode(torch.tensor([token]))[0] for token in tokens[:-1]]
+    return seen, torch.stack(logits)

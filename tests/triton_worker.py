@@ -1,0 +1,32 @@
+"""Greedy tokens by the Triton back end, in a process of its own: whether kernels are interpreted is settled when they
+are first imported, so nothing here is imported before."""
+
+from __future__ import annotations
+
+import os
+
+
+def start(interpret: bool) -> None:
+    """What the process begins with."""
+    if interpret:
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)
+
+
+def answer(bundle: str, prompt: list[int], count: int) -> tuple[list[int], list[list[float]]]:
+    """``count`` tokens in float32 and their logits: the prompt read dense, then sparse tokens."""
+    import torch
+    from family_cases import greedy
+
+    from wisparse.formats.bundle import Bundle
+    from wisparse.runtime.cuda.decoder import CudaDecoder
+
+    device = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+    length = len(prompt) + count
+    decoder = CudaDecoder(Bundle.open(bundle), device=device, dtype=torch.float32, max_seq_len=length)
+    try:
+        tokens, logits = greedy(decoder, torch.tensor(prompt), count)
+        return tokens, logits.tolist()
+    finally:
+        decoder.close()
