@@ -24,6 +24,7 @@ COMMANDS = {
     "gpu_tokens": [],
     "gpu_tune": [],
     "gpu_verbs": [],
+    "gpu_vllm": [],
     "gpu_weights": [],
 }
 

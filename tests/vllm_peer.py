@@ -2,7 +2,7 @@
 
 python tests/vllm_peer.py tokens BUNDLE PROMPTS.json [SETTINGS]
 python tests/vllm_peer.py refusals CASES.json
-python tests/vllm_peer.py dense PROMPTS BUNDLE
+python tests/vllm_peer.py dense PROMPTS BUNDLE DTYPE
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def refusals(cases: str) -> None:
         print(json.dumps({"error": found}), flush=True)
 
 
-def dense(prompts: str, bundle: str) -> None:
-    """A bundle's greedy tokens and their log-probabilities in bfloat16."""
+def dense(prompts: str, bundle: str, dtype: str) -> None:
+    """A bundle's greedy tokens and their log-probabilities."""
     from vllm import SamplingParams
 
     ids = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     sampling = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False, logprobs=1)
-    llm = engine(bundle, dtype="bfloat16")
+    llm = engine(bundle, dtype=dtype)
     answers = [done.outputs[0] for done in llm.generate(ids, sampling, use_tqdm=False)]
     found: dict[str, Any] = {"method": llm.llm_engine.vllm_config.model_config.quantization}
     found["tokens"] = [list(answer.token_ids) for answer in answers]
