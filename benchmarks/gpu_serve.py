@@ -371,6 +371,7 @@ def main() -> None:
     arguments = parser.parse_args()
     need_gpu(parser, arguments.device)
     arguments.out.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="wisparse-serve-", dir=arguments.folder))
     found: dict[str, Any] = {"bundle": arguments.shape, "python": platform.python_version(), "seconds": {}}
     began = time.perf_counter()
