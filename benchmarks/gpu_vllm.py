@@ -506,6 +506,7 @@ def part_quantised(arguments: argparse.Namespace) -> None:
     bundle = WORK / f"quantised-{arguments.kind}"
     # apply_model sends a function.
     os.environ.update({"VLLM_PLUGINS": "", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # what is imported here has asked for the GPU
     os.environ.update(KERNELS.get(arguments.kernels, {}))
     changes: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 20, "enforce_eager": True}
     if not arguments.rehearse:
