@@ -8,8 +8,12 @@ set -uo pipefail
 cd "$(dirname "$0")/.."
 export OUT=${1:?a folder for the results} PYTHONUNBUFFERED=1
 shift
+gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
+if [ "$gpus" = 0 ]; then
+    echo "gpu_check.sh: expected an NVIDIA GPU, found none that nvidia-smi lists" >&2
+    exit 2
+fi
 mkdir -p "$OUT"
-gpus=$(nvidia-smi -L | wc -l)
 failed="$OUT/failed"
 rm -f "$failed"
 

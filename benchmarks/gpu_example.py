@@ -23,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-from gpu_models import calibrate, give_masks, set_sparsity
+from gpu_models import calibrate, give_masks, need_gpu, set_sparsity
 from safetensors.torch import load_file
 
 from wisparse.formats.model.model_config import ModelConfig
@@ -222,8 +222,11 @@ def check(folder: Path) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", type=Path)
+    arguments = parser.parse_args()
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        need_gpu(parser)
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, interpreted"
-    for folder in parser.parse_args().models:
+    for folder in arguments.models:
         line = json.dumps({"gpu": name, "torch": torch.__version__, "rows": check(folder)})
         if os.environ.get("OUT"):
             Path(os.environ["OUT"], f"gpu-h200-example-{folder.name}.json").write_text(line + "\n")

@@ -294,13 +294,13 @@ def main() -> None:
             command.add_argument("--best", type=int, default=3, help="tiles of each role that are tried in a step")
             command.add_argument("--blocks", type=int, default=8)
     arguments = parser.parse_args()
+    need_gpu(parser)
     if arguments.command == "check":
         bad = check()
         for row in bad:
             print(row)
         print(json.dumps({"bad": len(bad)}))
         sys.exit(bool(bad))
-    need_gpu(parser)
     if arguments.command == "sweep":
         ranked = sweep(settings_of(arguments), arguments.ceiling)
         print(json.dumps({str(key): [round(rows[0][0], 2), str(rows[0][1])] for key, rows in ranked.items()}))

@@ -15,12 +15,15 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+
+from gpu_models import need_gpu
 
 KERNELS = (
     "sparse_gemv",
@@ -154,6 +157,9 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=180, help="seconds for each tool")
     parser.add_argument("--processes", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     arguments = parser.parse_args()
+    need_gpu(parser)
+    if shutil.which("compute-sanitizer") is None:
+        parser.error("expected NVIDIA's compute-sanitizer, found no such program; it comes with the CUDA toolkit")
     watched = control()
     print(json.dumps(watched), flush=True)
     rows = []

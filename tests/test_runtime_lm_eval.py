@@ -302,6 +302,17 @@ def test_interpreter_chains(model: Model) -> None:
     assert {"exact_match_stderr", "lines_stderr"} <= set(found)
 
 
+def test_the_metrics_of_our_tasks_are_not_looked_up(
+    model: Model, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The harness asks the Hub for a metric that it does not know, and says as an error that it found none."""
+    asked: list[str] = []
+    monkeypatch.setattr(evaluate, "load", lambda name, *_, **__: asked.append(name))
+    evaluate_tasks(model, list(lm_eval_adapter.OWN_TASKS), limit=1)
+    assert asked == []
+    assert "evaluate library" not in capfd.readouterr().err + caplog.text.lower()
+
+
 def test_chains_are_what_python_prints() -> None:
     chains = make_chains(60, 3)
     assert chains == make_chains(60, 3)

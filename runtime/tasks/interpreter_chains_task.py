@@ -10,7 +10,7 @@ from lm_eval.api.task import ConfigurableTask
 
 from wisparse.runtime.tasks.interpreter_chains import COUNT, SEED, Chain, make_chains
 
-__all__ = ["ChainsTask", "custom_dataset"]
+__all__ = ["ChainsTask", "custom_dataset", "process_results"]
 
 
 def custom_dataset(**_: Any) -> dict[str, Any]:
@@ -36,7 +36,8 @@ class ChainsTask(ConfigurableTask):
             for i, question in enumerate(Chain(**doc).questions())
         ]
 
-    def process_results(self, doc: dict[str, Any], results: list[str]) -> dict[str, float]:
-        """Whether all lines are right, and what share of them."""
-        right = [given == wanted for given, wanted in zip(results, doc["answers"], strict=True)]
-        return {"exact_match": float(all(right)), "lines": sum(right) / len(right)}
+
+def process_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
+    """Whether all of a document's lines are right, and what share of them."""
+    right = [given == wanted for given, wanted in zip(results, doc["answers"], strict=True)]
+    return {"exact_match": float(all(right)), "lines": sum(right) / len(right)}
