@@ -333,7 +333,7 @@ def server(bundle: Path, device: str, max_seq_len: int, log: Path) -> Iterator[t
     with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stderr=file, text=True, env=environment())
         try:
-            until = time.monotonic() + 90
+            until = time.monotonic() + 180
             while not (line := next((one for one in log.read_text().splitlines() if one.startswith("serving ")), "")):
                 if process.poll() is not None or time.monotonic() > until:
                     raise SystemExit(f"the server did not start:\n{log.read_text()[-3000:]}")

@@ -199,7 +199,7 @@ def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No network, and of the harness's thousands of tasks none: its index takes ten seconds."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     # A server that has come so far would answer for ever.
-    monkeypatch.setattr("wisparse.runtime.serve.server.serve", lambda model, settings, listener: model.close())
+    monkeypatch.setattr("wisparse.runtime.serve.server.serve", lambda model, settings, listener, ready: model.close())
     monkeypatch.chdir(tmp_path)
     tasks = pytest.importorskip("lm_eval.tasks")
     whole = tasks.TaskManager

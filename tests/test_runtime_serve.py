@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import itertools
 import json
@@ -36,7 +37,7 @@ from wisparse.runtime.protocol.requests import Defaults, read_chat, read_complet
 from wisparse.runtime.protocol.thinking import Thinking, ThoughtCount
 from wisparse.runtime.protocol.unsupported import ANSWER, RESPONSE
 from wisparse.runtime.serve import admission, answering, connection, wire
-from wisparse.runtime.serve.server import open_socket
+from wisparse.runtime.serve.server import make_app, open_socket
 from wisparse.runtime.serve.settings import ServeSettings
 
 
@@ -1128,3 +1129,22 @@ def test_a_key_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WISPARSE_API_KEY", key)
         with pytest.raises(UsageError, match="WISPARSE_API_KEY: expected a key"):
             serve_verb._api_key(None)
+
+
+def test_a_server_says_that_it_serves_once_all_is_prepared(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for that line finds nothing left to compile; who connects before gets the same answer later."""
+    done: list[str] = []
+
+    def prepare(self: Engine, max_queue: int) -> None:
+        time.sleep(0.2)
+        done.append("prepared")
+
+    async def run() -> None:
+        with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=64) as model:
+            app = make_app(model, ServeSettings(NAME, port=0), lambda: done.append("ready"))
+            async with app.router.lifespan_context(app):
+                assert done == ["prepared", "ready"]
+
+    monkeypatch.setattr(Engine, "start", prepare)
+    asyncio.run(run())
+    assert done == ["prepared", "ready"]

@@ -55,9 +55,10 @@ _SPELLED = 1 << 16
 class Endpoints:
     """What each address answers; the engine runs between the lifespan's start and end."""
 
-    def __init__(self, model: Model, settings: ServeSettings) -> None:
+    def __init__(self, model: Model, settings: ServeSettings, ready: Callable[[], None]) -> None:
         self._model = model
         self._settings = settings
+        self._ready = ready
         self._defaults = sampling_defaults(model)
         self._created = int(time.time())
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
@@ -76,6 +77,7 @@ class Endpoints:
         self._engine = self._model.engine
         self._engine.start_measuring(_COUNTED)  # first, as steps that count are kernels of their own
         self._engine.start(self._settings.max_queue)
+        self._ready()
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from collections.abc import Callable
 
 import uvicorn
 from starlette.applications import Starlette
@@ -46,12 +47,13 @@ def open_socket(settings: ServeSettings) -> socket.socket:
         ) from error
 
 
-def serve(model: Model, settings: ServeSettings, listener: socket.socket) -> None:
-    """Answer requests until SIGTERM or Ctrl-C, then finish those under way; the model is held meanwhile."""
+def serve(model: Model, settings: ServeSettings, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Answer requests until SIGTERM or Ctrl-C, then finish those under way; the model is held meanwhile. ``ready`` is
+    called once everything is prepared; who connects before waits."""
     # The event loop may hold the interpreter's lock for milliseconds, in which the engine's thread would start no step.
     sys.setswitchinterval(_SWITCH_SECONDS)
     allow_many_files()
-    http_server(make_app(model, settings)).run(sockets=[listener])
+    http_server(make_app(model, settings, ready)).run(sockets=[listener])
 
 
 def http_server(app: Starlette) -> uvicorn.Server:
@@ -64,9 +66,9 @@ def http_server(app: Starlette) -> uvicorn.Server:
     return uvicorn.Server(config)
 
 
-def make_app(model: Model, settings: ServeSettings) -> Starlette:
-    """The ASGI application; the engine runs between its start and its end."""
-    endpoints = Endpoints(model, settings)
+def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = lambda: None) -> Starlette:
+    """The ASGI application; the engine runs between its start, after which ``ready`` is called, and its end."""
+    endpoints = Endpoints(model, settings, ready)
     routes = [
         *page_routes(),
         Route("/health", endpoints.health),

@@ -87,16 +87,18 @@ def command(
     with open_socket(settings) as listener:
         model = load(bundle, max_batch=max_batch, **loading)
         address = f"[{host}]" if ":" in host else host
-        click.echo(
+        serving = (
             f"serving {name} at http://{address}:{listener.getsockname()[1]}/v1 "
             f"({model.decoder.name} on {model.decoder.device}, {max_batch} at a time, context {model.max_seq_len}; "
-            f"{'with' if key else 'without'} a key); Ctrl-C ends it",
-            err=True,
+            f"{'with' if key else 'without'} a key); Ctrl-C ends it"
         )
+        if model.decoder.device.type == "cuda":
+            # On the CPU there is nothing to prepare but what loading did.
+            click.echo("preparing what any batch takes; the first time on a machine this may take a minute", err=True)
         # The server's library raises the signal that ended it once more; by then everything is done.
         before = {number: signal.signal(number, lambda *_: None) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            serve(model, settings, listener)
+            serve(model, settings, listener, lambda: click.echo(serving, err=True))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
