@@ -422,31 +422,52 @@ def converted(example_model: Path, out: Path, weights: str, text: Path) -> Path:
     return out
 
 
+def dense_in_vllm(python: str, bundle: Path, *arguments: str, **changes: str) -> tuple[torch.Tensor, ...]:
+    """Without the plug-in: vLLM's greedy tokens, all tokens' log-probabilities there, and our decoder's in float32."""
+    (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, *arguments, VLLM_PLUGINS="none-at-all", **changes)
+    assert found["method"] == "compressed-tensors"
+    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    own = []
+    for prompt, tokens in zip(PROMPTS, found["tokens"], strict=True):
+        for count in range(len(tokens)):
+            read = torch.tensor(prompt + tokens[:count])
+            own.append(decoder.prefill(0, read, len(read)).flatten().log_softmax(-1))
+    return torch.tensor(found["tokens"]).flatten(), torch.tensor(found["logprobs"]).flatten(0, 1), torch.stack(own)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_a_quantised_bundle_has_our_logits_in_vllm(
+    python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str
+) -> None:
+    # Everything is vLLM's but the product, as its engine for CPUs has none for float32 or for int8 and fp8.
+    bundle = converted(example_model, tmp_path / "bundle", weights, stdlib_files["evaluation"][0])
+    disabled = {"VLLM_DISABLED_KERNELS": "CPUWNA16LinearKernel"}
+    tokens, logprobs, own = dense_in_vllm(python, bundle, "float32", "plain", **disabled)
+    assert tokens.tolist() == own.argmax(-1).tolist()
+    torch.testing.assert_close(logprobs, own, rtol=0, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_a_quantised_bundle_is_dense_without_the_plug_in(
     python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
 ) -> None:
-    # vLLM's engine for CPUs has a kernel for int4 alone; benchmarks/gpu_vllm.py asks int8 and fp8 of a GPU.
+    # By vLLM's own product; its engine for CPUs has one for int4 alone. benchmarks/gpu_vllm.py asks all of a GPU.
     bundle = converted(example_model, tmp_path / "bundle", "int4", stdlib_files["evaluation"][0])
-    decoder = TorchDecoder(Bundle.open(bundle), device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
     # Its activations have 16 bits, all that its kernel takes; ours are float32: the same greedy token, or one that
     # rounding cannot tell from it. float16 has three bits more than bfloat16.
     for dtype, tolerance in (("bfloat16", 0.06), ("float16", 0.06 / 8)):
-        (found,) = ask(python, "dense", json.dumps(PROMPTS), bundle, dtype, VLLM_PLUGINS="none-at-all")
-        assert found["method"] == "compressed-tensors"
-        for prompt, tokens, likely in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
-            for count, (token, logprob) in enumerate(zip(tokens, likely, strict=True)):
-                read = torch.tensor(prompt + tokens[:count])
-                own = decoder.prefill(0, read, len(read)).flatten().log_softmax(-1)
-                assert float(own[token]) == pytest.approx(logprob, abs=tolerance)
-                assert float(own.max() - own[token]) < tolerance
+        tokens, logprobs, own = dense_in_vllm(python, bundle, dtype)
+        for token, found, expected in zip(tokens.tolist(), logprobs, own, strict=True):
+            assert float(expected[token]) == pytest.approx(float(found[token]), abs=tolerance)
+            assert float(expected.max() - expected[token]) < tolerance
 
 
 @pytest.mark.slow
 def test_int8_and_fp8_weights_have_no_kernel_in_the_engine_for_cpus(
     python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
 ) -> None:
-    # The day they have one they belong in the test above, and docs/serving-at-scale.md says otherwise.
+    # The day they have one they belong in the test above this, and docs/serving-at-scale.md says otherwise.
     bundles = [
         converted(example_model, tmp_path / weights, weights, stdlib_files["evaluation"][0])
         for weights in ("int8", "fp8")
