@@ -6,8 +6,9 @@ those channels; of the sums both columns' for rows 2 t and 2 t + 1.
 
 Numbers made of codes, two channels in a register. Those below the smallest normal number stand for multiples of one
 step, so that what has eight bits or fewer is a number as it is, in the low end of either type; no bit is added and no
-constant subtracted. The step is tiny, `code_unit`, which for bfloat16 has the power of two in it that x is multiplied
-by (`value_scale`), lest the sums be as small.
+constant subtracted. Tensor cores read such numbers as they are (Fasi and others, Numerical behavior of NVIDIA tensor
+cores, 2021; on an H200 `benchmarks/gpu_packed.py check`). The step is tiny, `code_unit`, which for bfloat16 has the
+power of two in it that x is multiplied by (`value_scale`), lest the sums be as small.
 
     int4   a byte's low four bits, and its high four where they are: 16 times the code
     int8   the eighth bit turned over: the code + 128
