@@ -27,6 +27,7 @@ __all__ = [
     "ClearAnswer",
     "clear_answer",
     "converted",
+    "generate",
     "greedy",
     "hugging_face",
     "make_source",
@@ -179,7 +180,7 @@ def generate(model: Any, prompt: Tensor) -> tuple[list[int], Tensor]:
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return out.sequences[0, LENGTH:].tolist(), torch.cat(out.logits)
+    return out.sequences[0, len(prompt) :].tolist(), torch.cat(out.logits)
 
 
 def follow_exactly(bundle: Bundle, prompt: Tensor, tokens: list[int]) -> tuple[Inputs, Tensor]:

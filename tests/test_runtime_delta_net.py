@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from bundle_maker import make_bundle
-from family_cases import greedy, hugging_face
+from family_cases import COUNT, generate, greedy, hugging_face
 from hypothesis import given
 from hypothesis import strategies as st
 from runtime_models import make_checkpoint
@@ -66,9 +66,8 @@ def test_tokens_and_logits_are_those_of_transformers(hybrid: Path, backend: str)
     model = wisparse.load(hybrid, device="cpu", dtype="float32", backend=backend)
     assert expected.abs().max() > 1
     assert (model.decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
-    settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    sparse = wisparse.sparsify(theirs, hybrid).generate(tokens[None], **settings)[0, len(tokens) :].tolist()
-    assert greedy(model.decoder, tokens, 16)[0] == sparse
+    sparse, _ = generate(wisparse.sparsify(theirs, hybrid), tokens)
+    assert greedy(model.decoder, tokens, COUNT)[0] == sparse
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
