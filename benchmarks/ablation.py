@@ -19,14 +19,12 @@ from typing import Any
 import torch
 from quality import Clock, describe_machine, opened, options_of, print_head, publish, row
 
-from wisparse.converter.model.source import SourceModel
-from wisparse.converter.searches import additive
-from wisparse.converter.searches.search import Run, SearchResult, SearchSettings, search
-from wisparse.converter.searches.shared import Shared
-from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.converter.work.processes import ALONE
-from wisparse.converter.work.progress import Progress
-from wisparse.converter.work.state import NO_STATE
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.processes import ALONE, Progress
+from wisparse.converter.search import additive
+from wisparse.converter.search.search import Run, SearchResult, SearchSettings, Shared, search
+from wisparse.converter.source import SourceModel
+from wisparse.converter.state import NO_STATE
 
 # Every row of the table, in its order.
 ROWS = {

@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import wisparse
+from wisparse.commands.export_onnx import rotary_tables
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.onnx.file import MODEL, export_onnx
-from wisparse.formats.record.manifest import MANIFEST
+from wisparse.formats.manifest import MANIFEST
+from wisparse.formats.onnx.export import MODEL, export_onnx
 from wisparse.kernels.reference import kept, scores
-from wisparse.onnx_check import rotary_tables
 from wisparse.runtime.tasks.interpreter_lines import make_problems
 
 _SHORTEST_PROMPT, _LONGEST_PROMPT = 16, 64

@@ -23,18 +23,16 @@ from quality import Divergence, Evaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wisparse.converter.bench.statistics import score_quantiles
-from wisparse.converter.bench.workbench import Workbench
 from wisparse.converter.budget import MAX_SPARSITY
-from wisparse.converter.model.source import SourceModel
-from wisparse.converter.searches.settings import SearchResult
-from wisparse.converter.searches.thresholds import final_thresholds
-from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.search.search import SearchResult
+from wisparse.converter.search.thresholds import final_thresholds
+from wisparse.converter.source import SourceModel
+from wisparse.converter.statistics import score_quantiles
+from wisparse.converter.workbench import Workbench
 from wisparse.formats.errors import UsageError
-from wisparse.formats.record.recipe import ProjectionRecipe
+from wisparse.formats.manifest import ProjectionRecipe
 from wisparse.kernels.reference import keep_mask, scores
-
-__all__ = ["BASELINES", "Baseline"]
 
 # Shares of the weights that are read which may go to the factors.
 SHARES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5)

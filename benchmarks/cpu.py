@@ -302,7 +302,7 @@ FIRST = """
 import sys, time
 import torch
 import wisparse.runtime.cpu.decoder
-from wisparse.runtime.loader import load
+from wisparse.runtime.backends import load
 torch.set_num_threads({threads})
 torch.ones({memory}, dtype=torch.uint8)
 start = time.{clock}()

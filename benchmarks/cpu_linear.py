@@ -16,17 +16,13 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from wisparse.kernels.cpu.barrier import barrier
+from wisparse.kernels.cpu.compile import REGIONS
 from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, pointer, projection_row, span, thread_num
-from wisparse.kernels.cpu.layout import ProjectionField, StoredAs, TeamField
+from wisparse.kernels.cpu.layout import ProjectionField, StoredAs, TeamField, aligned_empty, type_name
 from wisparse.kernels.cpu.linear import gather, project, select
-from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.packing import quantize_into, transpose_into
-from wisparse.kernels.cpu.regions import REGIONS
+from wisparse.kernels.cpu.matrix import Matrix, quantize_into, transpose_into
+from wisparse.kernels.cpu.step import barrier
 from wisparse.kernels.cpu.threads import launch, team_size
-from wisparse.kernels.cpu.types import aligned_empty, type_name
-
-__all__ = ["LinearField", "quantize", "sparse_linear", "transpose"]
 
 
 class LinearField(IntEnum):

@@ -13,13 +13,11 @@ import torch
 from safetensors.torch import save_file
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
-from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.config import expected_tensors
+from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
+from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.write import write_bundle
-
-__all__ = ["LLAMA_1B", "calibrated_bundle", "random_checkpoint"]
 
 # The dimensions of Llama-3.2-1B.
 LLAMA_1B: dict[str, Any] = {
@@ -97,7 +95,7 @@ def calibrated_bundle(source: Path, out: Path, sparsity: float, num_tokens: int 
         base_revision=None,
         method="benchmark",
         default=sparsity,
-        rungs=(Rung(sparsity, entries, (sparsity,) * checkpoint.config.num_blocks),),
+        levels=(SparsityLevel(sparsity, entries, (sparsity,) * checkpoint.config.num_blocks),),
         calibration=CalibrationRecord("random tokens", 1, num_tokens, num_tokens, 0, "0" * 64),
         versions={"torch": torch.__version__},
     )

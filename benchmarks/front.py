@@ -24,15 +24,15 @@ from typing import Any
 import torch
 from quality import EXAMPLE, Divergence, Evaluator, describe_machine, evaluate, stdlib_tokens, turned
 
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import load_source
-from wisparse.converter.searches.search import Rungs, SearchSettings
-from wisparse.converter.weights.stage import quantise_weights
-from wisparse.converter.work.progress import Progress
-from wisparse.converter.work.state import NO_STATE
+from wisparse.converter.gptq import quantise_weights
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.processes import Progress
+from wisparse.converter.search.search import SearchSettings, SparsityLevels
+from wisparse.converter.source import load_source
+from wisparse.converter.state import NO_STATE
 
 KINDS = ("native", "int8", "fp8", "int4")
-RUNGS = (0.3, 0.4, 0.5)
+LEVELS = (0.3, 0.4, 0.5)
 _DIRECTIONS_SEED = 1
 _LABELS = {"native": "bf16", "int8": "int8", "fp8": "fp8", "int4": "int4"}
 # Colours that all eyes tell apart (Okabe and Ito's), and a marker each.
@@ -65,7 +65,7 @@ def quality(options: argparse.Namespace) -> None:
 
 
 def of_kind(model: Path, kind: str, options: argparse.Namespace, dense: list[torch.Tensor]) -> list[dict[str, Any]]:
-    """One model with one kind of weights: dense, then each rung. ``dense``: of the source, filled by the first call."""
+    """One model with one kind of weights: dense, then each sparsity level. ``dense``: of the source, filled by the first call."""
     began = time.perf_counter()
     source = load_source(model, torch.float32, options.device)
     tokens = stdlib_tokens(source, "calibration", options.num_samples, options.seq_len)
@@ -85,9 +85,9 @@ def of_kind(model: Path, kind: str, options: argparse.Namespace, dense: list[tor
     if kind != "native":
         quantise_weights(source, tokens, kind, torch.bfloat16, Progress(enabled=False), NO_STATE)  # type: ignore[arg-type]
     found = {0.0: unmasked()}
-    with Rungs(source, tokens, SearchSettings(search=options.search)) as rungs:
-        for sparsity in RUNGS:
-            found[sparsity] = evaluator(rungs.at(sparsity))
+    with SparsityLevels(source, tokens, SearchSettings(search=options.search)) as levels:
+        for sparsity in LEVELS:
+            found[sparsity] = evaluator(levels.at(sparsity))
     rows = []
     for sparsity, measured in found.items():
         row = {
@@ -118,7 +118,7 @@ def merged(documents: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 if point in found.setdefault(model, {}):
                     raise ValueError(f"measured twice: {model}, {point[0]} at {point[1]:.0%}")
                 found[model][point] = row
-    points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *RUNGS)]
+    points = [(kind, sparsity) for kind in KINDS for sparsity in (0.0, *LEVELS)]
     models = {model: [rows[point] for point in points if point in rows] for model, rows in found.items()}
     return {**head, "models": models}
 
@@ -170,7 +170,7 @@ def _measured(quality: dict[str, Any], speed: dict[str, Any]) -> tuple[list[str]
     points = [
         (kind, sparsity)
         for kind in KINDS
-        for sparsity in (0.0, *RUNGS)
+        for sparsity in (0.0, *LEVELS)
         if all((kind, sparsity) in of_model for of_model in kls.values())
     ]
     speeds = {

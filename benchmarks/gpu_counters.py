@@ -26,8 +26,6 @@ import triton.language as tl
 
 from wisparse.kernels.gpu.common import let_next_kernel_start, wait_for_previous_kernel
 
-__all__: list[str] = []
-
 
 class Phase(NamedTuple):
     """One product: K channels, N columns, segments of K / ``splits`` channels. ``normed``: x is normalised, and all of

@@ -25,7 +25,7 @@ from gpu_example import launch_input
 from gpu_models import SHAPES, calibrate, give_masks, need_gpu, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
-from wisparse.kernels.gpu.products.gemv import launch_kind
+from wisparse.kernels.gpu.gemv import launch_kind
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep

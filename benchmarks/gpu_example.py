@@ -26,13 +26,13 @@ import torch
 from gpu_models import calibrate, give_masks, need_gpu, set_sparsity
 from safetensors.torch import load_file
 
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.reference import keep_mask, scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings, sample
-from wisparse.runtime.torch import linear as torch_linear
+from wisparse.runtime.torch import block as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 TOKENS = 200

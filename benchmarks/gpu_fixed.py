@@ -16,8 +16,8 @@ import torch
 from gpu_models import SHAPES, need_gpu
 from gpu_tiles import case_for, time_graph
 
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.gpu.products.gemv import GemvTile
+from wisparse.formats.model_config import ModelConfig
+from wisparse.kernels.gpu.gemv import GemvTile
 
 
 def main() -> None:

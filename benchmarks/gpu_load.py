@@ -36,11 +36,11 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
     from gpu_models import SHAPES
 
     from wisparse.formats.bundle import ProjectionMask
+    from wisparse.formats.checkpoint import TensorInfo
+    from wisparse.formats.config import expected_tensors
     from wisparse.formats.errors import BundleError
-    from wisparse.formats.model.expected import expected_tensors
-    from wisparse.formats.model.model_config import ModelConfig
-    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
-    from wisparse.formats.weights.checkpoint import TensorInfo
+    from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
+    from wisparse.formats.model_config import ModelConfig
     from wisparse.formats.write import write_bundle
 
     config_dict = {**SHAPES[shape], "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "dtype": "bfloat16"}
@@ -79,7 +79,7 @@ def write(shape: str, folder: Path, num_blocks: int | None) -> None:
     entries = tuple(ProjectionRecipe(n, m.sparsity, 0.5, m.threshold, m.sparsity) for n, m in masks.items())
     recipe = Recipe(
         base_model=f"random/{shape}", base_revision=None, method="wisparse", default=_SPARSITY,
-        rungs=(Rung(_SPARSITY, entries, (_SPARSITY,) * config.num_blocks),),
+        levels=(SparsityLevel(_SPARSITY, entries, (_SPARSITY,) * config.num_blocks),),
         calibration=CalibrationRecord("self", 1, 8, 8, 0, "ab" * 32),
     )  # fmt: skip
     write_bundle(source, recipe, {_SPARSITY: masks}, folder)  # type: ignore[arg-type]
@@ -111,7 +111,7 @@ def load(folder: Path, plain: bool) -> dict:
     """Load in this fresh process, then decode a little, greedily and sampled."""
     import torch
 
-    from wisparse.runtime import loader
+    from wisparse.runtime import backends
     from wisparse.runtime.cuda import decoder as cuda_decoder
     from wisparse.runtime.decoding.sampling import SamplingSettings
 
@@ -131,7 +131,7 @@ def load(folder: Path, plain: bool) -> dict:
         stub = SimpleNamespace(config=bundle.config, masks=bundle.masks, checkpoint=stub)
         decoder = cuda_decoder.CudaDecoder(stub, device=torch.device("cuda"), dtype=torch.bfloat16, max_seq_len=512)
     else:
-        decoder = loader.load(str(folder), max_seq_len=512).decoder
+        decoder = backends.load(str(folder), max_seq_len=512).decoder
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     weights = decoder.weights.num_bytes

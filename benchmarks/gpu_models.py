@@ -14,14 +14,12 @@ from types import SimpleNamespace
 import torch
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.config import expected_tensors
+from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.prefill import read_sequence
 from wisparse.runtime.torch.decoder import TorchDecoder
-
-__all__ = ["SHAPES", "calibrate", "give_masks", "mask_bundle", "need_gpu", "random_bundle", "set_sparsity"]
 
 _LLAMA3 = {
     "factor": 8.0,

@@ -6,7 +6,7 @@
 
 ``check``: the error against float64 beside the one that PyTorch's product of the same, widened weights has in the same
 type. ``sweep``: each launch alone, as gpu_tiles.py has it, Llama-3.1-8B's shapes. ``tune``: the best of those in whole
-steps, as gpu_tune.py has it: to the local cache, and as lines for the table in kernels/gpu/products/tiles.py. The last
+steps, as gpu_tune.py has it: to the local cache, and as lines for the table in kernels/gpu/tiles.py. The last
 lines are JSON.
 """
 
@@ -27,11 +27,11 @@ from gpu_models import SHAPES, calibrate, mask_bundle, need_gpu, random_bundle
 from gpu_tiles import case_for, random_matrix, time_graph
 from gpu_tune import CONTEXT, time_step
 
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.gpu.products.gemv import GemvTile, Group, launch_kind, program_lists, sparse_gemv
-from wisparse.kernels.gpu.products.matrix import CODE_BITS, widen
-from wisparse.kernels.gpu.products.packed import PackedLists
-from wisparse.kernels.gpu.products.tiles import default_tile, local_key, most_pollers, remember_tiles, tile_key
+from wisparse.formats.model_config import ModelConfig
+from wisparse.kernels.gpu.gemv import GemvTile, Group, launch_kind, program_lists, sparse_gemv
+from wisparse.kernels.gpu.matrix import CODE_BITS, widen
+from wisparse.kernels.gpu.packed_gemv import PackedLists
+from wisparse.kernels.gpu.tiles import default_tile, local_key, most_pollers, remember_tiles, tile_key
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
 

@@ -21,8 +21,6 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-__all__ = ["load_teal", "teal_launch"]
-
 ROLES = ("qkv", "o", "gate_up", "down")
 
 
@@ -73,9 +71,9 @@ def main() -> None:
     from gpu_models import SHAPES
     from gpu_tiles import case_for, time_graph
 
-    from wisparse.formats.model.model_config import ModelConfig
-    from wisparse.kernels.gpu.products.gemv import launch_kind
-    from wisparse.kernels.gpu.products.tiles import choose_tile
+    from wisparse.formats.model_config import ModelConfig
+    from wisparse.kernels.gpu.gemv import launch_kind
+    from wisparse.kernels.gpu.tiles import choose_tile
 
     major, minor = torch.cuda.get_device_capability()
     config = ModelConfig.from_dict(SHAPES[arguments.shape])

@@ -24,13 +24,11 @@ import triton
 import triton.language as tl
 from gpu_models import SHAPES, need_gpu
 
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.gpu.products.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
-from wisparse.kernels.gpu.products.matrix import CODE_BITS, Matrix, empty_matrix, plain_matrix
-from wisparse.kernels.gpu.products.tiles import local_key, most_pollers, remember_tiles
+from wisparse.formats.model_config import ModelConfig
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
+from wisparse.kernels.gpu.matrix import CODE_BITS, Matrix, empty_matrix, plain_matrix
+from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
 from wisparse.kernels.reference import keep_mask
-
-__all__ = ["Case", "candidates", "case_for", "ceiling_gbps", "keep_tiles", "random_matrix", "time_graph"]
 
 KV_SPLITS = 4
 

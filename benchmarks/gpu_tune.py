@@ -20,11 +20,9 @@ import torch
 from gpu_models import SHAPES, calibrate, need_gpu, random_bundle, set_sparsity
 from gpu_tiles import _compile, keep_tiles, sweep
 
-from wisparse.kernels.gpu.products.gemv import GemvTile, launch_kind
+from wisparse.kernels.gpu.gemv import GemvTile, launch_kind
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep, kv_splits_for
-
-__all__ = ["time_step"]
 
 CONTEXT = 150
 

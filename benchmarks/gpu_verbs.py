@@ -90,10 +90,10 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
     from gpu_models import SHAPES, calibrate, random_bundle
 
     from wisparse.formats.bundle import ProjectionMask
+    from wisparse.formats.checkpoint import TensorInfo
+    from wisparse.formats.config import expected_tensors
     from wisparse.formats.errors import BundleError
-    from wisparse.formats.model.expected import expected_tensors
-    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
-    from wisparse.formats.weights.checkpoint import TensorInfo
+    from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
     from wisparse.formats.write import write_bundle
     from wisparse.runtime.cuda.decoder import CudaDecoder
 
@@ -129,7 +129,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
     entries = tuple(ProjectionRecipe(n, m.sparsity, 0.5, m.threshold, m.sparsity) for n, m in masks.items())
     recipe = Recipe(
         base_model=f"random/{shape}", base_revision=None, method="wisparse", default=SPARSITY,
-        rungs=(Rung(SPARSITY, entries, (SPARSITY,) * config.num_blocks),),
+        levels=(SparsityLevel(SPARSITY, entries, (SPARSITY,) * config.num_blocks),),
         calibration=CalibrationRecord("self", 1, 256, 256, 0, "ab" * 32),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:

@@ -140,9 +140,9 @@ def part_compile(arguments: argparse.Namespace) -> None:
     """One of eight shares of the kernels that ``tune`` will time, into Triton's cache."""
     import torch
 
-    from wisparse.kernels.gpu.mask_gemm import mask_gemm
-    from wisparse.kernels.gpu.products.gemv import GemvTile
-    from wisparse.runtime.vllm.layer import Layer
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.masked_gemm import mask_gemm
+    from wisparse.runtime.vllm.launches import Layer
 
     jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
     for name, rows, (block_n, block_k, stages, warps) in jobs[arguments.share :: 8]:
@@ -162,12 +162,11 @@ def part_tune(arguments: argparse.Namespace) -> None:
     """Which way each product takes from 3 to 128 rows, measured, into the cache of tiles."""
     import torch
 
-    from wisparse.kernels.gpu.mask_gemm import mask_gemm, mask_gemm_kind
-    from wisparse.kernels.gpu.products.gemv import GemvTile
-    from wisparse.kernels.gpu.products.tiles import remember_tiles, tile_key
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_gemm_kind
+    from wisparse.kernels.gpu.tiles import remember_tiles, tile_key
     from wisparse.runtime.vllm import launches, product
-    from wisparse.runtime.vllm.compiling import finish_compiling
-    from wisparse.runtime.vllm.layer import Layer, channel_major
+    from wisparse.runtime.vllm.launches import Layer, channel_major, finish_compiling
 
     shares = [[sys.executable, __file__, "compile", "--share", str(share)] for share in range(8)]
     for process in [subprocess.Popen(share) for share in shares]:
@@ -224,8 +223,7 @@ def part_kernels(arguments: argparse.Namespace) -> None:
     from torch.nn.functional import linear
 
     from wisparse.runtime.vllm import launches, product
-    from wisparse.runtime.vllm.compiling import finish_compiling
-    from wisparse.runtime.vllm.layer import Layer, channel_major
+    from wisparse.runtime.vllm.launches import Layer, channel_major, finish_compiling
 
     torch.manual_seed(0)
     shapes = SHAPES
@@ -303,12 +301,11 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
     import torch
 
     from wisparse.formats.bundle import Bundle, ProjectionMask
-    from wisparse.formats.guard.safetensors_header import build_header
-    from wisparse.formats.model.expected import expected_tensors
-    from wisparse.formats.model.model_config import ModelConfig
-    from wisparse.formats.record.manifest import Manifest
-    from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
-    from wisparse.formats.record.sidecar import sidecar_bytes
+    from wisparse.formats.config import expected_tensors
+    from wisparse.formats.manifest import CalibrationRecord, Manifest, ProjectionRecipe, Recipe, SparsityLevel
+    from wisparse.formats.model_config import ModelConfig
+    from wisparse.formats.safetensors_header import build_header
+    from wisparse.formats.sidecar import sidecar_bytes
 
     model = ModelConfig.from_dict(config)
     threshold = 2.0**-100
@@ -318,7 +315,7 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
         masks[projection.name] = ProjectionMask(torch.ones(projection.in_features), threshold, 0.5)
     recipe = Recipe(
         base_model="random/weights", base_revision=None, method="teal", default=0.5,
-        rungs=(Rung(0.5, tuple(projections), (0.5,) * model.num_blocks),),
+        levels=(SparsityLevel(0.5, tuple(projections), (0.5,) * model.num_blocks),),
         calibration=CalibrationRecord("self", 1, 64, 48, 0, "0" * 64), versions={"torch": torch.__version__},
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)

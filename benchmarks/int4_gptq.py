@@ -21,14 +21,14 @@ import torch
 from quality import EXAMPLE, describe_machine, print_document, stdlib_files
 from torch import Tensor
 
-from wisparse.converter.bench.divergence import DenseReference
-from wisparse.converter.model.flow import BlockFlow
-from wisparse.converter.model.source import SourceModel, load_source
-from wisparse.converter.text.calibration import load_calibration
-from wisparse.converter.weights.stage import group_size, quantise_weights
-from wisparse.converter.work.progress import Progress
-from wisparse.converter.work.state import NO_STATE
-from wisparse.formats.model.quantised import quantise_int4
+from wisparse.converter.calibration import load_calibration
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.gptq import group_size, quantise_weights
+from wisparse.converter.processes import Progress
+from wisparse.converter.sensitivity import DenseReference
+from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.state import NO_STATE
+from wisparse.formats.weight_types import quantise_int4
 
 
 class Measure:

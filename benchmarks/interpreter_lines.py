@@ -33,7 +33,7 @@ import torch
 import wisparse
 from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.loader import load
+from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.interpreter_lines import make_problems
 
@@ -122,9 +122,9 @@ def measure(folder: Path, problems: list[tuple[str, str]], backend: str, policie
     """Answers of one bundle under some policies, in float32: a policy is compared, not a rounding."""
     recipe = Bundle.open(folder).recipe
     with load(folder, dtype="float32", backend=backend, max_seq_len=512) as model:
-        rung, model.sparsity = model.sparsity, 0
+        level, model.sparsity = model.sparsity, 0
         dense = exact_answers(completing(model, "dense"), problems)
-        model.sparsity = rung
+        model.sparsity = level
         found = {
             policy: Answers(dense, exact_answers(completing(model, policy), problems)).to_dict() for policy in policies
         }

@@ -26,7 +26,7 @@ import torch
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.runtime.loader import load
+from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, loops, make_prompts
 from wisparse.runtime.tasks.interpreter_chains import STEPS, make_chains

@@ -16,7 +16,7 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
     wisparse       refine: the same, refined by gradient steps on the joint KL
     additive       the paper's score, allocation from a table of measured KL
     *-rotated      the same on the model in its principal directions, which is what a conversion does by default; KL is
-                   to the source's dense model, so what rounding the turned weights costs is in it
+                   to the source's dense model, so what rounding the rotated weights costs is in it
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 from baselines import BASELINES, Baseline
 from quality import Clock, describe_machine, opened, options_of, print_head, publish, row, turned
 
-from wisparse.converter.model.source import SourceModel, load_source
-from wisparse.converter.searches.search import SearchSettings, search
-from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.search.search import SearchSettings, search
+from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.errors import UsageError
 
 METHODS = {

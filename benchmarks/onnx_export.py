@@ -28,9 +28,9 @@ import onnx
 import onnxruntime
 import torch
 
+from wisparse.commands.export_onnx import OnnxDecoder, check_export, rotary_tables
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.onnx.file import export_onnx
-from wisparse.onnx_check import OnnxDecoder, check_export, rotary_tables
+from wisparse.formats.onnx.export import export_onnx
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 

@@ -4,7 +4,7 @@
     ... --judge answers --calibration answers --search refine --sparsity 0.5 0.4 0.3 --json answers.json
     ... --compare library.json answers.json --json both.json
 
-Calibrated as a conversion does it (`--search`, several sparsities as its rungs, rotated unless --rotation none) on
+Calibrated as a conversion does it (`--search`, several sparsities as its sparsity levels, rotated unless --rotation none) on
 `library`, passages of every other file of the standard library; `self`, what the model writes; `answers`, prompts with
 the dense model's own answers, as a file of such texts; `openings`, those of its long answers alone; or `half`, library
 and answers in equal parts.
@@ -16,7 +16,7 @@ and stories answered greedily and sampled, 256 tokens, and lines of an interpret
 and the files between.
 
 ``--compare`` puts each KL of the second and further files over that of the first, on the same passages: at the same
-target, and at equally many weights left unread (there the first's KL lies on a line between its rungs, in logarithms).
+target, and at equally many weights left unread (there the first's KL lies on a line between its sparsity levels, in logarithms).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ import torch
 from quality import EXAMPLE, describe_machine, print_document, stdlib_tokens
 from torch import Tensor
 
-from wisparse.converter.bench.divergence import kl_rows
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import SourceModel, load_source
-from wisparse.converter.searches.search import Rungs, SearchResult, SearchSettings
-from wisparse.converter.text.calibration import load_calibration, pack
-from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.converter.weights.rotate import rotate
-from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.converter.calibration import load_calibration, pack
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.rotation import rotate
+from wisparse.converter.search.search import SearchResult, SearchSettings, SparsityLevels
+from wisparse.converter.sensitivity import kl_rows
+from wisparse.converter.source import SourceModel, load_source
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, make_prompts
 from wisparse.runtime.tasks.interpreter_chains import make_chains
 from wisparse.runtime.tasks.interpreter_lines import make_problems
@@ -252,8 +252,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         # As a conversion does it: another text, half as long.
         directions = calibration(arguments.calibration, source, -(-shape[0] // 2), shape[1], _DIRECTIONS_SEED)
         source = rotate(source, Checkpoint.open(arguments.model), tokens, lambda: directions).source
-    with Rungs(source, tokens, SearchSettings(search=arguments.search)) as rungs:
-        results = [rungs.at(sparsity) for sparsity in sorted(arguments.sparsity, reverse=True)]
+    with SparsityLevels(source, tokens, SearchSettings(search=arguments.search)) as levels:
+        results = [levels.at(sparsity) for sparsity in sorted(arguments.sparsity, reverse=True)]
     rows: list[dict[str, Any]] = []
     for kind, passages in texts.items():
         wanted = [log_probs(dense, one.ids) for one in passages]

@@ -24,31 +24,12 @@ import torch
 from torch import Tensor
 
 import wisparse
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import SourceModel, load_source
-from wisparse.converter.searches.settings import SearchResult
-from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.converter.weights.rotate import rotate
-from wisparse.formats.weights.checkpoint import Checkpoint
-
-__all__ = [
-    "EXAMPLE",
-    "Clock",
-    "Divergence",
-    "Evaluator",
-    "describe_machine",
-    "evaluate",
-    "markdown_table",
-    "opened",
-    "options_of",
-    "print_document",
-    "print_head",
-    "publish",
-    "row",
-    "stdlib_files",
-    "stdlib_tokens",
-    "turned",
-]
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.rotation import rotate
+from wisparse.converter.search.search import SearchResult
+from wisparse.converter.source import SourceModel, load_source
+from wisparse.formats.checkpoint import Checkpoint
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
 # A file shorter than this gives no full sequence.

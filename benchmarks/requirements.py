@@ -15,8 +15,8 @@ import torch
 
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.config import expected_tensors
+from wisparse.formats.model_config import ModelConfig
 from wisparse.runtime.decoding.cache import bytes_per_position
 
 _LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072)

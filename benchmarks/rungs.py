@@ -1,14 +1,14 @@
-"""Rungs and budgets: what three rungs cost over one, and whether `--max-kl` keeps on other text what it promised.
+"""Sparsity levels and budgets: what three sparsity levels cost over one, and whether `--max-kl` keeps on other text what it promised.
 
-    time       a conversion with one rung (50%) and one with three (30, 40, 50%), in one process, after one of a few
+    time       a conversion with one sparsity level (50%) and one with three (30, 40, 50%), in one process, after one of a few
                tokens, in processor time: what it would be alone, on a busy machine too, with one thread
     budgets    KL on other text over X, for ten budgets X: calibration and choice on passages of every other file of
                the standard library, other ones for each budget, measured on the files between. Searches are shared by
                the budgets, as by the tries of one budget; `refine` may differ a little from a conversion with that
                budget alone
 
-    OMP_NUM_THREADS=1 python benchmarks/rungs.py time --json out.json
-    OMP_NUM_THREADS=1 python benchmarks/rungs.py budgets --search fisher --json out.json
+    OMP_NUM_THREADS=1 python benchmarks/sparsity levels.py time --json out.json
+    OMP_NUM_THREADS=1 python benchmarks/sparsity levels.py budgets --search fisher --json out.json
 
 The example model takes some minutes for either; --model names another one.
 """
@@ -27,11 +27,11 @@ from typing import Any
 import torch
 from quality import EXAMPLE, Evaluator, describe_machine, stdlib_tokens, turned
 
-from wisparse.converter.model.source import load_source
+from wisparse.converter.choice import Budget, choose
 from wisparse.converter.pipeline import run
-from wisparse.converter.quality.choice import Budget, choose
-from wisparse.converter.searches.search import Rungs, SearchSettings
+from wisparse.converter.search.search import SearchSettings, SparsityLevels
 from wisparse.converter.settings import USUAL, ConvertSettings
+from wisparse.converter.source import load_source
 from wisparse.formats.errors import UsageError
 
 BUDGETS = (0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15)
@@ -39,14 +39,14 @@ _CHOICE_SEED, _DIRECTIONS_SEED = 2_000_003, 3_000_003
 
 
 def times(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Seconds of a conversion with one rung and with three."""
+    """Seconds of a conversion with one sparsity level and with three."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for name, rungs in (("warm", USUAL[-1:]), ("one", USUAL[-1:]), ("three", USUAL)):
+        for name, levels in (("warm", USUAL[-1:]), ("one", USUAL[-1:]), ("three", USUAL)):
             settings = ConvertSettings(
                 str(arguments.model),
                 Path(folder) / name,
-                sparsities=rungs,
+                sparsities=levels,
                 search=arguments.search,
                 num_samples=2 if name == "warm" else arguments.num_samples,
                 seq_len=min(64, arguments.seq_len) if name == "warm" else arguments.seq_len,
@@ -60,7 +60,7 @@ def times(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 continue
             rows.append(
                 {
-                    "rungs": list(rungs),
+                    "levels": list(levels),
                     "processor_seconds": round(time.process_time() - processor, 1),
                     "seconds": round(time.perf_counter() - wall, 1),
                     "stages": {name: round(value, 1) for name, value in conversion.seconds.items()},
@@ -84,17 +84,17 @@ def budgets(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         source = turned(model, arguments.model, tokens, _DIRECTIONS_SEED)
         other = other.against(source)
     rows: list[dict[str, Any]] = []
-    with Rungs(source, tokens, SearchSettings(search=arguments.search), store=Memory()) as rungs:
+    with SparsityLevels(source, tokens, SearchSettings(search=arguments.search), store=Memory()) as levels:
         for index, limit in enumerate(arguments.max_kl):
             # Each has a text of its own, as conversions of other models have: chance does not hit all ten alike.
             text = partial(stdlib_tokens, source, "calibration", *shape, seed=_CHOICE_SEED + index)
             try:
-                choice = choose(source, rungs, Budget(max_kl=limit), text)
+                choice = choose(source, levels, Budget(max_kl=limit), text)
             except UsageError as error:
                 rows.append({"max_kl": limit, "refused": str(error)})
                 continue
             chosen = {sparsity: kl for sparsity, kl, _ in choice.tried}[choice.sparsity]
-            found = other(rungs.at(choice.sparsity))
+            found = other(levels.at(choice.sparsity))
             rows.append(
                 {
                     "max_kl": limit,

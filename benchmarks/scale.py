@@ -28,10 +28,10 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from wisparse.converter.pipeline import run
+from wisparse.converter.processes import Progress, Stage
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.work.progress import Progress, Stage
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.config import expected_tensors
+from wisparse.formats.model_config import ModelConfig
 
 _LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=131072, rms_norm_eps=1e-5,
@@ -119,7 +119,7 @@ class Meter(Progress):
     def search_seconds(self) -> float:
         """From the end of what comes before the search (calibration tokens, a loaded model) to the final thresholds."""
         before = [end for title, end in self.ends if title in ("Loading the model", "Writing calibration text")]
-        over = max(end for title, end in self.ends if title == "Thresholds")  # each rung has its own
+        over = max(end for title, end in self.ends if title == "Thresholds")  # each sparsity level has its own
         return over - max(end for end in before if end < over)
 
 
@@ -128,7 +128,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="llama-3.1-8b")
     parser.add_argument("--folder", type=Path, required=True, help="where the model is made, and kept for a next run")
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5], help="several: a bundle with rungs")
+    parser.add_argument(
+        "--sparsity", type=float, nargs="+", default=[0.5], help="several: a bundle with sparsity levels"
+    )
     parser.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     parser.add_argument("--search", default="auto")
     parser.add_argument("--weights", default="native", help="int4: the time of GPTQ as well")

@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.record.manifest import MAX_SPARSITY
-
-__all__ = ["MAX_SPARSITY", "STEP", "check_target", "mean_sparsity", "repair"]
+from wisparse.formats.manifest import MAX_SPARSITY
 
 # One mutation of the block search, and the grid on which sparsities are told apart (the paper's epsilon).
 STEP = 0.005

@@ -22,40 +22,33 @@ from typing import Any, cast
 import torch
 
 import wisparse
+from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle, ProjectionMask, is_document
+from wisparse.formats.card import Evaluation, read_inherited, render_card
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.derived_checkpoint import in_codes
 from wisparse.formats.errors import ResourceError, UsageError
-from wisparse.formats.guard import arguments
-from wisparse.formats.guard.folder import clear_leftovers
-from wisparse.formats.guard.places import expand
+from wisparse.formats.folder import clear_leftovers
+from wisparse.formats.guard import expand
 from wisparse.formats.hub import Source, fetch_source, push_bundle
-from wisparse.formats.machine.device import choose_device
-from wisparse.formats.model.quantised import Kind
-from wisparse.formats.record.card import Evaluation, read_inherited, render_card
-from wisparse.formats.record.manifest import BUNDLE
-from wisparse.formats.record.recipe import CalibrationRecord, Recipe, Rung
-from wisparse.formats.weights.checkpoint import Checkpoint
-from wisparse.formats.weights.in_codes import in_codes
+from wisparse.formats.machine import choose_device
+from wisparse.formats.manifest import BUNDLE, CalibrationRecord, Recipe, SparsityLevel
+from wisparse.formats.weight_types import Kind
 from wisparse.formats.write import write_bundle
 
-from .model.fingerprint import Hashes, small_digests, weight_digests
-from .model.source import SourceModel, load_source
+from .calibration import load_calibration
+from .choice import Budget, Choice, choose
+from .documents import CalibrationTokens
+from .gptq import quantise_weights
+from .measurement import Measurement, choice_text, measure
 from .preflight import Plan, check_places, preflight, require_resources
-from .quality.choice import Budget, Choice, choose
-from .quality.figures import FIGURES
-from .quality.measurement import Measurement, choice_text, measure
-from .quality.report import expectation, grade, render_report, verdict
-from .searches.search import OTHER_SPARSITIES, Rungs, SearchResult, SearchSettings
+from .processes import ALONE, LeadersStore, Processes, Progress, joined
+from .report import FIGURES, expectation, grade, render_report, verdict
+from .rotation import Turned, rotate
+from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
 from .settings import MAX_SPARSITY, ConvertSettings, default_output
-from .text.calibration import load_calibration
-from .text.tokens import CalibrationTokens
-from .weights.rotate import Turned, rotate
-from .weights.stage import quantise_weights
-from .work.finish import is_finished, remove_mark, write_mark
-from .work.processes import ALONE, LeadersStore, Processes, joined
-from .work.progress import Progress
-from .work.state import NO_STATE, StateStore, Store, pack, unpack
-
-__all__ = ["Conversion", "convert", "execute", "run"]
+from .source import Hashes, SourceModel, load_source, small_digests, weight_digests
+from .state import NO_STATE, StateStore, Store, is_finished, pack, remove_mark, unpack, write_mark
 
 _log = logging.getLogger("wisparse")
 
@@ -125,7 +118,7 @@ def convert(
         model: a folder, or a Hub id.
         output_dir: the bundle's folder; by default ``<model-name>-wisparse`` in the current folder, and with one
             sparsity ``<model-name>-wisparse-50``.
-        sparsity: one or several, the bundle's rungs; by default 0.3, 0.4 and 0.5.
+        sparsity: one or several, the bundle's sparsity levels; by default 0.3, 0.4 and 0.5.
         max_kl, min_top1: find the highest sparsity that keeps them, instead of ``sparsity``.
         calibration: ``self``, ``paper``, a Hub data set, or one or several paths.
         progress: draw progress bars; None draws them if stderr is a terminal.
@@ -138,17 +131,17 @@ def convert(
     Raises:
         WisparseError: its sub-classes say what is wrong; see `wisparse.formats.errors`.
     """
-    name = arguments.place("model", model)
-    out = None if output_dir is None else expand(arguments.place("output_dir", output_dir))
-    work = None if work_dir is None else expand(arguments.place("work_dir", work_dir))
+    name = guard.place("model", model)
+    out = None if output_dir is None else expand(guard.place("output_dir", output_dir))
+    work = None if work_dir is None else expand(guard.place("work_dir", work_dir))
     sparsities = _sparsities(sparsity)
     if default is not None:
-        default = arguments.number("default", default, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
+        default = guard.number("default", default, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
     sources = calibration if isinstance(calibration, (list, tuple)) else [calibration]
     if not isinstance(max_shard_size, str):
-        max_shard_size = str(arguments.integer("max_shard_size", max_shard_size, 1))
+        max_shard_size = str(guard.integer("max_shard_size", max_shard_size, 1))
     if progress is not None:
-        arguments.switch("progress", progress)
+        guard.switch("progress", progress)
     settings = ConvertSettings(
         model=name,
         output_dir=out or default_output(name, sparsities),
@@ -160,7 +153,7 @@ def convert(
         search=search,
         num_generations=num_generations,
         num_offspring=num_offspring,
-        calibration=tuple(arguments.place("calibration", one) for one in sources),
+        calibration=tuple(guard.place("calibration", one) for one in sources),
         num_samples=num_samples,
         seq_len=seq_len,
         seed=seed,
@@ -185,7 +178,7 @@ def _sparsities(given: Any) -> tuple[float, ...]:
     values = list(given) if isinstance(given, (list, tuple)) else [given]
     if not values:
         raise UsageError(f"sparsity: expected {words}, found none")
-    return tuple(sorted(arguments.number("sparsity", value, 0.0, MAX_SPARSITY, words) for value in values))
+    return tuple(sorted(guard.number("sparsity", value, 0.0, MAX_SPARSITY, words) for value in values))
 
 
 def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversion | None:
@@ -305,11 +298,11 @@ def _search(
     store: Store,
     processes: Processes,
 ) -> tuple[dict[float, SearchResult], Choice | None]:
-    """The rungs, ascending, and how a budget was met."""
-    with Rungs(source, tokens, _search_settings(settings), progress, store, processes) as rungs:
+    """The sparsity levels, ascending, and how a budget was met."""
+    with SparsityLevels(source, tokens, _search_settings(settings), progress, store, processes) as levels:
         choice = None
         # The highest first: there is most to gain from the steps that only the first one goes all of.
-        wanted: Sequence[float] = sorted(settings.rungs, reverse=True)
+        wanted: Sequence[float] = sorted(settings.levels, reverse=True)
         others: tuple[float, ...] = OTHER_SPARSITIES if len(wanted) == 1 else ()
         if settings.has_budget:
 
@@ -317,12 +310,12 @@ def _search(
                 return choice_text(source, tokens, settings.calibration, progress)
 
             budget = Budget(settings.max_kl, settings.min_top1)
-            choice = choose(source, rungs, budget, text, progress, store, processes)
+            choice = choose(source, levels, budget, text, progress, store, processes)
             wanted = [choice.sparsity]
             others = tuple(round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
             others = tuple(one for one in others if 0.0 < one <= MAX_SPARSITY)
-        found = {sparsity: rungs.at(sparsity) for sparsity in wanted}
-        return {one: rungs.with_curve(result, others) for one, result in sorted(found.items())}, choice
+        found = {sparsity: levels.at(sparsity) for sparsity in wanted}
+        return {one: levels.with_curve(result, others) for one, result in sorted(found.items())}, choice
 
 
 def _already_complete(plan: Plan, progress: Progress) -> Conversion:
@@ -457,7 +450,7 @@ def _recipe(
         base_revision=fetched.commit,
         method=settings.method,
         default=settings.default_of(results),
-        rungs=tuple(_rung(plan, sparsity, result) for sparsity, result in results.items()),
+        levels=tuple(_level(plan, sparsity, result) for sparsity, result in results.items()),
         calibration=CalibrationRecord(
             source=tokens.source,
             num_samples=tokens.num_samples,
@@ -473,18 +466,18 @@ def _recipe(
     )
 
 
-def _rung(plan: Plan, sparsity: float, result: SearchResult) -> Rung:
+def _level(plan: Plan, sparsity: float, result: SearchResult) -> SparsityLevel:
     projections = list(plan.config.projections())
     entries = tuple(result.projections[projection.name] for projection in projections)
     blocks = []
     for block in range(plan.config.num_blocks):
         mine = [(p.num_parameters, e.sparsity) for p, e in zip(projections, entries, strict=True) if p.block == block]
         blocks.append(sum(size * sparsity for size, sparsity in mine) / sum(size for size, _ in mine))
-    return Rung(sparsity, entries, tuple(blocks))
+    return SparsityLevel(sparsity, entries, tuple(blocks))
 
 
 def _details(settings: ConvertSettings, results: Mapping[float, SearchResult], choice: Choice | None) -> dict[str, Any]:
-    """How the search went: what holds for all rungs, and what each has of its own."""
+    """How the search went: what holds for all sparsity levels, and what each has of its own."""
     shared = ("settings", "kl_tokens")
     common = {key: next(iter(results.values())).details[key] for key in shared}
     common["settings"] = {key: value for key, value in common["settings"].items() if key != "sparsity"}
@@ -493,7 +486,7 @@ def _details(settings: ConvertSettings, results: Mapping[float, SearchResult], c
         for sparsity, result in results.items()
     ]
     budget = {"max_kl": settings.max_kl, "min_top1": settings.min_top1}
-    return {**common, "rungs": own, **({"budget": {**budget, **choice.to_dict()}} if choice else {})}
+    return {**common, "levels": own, **({"budget": {**budget, **choice.to_dict()}} if choice else {})}
 
 
 def _write(
@@ -509,7 +502,7 @@ def _write(
     for name, digest in small_digests(checkpoint.folder, checkpoint.error).items():
         if origin.small.get(name) != digest:
             raise checkpoint.error(f"{name}: changed while the model was converted; run this again")
-    rungs = {sparsity: _masks(result) for sparsity, result in results.items()}
+    levels = {sparsity: _masks(result) for sparsity, result in results.items()}
     report = render_report(recipe, plan.config, measurement)
     card = render_card(
         recipe,
@@ -521,7 +514,7 @@ def _write(
     write_bundle(
         checkpoint,
         recipe,
-        rungs,
+        levels,
         settings.output_dir,
         dtype=settings.dtype,
         max_shard_size=settings.max_shard_size,
@@ -541,7 +534,7 @@ def _masks(result: SearchResult) -> dict[str, ProjectionMask]:
 
 
 def _evaluation(measurement: Measurement, recipe: Recipe, sparsity: float) -> Evaluation:
-    quality = measurement.rungs[sparsity]
+    quality = measurement.levels[sparsity]
     found = quality.sparse
     return Evaluation(
         sparsity=sparsity,

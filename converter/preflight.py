@@ -15,36 +15,24 @@ from typing import Any
 
 import torch
 
+from wisparse.formats.checkpoint import Checkpoint, read_config
+from wisparse.formats.config import expected_tensors, is_wrapper, text_config
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
-from wisparse.formats.machine.device import choose_device
-from wisparse.formats.machine.memory import available_bytes
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.wrappers import is_wrapper, text_config
-from wisparse.formats.weights.checkpoint import Checkpoint, read_config
-from wisparse.formats.weights.quantisation import read_quantisation
+from wisparse.formats.machine import available_bytes, choose_device
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.quantization import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
 
-from .bench.sensitivity import LARGEST_LOGITS
-from .model.rotation import why_fixed
-from .model.source import choose_dtype, lacks_accelerate, load_tokenizer
+from .calibration import describe_spec, load_calibration
+from .documents import CalibrationTokens
+from .gptq import group_size
+from .processes import Progress
+from .rotation import why_fixed
+from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
-from .text.calibration import describe_spec, load_calibration
-from .text.tokens import CalibrationTokens
-from .weights.stage import group_size
-from .work.finish import check_mark, names_the_bundle
-from .work.progress import Progress
-from .work.state import StateStore
-
-__all__ = [
-    "Plan",
-    "bundle_bytes",
-    "check_places",
-    "preflight",
-    "require_resources",
-    "working_bytes",
-]
+from .source import choose_dtype, lacks_accelerate, load_tokenizer
+from .state import StateStore, check_mark, names_the_bundle
 
 # What a Python process with torch and transformers takes before it holds a model.
 _BASE_BYTES = 600 << 20
@@ -208,7 +196,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         tokens=tokens,
         calibration=describe_spec(settings.calibration),
         download_bytes=download_bytes(settings.model, settings.revision),
-        bundle_bytes=bundle_bytes(config, num_parameters + apart, settings.dtype, max(1, len(settings.rungs))),
+        bundle_bytes=bundle_bytes(config, num_parameters + apart, settings.dtype, max(1, len(settings.levels))),
         disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
         memory_bytes=weights + working,
         memory_free_bytes=free,
@@ -249,7 +237,7 @@ def _rotation(settings: ConvertSettings, config: ModelConfig, quantised: bool) -
         return settings.rotation, None
     if settings.method != "wisparse":
         fixed = f"--method {settings.method} is measured as its authors have it"
-    elif settings.rungs and not any(settings.rungs):
+    elif settings.levels and not any(settings.levels):
         fixed = "nothing is left unread"
     return ("none", fixed) if fixed else ("pca", None)
 
@@ -291,9 +279,9 @@ def _calibration(
     return tokens
 
 
-def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_rungs: int = 3) -> int:
+def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_levels: int = 3) -> int:
     """Size of a bundle of so many parameters, stored in ``dtype`` (``auto``: the source's)."""
-    sidecar = sum(4 * num_rungs * projection.in_features + 512 for projection in config.projections())
+    sidecar = sum(4 * num_levels * projection.in_features + 512 for projection in config.projections())
     return num_parameters * _itemsize(config, dtype) + sidecar + (32 << 20)  # tokenizers have up to 20 MB
 
 

@@ -7,26 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import arguments
-from wisparse.formats.guard.places import find_folder
-from wisparse.formats.record.manifest import MAX_RUNGS, MAX_SPARSITY
-
-__all__ = [
-    "DTYPES",
-    "MAX_SPARSITY",
-    "METHODS",
-    "REPORTS",
-    "ROTATIONS",
-    "SEARCHES",
-    "USUAL",
-    "USUAL_DEFAULT",
-    "WEIGHTS",
-    "ConvertSettings",
-    "auto_seq_len",
-    "check_method",
-    "default_output",
-]
+from wisparse.formats.guard import find_folder
+from wisparse.formats.manifest import MAX_LEVELS, MAX_SPARSITY
 
 METHODS = ("wisparse", "teal", "wina", "wina-code")
 # What these need beside masks no bundle holds.
@@ -56,11 +40,11 @@ class ConvertSettings:
     Attributes:
         model: a folder, or a Hub id.
         output_dir: the bundle's folder.
-        sparsities: the bundle's rungs, fractions of the projections' parameters to leave unread, ascending, in
+        sparsities: the bundle's sparsity levels, fractions of the projections' parameters to leave unread, ascending, in
             [0, 0.95]; none: `USUAL`, or what a budget allows.
-        default: the rung that is in force unless another is asked for; None is `USUAL_DEFAULT`, or the rung nearest to
+        default: the sparsity level that is in force unless another is asked for; None is `USUAL_DEFAULT`, or the sparsity level nearest to
             it.
-        max_kl, min_top1: a budget: the one rung is the highest sparsity whose KL(dense || sparse), in nats per token,
+        max_kl, min_top1: a budget: the one sparsity level is the highest sparsity whose KL(dense || sparse), in nats per token,
             and share of tokens with the dense model's first choice stay within it.
         method: what the score is and who is sparse (`METHODS`).
         search: how the sparsity is spread over the projections (`SEARCHES`); ``auto`` is the method's own: the best
@@ -129,15 +113,15 @@ class ConvertSettings:
         return self.max_kl is not None or self.min_top1 is not None
 
     @property
-    def rungs(self) -> tuple[float, ...]:
+    def levels(self) -> tuple[float, ...]:
         """The sparsities, ascending; none where a budget is to find one."""
         return () if self.has_budget else self.sparsities or USUAL
 
-    def default_of(self, rungs: Iterable[float]) -> float:
+    def default_of(self, levels: Iterable[float]) -> float:
         """The default among these; of two equally near to the usual one the lower."""
         if self.default is not None:
             return self.default
-        return min(rungs, key=lambda rung: (round(abs(rung - USUAL_DEFAULT), 9), rung))
+        return min(levels, key=lambda level: (round(abs(level - USUAL_DEFAULT), 9), level))
 
     @property
     def length(self) -> int:
@@ -168,7 +152,7 @@ class ConvertSettings:
         if self.has_budget:
             target = {"max_kl": self.max_kl, "min_top1": self.min_top1}
         else:
-            target = {"sparsity": list(self.rungs), "default": self.default_of(self.rungs)}
+            target = {"sparsity": list(self.levels), "default": self.default_of(self.levels)}
         # Native weights are named by no state that was kept before there were others.
         stored = {} if self.weights == "native" else {"weights": self.weights}
         turned = {} if self.rotation == "none" else {"rotation": self.rotation}
@@ -182,38 +166,38 @@ class ConvertSettings:
         """
         self._check_target()
         check_method(self.method)
-        arguments.choice("--search", self.search, ("auto", *SEARCHES))
+        guard.choice("--search", self.search, ("auto", *SEARCHES))
         if self.search in ("fisher", "refine") and self.method != "wisparse":
             raise UsageError(
                 f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
                 "choose additive, greedy or uniform"
             )
-        arguments.choice("--dtype", self.dtype, DTYPES)
-        arguments.choice("--weights", self.weights, WEIGHTS)
-        arguments.choice("--rotation", self.rotation, ROTATIONS)
+        guard.choice("--dtype", self.dtype, DTYPES)
+        guard.choice("--weights", self.weights, WEIGHTS)
+        guard.choice("--rotation", self.rotation, ROTATIONS)
         if self.weights != "native" and self.dtype != "auto":
             raise UsageError(
                 f"--weights {self.weights} stores the layers in codes and the rest as it is; leave --dtype out"
             )
-        arguments.integer("--num-samples", self.num_samples, 1, _LARGEST)
-        arguments.integer("--seed", self.seed, 0, _LARGEST)
+        guard.integer("--num-samples", self.num_samples, 1, _LARGEST)
+        guard.integer("--seed", self.seed, 0, _LARGEST)
         for option, value, least in (
             ("--seq-len", self.seq_len, _SHORTEST),
             ("--num-generations", self.num_generations, 1),
             ("--num-offspring", self.num_offspring, 1),
         ):
             if value is not None:
-                arguments.integer(option, value, least, _LARGEST)
+                guard.integer(option, value, least, _LARGEST)
         for option, given in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
             if given is not None and self.chosen_search != "paper":
                 raise UsageError(f"{option} belongs to --search paper, but the search is {self.chosen_search!r}")
         for option, flag in (("resume", self.resume), ("overwrite", self.overwrite), ("private", self.private)):
-            arguments.switch(option, flag)
+            guard.switch(option, flag)
         for option, name in (("--revision", self.revision), ("--upload-repo", self.upload_repo)):
             if name is not None:
-                arguments.text(option, name, empty=False)
+                guard.text(option, name, empty=False)
         for source in self.calibration:
-            arguments.place("--calibration", source)
+            guard.place("--calibration", source)
         if not self.calibration:
             raise UsageError("--calibration: expected self, paper, a Hub data set or paths, found nothing")
         if len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration):
@@ -229,20 +213,20 @@ class ConvertSettings:
 
     def _check_target(self) -> None:
         for sparsity in self.sparsities:
-            arguments.number("--sparsity", sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
+            guard.number("--sparsity", sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
         if list(self.sparsities) != sorted(set(self.sparsities)):
             names = ", ".join(f"{sparsity:g}" for sparsity in self.sparsities)
             raise UsageError(f"--sparsity: expected one or several different numbers, found {names}")
-        if len(self.sparsities) > MAX_RUNGS:
-            raise UsageError(f"--sparsity: a bundle holds at most {MAX_RUNGS} of them, found {len(self.sparsities)}")
+        if len(self.sparsities) > MAX_LEVELS:
+            raise UsageError(f"--sparsity: a bundle holds at most {MAX_LEVELS} of them, found {len(self.sparsities)}")
         if self.max_kl is not None:
-            arguments.number("--max-kl", self.max_kl, 0.0, _LARGEST_KL, "a number of nats per token, 0 or more")
+            guard.number("--max-kl", self.max_kl, 0.0, _LARGEST_KL, "a number of nats per token, 0 or more")
         if self.min_top1 is not None:
-            arguments.number("--min-top1", self.min_top1, 0.0, 1.0, "a share of tokens, from 0 to 1")
+            guard.number("--min-top1", self.min_top1, 0.0, 1.0, "a share of tokens, from 0 to 1")
         if not self.has_budget:
-            if self.default is not None and self.default not in self.rungs:
-                rungs = ", ".join(f"{sparsity:g}" for sparsity in self.rungs)
-                raise UsageError(f"--default: expected one of the sparsities {rungs}, found {self.default!r:.40}")
+            if self.default is not None and self.default not in self.levels:
+                levels = ", ".join(f"{sparsity:g}" for sparsity in self.levels)
+                raise UsageError(f"--default: expected one of the sparsities {levels}, found {self.default!r:.40}")
             return
         budget = "--max-kl" if self.max_kl is not None else "--min-top1"
         for option, given in (("--sparsity", bool(self.sparsities)), ("--default", self.default is not None)):
@@ -261,7 +245,7 @@ def check_method(method: str) -> str:
             f"--method {method} is measured by benchmarks/methods.py and no longer written; choose "
             f"{', '.join(METHODS[:-1])} or {METHODS[-1]}"
         )
-    return arguments.choice("--method", method, METHODS)
+    return guard.choice("--method", method, METHODS)
 
 
 def auto_seq_len(device_type: str, context: int) -> int:
@@ -270,7 +254,7 @@ def auto_seq_len(device_type: str, context: int) -> int:
 
 
 def default_output(model: str, sparsities: tuple[float, ...] = ()) -> Path:
-    """``<model-name>-wisparse`` in the current folder; with one rung of 50%, ``<model-name>-wisparse-50``."""
+    """``<model-name>-wisparse`` in the current folder; with one sparsity level of 50%, ``<model-name>-wisparse-50``."""
     percent = f"-{_percent(sparsities[0])}" if len(sparsities) == 1 else ""
     folder = find_folder(model)
     name = folder.resolve().name if folder else model.rsplit("/", 1)[-1]

@@ -1,4 +1,4 @@
-"""A sparse bundle, opened: dense weights, one mask per projection and rung, the recipe they come from. See FORMAT.md.
+"""A sparse bundle, opened: dense weights, one mask per projection and sparsity level, the recipe they come from. See FORMAT.md.
 
 ``Bundle.open`` checks everything that can be checked without reading the weights; each weight is checked when it is
 read (``bundle.checkpoint.tensor``).
@@ -16,18 +16,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError, UsageError
-from .guard.files import PARTIAL, list_files, read_bounded, require_folder
-from .guard.places import folder_kind, shown
-from .guard.safe_json import parse_json, read_json
-from .guard.safetensors_header import read_header
-from .model.model_config import ModelConfig, Projection
-from .record.manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, require_version
-from .record.recipe import Recipe
-from .record.sidecar import ProjectionMask, check_header, read_masks
-from .weights.checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
-
-__all__ = ["MAX_FILE_BYTES", "SMALL_FILES", "Bundle", "ProjectionMask", "is_document"]
+from .guard import PARTIAL, folder_kind, list_files, parse_json, read_bounded, read_json, require_folder, shown
+from .manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, Recipe, require_version
+from .model_config import ModelConfig, Projection
+from .safetensors_header import read_header
+from .sidecar import ProjectionMask, check_header, read_masks
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 # For scale: Llama 3's tokenizer.json has 17 MB.
@@ -62,41 +57,41 @@ class Bundle:
     """A checked bundle; make one with ``Bundle.open``.
 
     Attributes:
-        rungs: sparsity -> masks, ascending: one mask per projection of the model, under the projection's name, in the
+        sparsity levels: sparsity -> masks, ascending: one mask per projection of the model, under the projection's name, in the
             order of execution.
-        sparsity: of the rung in force, one of ``rungs``, or 0 for the dense model.
+        sparsity: of the sparsity level in force, one of ``sparsity levels``, or 0 for the dense model.
     """
 
     folder: Path
     config: ModelConfig
     config_dict: Mapping[str, Any]
     recipe: Recipe
-    rungs: Mapping[float, Mapping[str, ProjectionMask]]
+    levels: Mapping[float, Mapping[str, ProjectionMask]]
     sparsity: float
     checkpoint: Checkpoint
     manifest: Manifest
 
     @cached_property
     def masks(self) -> Mapping[str, ProjectionMask]:
-        """Of the rung in force; at 0 none of them drops anything."""
-        if self.sparsity in self.rungs:
-            return self.rungs[self.sparsity]
-        first = next(iter(self.rungs.values()))
+        """Of the sparsity level in force; at 0 none of them drops anything."""
+        if self.sparsity in self.levels:
+            return self.levels[self.sparsity]
+        first = next(iter(self.levels.values()))
         return {name: ProjectionMask(mask.channel_scale, 0.0, 0.0) for name, mask in first.items()}
 
     def at(self, sparsity: float) -> Bundle:
-        """The same bundle with another rung in force, 0 for the dense model.
+        """The same bundle with another sparsity level in force, 0 for the dense model.
 
         Raises:
-            UsageError: it has no such rung.
+            UsageError: it has no such sparsity level.
         """
         # The comparison before the difference: an integer may be too large to become a float.
         number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool) and -1 < sparsity < 2
-        for rung in (*self.rungs, 0.0):
-            if number and abs(rung - sparsity) < _SAME_SPARSITY:
-                return replace(self, sparsity=rung)
-        known = [f"{rung:g}" if float(f"{rung:g}") == rung else repr(rung) for rung in self.rungs if rung]
-        listed = f"one of the bundle's rungs, {', '.join(known)}, or " if known else ""
+        for level in (*self.levels, 0.0):
+            if number and abs(level - sparsity) < _SAME_SPARSITY:
+                return replace(self, sparsity=level)
+        known = [f"{level:g}" if float(f"{level:g}") == level else repr(level) for level in self.levels if level]
+        listed = f"one of the bundle's sparsity levels, {', '.join(known)}, or " if known else ""
         raise UsageError(f"sparsity: expected {listed}0 for the dense model, found {sparsity!r:.60}")
 
     @classmethod
@@ -150,9 +145,9 @@ def _open(folder: Path) -> Bundle:
                 raise BundleError(f"{name}: changed while the bundle was opened; open it again")
     projections = {projection.name: projection for projection in checkpoint.config.projections()}
     _check_recipe(projections, checkpoint.config, manifest.recipe)
-    rungs = _read_rungs(folder, projections, manifest)
+    levels = _read_levels(folder, projections, manifest)
     recipe = manifest.recipe
-    return Bundle(folder, checkpoint.config, config_dict, recipe, rungs, recipe.default, checkpoint, manifest)
+    return Bundle(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
 
 def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
@@ -204,9 +199,9 @@ def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> No
 
 
 def _check_recipe(projections: Mapping[str, Projection], config: ModelConfig, recipe: Recipe) -> None:
-    for rung in recipe.rungs:
-        at = f" of the rung {rung.sparsity!r:.20}" if len(recipe.rungs) > 1 else ""
-        found = [entry.name for entry in rung.projections]
+    for level in recipe.levels:
+        at = f" of the sparsity level {level.sparsity!r:.20}" if len(recipe.levels) > 1 else ""
+        found = [entry.name for entry in level.projections]
         if found != list(projections):
             missing = [name for name in projections if name not in found]
             extra = [name for name in found if name not in projections]
@@ -215,14 +210,14 @@ def _check_recipe(projections: Mapping[str, Projection], config: ModelConfig, re
                 f"{MANIFEST}: projections{at}: expected the model's {len(projections)} in their order, {what}; "
                 "convert again"
             )
-        if len(rung.block_sparsities) != config.num_blocks:
+        if len(level.block_sparsities) != config.num_blocks:
             raise BundleError(
                 f"{MANIFEST}: block_sparsities{at}: expected {config.num_blocks} values, "
-                f"found {len(rung.block_sparsities)}"
+                f"found {len(level.block_sparsities)}"
             )
 
 
-def _read_rungs(
+def _read_levels(
     folder: Path, projections: Mapping[str, Projection], manifest: Manifest
 ) -> dict[float, dict[str, ProjectionMask]]:
     header = read_header(folder, SIDECAR, BundleError)

@@ -15,20 +15,6 @@ The number is the exit code of the command line. A message says what was expecte
 
 from __future__ import annotations
 
-__all__ = [
-    "AccessError",
-    "BundleError",
-    "CalibrationError",
-    "ContextLengthError",
-    "ResourceError",
-    "UnsupportedModelError",
-    "UploadError",
-    "UsageError",
-    "WisparseError",
-    "first_line",
-    "printable",
-]
-
 
 def printable(text: str) -> str:
     """A stranger's text on one line: nothing of it steers the terminal, turns the text around, or cannot be encoded."""

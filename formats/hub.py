@@ -43,26 +43,8 @@ from huggingface_hub.utils import (
 )
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
-from .guard.arguments import quoted
-from .guard.files import file_digest, list_files, open_regular
-from .guard.places import find_folder
-from .record.manifest import MANIFEST, SIDECAR, listed_files
-
-__all__ = [
-    "PushPlan",
-    "Source",
-    "check_read_access",
-    "check_write_access",
-    "download_bytes",
-    "fetch_bundle",
-    "fetch_source",
-    "is_public",
-    "is_reachable",
-    "plan_push",
-    "public_repository",
-    "push_bundle",
-    "push_command",
-]
+from .guard import file_digest, find_folder, list_files, open_regular, quoted
+from .manifest import MANIFEST, SIDECAR, listed_files
 
 # What a conversion or a decoder reads. Mistral's repositories hold every weight a second time (consolidated*), others
 # keep exports in sub-folders: neither is wanted.

@@ -13,10 +13,8 @@ from typing import Any
 
 from .bundle import MAX_FILE_BYTES, Bundle, _open, is_document
 from .errors import BundleError, printable
-from .guard.files import identity, list_files, open_regular
-from .record.manifest import MANIFEST
-
-__all__ = ["VerifyReport", "verify_bundle", "verify_files"]
+from .guard import identity, list_files, open_regular
+from .manifest import MANIFEST
 
 _READ_BYTES = 1 << 20
 _MAX_FILES = 10_000

@@ -21,22 +21,28 @@ import numpy as np
 import torch
 
 from .bundle import SMALL_FILES
+from .card import LICENCE_FILE
+from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
+from .config import LM_HEAD
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
-from .guard.files import file_digest, list_files, read_bounded
-from .guard.folder import check_target, replaced_folder
-from .guard.safe_json import dump_json
-from .guard.safetensors_header import build_header
-from .model.expected import LM_HEAD
-from .model.model_config import ModelConfig
-from .model.weight_types import DTYPES
-from .record.card import LICENCE_FILE
-from .record.manifest import BUNDLE, MANIFEST, SIDECAR, Manifest, check_rungs, is_file_name
-from .record.recipe import FORMAT_VERSION, Recipe, Rung
-from .record.sidecar import ProjectionMask, check_mask, sidecar_bytes
+from .folder import check_target, replaced_folder
+from .guard import dump_json, file_digest, list_files, read_bounded
+from .manifest import (
+    BUNDLE,
+    FORMAT_VERSION,
+    MANIFEST,
+    SIDECAR,
+    Manifest,
+    Recipe,
+    SparsityLevel,
+    check_levels,
+    is_file_name,
+)
+from .model_config import ModelConfig
+from .safetensors_header import build_header
+from .sidecar import ProjectionMask, check_mask, sidecar_bytes
 from .verify import verify_files
-from .weights.checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
-
-__all__ = ["BUNDLE", "check_output", "copied_files", "estimate_bytes", "parse_size", "write_bundle"]
+from .weight_types import DTYPES
 
 _MAX_COPIED_BYTES = 16 << 20
 _CHUNK_BYTES = 32 << 20
@@ -47,7 +53,7 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 def write_bundle(
     source: Checkpoint,
     recipe: Recipe,
-    rungs: Mapping[float, Mapping[str, ProjectionMask]],
+    levels: Mapping[float, Mapping[str, ProjectionMask]],
     out: str | os.PathLike[str],
     *,
     dtype: str = "auto",
@@ -60,8 +66,8 @@ def write_bundle(
 
     Args:
         source: the dense model; its weights are copied byte for byte where ``dtype`` keeps theirs.
-        recipe: what was decided; of each rung one entry per projection of the model, in their order.
-        rungs: sparsity -> projection name -> mask, agreeing with the recipe.
+        recipe: what was decided; of each sparsity level one entry per projection of the model, in their order.
+        sparsity levels: sparsity -> projection name -> mask, agreeing with the recipe.
         out: the folder to make.
         dtype: ``auto`` (each tensor as it is), ``bfloat16``, ``float16`` or ``float32``.
         max_shard_size: bytes of tensors per weight file, a number or a text such as ``5GB``.
@@ -79,14 +85,14 @@ def write_bundle(
     """
     out = Path(os.path.abspath(out))
     extra_files = dict(extra_files or {})
-    _check_arguments(source, recipe, rungs, dtype, extra_files)
+    _check_arguments(source, recipe, levels, dtype, extra_files)
     shards = _plan(source, dtype, parse_size(max_shard_size))
     check_output(out, overwrite, source=source.folder)
     copied = dict(copied_files(source.folder, source.error))
     weights = [_shard_name(index, len(shards)) for index in range(len(shards))]
     names = [*weights, INDEX, SIDECAR, *copied, *extra_files, "config.json", MANIFEST]
     with replaced_folder(out, BUNDLE, names, overwrite=overwrite) as partial:
-        _require_space(out, estimate_bytes(source, dtype, len(rungs)))
+        _require_space(out, estimate_bytes(source, dtype, len(levels)))
         writer = _Writer(partial)
         crc32: dict[str, int] = {}
         for file, tensors in zip(weights, shards, strict=True):
@@ -94,7 +100,7 @@ def write_bundle(
         if source.tied and LM_HEAD in source.tensors:
             _check_tied(source)
         writer.write(INDEX, _index(source, shards, dtype))
-        writer.write(SIDECAR, sidecar_bytes(source.config.projections(), recipe, list(rungs.values())))
+        writer.write(SIDECAR, sidecar_bytes(source.config.projections(), recipe, list(levels.values())))
         for name, data in {**copied, **extra_files}.items():
             writer.write(name, data)
         writer.write("config.json", _config(source, recipe, dtype))
@@ -120,10 +126,10 @@ def check_output(out: str | os.PathLike[str], overwrite: bool, *, source: str | 
     check_target(out, BUNDLE, overwrite)
 
 
-def estimate_bytes(source: Checkpoint, dtype: str = "auto", num_rungs: int = 1) -> int:
+def estimate_bytes(source: Checkpoint, dtype: str = "auto", num_levels: int = 1) -> int:
     """Bytes a bundle of ``source`` takes on disk, within about a percent."""
     weights = sum(_nbytes(source.tensors[name], dtype) for name in _written(source))
-    sidecar = num_rungs * sum(4 * projection.in_features + 512 for projection in source.config.projections())
+    sidecar = num_levels * sum(4 * projection.in_features + 512 for projection in source.config.projections())
     small = sum(os.stat(source.folder / name).st_size for name in SMALL_FILES if (source.folder / name).is_file())
     return weights + sidecar + small + (1 << 20)
 
@@ -277,7 +283,7 @@ def copied_files(folder: Path, error: type[WisparseError]) -> Iterator[tuple[str
 def _check_arguments(
     source: Checkpoint,
     recipe: Recipe,
-    rungs: Mapping[float, Mapping[str, ProjectionMask]],
+    levels: Mapping[float, Mapping[str, ProjectionMask]],
     dtype: str,
     extra_files: Mapping[str, bytes],
 ) -> None:
@@ -285,11 +291,11 @@ def _check_arguments(
         raise UsageError(f"dtype: expected auto, {', '.join(DTYPES)}, found {dtype!r}")
     if dtype != "auto" and source.quantised:
         raise UsageError(f"dtype: expected auto for a quantised model, whose weights stay as they are, found {dtype!r}")
-    check_rungs(recipe, UsageError)
-    if tuple(rungs) != recipe.sparsities:
-        raise UsageError(f"expected masks of the recipe's rungs {recipe.sparsities}, found {tuple(rungs)}")
-    for rung in recipe.rungs:
-        _check_rung(source.config, rung, rungs[rung.sparsity])
+    check_levels(recipe, UsageError)
+    if tuple(levels) != recipe.sparsities:
+        raise UsageError(f"expected masks of the recipe's sparsity levels {recipe.sparsities}, found {tuple(levels)}")
+    for level in recipe.levels:
+        _check_level(source.config, level, levels[level.sparsity])
     try:
         json.dumps(recipe.to_dict(), allow_nan=False)
     except (TypeError, ValueError) as reason:
@@ -299,17 +305,17 @@ def _check_arguments(
             raise UsageError(f"extra_files: {name!r:.100} cannot be added to a bundle")
 
 
-def _check_rung(config: ModelConfig, rung: Rung, masks: Mapping[str, ProjectionMask]) -> None:
+def _check_level(config: ModelConfig, level: SparsityLevel, masks: Mapping[str, ProjectionMask]) -> None:
     projections = list(config.projections())
     names = [projection.name for projection in projections]
-    if [entry.name for entry in rung.projections] != names or set(masks) != set(names):
+    if [entry.name for entry in level.projections] != names or set(masks) != set(names):
         raise UsageError(
             f"expected a recipe and a mask for each of the model's {len(names)} projections, in their order; "
-            f"found {len(rung.projections)} and {len(masks)}"
+            f"found {len(level.projections)} and {len(masks)}"
         )
-    if len(rung.block_sparsities) != config.num_blocks:
-        raise UsageError(f"block_sparsities: expected {config.num_blocks} values, found {len(rung.block_sparsities)}")
-    for projection, entry in zip(projections, rung.projections, strict=True):
+    if len(level.block_sparsities) != config.num_blocks:
+        raise UsageError(f"block_sparsities: expected {config.num_blocks} values, found {len(level.block_sparsities)}")
+    for projection, entry in zip(projections, level.projections, strict=True):
         mask = masks[projection.name]
         sizes = {"channel_scale": projection.in_features, "output_bias": projection.out_features}
         for what, size in sizes.items():

@@ -14,7 +14,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["from_codes", "keep_mask", "kept", "scores", "soft_cap", "sparse_linear"]
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels add up in: float64 for float32 weights, float32 for half-precision ones."""
+    return torch.float64 if dtype == torch.float32 else torch.float32
+
+
+def activation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What activations and the cache are stored in: float64 for float32 weights, else the weights' type."""
+    return torch.float64 if dtype == torch.float32 else dtype
+
+
+def rows_together(rows: int, dtype: torch.dtype) -> int:
+    """Rows of a batch that one launch takes: for float32 weights one, for half-precision ones all."""
+    return 1 if dtype == torch.float32 else rows
 
 
 def scores(x: Tensor, channel_scale: Tensor) -> Tensor:

@@ -1,23 +1,27 @@
-"""Which decoder runs a bundle."""
+"""Loading: from a folder or a Hub id to a model that answers."""
 
 from __future__ import annotations
 
 import logging
+import os
+import time
 from typing import Any
 
 import torch
 
+from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import arguments
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
-from wisparse.kernels.backend import choose_backend
+from wisparse.formats.hub import fetch_bundle
+from wisparse.formats.machine import choose_device
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.sandbox import together
+from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
+from wisparse.kernels.backend import BACKENDS, choose_backend
 
-from .decoding.decoder import Decoder
-from .decoding.memory import memory_errors
-
-__all__ = ["choose_decoder", "make_decoder"]
+from .decoding.decoder import Decoder, default_max_seq_len, memory_errors, weight_bytes
+from .model import Model
+from .text.text import Text
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +58,7 @@ def make_decoder(
             f"max_seq_len: expected 1 to the model's context of {bundle.config.max_position_embeddings}, "
             f"found {max_seq_len}"
         )
-    arguments.integer("max_batch", max_batch, 1)
+    guard.integer("max_batch", max_batch, 1)
     implementation, reason = choose_decoder(bundle.config, device, dtype, backend, weights)
     log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
     _log_widened(bundle, implementation, weights)
@@ -68,7 +72,7 @@ def choose_decoder(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, weights: str
 ) -> tuple[type[Any], str]:
     """The decoder that runs such a model there, and why; arguments and errors as for :func:`make_decoder`."""
-    arguments.choice("weights", weights, tuple(WEIGHT_TYPES))
+    guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     try:
         choice = choose_backend(device, dtype, backend)
     except ValueError as error:
@@ -113,3 +117,93 @@ def _implementation(name: str) -> type[Any]:
     from .torch.decoder import TorchDecoder
 
     return TorchDecoder
+
+
+# Far above what any device holds; a slip of the hand is refused before memory is asked for.
+_LARGEST_BATCH = 2**16
+
+
+@together()
+def load(
+    bundle: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    backend: str = "auto",
+    weights: str = "native",
+    sparsity: float | None = None,
+    prefill: str = "dense",
+    max_seq_len: int | None = None,
+    max_batch: int = 1,
+    revision: str | None = None,
+) -> Model:
+    """Load a bundle.
+
+    Args:
+        bundle: a folder, or a Hub id ``USER/NAME``; a folder that exists wins.
+        device: ``auto`` (the first NVIDIA GPU, else the CPU), ``cpu``, ``cuda``, ``cuda:1``, …
+        dtype: ``auto`` (the weights' own), ``bfloat16``, ``float16`` or ``float32``.
+        backend: ``auto`` (the fastest that can run it; the choice and its reason are logged), ``torch``, ``numba`` or
+            ``triton``.
+        weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
+            group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
+            layer is int8 with any of them.
+        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: the bundle's default. ``model.sparsity``
+            changes it between two answers.
+        prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
+        max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
+            of the memory that the weights leave free can hold.
+        max_batch: prompts decoded side by side; more of them wait their turn. Sparsity pays most at 1.
+        revision: branch, tag or commit on the Hub.
+
+    Raises:
+        AccessError: no such folder or repository, no permission, no network.
+        BundleError: damaged, inconsistent or too new.
+        UsageError: arguments that contradict each other, or a sparsity that the bundle lacks.
+        ResourceError: not enough memory.
+    """
+    guard.place("bundle", bundle)
+    target = choose_device(device)
+    guard.choice("dtype", dtype, ("auto", *DTYPES))
+    guard.choice("backend", backend, ("auto", *BACKENDS))
+    guard.choice("weights", weights, tuple(WEIGHT_TYPES))
+    guard.choice("prefill", prefill, PREFILL_POLICIES)
+    max_batch = guard.integer("max_batch", max_batch, 1, _LARGEST_BATCH)
+    max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
+    revision = None if revision is None else guard.text("revision", revision, empty=False)
+    start = time.perf_counter()
+    folder = fetch_bundle(bundle, revision)
+    opened = Bundle.open(folder)
+    if sparsity is not None:
+        opened = opened.at(sparsity)
+    chosen = pick_dtype(opened, dtype)
+    text = Text.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
+    if max_seq_len is None:
+        implementation, _ = choose_decoder(opened.config, target, chosen, backend, weights)
+        needed = weight_bytes(opened, chosen, weights, implementation.keeps)
+        with memory_errors(target, "to begin with"):
+            max_seq_len = default_max_seq_len(opened.config, chosen, target, max_batch, needed)
+        if max_seq_len < opened.config.max_position_embeddings:
+            log.info(
+                "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory",
+                max_seq_len,
+                opened.config.max_position_embeddings,
+            )
+    decoder = make_decoder(
+        opened,
+        device=target,
+        dtype=chosen,
+        max_seq_len=max_seq_len,
+        backend=backend,
+        weights=weights,
+        max_batch=max_batch,
+    )
+    log.info("loaded %s in %.1f s", folder.name, time.perf_counter() - start)
+    return Model(opened, decoder, text, prefill)
+
+
+def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:
+    """The floating type that a name stands for; ``auto`` is that of the bundle's weights."""
+    if dtype != "auto":
+        return DTYPES[dtype]
+    return bundle.checkpoint.dtype

@@ -21,16 +21,13 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig
 
 from .decoding.cache import bytes_per_position
-from .decoding.decoder import Decoder
-from .decoding.memory import peak_bytes
+from .decoding.decoder import Decoder, peak_bytes
 from .decoding.sampling import SamplingSettings
 from .model import Model
 from .timing import read_bandwidth_gbps, wait
-
-__all__ = ["Comparison", "Speed", "Workload", "compare", "compare_weights", "machine", "prompts", "time_run"]
 
 _GREEDY = SamplingSettings()
 
@@ -96,7 +93,7 @@ class Comparison:
 
 
 def compare(model: Model, workload: Workload, *, weights: str = "native", kernels: bool = False) -> Comparison:
-    """Time a loaded bundle at its rung and with its masks off.
+    """Time a loaded bundle at its sparsity level and with its masks off.
 
     Runs alternate between the two, so that a change of the machine's speed meets both.
 
@@ -112,15 +109,15 @@ def compare(model: Model, workload: Workload, *, weights: str = "native", kernel
 
 
 def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels: bool = False) -> dict[str, Comparison]:
-    """Time the same bundle with its weights held in several ways, each at its rung and with its masks off, all in
+    """Time the same bundle with its weights held in several ways, each at its sparsity level and with its masks off, all in
     turns; arguments and errors as for `compare`.
 
     Args:
         models: what the weights are held as -> the bundle loaded so.
     """
-    rungs = {name: model.sparsity for name, model in models.items()}
-    if 0 in rungs.values():
-        raise UsageError("sparsity: expected a rung to compare with the dense model, found 0")
+    levels = {name: model.sparsity for name, model in models.items()}
+    if 0 in levels.values():
+        raise UsageError("sparsity: expected a sparsity level to compare with the dense model, found 0")
     bandwidth = read_bandwidth_gbps(next(iter(models.values())).decoder.device)
     realised = {name: _realised(model.decoder, workload) for name, model in models.items()}
     tables: dict[str, dict[str, dict[str, float]]] = {}
@@ -130,7 +127,7 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
         for name, model in models.items():
             tables[name] = time_kernels(model.decoder, batch=workload.batch, sparsity=realised[name])
     found: dict[tuple[str, float], list[tuple[float, float]]] = {
-        (name, sparsity): [] for name, rung in rungs.items() for sparsity in (rung, 0.0)
+        (name, sparsity): [] for name, level in levels.items() for sparsity in (level, 0.0)
     }
     for run in range(1 + workload.runs):
         for (name, sparsity), runs in found.items():
@@ -139,11 +136,11 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
             if run:  # the first only warms up
                 runs.append(timed)
     for name, model in models.items():
-        model.sparsity = rungs[name]
+        model.sparsity = levels[name]
     return {
         name: _comparison(
-            model.decoder, name, workload, bandwidth, rungs[name], realised[name], found[name, 0.0],
-            found[name, rungs[name]], tables.get(name, {}),
+            model.decoder, name, workload, bandwidth, levels[name], realised[name], found[name, 0.0],
+            found[name, levels[name]], tables.get(name, {}),
         )
         for name, model in models.items()
     }  # fmt: skip
@@ -154,7 +151,7 @@ def _comparison(
     weights: str,
     workload: Workload,
     bandwidth: float,
-    rung: float,
+    level: float,
     realised: float,
     dense: list[tuple[float, float]],
     sparse: list[tuple[float, float]],
@@ -185,7 +182,7 @@ def _comparison(
         weights=weights,
         workload=workload,
         read_gbps=bandwidth,
-        sparsity=rung,
+        sparsity=level,
         dense=speed(dense, 0.0),
         sparse=speed(sparse, realised),
         kernels=table,

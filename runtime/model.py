@@ -13,23 +13,19 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Unpack, overload
 
 from wisparse.formats.errors import UsageError, WisparseError
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.prefill import sparse_from
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.weight_types import sparse_from
 
 from .decoding.decoder import Decoder
 from .decoding.sampling import SamplingSettings
-from .generation.answer import Generation, Piece
-from .generation.engine import Engine, Ticket
+from .generation.engine import Engine, Generation, Piece, Ticket
 from .generation.grammar import Grammars
 from .generation.scheduler import Request, Tally
 from .generation.settings import GenerationArguments, GenerationSettings, spelled_out
-from .text.edge import Text, stop_ids
-from .text.prompts import Message, Prompt, as_prompts
+from .text.text import Message, Prompt, Text, as_prompts, stop_ids
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
-
-__all__ = ["Generation", "Message", "Model", "Piece", "Prompt"]
 
 
 class Model:
@@ -96,11 +92,11 @@ class Model:
 
     @property
     def sparsity(self) -> float:
-        """Of the rung that answers are decoded at, one of ``bundle.rungs``; 0 for the dense model. Setting it takes
+        """Of the sparsity level that answers are decoded at, one of ``bundle.sparsity levels``; 0 for the dense model. Setting it takes
         milliseconds and loads nothing. A server's requests may each name another one.
 
         Raises:
-            UsageError: set to a rung that the bundle lacks, or while an answer is in progress.
+            UsageError: set to a sparsity level that the bundle lacks, or while an answer is in progress.
         """
         return self.bundle.sparsity
 

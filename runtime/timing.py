@@ -6,8 +6,6 @@ import time
 
 import torch
 
-__all__ = ["read_bandwidth_gbps", "wait"]
-
 
 def read_bandwidth_gbps(device: torch.device) -> float:
     """GB/s at which ``device`` reads memory: the best of several sums over a buffer far larger than any cache."""

@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Browser", "Tab", "find_chromium"]
-
 _FLAGS = [
     "--headless",
     "--no-sandbox",

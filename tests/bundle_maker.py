@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.model.model_config import Projection
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
-from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
+from wisparse.formats.model_config import Projection
 from wisparse.formats.write import write_bundle
 
 
@@ -21,7 +21,7 @@ def make_bundle(
     """A bundle of ``source`` with random channel scales and the thresholds that drop as many of the channels.
 
     Args:
-        sparsities: of the rungs, ascending, the last one the default; without them one of 0.5.
+        sparsities: of the sparsity levels, ascending, the last one the default; without them one of 0.5.
         bias: the size of random output biases, of every other projection; 0 for none.
     """
     from transformers import AutoModelForCausalLM
@@ -30,7 +30,7 @@ def make_bundle(
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     sparsities = sparsities or (0.5,)
-    rungs: dict[float, dict[str, ProjectionMask]] = {sparsity: {} for sparsity in sparsities}
+    levels: dict[float, dict[str, ProjectionMask]] = {sparsity: {} for sparsity in sparsities}
     projections = list(checkpoint.config.projections())
 
     def random_scale(width: int) -> torch.Tensor:
@@ -44,7 +44,7 @@ def make_bundle(
         def hook(module: Any, args: Any) -> None:
             # The last projection stays dense: a bundle may hold such.
             dense = name == projections[-1].name
-            for scale, (sparsity, masks) in zip(scales, rungs.items(), strict=True):
+            for scale, (sparsity, masks) in zip(scales, levels.items(), strict=True):
                 score = (args[0][0, 4:].abs() * scale[name]).flatten()
                 threshold = 0.0 if dense else float(torch.quantile(score, sparsity))
                 added = torch.randn(projection.out_features, generator=generator) * bias
@@ -69,8 +69,8 @@ def make_bundle(
         base_revision=None,
         method="wisparse",
         default=sparsities[-1],
-        rungs=tuple(
-            Rung(
+        levels=tuple(
+            SparsityLevel(
                 sparsity,
                 tuple(
                     ProjectionRecipe(p.name, mask.sparsity, 0.5, mask.threshold, mask.sparsity)
@@ -79,9 +79,9 @@ def make_bundle(
                 ),
                 (sparsity,) * checkpoint.config.num_blocks,
             )
-            for sparsity, masks in rungs.items()
+            for sparsity, masks in levels.items()
         ),
         calibration=CalibrationRecord("self", 1, 48, 48, seed, "0" * 64),
         versions={"torch": "2.0"},
     )
-    return write_bundle(checkpoint, recipe, rungs, out, max_shard_size=max_shard_size)
+    return write_bundle(checkpoint, recipe, levels, out, max_shard_size=max_shard_size)

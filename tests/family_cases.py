@@ -17,21 +17,8 @@ from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
 from wisparse.kernels.reference import scores
 from wisparse.runtime.decoding.decoder import Decoder
+from wisparse.runtime.torch.block import MaskedLinear
 from wisparse.runtime.torch.decoder import TorchDecoder
-from wisparse.runtime.torch.linear import MaskedLinear
-
-__all__ = [
-    "COUNT",
-    "LLAMAS",
-    "PLAIN",
-    "ClearAnswer",
-    "clear_answer",
-    "converted",
-    "generate",
-    "greedy",
-    "hugging_face",
-    "make_source",
-]
 
 # Those whose blocks are Llama's but for a switch, with the switches on; and those that are models of their own.
 LLAMAS = ("llama-3.1", "mistral-window", "qwen2-window", "qwen3-window", "phi3-partial")

@@ -53,13 +53,11 @@ from tiny_bundle import as_version_1, resign, tiny_config, write_tiny_bundle, wr
 
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.card import check_amendable
 from wisparse.formats.errors import BundleError, UsageError, WisparseError
-from wisparse.formats.record.amend import check_amendable
 from wisparse.formats.verify import verify_bundle
-from wisparse.runtime.loader import load
-from wisparse.runtime.text.edge import Text, check_text
-
-__all__ = ["merge", "run"]
+from wisparse.runtime.backends import load
+from wisparse.runtime.text.text import Text, check_text
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -99,11 +97,11 @@ def build(folder: Path) -> list[Path]:
         model = write_tiny_model(folder / f"{name}-model", config, dtype=dtype)
         if name in stored:
             model = quantise_model(model, folder / f"{name}-quantised", *PUBLISHED[stored[name]]())
-        rungs = (0.3, 0.5, 0.7) if name in ("qwen3", "int8") else (0.5,)
+        levels = (0.3, 0.5, 0.7) if name in ("qwen3", "int8") else (0.5,)
         card = {"README.md": b"# Card\n"}
         bundles.append(
             write_tiny_bundle(
-                folder / name, model, *rungs, bias=len(rungs) > 1, max_shard_size="24KB", extra_files=card
+                folder / name, model, *levels, bias=len(levels) > 1, max_shard_size="24KB", extra_files=card
             )
         )
         if name == "phi3":
@@ -115,7 +113,7 @@ def meaning(bundle: Bundle) -> str:
     """Digest of all that decides what a bundle answers."""
     digest = hashlib.sha256()
     digest.update(json.dumps([bundle.config_dict, bundle.recipe.to_dict()], sort_keys=True).encode())
-    for masks in bundle.rungs.values():
+    for masks in bundle.levels.values():
         for name, mask in masks.items():
             digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r}".encode())
             digest.update(mask.channel_scale.numpy().tobytes())

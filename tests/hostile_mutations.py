@@ -19,8 +19,6 @@ import numpy as np
 from hostile_text import hostile_template, hostile_tokenizer
 from tiny_bundle import join_safetensors, split_safetensors
 
-__all__ = ["MUTATIONS", "TEXT_MUTATIONS"]
-
 Mutation = Callable[[Random, Path], str]
 
 # Values that a reader may be unprepared for, wherever they stand.
@@ -384,7 +382,7 @@ def bad_index(random: Random, folder: Path) -> str:
     return f"{name} in {target!r:.60}"
 
 
-# What the document says of its weights, its rungs and its model.
+# What the document says of its weights, its sparsity levels and its model.
 
 _DIMENSIONS = [0, 1, -1, 3, 7, 2**16, 2**31, 2**40, 2**63, 1.5, True, None, "16"]
 _REALS = [0, -1, 1e-320, 1e-30, 1e30, 1e300, 10**400, 2**63, True, None, "1", 0.5, 1.0]
@@ -456,33 +454,33 @@ def lying_dimensions(random: Random, folder: Path) -> str:
     return _change_document(folder, "config.json", change)
 
 
-def lying_rungs(random: Random, folder: Path) -> str:
-    """Rungs of the recipe in another order, twice, without one that is in force, too many, or with other numbers."""
+def lying_levels(random: Random, folder: Path) -> str:
+    """Sparsity levels of the recipe in another order, twice, without one that is in force, too many, or with other numbers."""
 
     def change(document: dict[str, Any]) -> str:
-        rungs = document["rungs"]
+        levels = document["levels"]
         kind = random.choice(["reverse", "twice", "drop", "many", "default", "number", "projections", "blocks", "none"])
-        rung = random.choice(rungs)
+        level = random.choice(levels)
         if kind == "reverse":
-            rungs.reverse()
-            rung["projections"].reverse()
+            levels.reverse()
+            level["projections"].reverse()
         elif kind == "twice":
-            rungs.append(rung)
+            levels.append(level)
         elif kind == "drop":
-            rungs.remove(rung)
+            levels.remove(level)
         elif kind == "many":
-            rungs *= random.choice([17, 300])
+            levels *= random.choice([17, 300])
         elif kind == "default":
-            document["default"] = random.choice([0, 0.31, 1, -0.5, None, "0.5", True, rungs[0]["sparsity"]])
+            document["default"] = random.choice([0, 0.31, 1, -0.5, None, "0.5", True, levels[0]["sparsity"]])
         elif kind == "number":
-            rung["sparsity"] = random.choice([0, 0.951, 1, 2, -0.1, 1e-9, None, True])
+            level["sparsity"] = random.choice([0, 0.951, 1, 2, -0.1, 1e-9, None, True])
         elif kind == "projections":
-            entry = random.choice(rung["projections"])
+            entry = random.choice(level["projections"])
             entry[random.choice(list(entry))] = random.choice([*_REALS, "x", "lm_head", "model.layers.9.x"])
         elif kind == "blocks":
-            rung["block_sparsities"] = random.choice([[], [0.5], [0.5] * 10_000, [None, None], "0.5"])
+            level["block_sparsities"] = random.choice([[], [0.5], [0.5] * 10_000, [None, None], "0.5"])
         else:
-            document["rungs"] = random.choice([[], {}, None, [[]], [None]])
+            document["levels"] = random.choice([[], {}, None, [[]], [None]])
         return kind
 
     return _change_document(folder, "wisparse.json", change)
@@ -641,7 +639,7 @@ MUTATIONS: dict[str, Mutation] = {
         *(not_a_file, more_files, many_files),
         *(lying_header, lying_length, duplicate_key, odd_values, swap_tensors),
         *(odd_json, json_bomb, bad_index, bad_tokenizer, bad_template),
-        *(lying_scheme, lying_dimensions, lying_rungs, odd_codes, lying_findings),
+        *(lying_scheme, lying_dimensions, lying_levels, odd_codes, lying_findings),
     )
 }
 TEXT_MUTATIONS: dict[str, Mutation] = {

@@ -5,14 +5,11 @@ growing strings, lists and numbers, every filter and method that can repeat or s
 does not compile; for tokenizers steps that double, patterns that backtrack, templates that repeat, odd vocabularies.
 """
 
-# ruff: noqa: E501 (one thing that hurts a line, however long)
 from __future__ import annotations
 
 import base64
 from random import Random
 from typing import Any
-
-__all__ = ["hostile_template", "hostile_tokenizer"]
 
 _NUMBERS = ["2", "3", "17", "1000", "99999", "10**6", "10**7", "10**9", "2**63", "10**30", "9**(9**9)", "-1", "0"]
 _WORDS = ["'x'", "'ab'", "' '", "'<b>'", "'\\t'", "'\\n'", "''", "'\\x1b[2J'", "'%'", "'{}'", "'f'", "'\\u202e'"]

@@ -28,8 +28,8 @@ from typing import Any
 
 import torch
 
+from wisparse.converter import report
 from wisparse.converter.pipeline import convert
-from wisparse.converter.quality import figures
 
 
 def attempt(settings: dict[str, Any], kill: str | dict[str, Any] | None) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _arm(kill: str | dict[str, Any] | None, trace: int, out: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
     if "--plain" in sys.argv[1:]:  # without pictures, which take longer than the rest of a conversion
-        figures.render_figures = lambda report: {}  # type: ignore[assignment]
+        report.render_figures = lambda report: {}  # type: ignore[assignment]
     import transformers.models.auto.modeling_auto
     import transformers.models.llama.modeling_llama  # noqa: F401 - imported once, for all children
 

@@ -12,9 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wisparse.formats.model.quantised import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, unpack_int4
-
-__all__ = ["PUBLISHED", "change_config", "change_tensors", "compressed", "quantise_model"]
+from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, unpack_int4
 
 Parts = dict[str, Tensor]
 Pack = Callable[[Tensor], Parts]

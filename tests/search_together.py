@@ -12,8 +12,8 @@ from pathlib import Path
 
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.searches.search import SearchResult, SearchSettings, search
-from wisparse.converter.work.processes import joined
+from wisparse.converter.processes import joined
+from wisparse.converter.search.search import SearchResult, SearchSettings, search
 from wisparse.formats.errors import ResourceError
 
 SEARCHES = {

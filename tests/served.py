@@ -13,10 +13,8 @@ import openai
 from bundle_maker import make_bundle
 
 import wisparse
+from wisparse.runtime.serve.app import ServeSettings
 from wisparse.runtime.serve.server import http_server, make_app, open_socket
-from wisparse.runtime.serve.settings import ServeSettings
-
-__all__ = ["NAME", "TEMPLATE", "Running", "with_template"]
 
 NAME = "example"
 TEMPLATE = (
@@ -71,11 +69,11 @@ class Running:
             time.sleep(0.02)
 
 
-def with_template(source: Path, folder: Path, template: str, *rungs: float) -> Path:
+def with_template(source: Path, folder: Path, template: str, *levels: float) -> Path:
     """A bundle of ``source`` with another chat template; ``folder`` is empty."""
     copy = folder / "source"
     copy.mkdir()
     for file in source.iterdir():
         (copy / file.name).write_bytes(file.read_bytes())
     (copy / "chat_template.jinja").write_text(template)
-    return make_bundle(copy, folder / NAME, *(rungs or (0.4,)))
+    return make_bundle(copy, folder / NAME, *(levels or (0.4,)))

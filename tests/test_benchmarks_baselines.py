@@ -12,7 +12,7 @@ from quality import Evaluator
 from tiny_source import tiny_source, tiny_tokens
 from torch.nn import functional
 
-from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter.masking import MaskedModel
 from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.errors import UsageError
 

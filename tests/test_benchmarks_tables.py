@@ -97,7 +97,7 @@ def test_the_stages_of_a_search_give_their_rows(
     few = ["--num-samples", "1", "--seq-len", "8", "--eval-tokens", "8", "--kl-tokens", "8", "--device", "cpu"]
     quick = ["--num-generations", "1", "--num-offspring", "2", "--parts", "paper", "additive"]
     model = write_tiny_model(tmp_path / "tiny")
-    alphas = "wisparse.converter.searches.search.search_alpha"
+    alphas = "wisparse.converter.search.search.search_alpha"
 
     def halves(error: Callable[[dict[str, float]], float], names: Sequence[str]) -> dict[str, float]:
         found = dict.fromkeys(names, 0.5)

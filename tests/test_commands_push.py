@@ -60,7 +60,7 @@ def test_push_then_use_by_hub_id_on_another_cache(standin: HubStandIn, bundle: P
     assert TOKEN not in pushed.stdout + pushed.stderr
     inspected = command(standin, tmp_path / "two", "inspect", "alice/tiny-50", "--json")
     assert inspected.returncode == 0, inspected.stderr
-    assert json.loads(inspected.stdout)["rungs"][0]["projections"][0]["name"] == next(iter(Bundle.open(bundle).masks))
+    assert json.loads(inspected.stdout)["levels"][0]["projections"][0]["name"] == next(iter(Bundle.open(bundle).masks))
     before = len(standin.requests)
     offline = command(standin, tmp_path / "two", "verify", "alice/tiny-50", HF_HUB_OFFLINE="1")
     assert offline.returncode == 0, offline.stderr

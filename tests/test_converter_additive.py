@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wisparse.converter.budget import MAX_SPARSITY, mean_sparsity
-from wisparse.converter.searches.additive import LEVELS, allocate, convex_hull, interpolate
+from wisparse.converter.search.additive import LEVELS, allocate, convex_hull, interpolate
 
 damages = st.lists(st.floats(-1e-3, 10), min_size=len(LEVELS), max_size=len(LEVELS))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from wisparse.converter.searches.alpha import GRID, search_alpha
+from wisparse.converter.search.thresholds import GRID, search_alpha
 
 
 def test_grid_is_the_papers_with_both_ends() -> None:

@@ -12,14 +12,12 @@ import torch
 from tiny_bundle import write_tiny_model
 from tokenizers import processors
 
-from wisparse.converter.model.source import load_source, load_tokenizer
-from wisparse.converter.text.calibration import describe_spec, load_calibration
-from wisparse.converter.text.conversations import Conversations
-from wisparse.converter.text.documents import document_of, is_dataset_id, path_documents
-from wisparse.converter.text.self_calibration import _draw, _Writer
-from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.calibration import describe_spec, load_calibration
+from wisparse.converter.documents import CalibrationTokens, Conversations, document_of, is_dataset_id, path_documents
+from wisparse.converter.self_calibration import _draw, _Writer
+from wisparse.converter.source import load_source, load_tokenizer
+from wisparse.formats import sandbox
 from wisparse.formats.errors import AccessError, CalibrationError
-from wisparse.formats.guard import sandbox
 
 BOS, EOS = 256, 257
 
@@ -194,7 +192,7 @@ def test_data_set_on_disk(kind: str, tokenizer, tmp_path: Path) -> None:
 
 
 def test_paper_mixture_in_equal_parts(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wisparse.converter.text import calibration
+    from wisparse.converter import calibration
 
     asked = []
 
@@ -213,7 +211,7 @@ def test_paper_mixture_in_equal_parts(tokenizer, monkeypatch: pytest.MonkeyPatch
 
 def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    from wisparse.converter.text import documents
+    from wisparse.converter import documents
 
     loaded = {}
 
@@ -233,7 +231,7 @@ def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_hub_out_of_reach(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
-    from wisparse.converter.text import documents
+    from wisparse.converter import documents
 
     def refuse(name: str, dataset: bool) -> None:
         raise AccessError(f"cannot reach the Hub for {name!r}")

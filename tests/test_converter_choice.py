@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiny_bundle import write_tiny_model
 
 from wisparse.cli import convert_main
-from wisparse.converter.quality.choice import Budget
-from wisparse.converter.searches.highest import LOWEST, highest
-from wisparse.converter.searches.search import Rungs
+from wisparse.converter.choice import Budget
+from wisparse.converter.search.evolution import LOWEST, highest
+from wisparse.converter.search.search import SparsityLevels
 from wisparse.formats.bundle import Bundle
 
 FLAGS = ["--search", "uniform", "--method", "teal", "--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
@@ -106,16 +106,16 @@ def test_a_killed_choice_goes_on_and_tries_nothing_twice(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = [model, "--max-kl", "5e-3", "-q", *FLAGS]
-    original: Any = Rungs.at
+    original: Any = SparsityLevels.at
     asked: list[float] = []
 
-    def counted(self: Rungs, sparsity: float) -> Any:
+    def counted(self: SparsityLevels, sparsity: float) -> Any:
         asked.append(sparsity)
         if killed and len(asked) == 3:
             raise KeyboardInterrupt
         return original(self, sparsity)
 
-    monkeypatch.setattr(Rungs, "at", counted)
+    monkeypatch.setattr(SparsityLevels, "at", counted)
     killed = False
     assert run(*wanted, "-o", tmp_path / "whole") == 0
     whole, asked, killed = asked, [], True

@@ -9,9 +9,9 @@ import torch
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench.divergence import DenseReference, kl_rows
-from wisparse.converter.model.flow import BlockFlow
-from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.sensitivity import DenseReference, kl_rows
 
 
 def test_kl_is_torchs() -> None:

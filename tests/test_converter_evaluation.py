@@ -17,12 +17,12 @@ from quality import evaluate
 from torch import Tensor
 
 from wisparse.cli import main
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import load_source
-from wisparse.converter.quality.evaluation import evaluate_text, same_text
+from wisparse.converter.evaluation import evaluate_text, same_text
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.source import load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.loader import load
+from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.interpreter_lines import COUNT, SEED, make_problems
 
@@ -286,24 +286,24 @@ def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], caps
     assert "At 50% sparsity (every token sparse), KL" in out
 
 
-def test_command_measures_every_rung_or_the_one_asked_for(
+def test_command_measures_every_level_or_the_one_asked_for(
     example_model: Path, tmp_path: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rungs = make_bundle(example_model, tmp_path / "rungs", 0.3, 0.6)
+    levels = make_bundle(example_model, tmp_path / "levels", 0.3, 0.6)
     shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", 48, "--prefill", "all")
     shape = (*shape, "--backend", "torch", "--dtype", "float32")
-    code, out, err = call(capsys, rungs, *shape, "--json")
+    code, out, err = call(capsys, levels, *shape, "--json")
     assert code == 0, err
     low, high = json.loads(out)["bundles"]
     assert (low["sparsity"], high["sparsity"]) == (0.3, 0.6)
     kl = [row["quality"]["all"]["sparse"]["kl"] for row in (low, high)]
     assert 3 * kl[0] < kl[1]
     assert all(row["quality"]["all"]["sparse"]["kl_stderr"] > 0 for row in (low, high))
-    code, out, err = call(capsys, rungs, *shape, "--sparsity", 0.3, "--json")
+    code, out, err = call(capsys, levels, *shape, "--sparsity", 0.3, "--json")
     assert code == 0, err
     (alone,) = json.loads(out)["bundles"]
-    assert alone == low, "a rung that was switched to is the rung that was loaded"
-    code, out, err = call(capsys, rungs, *shape)
+    assert alone == low, "a sparsity level that was switched to is the sparsity level that was loaded"
+    code, out, err = call(capsys, levels, *shape)
     assert code == 0, err
     assert [f"{one:.4f} ± " in out for one in kl] == [True, True]
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wisparse.converter.budget import MAX_SPARSITY, STEP, mean_sparsity
-from wisparse.converter.searches.evolution import Evolution, evolve, mutate
+from wisparse.converter.search.evolution import Evolution, evolve, mutate
 
 
 def bowl(best: tuple[float, ...]):

@@ -7,11 +7,11 @@ import torch
 from runtime_models import FAMILIES, HYBRIDS, make_checkpoint
 from tiny_bundle import byte_tokenizer
 
-from wisparse.converter.bench.sensitivity import backward
-from wisparse.converter.bench.statistics import block_inputs, first_inputs
-from wisparse.converter.model.flow import BlockFlow
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import SourceModel, load_source
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.sensitivity import backward
+from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.statistics import block_inputs, first_inputs
 
 
 @pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])

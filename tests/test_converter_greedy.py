@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wisparse.converter.budget import MAX_SPARSITY, mean_sparsity
-from wisparse.converter.searches.greedy import allocate_greedily
+from wisparse.converter.search.thresholds import allocate_greedily
 
 
 @given(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_source import tiny_source
 
-from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter.masking import MaskedModel
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.reference import keep_mask, sparse_linear
 

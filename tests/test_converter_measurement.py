@@ -9,18 +9,17 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 
-from wisparse.converter.bench.divergence import kl_rows
-from wisparse.converter.bench.workbench import Workbench
-from wisparse.converter.model.source import SourceModel, load_source
-from wisparse.converter.quality import measurement
-from wisparse.converter.quality.block_sensitivity import block_sensitivity
-from wisparse.converter.quality.measurement import MaskedLogits, measure
-from wisparse.converter.searches.settings import SearchResult
+from wisparse.converter import measurement
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.measurement import MaskedLogits, block_sensitivity, measure
+from wisparse.converter.search.search import SearchResult
+from wisparse.converter.sensitivity import kl_rows
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.workbench import Workbench
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError
-from wisparse.runtime.loader import load
+from wisparse.runtime.backends import load
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +69,9 @@ def test_measure(source: SourceModel, found: SearchResult) -> None:
     first, second = (measure(source, tokens(), {0.5: found}, default=0.5) for _ in range(2))
     assert first == second
     assert first.text == "text that the model wrote, not what it was calibrated on"
-    assert first.rungs[0.5].sparse.num_tokens == 3 * 24
-    assert 0.01 < first.rungs[0.5].sparse.kl < 3
-    assert first.rungs[0.5].realised_sparsity == pytest.approx(0.5, abs=0.15)
+    assert first.levels[0.5].sparse.num_tokens == 3 * 24
+    assert 0.01 < first.levels[0.5].sparse.kl < 3
+    assert first.levels[0.5].realised_sparsity == pytest.approx(0.5, abs=0.15)
     assert [len(row) for row in first.sensitivity.kl] == [6, 6, 6]
     assert all(low < high for low, high in zip(first.sensitivity.kl[0], first.sensitivity.kl[2], strict=True))
 

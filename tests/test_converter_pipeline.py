@@ -18,15 +18,14 @@ from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
 import wisparse
 from wisparse.cli import convert_main
-from wisparse.converter import pipeline, settings
-from wisparse.converter.model.fingerprint import small_digests, weight_digests
+from wisparse.converter import pipeline, settings, state
 from wisparse.converter.pipeline import convert
-from wisparse.converter.searches import search as search_module
-from wisparse.converter.work import finish
+from wisparse.converter.search import search as search_module
+from wisparse.converter.source import small_digests, weight_digests
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError, UsageError
 from wisparse.formats.verify import verify_bundle
-from wisparse.formats.weights.checkpoint import Checkpoint
 
 FAST: dict[str, Any] = {
     "sparsity": 0.5,
@@ -242,7 +241,7 @@ def test_interrupt_says_how_to_go_on(
 # ---------------------------------------------------------------------- several sparsities
 
 
-def test_several_sparsities_are_rungs_of_one_bundle(
+def test_several_sparsities_are_levels_of_one_bundle(
     model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     flags = ["--num-samples", "4", "--seq-len", "16", "--device", "cpu"]
@@ -255,43 +254,43 @@ def test_several_sparsities_are_rungs_of_one_bundle(
     verify_bundle(out)
     assert bundle.recipe.sparsities == (0.3, 0.4, 0.5), "what most people want, without being asked"
     assert bundle.recipe.default == document["sparsity"] == 0.4
-    assert [rung["sparsity"] for rung in document["rungs"]] == [0.3, 0.4, 0.5]
-    assert [rung["sparsity"] for rung in bundle.recipe.search["rungs"]] == [0.3, 0.4, 0.5]
+    assert [level["sparsity"] for level in document["levels"]] == [0.3, 0.4, 0.5]
+    assert [level["sparsity"] for level in bundle.recipe.search["levels"]] == [0.3, 0.4, 0.5]
     assert len(drawn) == 1, "what no sparsity decides is measured once"
     sizes = [projection.num_parameters for projection in bundle.config.projections()]
-    for rung in bundle.recipe.rungs:
-        mean = sum(n * entry.sparsity for n, entry in zip(sizes, rung.projections, strict=True)) / sum(sizes)
-        assert mean == pytest.approx(rung.sparsity, abs=1e-6)
-        masks = bundle.at(rung.sparsity).masks
-        assert {entry.name: entry.threshold for entry in rung.projections} == pytest.approx(
+    for level in bundle.recipe.levels:
+        mean = sum(n * entry.sparsity for n, entry in zip(sizes, level.projections, strict=True)) / sum(sizes)
+        assert mean == pytest.approx(level.sparsity, abs=1e-6)
+        masks = bundle.at(level.sparsity).masks
+        assert {entry.name: entry.threshold for entry in level.projections} == pytest.approx(
             {name: mask.threshold for name, mask in masks.items()}
         )
     report = json.loads((out / "conversion_report.json").read_text())
     card = (out / "README.md").read_text()
-    for rung in report["rungs"]:
-        found = rung["quality"]["sparse"]
-        assert rung["verdict"].startswith(f"At {rung['sparsity']:.0%} sparsity")
+    for level in report["levels"]:
+        found = level["quality"]["sparse"]
+        assert level["verdict"].startswith(f"At {level['sparsity']:.0%} sparsity")
         assert f"{found['kl']:.4f} | {found['top1_agreement']:.3f} | {found['perplexity']:.3f}" in card
     assert [point["sparsity"] for point in report["quality_against_sparsity"]] == [0.3, 0.4, 0.5]
-    # The first rung that is searched for is what it would be alone; the others begin where it ended.
+    # The first sparsity level that is searched for is what it would be alone; the others begin where it ended.
     alone = Bundle.open(convert(model, out.with_name("alone"), sparsity=0.5, num_samples=4, seq_len=16, device="cpu"))
     assert alone.recipe.projections == bundle.recipe.at(0.5).projections
 
 
-def test_the_default_rung(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_default_level(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(model, "-o", out, *FLAGS, "--sparsity", "0.6,0.2", "--default", "0.6") == 0
     assert Bundle.open(out).recipe.default == 0.6
     assert "20.0% and 60.0% (default) asked for; at 60.0%, 60" in " ".join(capsys.readouterr().out.split())
     one = settings.ConvertSettings("model", out)
-    assert one.default_of(one.rungs) == 0.4
+    assert one.default_of(one.levels) == 0.4
     assert one.default_of([0.3, 0.5]) == 0.3, "of two equally near the one that costs less"
     assert one.default_of([0.0, 0.5]) == 0.5
 
 
-def test_rungs_go_on_where_they_stopped(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rungs = FAST | {"sparsity": [0.3, 0.5]}
-    expected = digests(convert(model, out.with_name("expected"), **rungs))
-    original, asked = search_module.Rungs.at, []
+def test_levels_go_on_where_they_stopped(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    levels = FAST | {"sparsity": [0.3, 0.5]}
+    expected = digests(convert(model, out.with_name("expected"), **levels))
+    original, asked = search_module.SparsityLevels.at, []
 
     def second_fails(self: Any, sparsity: float) -> Any:
         asked.append(sparsity)
@@ -300,11 +299,11 @@ def test_rungs_go_on_where_they_stopped(model: Path, out: Path, monkeypatch: pyt
         return original(self, sparsity)
 
     with monkeypatch.context() as patch:
-        patch.setattr(search_module.Rungs, "at", second_fails)
+        patch.setattr(search_module.SparsityLevels, "at", second_fails)
         with pytest.raises(KeyboardInterrupt):
-            convert(model, out, **rungs)
+            convert(model, out, **levels)
     assert asked == [0.5, 0.3]
-    assert digests(convert(model, out, **rungs)) == expected
+    assert digests(convert(model, out, **levels)) == expected
     assert sorted(path.name for path in out.parent.iterdir()) == ["bundle", "expected"]
 
 
@@ -451,7 +450,7 @@ def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_weights_counts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wisparse.converter.model.fingerprint._PIECE_BYTES", 5000)
+    monkeypatch.setattr("wisparse.converter.source._PIECE_BYTES", 5000)
     file = model / "model.safetensors"
     content = file.read_bytes()
     before = weight_digests(Checkpoint.open(model))
@@ -492,7 +491,7 @@ def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:  # all is written, the mark too, and nothing is in place
-        patched.setattr("wisparse.formats.guard.folder._swap", stop)
+        patched.setattr("wisparse.formats.folder._swap", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(model, out, **FAST, overwrite=True)
     assert (out / changed).read_text() == '{"eos_token_id": 1}'
@@ -563,7 +562,7 @@ def test_a_strangers_file_where_the_mark_goes(model: Path, out: Path) -> None:
     with pytest.raises(UsageError, match=r"bundle\.finished: in the way"):
         convert(model, out, **FAST)
     assert mark.read_text() == "my list of finished bundles"
-    assert not finish.names_the_bundle(out)
+    assert not state.names_the_bundle(out)
 
 
 def test_a_symlinked_work_dir_stays_the_users(model: Path, out: Path, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from wisparse.commands.convert import command
 from wisparse.converter import preflight as module
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings, auto_seq_len, default_output
+from wisparse.formats import machine
+from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.errors import (
     AccessError,
     CalibrationError,
@@ -30,9 +32,7 @@ from wisparse.formats.errors import (
     UsageError,
     WisparseError,
 )
-from wisparse.formats.machine import memory
-from wisparse.formats.machine.memory import free_memory_bytes
-from wisparse.formats.model.architectures import ARCHITECTURES
+from wisparse.formats.machine import free_memory_bytes
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def test_no_weight_is_read(settings: ConvertSettings) -> None:
 
 
 def test_memory_of_this_machine_is_plausible() -> None:
-    assert 2**20 < memory.available_bytes(torch.device("cpu")) < 2**50
+    assert 2**20 < machine.available_bytes(torch.device("cpu")) < 2**50
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_a_target_that_cannot_be(changes: dict[str, Any], words: str, settings: 
     assert words in refused(settings, UsageError, **changes)
 
 
-def test_the_plan_knows_rungs_and_budgets(settings: ConvertSettings) -> None:
+def test_the_plan_knows_levels_and_budgets(settings: ConvertSettings) -> None:
     assert {"sparsity": [0.3, 0.4, 0.5], "default": 0.4}.items() <= preflight(settings).to_dict().items()
     found = preflight(replace(settings, max_kl=0.02)).to_dict()
     assert {"max_kl": 0.02, "min_top1": None}.items() <= found.items()
@@ -295,7 +295,7 @@ def test_a_containers_memory_limit_counts(
     (tmp_path / "machine/proc/self/cgroup").write_text("0::/\n")
     (group / "memory.max").write_text(f"{500 << 20}\n")
     (group / "memory.current").write_text(f"{100 << 20}\n")
-    monkeypatch.setattr(memory, "free_memory_bytes", partial(free_memory_bytes, tmp_path / "machine"))
+    monkeypatch.setattr(machine, "free_memory_bytes", partial(free_memory_bytes, tmp_path / "machine"))
     assert "0.4 GB are free" in refused(settings, ResourceError)
 
 

@@ -18,9 +18,9 @@ from tiny_bundle import tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter.pipeline import convert
-from wisparse.converter.searches.search import search
-from wisparse.converter.work.processes import ALONE, Processes
-from wisparse.formats.machine.torchrun import Place, torchrun_place
+from wisparse.converter.processes import ALONE, Processes
+from wisparse.converter.search.search import search
+from wisparse.formats.machine import Place, torchrun_place
 
 SCRIPT = Path(__file__).with_name("search_together.py")
 

@@ -10,14 +10,22 @@ import torch
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench.workbench import Workbench
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import SourceModel
-from wisparse.converter.searches.descent import micro_batches
-from wisparse.converter.searches.joint_kl import Measured, batch_gradient, dense_states, measure_batch
-from wisparse.converter.searches.refinement import BatchGradient, Channels, Refinement, plan_steps
-from wisparse.converter.searches.search import SearchSettings, search
-from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.search.refinement import (
+    BatchGradient,
+    Channels,
+    Measured,
+    Refinement,
+    batch_gradient,
+    dense_states,
+    measure_batch,
+    micro_batches,
+    plan_steps,
+)
+from wisparse.converter.search.search import SearchSettings, search
+from wisparse.converter.source import SourceModel
+from wisparse.converter.workbench import Workbench
 from wisparse.kernels.reference import keep_mask
 
 WIDTH = 0.3

@@ -10,13 +10,12 @@ import random
 import matplotlib
 import pytest
 
-from wisparse.converter.quality import figures
-from wisparse.converter.quality.block_sensitivity import BlockSensitivity
-from wisparse.converter.quality.evaluation import Measured, Quality
-from wisparse.converter.quality.measurement import Measurement
-from wisparse.converter.quality.report import REPORT, expectation, make_report, render_report, verdict
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, RotationRecord, Rung
+from wisparse.converter import report
+from wisparse.converter.evaluation import Measured, Quality
+from wisparse.converter.measurement import BlockSensitivity, Measurement
+from wisparse.converter.report import REPORT, expectation, make_report, render_report, verdict
+from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, RotationRecord, SparsityLevel
+from wisparse.formats.model_config import ModelConfig
 
 
 def config(model_type: str = "llama", num_blocks: int = 3) -> ModelConfig:
@@ -41,8 +40,8 @@ def recipe(of: ModelConfig, **changes: object) -> Recipe:
         for one in of.projections()
     )
     calibration = CalibrationRecord("self", 2, 8, 14, 0, "sha256:0")
-    rung = Rung(0.5, projections, (0.5,) * of.num_blocks)
-    made = Recipe("org/model", "abc", "wisparse", 0.5, (rung,), calibration)
+    level = SparsityLevel(0.5, projections, (0.5,) * of.num_blocks)
+    made = Recipe("org/model", "abc", "wisparse", 0.5, (level,), calibration)
     return dataclasses.replace(made, **changes)
 
 
@@ -87,7 +86,7 @@ def test_the_report_says_what_sparsity_to_expect_on_other_text() -> None:
     given = dataclasses.replace(made.calibration, source="files")
     assert "about 3 points" in expectation(0.5, found, dataclasses.replace(made, calibration=given))
     assert "up to about 8 points less" in expectation(0.5, found, dataclasses.replace(turned, calibration=given))
-    report = make_report(made, model, measured(rungs={0.5: found}))["sparsity"]
+    report = make_report(made, model, measured(levels={0.5: found}))["sparsity"]
     assert report["realised_on_text_measured_on"] == 0.49
     assert report["expect"] == expectation(report["realised_on_calibration"], found, made)
 
@@ -163,4 +162,4 @@ def test_a_users_style_changes_nothing() -> None:
 
 
 def test_drawing_needs_no_display_and_no_pyplot() -> None:
-    assert "pyplot" not in vars(figures)
+    assert "pyplot" not in vars(report)

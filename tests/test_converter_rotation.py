@@ -1,4 +1,4 @@
-"""A turned model says what its source says, in other numbers; what cannot be turned is left alone, or refused."""
+"""A rotated model says what its source says, in other numbers; what cannot be turned is left alone, or refused."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ from test_every_family import hugging_face, make_source
 from tiny_bundle import VOCAB
 
 from wisparse import convert, load
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.rotation import find_rotation
-from wisparse.converter.model.source import load_source
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.masking import MaskedModel
 from wisparse.converter.preflight import preflight
+from wisparse.converter.rotation import find_rotation, rotate
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.converter.weights.rotate import rotate
+from wisparse.converter.source import load_source
+from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError
-from wisparse.formats.model.architectures import ARCHITECTURES
-from wisparse.formats.weights.checkpoint import Checkpoint
 
 
 def _is_fixed(kind: str) -> bool:
@@ -147,7 +146,7 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_model_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = make_source("llama", tmp_path / "source")
-    monkeypatch.setattr("wisparse.converter.model.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))
+    monkeypatch.setattr("wisparse.converter.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))
     tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
     with pytest.raises(UnsupportedModelError, match=r"rotated, the model is .* --rotation none"):
         rotate(load_source(folder, device="cpu"), Checkpoint.open(folder), tokens, lambda: tokens)
@@ -166,7 +165,7 @@ def test_weights_beyond_their_type_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("weights", ["native", "int8"])
 def test_a_conversion_turns_first(weights: str, tmp_path: Path) -> None:
-    """The bundle is the turned model: masked at 0 it says what the source says, and its recipe says what was done."""
+    """The bundle is the rotated model: masked at 0 it says what the source says, and its recipe says what was done."""
     folder = make_source("llama-tied", tmp_path / "source")
     common = {"sparsity": [0.0, 0.5], "search": "fisher", "num_samples": 2, "seq_len": 24, "device": "cpu"}
     out = convert(folder, tmp_path / "out", weights=weights, **common)

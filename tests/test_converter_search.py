@@ -11,12 +11,12 @@ import torch
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench.workbench import Workbench
 from wisparse.converter.budget import mean_sparsity
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import load_source
-from wisparse.converter.searches.search import SearchResult, SearchSettings, search
-from wisparse.converter.text.tokens import CalibrationTokens
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.search.search import SearchResult, SearchSettings, search
+from wisparse.converter.source import load_source
+from wisparse.converter.workbench import Workbench
 from wisparse.formats.errors import UsageError
 
 SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "levels": (0.3, 0.6, 0.95), "greedy_step": 0.2}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench import sensitivity
-from wisparse.converter.bench.sensitivity import backward, fisher_diagonal, loss_weighted_norm, quadratic_damage
-from wisparse.converter.bench.workbench import Workbench
+from wisparse.converter import sensitivity
+from wisparse.converter.sensitivity import backward, fisher_diagonal, loss_weighted_norm, quadratic_damage
+from wisparse.converter.workbench import Workbench
 
 
 @pytest.fixture

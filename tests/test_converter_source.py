@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
-from wisparse.converter.model.source import choose_dtype, load_source
+from wisparse.converter.source import choose_dtype, load_source
 from wisparse.formats.errors import UnsupportedModelError, UsageError
-from wisparse.formats.machine.device import choose_device
+from wisparse.formats.machine import choose_device
 
 
 @pytest.mark.parametrize("model_type", CLASSES)

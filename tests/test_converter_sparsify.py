@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import wisparse
-from wisparse.converter.model.sparsify import desparsify, sparsify
+from wisparse.converter.masking import desparsify, sparsify
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.kernels.reference import keep_mask
@@ -88,7 +88,7 @@ def test_tokens_of_our_runtime_on_every_architecture(tiny: Path, policy: str) ->
 
 
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
-def test_every_rung(policy: str, tmp_path: Path) -> None:
+def test_every_level(policy: str, tmp_path: Path) -> None:
     """With output biases, which are added on the sparse tokens alone."""
     folder = make_bundle(make_checkpoint("qwen2", tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5, bias=0.5)
     model = load(folder)
@@ -99,7 +99,7 @@ def test_every_rung(policy: str, tmp_path: Path) -> None:
         expected = [runtime_tokens(folder, p, 12, start, sparsity) for p, start in zip(prompts, starts, strict=True)]
         assert generate(model, prompts, 12) == expected
     with pytest.raises(
-        UsageError, match=r"one of the bundle's rungs, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"
+        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"
     ):
         sparsify(model, folder, sparsity=0.4)
 

@@ -10,11 +10,10 @@ import pytest
 import torch
 from tiny_bundle import tiny_config, write_tiny_model
 
-from wisparse.converter import pipeline, preflight
-from wisparse.converter.model import source
-from wisparse.converter.model.source import SourceModel, load_source
+from wisparse.converter import pipeline, preflight, source
 from wisparse.converter.pipeline import convert
 from wisparse.converter.settings import ConvertSettings
+from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.errors import ResourceError
 
 pytest.importorskip("accelerate")

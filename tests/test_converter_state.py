@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from wisparse.converter.work.state import NO_STATE, StateStore
+from wisparse.converter.state import NO_STATE, StateStore
 from wisparse.formats.errors import ResourceError, UsageError
 
 FINGERPRINT = {"model": "abc", "sparsity": 0.5}

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench import statistics
-from wisparse.converter.bench.statistics import Scores, block_inputs, channel_scale, score_quantiles, weight_norm
-from wisparse.converter.bench.workbench import Workbench
-from wisparse.converter.model.flow import BlockFlow
-from wisparse.converter.model.masking import MaskedModel
+from wisparse.converter import statistics
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.statistics import Scores, block_inputs, channel_scale, score_quantiles, weight_norm
+from wisparse.converter.workbench import Workbench
 from wisparse.kernels.reference import keep_mask, scores
 
 

@@ -8,11 +8,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.bench.statistics import Scores
-from wisparse.converter.model.masking import MaskedModel
-from wisparse.converter.model.source import SourceModel
-from wisparse.converter.searches.search import SearchResult, SearchSettings, search
-from wisparse.converter.searches.thresholds import Gaps
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.search.search import SearchResult, SearchSettings, search
+from wisparse.converter.search.thresholds import Gaps
+from wisparse.converter.source import SourceModel
+from wisparse.converter.statistics import Scores
 from wisparse.kernels import reference
 
 SMALL = {"kl_tokens": 64, "num_generations": 2, "num_offspring": 3, "levels": (0.4, 0.95), "greedy_step": 0.3}

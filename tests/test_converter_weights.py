@@ -13,11 +13,10 @@ from tiny_bundle import tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.cli import main
-from wisparse.converter.weights.gptq import fit_int4, search_scales
-from wisparse.converter.weights.stage import quantise_weights
-from wisparse.converter.work.progress import Progress
+from wisparse.converter.gptq import fit_int4, quantise_weights, search_scales
+from wisparse.converter.processes import Progress
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.model.quantised import quantise_int4
+from wisparse.formats.weight_types import quantise_int4
 from wisparse.runtime.backends import make_decoder
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -172,7 +171,7 @@ def test_what_cannot_be_is_said_before_any_work(
     assert run("convert", str(packed), *out, "--weights", "int8") == 2
     assert "the model is quantised, and its weights stay as they are" in capsys.readouterr().err
     assert run("convert", str(packed), *out, "--rotation", "pca") == 3
-    assert "turned weights would have to be rounded anew" in capsys.readouterr().err
+    assert "rotated weights would have to be rounded anew" in capsys.readouterr().err
     change_config(packed, lambda d: d["quantization_config"].update(quant_method="bitsandbytes"))
     assert run("convert", str(packed), *out) == 3
     assert "quantised by bitsandbytes" in capsys.readouterr().err

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model.architectures import ARCHITECTURES
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

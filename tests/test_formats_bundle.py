@@ -69,7 +69,7 @@ def _rename(header: dict[str, Any], old: str, new: str) -> None:
 
 
 def _row(folder: Path, name: str, values: Any) -> None:
-    """Overwrite what a tensor of the sidecar holds for the rung 0.5."""
+    """Overwrite what a tensor of the sidecar holds for the sparsity level 0.5."""
     change_tensor(folder / SIDECAR, name, values, row=1)
 
 
@@ -84,14 +84,14 @@ def _cut_scale(folder: Path) -> None:
     (folder / SIDECAR).write_bytes(join_safetensors(header, data[: start + 48] + data[end:]))
 
 
-def _drop_a_rung(folder: Path) -> None:
+def _drop_a_level(folder: Path) -> None:
     """Where it is written as text; the sidecar still has its rows."""
-    _json(folder, "wisparse.json", lambda d: d["rungs"].pop())
+    _json(folder, "wisparse.json", lambda d: d["levels"].pop())
     _json(folder, "config.json", lambda d: d["wisparse"]["sparsities"].pop())
 
 
-def _swap_rungs(folder: Path) -> None:
-    """The rows of the sidecar in another order than the recipe's rungs."""
+def _swap_levels(folder: Path) -> None:
+    """The rows of the sidecar in another order than the recipe's sparsity levels."""
     header, data = split_safetensors((folder / SIDECAR).read_bytes())
     for what in ("threshold", "sparsity", "channel_scale"):
         start, end = header[f"{O_PROJ}.{what}"]["data_offsets"]
@@ -202,45 +202,48 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "default-other": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(default=0.4)),
-        r"wisparse\.json: default: expected one of the rungs 0\.3, 0\.5, 0\.7, found 0\.4",
+        r"wisparse\.json: default: expected one of the sparsity levels 0\.3, 0\.5, 0\.7, found 0\.4",
     ),
     "default-none": (lambda f: _json(f, "wisparse.json", lambda d: d.pop("default")), "default: expected a number in"),
-    "rungs-none": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(rungs=[])),
-        "rungs: expected a list of 1 to 16",
+    "sparsity levels-none": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[])),
+        "levels: expected a list of 1 to 16",
     ),
-    "rungs-many": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(rungs=[*d["rungs"]] * 6)),
-        "rungs: expected a list of 1 to 16",
+    "sparsity levels-many": (
+        lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[*d["levels"]] * 6)),
+        "levels: expected a list of 1 to 16",
     ),
-    "rungs-fewer": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"].pop()),
+    "sparsity levels-fewer": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"].pop()),
         r"wisparse\.sparsities: expected \[0\.3, 0\.5\], found \[0\.3, 0\.5, 0\.7\]",
     ),
-    "rungs-fewer-everywhere": (
-        _drop_a_rung,
+    "sparsity levels-fewer-everywhere": (
+        _drop_a_level,
         r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\), found \(3, 16\)",
     ),
-    "rungs-unordered": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"].reverse()),
-        r"rungs: expected ascending sparsities, none twice, found 0\.7, 0\.5, 0\.3",
+    "sparsity levels-unordered": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"].reverse()),
+        r"sparsity levels: expected ascending sparsities, none twice, found 0\.7, 0\.5, 0\.3",
     ),
-    "rungs-twice": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][2].update(sparsity=0.5)),
-        r"rungs: expected ascending sparsities, none twice, found 0\.3, 0\.5, 0\.5",
+    "sparsity levels-twice": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][2].update(sparsity=0.5)),
+        r"sparsity levels: expected ascending sparsities, none twice, found 0\.3, 0\.5, 0\.5",
     ),
-    "rungs-high": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][2].update(sparsity=0.96)),
-        r"rungs\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
+    "sparsity levels-high": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][2].update(sparsity=0.96)),
+        r"sparsity levels\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
     ),
-    "rungs-text": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"].__setitem__(0, "x")),
-        r"rungs\[0\]: expected an object, found 'x'",
+    "sparsity levels-text": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"].__setitem__(0, "x")),
+        r"sparsity levels\[0\]: expected an object, found 'x'",
     ),
-    "rungs-swapped": (_swap_rungs, f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4"),
-    "rung-of-zero": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][0].update(sparsity=0)),
-        r"k_proj: sparsity: expected 0 at the rung 0, found 0\.3",
+    "sparsity levels-swapped": (
+        _swap_levels,
+        f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4",
+    ),
+    "sparsity level-of-zero": (
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][0].update(sparsity=0)),
+        r"k_proj: sparsity: expected 0 at the sparsity level 0, found 0\.3",
     ),
     "bias-nan": (
         lambda f: _row(f, f"{BIASED}.output_bias", [np.nan] + [0] * 15),
@@ -275,26 +278,26 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "rope_parameters.factor: expected a positive number, found 'x'",
     ),
     "recipe-missing": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][1]["projections"].pop(3)),
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][1]["projections"].pop(3)),
         r"no entry for model\.layers\.0\.self_attn\.o_proj",
     ),
     "recipe-twice": (
         lambda f: _json(
-            f, "wisparse.json", lambda d: d["rungs"][1]["projections"].append(d["rungs"][1]["projections"][0])
+            f, "wisparse.json", lambda d: d["levels"][1]["projections"].append(d["levels"][1]["projections"][0])
         ),
         "unknown or repeated",
     ),
     "recipe-sparsity": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][1]["projections"][3].update(sparsity=1.0)),
-        r"rungs\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][1]["projections"][3].update(sparsity=1.0)),
+        r"sparsity levels\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
     ),
     "recipe-type": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(calibration=[])),
         "calibration: expected an object",
     ),
     "recipe-blocks": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["rungs"][1]["block_sparsities"].pop()),
-        r"block_sparsities of the rung 0\.5: expected 2 values, found 1",
+        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][1]["block_sparsities"].pop()),
+        r"block_sparsities of the sparsity level 0\.5: expected 2 values, found 1",
     ),
     "files-missing": (lambda f: _json(f, "wisparse.json", lambda d: d["files"].pop(SHARD)), f"no entry for {SHARD}"),
     "files-tokenizer": (
@@ -327,15 +330,15 @@ def test_broken_rule(name: str, bundle: Path) -> None:
         Bundle.open(bundle)
 
 
-def test_version_1_is_one_rung(tmp_path: Path) -> None:
-    """What was written before there were rungs, read as it always was."""
+def test_version_1_is_one_level(tmp_path: Path) -> None:
+    """What was written before there were sparsity levels, read as it always was."""
     model = write_tiny_model(tmp_path / "model")
     new = Bundle.open(write_tiny_bundle(tmp_path / "new", model))
     old = Bundle.open(as_version_1(write_tiny_bundle(tmp_path / "old", model)))
     verify_bundle(tmp_path / "old")
     assert (old.manifest.version, new.manifest.version) == (1, 2)
     assert old.recipe == new.recipe
-    assert (list(old.rungs), old.sparsity) == ([0.5], 0.5)
+    assert (list(old.levels), old.sparsity) == ([0.5], 0.5)
     for name, mask in old.masks.items():
         assert torch.equal(mask.channel_scale, new.masks[name].channel_scale)
         assert (mask.threshold, mask.sparsity) == (new.masks[name].threshold, new.masks[name].sparsity)
@@ -369,13 +372,13 @@ def test_broken_rule_of_version_1(change: Callable[[Path], Any], message: str, t
         Bundle.open(bundle)
 
 
-def test_another_rung_is_the_same_bundle(intact: Path) -> None:
+def test_another_level_is_the_same_bundle(intact: Path) -> None:
     bundle = Bundle.open(intact)
-    assert (list(bundle.rungs), bundle.sparsity) == ([0.3, 0.5, 0.7], 0.5)
+    assert (list(bundle.levels), bundle.sparsity) == ([0.3, 0.5, 0.7], 0.5)
     for sparsity in (0.3, 0.5, 0.7):
         other = bundle.at(sparsity)
         assert other.checkpoint is bundle.checkpoint
-        assert (other.sparsity, other.masks) == (sparsity, bundle.rungs[sparsity])
+        assert (other.sparsity, other.masks) == (sparsity, bundle.levels[sparsity])
         assert {mask.sparsity for mask in other.masks.values()} == {0.0, sparsity}
     assert bundle.at(0.1 + 0.2).sparsity == 0.3  # which is not 0.3
     dense = bundle.at(0)
@@ -384,9 +387,9 @@ def test_another_rung_is_the_same_bundle(intact: Path) -> None:
 
 
 @pytest.mark.parametrize("sparsity", [0.4, -0.3, 1, float("nan"), float("inf"), True, "0.3", None])
-def test_a_rung_that_the_bundle_lacks(sparsity: Any, intact: Path) -> None:
+def test_a_level_that_the_bundle_lacks(sparsity: Any, intact: Path) -> None:
     with pytest.raises(
-        UsageError, match=r"one of the bundle's rungs, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
+        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
     ):
         Bundle.open(intact).at(sparsity)
 
@@ -586,12 +589,12 @@ def test_inspect_command(tmp_path: Path) -> None:
         assert cell in lines[-1]
     document = json.loads(CliRunner().invoke(inspect_command, [str(bundle), "--json"]).stdout)
     assert document["model"]["num_blocks"] == 2
-    assert [len(rung["projections"]) for rung in document["rungs"]] == [8]
+    assert [len(level["projections"]) for level in document["levels"]] == [8]
 
 
-def test_inspect_names_the_rungs(intact: Path) -> None:
+def test_inspect_names_the_levels(intact: Path) -> None:
     stdout = CliRunner().invoke(inspect_command, [str(intact)]).stdout
-    assert "rungs        30.0%, 50.0% (the default), 70.0%\n" in stdout
+    assert "levels       30.0%, 50.0% (the default), 70.0%\n" in stdout
 
 
 def test_inspect_prints_no_control_characters(bundle: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from wisparse.formats.record.card import Evaluation, Inherited, read_inherited, render_card
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
+from wisparse.formats.card import Evaluation, Inherited, read_inherited, render_card
+from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
 
 EVALUATION = Evaluation(0.5, "held-out library source", 24576, "every token sparse", 7.957, 8.37, 0.0513, 0.826, 0.5)
 LLAMA = "---\nlicense: llama3.1\nlanguage:\n- en\n- de\nbase_model: x/y\nextra_gated_prompt: secret\n---\n# Llama\n"
@@ -23,7 +23,7 @@ def recipe(base_model: str = "org/Llama-3.1-8B-Instruct", revision: str | None =
         ProjectionRecipe(f"model.layers.{i}.mlp.down_proj", 0.4 + 0.1 * i, 0.5 * i, 1.0, 0.5) for i in range(3)
     )
     calibration = CalibrationRecord("self", 64, 512, 32768, 0, "d" * 64)
-    return Recipe(base_model, revision, "wisparse", 0.5, (Rung(0.5, entries, (0.4, 0.5, 0.6)),), calibration)
+    return Recipe(base_model, revision, "wisparse", 0.5, (SparsityLevel(0.5, entries, (0.4, 0.5, 0.6)),), calibration)
 
 
 def check(text: str) -> dict[str, Any]:

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
+from wisparse.formats.checkpoint import INDEX, Checkpoint, is_finite
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError
-from wisparse.formats.weights.checkpoint import INDEX, Checkpoint, is_finite
 
 HEAD = "lm_head.weight"
 

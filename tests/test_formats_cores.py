@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from wisparse.formats.machine import cores
-from wisparse.formats.machine.cores import idle_cores, usable_cores
+from wisparse.formats import machine
+from wisparse.formats.machine import idle_cores, usable_cores
 
 
 @pytest.fixture(autouse=True)
 def eight(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
 
 
-def machine(root: Path, groups: str) -> Path:
+def fake_machine(root: Path, groups: str) -> Path:
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/self/cgroup").write_text(groups)
     return root
@@ -41,13 +41,13 @@ def test_without_control_groups_it_is_the_affinity_mask(tmp_path: Path) -> None:
     ("given", "found"), [("max", 8), ("300000", 3), ("250000", 2), ("50000", 1), ("6400000", 8), ("broken", 8)]
 )
 def test_a_quota_gives_whole_cores(version: int, given: str, found: int, tmp_path: Path) -> None:
-    root = machine(tmp_path, "0::/a/b\n" if version == 2 else "4:cpu,cpuacct:/a/b\n3:memory:/\n")
+    root = fake_machine(tmp_path, "0::/a/b\n" if version == 2 else "4:cpu,cpuacct:/a/b\n3:memory:/\n")
     quota(root / "sys/fs/cgroup" / ("" if version == 2 else "cpu") / "a", version, given)
     assert usable_cores(root) == found
 
 
 def test_the_tightest_group_decides(tmp_path: Path) -> None:
-    root = machine(tmp_path, "0::/a/b\n")
+    root = fake_machine(tmp_path, "0::/a/b\n")
     quota(root / "sys/fs/cgroup/a/b", 2, "700000")
     quota(root / "sys/fs/cgroup/a", 2, "200000")
     quota(root / "sys/fs/cgroup", 2, "max")
@@ -55,7 +55,7 @@ def test_the_tightest_group_decides(tmp_path: Path) -> None:
 
 
 def test_a_system_without_affinity_masks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(cores.os, "sched_getaffinity", raising=False)
+    monkeypatch.delattr(machine.os, "sched_getaffinity", raising=False)
     assert usable_cores(tmp_path) == (os.cpu_count() or 1)
 
 
@@ -80,10 +80,10 @@ def ticks(root: Path, free: list[int], passed: int = 25) -> None:
 def test_idle_cores_are_those_that_nobody_computed_on(
     free: list[int], quota_us: str, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = machine(tmp_path, "0::/a\n")
+    root = fake_machine(tmp_path, "0::/a\n")
     quota(root / "sys/fs/cgroup/a", 2, quota_us, "1")
     ticks(root, [0] * 8, passed=0)
-    monkeypatch.setattr(cores.time, "sleep", lambda seconds: ticks(root, free))
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: ticks(root, free))
     assert idle_cores(root=root) == found
 
 

@@ -7,7 +7,7 @@ import zlib
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wisparse.formats.guard.crc import combine_crc32
+from wisparse.formats.safetensors_header import combine_crc32
 
 
 @given(st.lists(st.binary(max_size=300), max_size=5))

@@ -15,9 +15,8 @@ from tiny_bundle import as_version_1, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.card import Finding, as_entries, check_amendable, merged, read_findings, save_findings, with_table
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.record.amend import check_amendable, save_findings
-from wisparse.formats.record.findings import Finding, as_entries, merged, read_findings, with_table
 from wisparse.formats.verify import verify_bundle
 
 SPEED = Finding("tok/s", "one request; numba on a|b <i>, 2 threads", 0.5, 200.0, 300.0)
@@ -164,7 +163,7 @@ def test_bench_saves_what_it_measured(bundle: Path, capsys: pytest.CaptureFixtur
     ("arguments", "said"),
     [
         (["bench", "me/it", "--save"], "--save: expected a bundle's folder, found 'me/it'"),
-        (["bench", "BUNDLE", "--save", "--sparsity", "0"], "--save: expected a rung to tell of"),
+        (["bench", "BUNDLE", "--save", "--sparsity", "0"], "--save: expected a sparsity level to tell of"),
         (["bench", "BUNDLE", "--save", "--all-weights"], "--all-weights goes without"),
         (["eval", "BUNDLE", "--save"], "--save keeps what --tasks found, and there are none"),
     ],

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from wisparse.formats import folder
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import folder
-from wisparse.formats.guard.folder import (
+from wisparse.formats.folder import (
     UNFINISHED,
     Kind,
     check_target,

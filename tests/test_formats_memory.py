@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from wisparse.formats.machine.memory import free_memory_bytes
+from wisparse.formats.machine import free_memory_bytes
 
 GB = 1 << 30
 

@@ -31,9 +31,8 @@ pytest.importorskip("onnxruntime", reason="needs the onnx extra")
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 from onnx.reference.op_run import OpRun  # noqa: E402
 
-from wisparse.formats.onnx.file import export_onnx  # noqa: E402
-from wisparse.formats.onnx.graph import DOMAIN  # noqa: E402
-from wisparse.onnx_check import OnnxDecoder, check_export, rotary_tables  # noqa: E402
+from wisparse.commands.export_onnx import OnnxDecoder, check_export, rotary_tables  # noqa: E402
+from wisparse.formats.onnx.export import DOMAIN, export_onnx  # noqa: E402
 
 PROMPTS = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]
 
@@ -104,7 +103,7 @@ def test_longrope_takes_long_prompts_and_says_what_it_cannot(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("variant", ["qwen2", "phi3"])
-def test_every_rung(variant: str, tmp_path: Path) -> None:
+def test_every_level(variant: str, tmp_path: Path) -> None:
     """With output biases, which are added where the masks are in force."""
     folder = make_bundle(make_checkpoint(variant, tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5, bias=0.5)
     seen = set()
@@ -124,7 +123,7 @@ def test_every_rung(variant: str, tmp_path: Path) -> None:
 def _without_output_biases(folder: Path) -> Bundle:
     bundle = Bundle.open(folder)
     masks = {name: dataclasses.replace(mask, output_bias=None) for name, mask in bundle.masks.items()}
-    return dataclasses.replace(bundle, rungs={bundle.sparsity: masks})
+    return dataclasses.replace(bundle, levels={bundle.sparsity: masks})
 
 
 @pytest.mark.parametrize("model", ["example_model", "qwen_model"])
@@ -337,7 +336,7 @@ def test_a_wrong_graph_is_noticed_and_not_written(bundle: Path, tmp_path: Path, 
         masks[name] = dataclasses.replace(mask, channel_scale=mask.channel_scale.flip(0))
     else:
         rotary = dataclasses.replace(rotary, frequencies=rotary.frequencies * 1.2)
-    wrong = dataclasses.replace(right, rungs={right.sparsity: masks})
+    wrong = dataclasses.replace(right, levels={right.sparsity: masks})
     with pytest.raises(WisparseError, match="does not agree with our runtime"):
         export_onnx(
             wrong,

@@ -9,12 +9,11 @@ import pytest
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
+from wisparse.formats.architectures import ARCHITECTURES, why_refused
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
-from wisparse.formats.guard.places import shown
+from wisparse.formats.guard import shown
 from wisparse.formats.hub import fetch_source
-from wisparse.formats.model.architectures import ARCHITECTURES
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.refusals import why_refused
+from wisparse.formats.model_config import ModelConfig
 
 FOLDERS = {
     "adapter_config.json adapter_model.safetensors": "is a LoRA (PEFT) adapter of 'org/base', not a whole model: merge",

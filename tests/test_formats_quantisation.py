@@ -16,11 +16,11 @@ from quantised_models import PUBLISHED, change_config, change_tensors, quantise_
 from safetensors.torch import load_file
 from tiny_bundle import tiny_config, write_tiny_model
 
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UnsupportedModelError
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.quantised import QuantizedMatrix
-from wisparse.formats.weights.checkpoint import Checkpoint
-from wisparse.formats.weights.quantisation import read_quantisation
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.quantization import read_quantisation
+from wisparse.formats.weight_types import QuantizedMatrix
 
 FIRST = "model.layers.0.self_attn.q_proj."
 

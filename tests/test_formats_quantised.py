@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wisparse.formats.model import quantised
-from wisparse.formats.model.quantised import (
+from wisparse.formats import weight_types
+from wisparse.formats.weight_types import (
     QuantizedMatrix,
     pack_int4,
     quantise_fp8,
@@ -52,7 +52,7 @@ def weights(draw: st.DrawFn) -> tuple[torch.Tensor, int | None]:
 @given(weights(), st.sampled_from([quantise_int8, quantise_int4]), st.booleans(), st.sampled_from([1, 40, 10**6]))
 def test_rounding_to_integers_loses_at_most_half_a_step(given_weight, quantise, zero_points, piece):
     weight, group = given_weight
-    with patch.object(quantised, "_PIECE", piece):
+    with patch.object(weight_types, "_PIECE", piece):
         matrix = quantise(weight, group=group, zero_points=zero_points)
         found = matrix.dequantise(torch.float32)
     np.testing.assert_allclose(found.double().numpy(), dequantised(matrix), rtol=2**-23)

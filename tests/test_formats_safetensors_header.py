@@ -16,8 +16,8 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from wisparse.formats.errors import BundleError
-from wisparse.formats.guard.safe_json import dump_json, parse_json
-from wisparse.formats.guard.safetensors_header import DTYPES, build_header, read_header
+from wisparse.formats.guard import dump_json, parse_json
+from wisparse.formats.safetensors_header import DTYPES, build_header, read_header
 
 GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 

@@ -16,13 +16,12 @@ from runtime_models import make_wrapper
 from safetensors.torch import load_file, save_file
 from tiny_bundle import byte_tokenizer
 
-from wisparse.converter.model.source import load_source
+from wisparse.converter.source import load_source
+from wisparse.formats.architectures import ARCHITECTURES
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.config import WRAPPERS, expected_tensors, text_config, text_name
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model.architectures import ARCHITECTURES
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.wrappers import WRAPPERS, text_config, text_name
-from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.model_config import ModelConfig
 
 # As published, without the vision tower's settings.
 MISTRAL_SMALL: dict[str, Any] = {

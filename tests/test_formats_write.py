@@ -22,19 +22,19 @@ from safetensors.torch import load_file
 from tiny_bundle import (
     CLASSES,
     tiny_config,
+    tiny_levels,
     tiny_recipe,
-    tiny_rungs,
     write_tiny_bundle,
     write_tiny_model,
 )
 
+from wisparse.formats import folder as folder_room
 from wisparse.formats import write as write_room
 from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
-from wisparse.formats.guard import folder as folder_room
-from wisparse.formats.record.recipe import Recipe, Rung
+from wisparse.formats.manifest import Recipe, SparsityLevel
 from wisparse.formats.verify import verify_bundle
-from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.formats.write import check_output, estimate_bytes, parse_size, write_bundle
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -68,19 +68,19 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
     write_tiny_model(folder / "model", config, dtype=stored, shards=data.draw(st.integers(1, 3)))
     source = Checkpoint.open(folder / "model")
     sparsities = data.draw(st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.95]), unique=True, min_size=1).map(sorted))
-    rungs = tiny_rungs(source.config, *sparsities, bias=data.draw(st.booleans()))
-    recipe = tiny_recipe(source.config, rungs, base_model=data.draw(st.text(max_size=8)))
+    levels = tiny_levels(source.config, *sparsities, bias=data.draw(st.booleans()))
+    recipe = tiny_recipe(source.config, levels, base_model=data.draw(st.text(max_size=8)))
     dtype = data.draw(st.sampled_from(["auto", *DTYPES]))
     size = data.draw(st.integers(1, 20_000))
-    write_bundle(source, recipe, rungs, folder / "out", dtype=dtype, max_shard_size=size)
+    write_bundle(source, recipe, levels, folder / "out", dtype=dtype, max_shard_size=size)
 
     bundle = Bundle.open(folder / "out")
     verify_bundle(folder / "out")
     assert bundle.recipe == recipe
     assert bundle.config == dataclasses.replace(source.config, dtype=bundle.config.dtype)
-    assert list(bundle.rungs) == sparsities
-    assert bundle.masks is bundle.rungs[bundle.recipe.default]
-    for sparsity, masks in rungs.items():
+    assert list(bundle.levels) == sparsities
+    assert bundle.masks is bundle.levels[bundle.recipe.default]
+    for sparsity, masks in levels.items():
         read = bundle.at(sparsity).masks
         assert list(read) == [projection.name for projection in source.config.projections()]
         for name, mask in read.items():
@@ -238,11 +238,11 @@ def test_overwrite_replaces_only_bundles(model: Path, tmp_path: Path) -> None:
 )
 def test_masks_that_do_not_fit(change: Any, message: str, model: Path, tmp_path: Path) -> None:
     source = Checkpoint.open(model)
-    rungs = tiny_rungs(source.config, 0.3, 0.5)
-    recipe = tiny_recipe(source.config, rungs)
-    change(rungs[0.5])
+    levels = tiny_levels(source.config, 0.3, 0.5)
+    recipe = tiny_recipe(source.config, levels)
+    change(levels[0.5])
     with pytest.raises(UsageError, match=message):
-        write_bundle(source, recipe, rungs, tmp_path / "out")
+        write_bundle(source, recipe, levels, tmp_path / "out")
     assert not list(tmp_path.glob("out*"))
 
 
@@ -254,29 +254,35 @@ def _set(masks: dict[str, ProjectionMask], **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (lambda r: {"default": 0.4}, r"default: expected one of the rungs 0\.3, 0\.5, found 0\.4"),
-        (lambda r: {"rungs": ()}, "rungs: expected 1 to 16, found 0"),
-        (lambda r: {"rungs": r.rungs[::-1]}, r"expected ascending sparsities, none twice, found 0\.5, 0\.3"),
-        (lambda r: {"rungs": (*r.rungs, r.rungs[1])}, "expected ascending sparsities, none twice"),
-        (lambda r: {"rungs": r.rungs[1:]}, r"expected masks of the recipe's rungs \(0\.5,\), found \(0\.3, 0\.5\)"),
-        (lambda r: {"rungs": (_rung(r, sparsity=-0.1), r.rungs[1])}, r"sparsity: expected a number in \[0, 0\.95\]"),
-        (lambda r: {"rungs": (_rung(r, sparsity=float("nan")), r.rungs[1])}, "sparsity: expected a number in"),
-        (lambda r: {"rungs": (_rung(r, sparsity=0), r.rungs[1])}, r"sparsity: expected 0 at the rung 0, found 0\.3"),
-        (lambda r: {"rungs": (_rung(r, block_sparsities=(0.5,)), r.rungs[1])}, "expected 2 values, found 1"),
+        (lambda r: {"default": 0.4}, r"default: expected one of the sparsity levels 0\.3, 0\.5, found 0\.4"),
+        (lambda r: {"levels": ()}, "sparsity levels: expected 1 to 16, found 0"),
+        (lambda r: {"levels": r.levels[::-1]}, r"expected ascending sparsities, none twice, found 0\.5, 0\.3"),
+        (lambda r: {"levels": (*r.levels, r.levels[1])}, "expected ascending sparsities, none twice"),
+        (
+            lambda r: {"levels": r.levels[1:]},
+            r"expected masks of the recipe's sparsity levels \(0\.5,\), found \(0\.3, 0\.5\)",
+        ),
+        (lambda r: {"levels": (_level(r, sparsity=-0.1), r.levels[1])}, r"sparsity: expected a number in \[0, 0\.95\]"),
+        (lambda r: {"levels": (_level(r, sparsity=float("nan")), r.levels[1])}, "sparsity: expected a number in"),
+        (
+            lambda r: {"levels": (_level(r, sparsity=0), r.levels[1])},
+            r"sparsity: expected 0 at the sparsity level 0, found 0\.3",
+        ),
+        (lambda r: {"levels": (_level(r, block_sparsities=(0.5,)), r.levels[1])}, "expected 2 values, found 1"),
         (lambda r: {"search": {"loss": float("nan")}}, "expected JSON values only"),
         (lambda r: {"search": {"path": Path()}}, "expected JSON values only"),
     ],
 )
 def test_recipe_that_does_not_fit(changes: Any, message: str, model: Path, tmp_path: Path) -> None:
     source = Checkpoint.open(model)
-    rungs = tiny_rungs(source.config, 0.3, 0.5)
-    recipe = tiny_recipe(source.config, rungs)
+    levels = tiny_levels(source.config, 0.3, 0.5)
+    recipe = tiny_recipe(source.config, levels)
     with pytest.raises(UsageError, match=message):
-        write_bundle(source, dataclasses.replace(recipe, **changes(recipe)), rungs, tmp_path / "out")
+        write_bundle(source, dataclasses.replace(recipe, **changes(recipe)), levels, tmp_path / "out")
 
 
-def _rung(recipe: Recipe, **changes: Any) -> Rung:
-    return dataclasses.replace(recipe.rungs[0], **changes)
+def _level(recipe: Recipe, **changes: Any) -> SparsityLevel:
+    return dataclasses.replace(recipe.levels[0], **changes)
 
 
 @pytest.mark.parametrize("name", ["config.json", "wisparse.json", "../x", "/x", "a/b/c", ".hidden", "a\nb", ""])

@@ -52,10 +52,10 @@ def test_a_named_back_end_is_never_replaced() -> None:
 def test_compiling_is_said_once_and_only_where_something_is_compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from wisparse.kernels import compiling
+    from wisparse.kernels import backend
     from wisparse.kernels.cpu import threads as cpu_threads
 
-    monkeypatch.setattr(compiling, "_said", set())
+    monkeypatch.setattr(backend, "_said", set())
     monkeypatch.setattr(cpu_threads, "_regions", {})
     monkeypatch.setattr(cpu_threads, "prepare", lambda name: 0)
     monkeypatch.setattr(cpu_threads, "compile_regions", lambda regions: None)
@@ -80,12 +80,12 @@ def test_a_compiled_gpu_kernel_is_told_from_one_found_on_disk(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     triton = pytest.importorskip("triton")
-    from wisparse.kernels import compiling
+    from wisparse.kernels import backend
 
     heard = []
-    monkeypatch.setattr(compiling, "_said", set())
+    monkeypatch.setattr(backend, "_said", set())
     monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **event: heard.append(event["cache_hit"]))
-    with caplog.at_level(logging.WARNING, logger="wisparse"), compiling.triton_compiling(8):
+    with caplog.at_level(logging.WARNING, logger="wisparse"), backend.triton_compiling(8):
         listener = triton.knobs.compilation.listener
         more = {"src": None, "metadata": {}, "metadata_group": {}, "times": None}
         listener(cache_hit=True, **more)
@@ -97,8 +97,7 @@ def test_a_compiled_gpu_kernel_is_told_from_one_found_on_disk(
 
 
 def test_a_region_is_found_on_disk_once_it_was_compiled() -> None:
-    from wisparse.kernels.cpu.compile import is_compiled
-    from wisparse.kernels.cpu.regions import REGIONS
+    from wisparse.kernels.cpu.compile import REGIONS, is_compiled
     from wisparse.kernels.cpu.threads import prepare
 
     prepare("transpose_float32")

@@ -20,18 +20,16 @@ from cpu_linear import LinearField, quantize, sparse_linear, transpose
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.kernels.cpu import barrier as cpu_barrier
 from wisparse.kernels.cpu import compile as cpu_compile
+from wisparse.kernels.cpu import compile as cpu_regions
 from wisparse.kernels.cpu import intrinsics as cpu_intrinsics
 from wisparse.kernels.cpu import layout as cpu_layout
-from wisparse.kernels.cpu import regions as cpu_regions
+from wisparse.kernels.cpu import step as cpu_barrier
 from wisparse.kernels.cpu import step as cpu_step
-from wisparse.kernels.cpu import team as cpu_team
+from wisparse.kernels.cpu import threads as cpu_team
 from wisparse.kernels.cpu import threads as cpu_threads
-from wisparse.kernels.cpu.layout import StoredAs
-from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.packing import empty_int4, pack_int4_into, quantize_into, transpose_into
-from wisparse.kernels.cpu.types import aligned_empty
+from wisparse.kernels.cpu.layout import StoredAs, aligned_empty
+from wisparse.kernels.cpu.matrix import Matrix, empty_int4, pack_int4_into, quantize_into, transpose_into
 from wisparse.kernels.reference import from_codes, keep_mask
 from wisparse.kernels.reference import sparse_linear as reference
 

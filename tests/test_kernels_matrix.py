@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from wisparse.formats.model.quantised import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8
-from wisparse.kernels.gpu.products.matrix import COLUMN_BLOCK, Matrix, empty_matrix, put_columns, widen
+from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8
+from wisparse.kernels.gpu.matrix import COLUMN_BLOCK, Matrix, empty_matrix, put_columns, widen
 
 WIDTHS = (37, 300, 8)
 K = 30  # three groups of ten; no multiple of what a word holds
@@ -33,7 +33,7 @@ def filled(kind: str, parts: list[QuantizedMatrix], group: int | None, *, zeros:
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_was_put_in_is_widened_as_its_file_says(kind, group, zeros, dtype, monkeypatch):
-    monkeypatch.setattr("wisparse.kernels.gpu.products.matrix._PIECE", 1000)  # several pieces
+    monkeypatch.setattr("wisparse.kernels.gpu.matrix._PIECE", 1000)  # several pieces
     parts = [quantised(kind, width, i, group, zero_points=zeros) for i, width in enumerate(WIDTHS)]
     matrix = filled(kind, parts, group, zeros=zeros)
     expected = [part.dequantise(dtype) for part in parts]

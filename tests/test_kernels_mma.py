@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from wisparse.kernels.gpu.products.mma import INT8_OFFSET, code_unit, product_source, sum_source, value_scale
+from wisparse.kernels.gpu.packed_gemv import INT8_OFFSET, code_unit, product_source, sum_source, value_scale
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 KINDS = ("int4", "int8", "fp8")

@@ -31,7 +31,7 @@ def has_room(tile, multiprocessors: int, widths: tuple[int, ...]) -> bool:
 
 @given(shapes, st.integers(1, 200), kinds)
 def test_pollers_of_any_shape_have_room(shape, multiprocessors, kind):
-    from wisparse.kernels.gpu.products.tiles import default_tile
+    from wisparse.kernels.gpu.tiles import default_tile
 
     tile = default_tile(multiprocessors, *shape, kind)
     assert has_room(tile, multiprocessors, shape[1])
@@ -44,8 +44,8 @@ def test_pollers_of_any_shape_have_room(shape, multiprocessors, kind):
     shapes, st.integers(1, 200), st.sampled_from([64, 128, 256, 512]), st.integers(1, 64), st.sampled_from([1, 4, 8])
 )
 def test_the_most_pollers_have_room_and_each_thread_its_own_sums(shape, multiprocessors, block_n, splits, warps):
-    from wisparse.kernels.gpu.products.gemv import GemvTile
-    from wisparse.kernels.gpu.products.tiles import most_pollers
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import most_pollers
 
     pollers = most_pollers(multiprocessors, shape[1], block_n, splits, warps)
     tile = GemvTile(block_n, splits=splits, warps=warps, pollers=pollers)  # does not refuse
@@ -54,7 +54,7 @@ def test_the_most_pollers_have_room_and_each_thread_its_own_sums(shape, multipro
 
 @pytest.mark.parametrize("multiprocessors", [132, 114, 78, 8])
 def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocessors):
-    from wisparse.kernels.gpu.products.tiles import TABLE, choose_tile
+    from wisparse.kernels.gpu.tiles import TABLE, choose_tile
 
     for key, tile in TABLE.items():
         _, kind, *codes, shape = key.split(":")
@@ -74,14 +74,14 @@ def test_the_tables_tiles_fit_smaller_chips_of_the_same_generation(multiprocesso
     ],
 )  # fmt: skip
 def test_rows_share_a_list_where_that_was_measured_to_be_faster(batch, dense, kind):
-    from wisparse.kernels.gpu.products.gemv import launch_kind
+    from wisparse.kernels.gpu.gemv import launch_kind
 
     assert launch_kind(batch, dense=dense) == kind
 
 
 def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(caplog):
-    from wisparse.kernels.gpu.products.gemv import GemvTile
-    from wisparse.kernels.gpu.products.tiles import TABLE, cache_file, choose_tile, remember_tiles
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import TABLE, cache_file, choose_tile, remember_tiles
 
     key, tile = "sm90:sparse:4096x4096:1:bfloat16", GemvTile(128, 4, 10, 2)
     remember_tiles({key: tile})
@@ -101,8 +101,8 @@ def test_a_local_tile_is_taken_before_the_table_and_an_impossible_one_is_not(cap
 @pytest.mark.parametrize("field", ["block_n", "block_k", "splits", "warps", "stages", "chunk", "unroll", "trigger"])
 @pytest.mark.parametrize("value", [0, -4, "8", 2.0, None])
 def test_a_damaged_local_tile_is_told_and_ignored(field, value, caplog):
-    from wisparse.kernels.gpu.products.gemv import GemvTile
-    from wisparse.kernels.gpu.products.tiles import TABLE, cache_file, choose_tile, remember_tiles
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import TABLE, cache_file, choose_tile, remember_tiles
 
     key = "sm90:sparse:4096x4096:1:bfloat16"
     remember_tiles({key: GemvTile(128, 4, 10, 2)})
@@ -116,7 +116,7 @@ def test_a_damaged_local_tile_is_told_and_ignored(field, value, caplog):
 
 @given(shapes, kinds, st.integers(1, 200))
 def test_tiles_tried_around_one_have_room_too(shape, kind, multiprocessors):
-    from wisparse.kernels.gpu.products.tiles import default_tile
+    from wisparse.kernels.gpu.tiles import default_tile
     from wisparse.runtime.cuda.kernel_times import _neighbours
 
     tile = default_tile(multiprocessors, *shape, kind)
@@ -139,7 +139,7 @@ def test_tiles_are_tuned_for_the_launches_that_a_step_makes(dtype, kinds):
 
 def test_tiles_are_tuned_on_a_context_that_was_read(monkeypatch, tmp_path):
     """With an empty cache o's input is zero, no channel is kept, and a tile that reads nothing fast would win."""
-    from wisparse.kernels.gpu.products.gemv import GemvTile
+    from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.runtime.cuda import kernel_times
 
     monkeypatch.setenv("WISPARSE_CACHE", str(tmp_path))
@@ -174,7 +174,7 @@ def test_tiles_are_tuned_on_a_context_that_was_read(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("pollers", "multiprocessors"), [(2, 3), (4, 7), (4, 8)])
 def test_a_launch_whose_programs_would_wait_for_ever_is_refused(pollers, multiprocessors, monkeypatch):
     """Two tiles, of projections that are no multiple of one: each poller waits for all others."""
-    from wisparse.kernels.gpu.products import gemv
+    from wisparse.kernels.gpu import gemv
 
     monkeypatch.setattr(gemv, "_places", lambda device: multiprocessors)
     monkeypatch.setattr(gemv, "plan_launch", lambda layout, tile, *arguments: tile)
@@ -188,8 +188,8 @@ def test_a_launch_whose_programs_would_wait_for_ever_is_refused(pollers, multipr
 
 
 def test_the_launcher_refuses_pollers_where_programs_run_one_after_the_other():
-    from wisparse.kernels.gpu.products.gemv import GemvTile, Group, sparse_gemv
-    from wisparse.kernels.gpu.products.matrix import plain_matrix
+    from wisparse.kernels.gpu.gemv import GemvTile, Group, sparse_gemv
+    from wisparse.kernels.gpu.matrix import plain_matrix
 
     group = Group(plain_matrix(torch.ones(50, 72), (72,)), (72,), None, torch.ones(1, 50), torch.zeros(1), False)
     with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu, found 4"):
@@ -219,8 +219,8 @@ def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context
     ],
 )
 def test_which_weights_are_multiplied_on_the_tensor_cores(change, taken):
-    from wisparse.kernels.gpu.products.layout import GemvTile, Layout
-    from wisparse.kernels.gpu.products.packed import packed_lists
+    from wisparse.kernels.gpu.matrix import GemvTile, Layout
+    from wisparse.kernels.gpu.packed_gemv import packed_lists
 
     layout = Layout(4096, (6144,), 768, torch.bfloat16, torch.device("meta"), False, "int4", 128)._replace(**change)
     assert (packed_lists(layout, GemvTile(256, 1, 8, 4), 1) is not None) == taken
@@ -236,8 +236,8 @@ def test_which_weights_are_multiplied_on_the_tensor_cores(change, taken):
     grouped=st.booleans(),
 )
 def test_lists_hold_what_is_read_ahead(k, splits, unroll, chunk, batch, grouped):
-    from wisparse.kernels.gpu.products.layout import GemvTile, Layout
-    from wisparse.kernels.gpu.products.packed import packed_chunk, packed_lists
+    from wisparse.kernels.gpu.matrix import GemvTile, Layout
+    from wisparse.kernels.gpu.packed_gemv import packed_chunk, packed_lists
 
     layout = Layout(k, (512,), 64, torch.float16, torch.device("meta"), False, "int4", 16 if grouped else k)
     tile = GemvTile(256, 1, splits, 4, unroll=unroll, chunk=chunk)

@@ -20,8 +20,8 @@ from wisparse.runtime.torch.decoder import TorchDecoder
 
 pytest.importorskip("onnx", reason="needs the onnx extra")
 
-from wisparse.formats.onnx.file import export_onnx
-from wisparse.onnx_check import rotary_tables
+from wisparse.commands.export_onnx import rotary_tables
+from wisparse.formats.onnx.export import export_onnx
 
 pytestmark = pytest.mark.slow
 

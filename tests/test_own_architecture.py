@@ -11,10 +11,10 @@ import torch
 from bundle_maker import make_bundle
 from transformers import AutoModelForCausalLM
 
+from wisparse.formats import architectures
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model import architectures
-from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"

@@ -148,7 +148,7 @@ def test_wheel_holds_every_module(checkout: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["root", "elsewhere"])
 def test_every_module_imports(kind: str, place: str, installs: dict[str, Path], checkout: Path, tmp_path: Path) -> None:
     # They need the `eval` and the `vllm` extra.
-    optional = {"wisparse.runtime.lm_eval_adapter", "wisparse.runtime.tasks.interpreter_chains_task"}
+    optional = {"wisparse.runtime.lm_eval", "wisparse.runtime.tasks.interpreter_chains_task"}
     optional |= {"wisparse.runtime.vllm.config", "wisparse.runtime.vllm.linear"}
     names = [name for name in _modules() if name not in optional]
     code = f"import importlib\nfor name in {names!r}: importlib.import_module(name)\nprint('all')"

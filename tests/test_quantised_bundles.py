@@ -14,13 +14,13 @@ from safetensors.torch import load_file
 from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.commands.export_onnx import command as export_onnx
-from wisparse.converter.model.source import load_source
+from wisparse.converter.source import load_source
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.verify import verify_bundle
-from wisparse.formats.weights.checkpoint import Checkpoint
 from wisparse.runtime.backends import make_decoder
-from wisparse.runtime.decoding.memory import weight_bytes
+from wisparse.runtime.decoding.decoder import weight_bytes
 
 BY_TRANSFORMERS = ["pack int4 groups", "pack int8 rows", "fp8 rows"]
 TOKENS = torch.tensor([5, 17, 250, 3, 99, 101, 7, 7, 30, 31])

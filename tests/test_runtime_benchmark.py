@@ -14,13 +14,12 @@ from click.testing import CliRunner
 from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
-from wisparse.commands.bench import command
+from wisparse.commands.bench import command, compiled_rates, time_compiled
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError
+from wisparse.runtime.backends import load
 from wisparse.runtime.benchmark import Workload, compare, prompts
-from wisparse.runtime.loader import load
 from wisparse.runtime.timing import read_bandwidth_gbps
-from wisparse.torch_compile import compiled_rates, time_compiled
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +45,7 @@ def test_figures_hang_together(bundle: Path) -> None:
 def test_the_dense_model_is_not_compared_with_itself(bundle: Path) -> None:
     result = CliRunner().invoke(command, [str(bundle), "--backend", "torch", "--sparsity", "0"])
     assert isinstance(result.exception, UsageError)
-    assert str(result.exception) == "sparsity: expected a rung to compare with the dense model, found 0"
+    assert str(result.exception) == "sparsity: expected a sparsity level to compare with the dense model, found 0"
 
 
 def test_command_compares_all_that_weights_can_be_held_as(bundle: Path) -> None:
@@ -181,7 +180,7 @@ def test_the_baseline_is_really_compiled(tmp_path: Path) -> None:
 
 def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
-    monkeypatch.setattr("wisparse.runtime.loader.load", lambda *_, **__: pytest.fail("loaded first"))
+    monkeypatch.setattr("wisparse.runtime.backends.load", lambda *_, **__: pytest.fail("loaded first"))
     result = CliRunner().invoke(command, [str(bundle), "--device", "cpu", "--baseline", "torch.compile"])
     assert isinstance(result.exception, UsageError)
     assert str(result.exception) == (

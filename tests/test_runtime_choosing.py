@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import wisparse
 from wisparse.formats.errors import UsageError
-from wisparse.formats.prefill import sparse_from
+from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.sampling import SamplingSettings
 from wisparse.runtime.generation.choosing import Chooser, score_prompt
 from wisparse.runtime.generation.scheduler import Scheduler

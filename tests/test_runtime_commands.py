@@ -18,7 +18,7 @@ from tiny_bundle import resign
 
 import wisparse
 from wisparse.cli import main
-from wisparse.commands.batch import Batch
+from wisparse.commands.generate import Batch
 from wisparse.formats.errors import UsageError
 
 
@@ -221,7 +221,7 @@ def test_loading_needs_about_one_model_of_memory(qwen_model: Path, tmp_path: Pat
     folder = make_bundle(qwen_model, tmp_path / "bundle", 0.4)
     script = """
 import resource, sys
-import wisparse, wisparse.runtime.loader, wisparse.runtime.torch.decoder
+import wisparse, wisparse.runtime.backends, wisparse.runtime.torch.decoder
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 before = peak()
 model = wisparse.load(sys.argv[1], backend="torch", max_seq_len=64)

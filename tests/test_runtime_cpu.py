@@ -23,11 +23,10 @@ from torch import Tensor
 
 import wisparse
 from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
-from wisparse.formats.model.quantised import quantise_int4, quantise_int8
-from wisparse.formats.model.weight_types import group_of
-from wisparse.formats.weights.checkpoint import Checkpoint
-from wisparse.kernels.cpu import team as cpu_team
+from wisparse.formats.weight_types import group_of, quantise_int4, quantise_int8
+from wisparse.kernels.cpu import threads as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
@@ -35,7 +34,7 @@ from wisparse.runtime.cpu import step as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.cpu.weights import read_matrix
 from wisparse.runtime.model import Model
-from wisparse.runtime.torch import linear as torch_linear
+from wisparse.runtime.torch import block as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 # Every feature once: biases, odd head sizes, rotary scalings, windows, head norms, fused and untied weights, and what

@@ -14,11 +14,11 @@ from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
+from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings
 from wisparse.runtime.model import Generation, Model
-from wisparse.runtime.text.edge import Text
+from wisparse.runtime.text.text import Text
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 pytestmark = [

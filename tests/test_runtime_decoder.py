@@ -14,8 +14,8 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.prefill import PREFILL_POLICIES, sparse_from
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.weight_types import PREFILL_POLICIES, sparse_from
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings

@@ -15,8 +15,8 @@ from runtime_models import make_checkpoint
 import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.onnx.file import export_onnx
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.onnx.export import export_onnx
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.torch.delta_net import apply_delta_rule
 

@@ -17,8 +17,7 @@ from bundle_maker import make_bundle
 import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.runtime.decoding.sampling import SamplingSettings
-from wisparse.runtime.generation.answer import Piece
-from wisparse.runtime.generation.engine import Engine, QueueFullError
+from wisparse.runtime.generation.engine import Engine, Piece, QueueFullError
 from wisparse.runtime.model import Model
 
 GREEDY = SamplingSettings()

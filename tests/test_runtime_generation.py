@@ -22,12 +22,12 @@ import wisparse
 from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError, BundleError, ContextLengthError, UsageError, WisparseError
-from wisparse.formats.prefill import sparse_from
+from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.backends import make_decoder
-from wisparse.runtime.decoding.memory import default_max_seq_len, weight_bytes
+from wisparse.runtime.decoding.decoder import default_max_seq_len, weight_bytes
 from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.model import Model
-from wisparse.runtime.text.edge import stop_ids
+from wisparse.runtime.text.text import stop_ids
 
 
 @pytest.fixture(scope="module")
@@ -459,7 +459,7 @@ def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> N
 
     def with_free(count: int, max_batch: int = 1, device: str = "cpu") -> int:
         monkeypatch.setattr(
-            "wisparse.runtime.decoding.memory.available_bytes", lambda device: count * 4 * position + 1000
+            "wisparse.runtime.decoding.decoder.available_bytes", lambda device: count * 4 * position + 1000
         )
         return default_max_seq_len(tiny.config, torch.float32, torch.device(device), max_batch, 1000)
 

@@ -23,11 +23,11 @@ from torch import Tensor
 
 from wisparse.cli import main
 from wisparse.formats import hub
+from wisparse.formats.card import read_findings
 from wisparse.formats.errors import AccessError, UsageError
-from wisparse.formats.prefill import sparse_from
-from wisparse.formats.record.findings import read_findings
 from wisparse.formats.verify import verify_bundle
-from wisparse.runtime.loader import load
+from wisparse.formats.weight_types import sparse_from
+from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
 from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, loops, make_prompts
 from wisparse.runtime.tasks.interpreter_chains import COUNT, SEED, STEPS, make_chains
@@ -42,15 +42,8 @@ import lm_eval.tasks
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from wisparse.runtime import lm_eval_adapter
-from wisparse.runtime.lm_eval_adapter import (
-    PAPER_TASKS,
-    QUESTIONS,
-    WisparseLM,
-    _questions,
-    _task_manager,
-    evaluate_tasks,
-)
+from wisparse.runtime import lm_eval
+from wisparse.runtime.lm_eval import PAPER_TASKS, QUESTIONS, WisparseLM, _questions, _task_manager, evaluate_tasks
 
 
 @pytest.fixture(scope="module")
@@ -308,7 +301,7 @@ def test_the_metrics_of_our_tasks_are_not_looked_up(
     """The harness asks the Hub for a metric that it does not know, and says as an error that it found none."""
     asked: list[str] = []
     monkeypatch.setattr(evaluate, "load", lambda name, *_, **__: asked.append(name))
-    evaluate_tasks(model, list(lm_eval_adapter.OWN_TASKS), limit=1)
+    evaluate_tasks(model, list(lm_eval.OWN_TASKS), limit=1)
     assert asked == []
     assert "evaluate library" not in capfd.readouterr().err + caplog.text.lower()
 
@@ -403,7 +396,7 @@ def test_without_a_network_it_ends_in_one_sentence(
         logging.getLogger("huggingface_hub.utils").warning("thrown while requesting HEAD; retrying in 1s [Retry 1/5].")
         raise failure
 
-    monkeypatch.setattr(lm_eval_adapter, "is_reachable", lambda: True)  # it goes away later
+    monkeypatch.setattr(lm_eval, "is_reachable", lambda: True)  # it goes away later
     monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
     with pytest.raises(SystemExit) as exit_info:
         main(["eval", str(bundle), "--tasks", "gsm8k,mmlu", "--backend", "torch", "--device", "cpu"])
@@ -453,7 +446,7 @@ def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
         raise ValueError("Couldn't find cache for openai/gsm8k for config 'main'\nAvailable configs in the cache: []")
 
     before = switches()
-    monkeypatch.setattr(lm_eval_adapter, "is_reachable", lambda: False)
+    monkeypatch.setattr(lm_eval, "is_reachable", lambda: False)
     monkeypatch.setattr(lm_eval, "simple_evaluate", cached)
     with pytest.raises(AccessError, match=r"gsm8k \(openai/gsm8k\) are not in the cache"):
         evaluate_tasks(model, ["gsm8k"])
@@ -461,7 +454,7 @@ def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
 
 
 def test_a_task_that_brings_its_data_asks_nobody(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_eval_adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
+    monkeypatch.setattr(lm_eval, "is_reachable", lambda: pytest.fail("asks the Hub"))
     assert evaluate_tasks(model, ["interpreter_lines"], limit=1)["interpreter_lines"]["num_questions"] == 1
 
 

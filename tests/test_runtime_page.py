@@ -15,7 +15,7 @@ from browser import Browser, Tab, find_chromium
 from served import NAME, TEMPLATE, Running, with_template
 
 import wisparse
-from wisparse.runtime.generation.answer import Writer
+from wisparse.runtime.generation.engine import Writer
 from wisparse.runtime.model import Model
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -119,11 +119,11 @@ def test_dense_and_sparse_side_by_side(
     folder = with_template(example_model, tmp_path, TEMPLATE, 0.3, 0.6)
     talk: list[Any] = [{"role": "user", "content": "what?"}]
     expected: dict[float, list[str]] = {}
-    for rung in (0.6, 0.0):
-        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256, sparsity=rung) as alone:
+    for level in (0.6, 0.0):
+        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256, sparsity=level) as alone:
             first = alone.generate(talk, max_new_tokens=20).text
             follow = [*talk, {"role": "assistant", "content": first}, {"role": "user", "content": "and then?"}]
-            expected[rung] = [first, alone.generate(follow, max_new_tokens=20).text]
+            expected[level] = [first, alone.generate(follow, max_new_tokens=20).text]
     assert expected[0.0] != expected[0.6]
     decode, go_on = TorchDecoder.decode, threading.Event()
 

@@ -17,8 +17,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings
-from wisparse.runtime.generation.prefix import Prefixes
-from wisparse.runtime.generation.scheduler import Job, Request, Scheduler
+from wisparse.runtime.generation.scheduler import Job, Prefixes, Request, Scheduler
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")

@@ -1,4 +1,4 @@
-"""The rungs of one bundle: switching on a running model is loading at that rung, on every back end; and answering a
+"""The sparsity levels of one bundle: switching on a running model is loading at that sparsity level, on every back end; and answering a
 request that names one."""
 
 from __future__ import annotations
@@ -23,13 +23,11 @@ from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingSettings
-from wisparse.runtime.generation.answer import Piece
-from wisparse.runtime.generation.engine import Engine, Ticket
-from wisparse.runtime.generation.rungs import Rungs
-from wisparse.runtime.generation.scheduler import Request, Scheduler
+from wisparse.runtime.generation.engine import Engine, Piece, Ticket
+from wisparse.runtime.generation.scheduler import Request, Scheduler, SparsityLevels
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-RUNGS = (0.3, 0.5, 0.7)
+LEVELS = (0.3, 0.5, 0.7)
 CPU = torch.device("cpu")
 DECODERS: dict[str, type[Decoder]] = {"torch": TorchDecoder, "numba": CpuDecoder}
 PROMPT = torch.arange(3, 15)
@@ -37,14 +35,14 @@ PROMPT = torch.arange(3, 15)
 
 @pytest.fixture(scope="module", params=["qwen2", "phi3"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three rungs with output biases; biases of its own, or fused projections."""
-    folder = tmp_path_factory.mktemp("rungs")
-    return make_bundle(make_checkpoint(request.param, folder / "source"), folder / "bundle", *RUNGS, bias=0.5)
+    """Three sparsity levels with output biases; biases of its own, or fused projections."""
+    folder = tmp_path_factory.mktemp("levels")
+    return make_bundle(make_checkpoint(request.param, folder / "source"), folder / "bundle", *LEVELS, bias=0.5)
 
 
 @pytest.fixture(scope="module")
 def example(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bundle(example_model, tmp_path_factory.mktemp("rungs") / "bundle", *RUNGS, bias=0.02)
+    return make_bundle(example_model, tmp_path_factory.mktemp("levels") / "bundle", *LEVELS, bias=0.02)
 
 
 def make(bundle: Bundle, backend: str, **settings: Any) -> Decoder:
@@ -65,7 +63,7 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str) -> 
     """To the bit, whatever was in force before; dense too."""
     opened = Bundle.open(bundle)
     decoder = make(opened, backend)
-    expected = {sparsity: run(make(opened.at(sparsity), backend)) for sparsity in (0.0, *RUNGS)}
+    expected = {sparsity: run(make(opened.at(sparsity), backend)) for sparsity in (0.0, *LEVELS)}
     for sparsity in (0.7, 0.3, 0.0, 0.5, 0.3, 0.7, 0.0):
         decoder.set_masks(opened.at(sparsity).masks)
         assert decoder.lengths == [0, 0]
@@ -82,8 +80,8 @@ def test_weights_stay_rounded(bundle: Path, weights: str) -> None:
         assert torch.equal(run(decoder), run(make(opened.at(sparsity), "numba", weights=weights)))
 
 
-@pytest.mark.parametrize("sparsity", [0.0, *RUNGS])
-def test_back_ends_agree_at_every_rung(bundle: Path, sparsity: float) -> None:
+@pytest.mark.parametrize("sparsity", [0.0, *LEVELS])
+def test_back_ends_agree_at_every_level(bundle: Path, sparsity: float) -> None:
     opened = Bundle.open(bundle).at(sparsity)
     found, expected = run(make(opened, "numba")), run(make(opened, "torch"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -106,7 +104,7 @@ def test_output_biases_are_added_where_the_masks_are_in_force(bundle: Path) -> N
 
 @pytest.mark.parametrize("backend", DECODERS)
 def test_a_running_model_switches(example: Path, backend: str) -> None:
-    """Token for token what loading at the rung gives, and at 0 what the dense model gives."""
+    """Token for token what loading at the sparsity level gives, and at 0 what the dense model gives."""
 
     def tokens(model: wisparse.Model) -> list[tuple[int, ...]]:
         answers = model.generate(["def f(x):\n", "import os\n"], max_new_tokens=12, prefill="half")
@@ -114,14 +112,14 @@ def test_a_running_model_switches(example: Path, backend: str) -> None:
 
     settings: dict[str, Any] = {"backend": backend, "device": "cpu", "dtype": "float32", "max_seq_len": 64}
     expected = {}
-    for sparsity in (0, *RUNGS):
+    for sparsity in (0, *LEVELS):
         with wisparse.load(example, sparsity=sparsity, **settings) as alone:
             assert alone.sparsity == sparsity
             expected[sparsity] = tokens(alone)
     assert len({str(answer) for answer in expected.values()}) > 1
     with wisparse.load(example, **settings) as model:
-        assert model.sparsity == RUNGS[-1]
-        for sparsity in (*RUNGS, 0, 0.3):
+        assert model.sparsity == LEVELS[-1]
+        for sparsity in (*LEVELS, 0, 0.3):
             model.sparsity = sparsity
             assert model.sparsity == sparsity
             assert f"sparsity {sparsity:g}," in repr(model)
@@ -131,36 +129,36 @@ def test_a_running_model_switches(example: Path, backend: str) -> None:
             )
 
 
-def answers_at_every_rung(bundle: Path, backend: str, count: int) -> list[tuple[int, ...]]:
-    """The tokens of two prompts at each rung and dense, the model switched from one to the next."""
+def answers_at_every_level(bundle: Path, backend: str, count: int) -> list[tuple[int, ...]]:
+    """The tokens of two prompts at each sparsity level and dense, the model switched from one to the next."""
     found = []
     with wisparse.load(bundle, backend=backend, device="cpu", dtype="float32", max_seq_len=64) as model:
-        for sparsity in (0, *RUNGS):
+        for sparsity in (0, *LEVELS):
             model.sparsity = sparsity
             answers = model.generate(["def f(x):\n", "import os\n"], max_new_tokens=count, prefill="half")
             found += [answer.token_ids for answer in answers]
     return found
 
 
-def test_back_ends_give_a_real_models_tokens_at_every_rung(example: Path) -> None:
-    found, expected = (answers_at_every_rung(example, backend, 16) for backend in ("numba", "torch"))
-    assert len(set(expected)) > len(RUNGS)
+def test_back_ends_give_a_real_models_tokens_at_every_level(example: Path) -> None:
+    found, expected = (answers_at_every_level(example, backend, 16) for backend in ("numba", "torch"))
+    assert len(set(expected)) > len(LEVELS)
     assert found == expected
 
 
 @pytest.mark.slow
-def test_back_ends_give_a_larger_models_tokens_at_every_rung(qwen_model: Path, tmp_path: Path) -> None:
+def test_back_ends_give_a_larger_models_tokens_at_every_level(qwen_model: Path, tmp_path: Path) -> None:
     """Biases at q, k and v, embeddings of their own, and output biases in the masks."""
-    bundle = make_bundle(qwen_model, tmp_path / "bundle", *RUNGS, bias=0.02)
-    found, expected = (answers_at_every_rung(bundle, backend, 12) for backend in ("numba", "torch"))
-    assert len(set(expected)) > len(RUNGS)
+    bundle = make_bundle(qwen_model, tmp_path / "bundle", *LEVELS, bias=0.02)
+    found, expected = (answers_at_every_level(bundle, backend, 12) for backend in ("numba", "torch"))
+    assert len(set(expected)) > len(LEVELS)
     assert found == expected
 
 
 def test_what_cannot_be_set(example: Path) -> None:
     model = wisparse.load(example, backend="torch", device="cpu", max_seq_len=64)
     with pytest.raises(
-        UsageError, match=r"one of the bundle's rungs, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
+        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found"
     ):
         model.sparsity = 0.4
     stream = model.stream("def f", max_new_tokens=8)
@@ -173,12 +171,12 @@ def test_what_cannot_be_set(example: Path) -> None:
     model.close()
     with pytest.raises(UsageError, match="the model was closed"):
         model.sparsity = 0.5
-    with pytest.raises(UsageError, match="one of the bundle's rungs"):
+    with pytest.raises(UsageError, match="one of the bundle's sparsity levels"):
         wisparse.load(example, sparsity=0.31)
 
 
-def test_verbs_take_a_rung(example: Path) -> None:
-    """And what they print is that rung's answer."""
+def test_verbs_take_a_level(example: Path) -> None:
+    """And what they print is that sparsity level's answer."""
     model = wisparse.load(example, device="cpu", sparsity=0.3)
     expected = model.generate("def f", max_new_tokens=8).text
     run = CliRunner().invoke
@@ -194,7 +192,7 @@ def test_verbs_take_a_rung(example: Path) -> None:
     }.items():
         refused = run(cli, [verb, str(example), "--sparsity", "0.4", *more])
         assert isinstance(refused.exception, UsageError), (verb, refused.output)
-        assert "one of the bundle's rungs, 0.3, 0.5, 0.7, or 0" in str(refused.exception)
+        assert "one of the bundle's sparsity levels, 0.3, 0.5, 0.7, or 0" in str(refused.exception)
     inspected = run(cli, ["inspect", str(example), "--sparsity", "0.3"]).stdout
     assert "at 30.0%" in inspected
     text = Bundle.open(example).recipe.calibration
@@ -202,24 +200,24 @@ def test_verbs_take_a_rung(example: Path) -> None:
     assert told in " ".join(inspected.split())  # a product of the two it need not be
 
 
-def test_three_rungs_take_hardly_more_room_than_one(example_model: Path, tmp_path: Path) -> None:
+def test_three_levels_take_hardly_more_room_than_one(example_model: Path, tmp_path: Path) -> None:
     def size(folder: Path) -> int:
         return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
     one = make_bundle(example_model, tmp_path / "one", 0.5)
-    three = make_bundle(example_model, tmp_path / "three", *RUNGS)
+    three = make_bundle(example_model, tmp_path / "three", *LEVELS)
     # 1.009: this model's rows are short, so a scale weighs more beside its row than in any model in use.
     assert size(three) < 1.01 * size(one)
 
 
-# ---------------------------------------------------------------------------------------- requests that name a rung
+# ---------------------------------------------------------------------------------------- requests that name a sparsity level
 
 
 PIECE = 8
 
 
 class Bench:
-    """An engine on a tiny model, stepped by hand, and what each request gets from a decoder made at its rung."""
+    """An engine on a tiny model, stepped by hand, and what each request gets from a decoder made at its sparsity level."""
 
     def __init__(self, folder: Path) -> None:
         self.bundle = Bundle.open(folder)
@@ -235,7 +233,7 @@ class Bench:
         return decoder
 
     def renew(self) -> None:
-        """Another engine on the same decoder, whatever rung that is at."""
+        """Another engine on the same decoder, whatever sparsity level that is at."""
         self.decoder.set_masks(self.bundle.masks)
         self.engine = Engine(self.decoder, None, self.bundle)
         self.answers: list[list[int]] = []
@@ -261,11 +259,11 @@ class Bench:
         self.engine.drive(lambda: not self.engine.state.running or next(left, None) is None)
 
     def alone(self, request: Request) -> list[int]:
-        rung = self.bundle.sparsity if request.sparsity is None else request.sparsity
+        level = self.bundle.sparsity if request.sparsity is None else request.sparsity
         if request not in self._alone:
-            if rung not in self._made:
-                self._made[rung] = self.make(self.bundle.at(rung))
-            scheduler = Scheduler(self._made[rung])
+            if level not in self._made:
+                self._made[level] = self.make(self.bundle.at(level))
+            scheduler = Scheduler(self._made[level])
             job = scheduler.submit(replace(request, sparsity=None))
             while scheduler.busy:
                 scheduler.step()
@@ -290,7 +288,7 @@ REQUESTS = st.builds(
     st.integers(1, 9),
     st.sampled_from([SamplingSettings(), SamplingSettings(1.0, seed=3)]),
     prefill=st.sampled_from(["dense", "dense", "half", "all"]),
-    sparsity=st.sampled_from([None, 0, *RUNGS]),
+    sparsity=st.sampled_from([None, 0, *LEVELS]),
 )
 ACTIONS = st.lists(
     st.one_of(
@@ -306,7 +304,7 @@ ACTIONS = st.lists(
 
 @given(actions=ACTIONS)
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_requests_for_any_rungs_get_what_loading_at_theirs_gives(bench: Bench, actions: list[Any]) -> None:
+def test_requests_for_any_levels_get_what_loading_at_theirs_gives(bench: Bench, actions: list[Any]) -> None:
     """And their first tokens in the order in which they came."""
     bench.renew()
     requests: list[Request] = []
@@ -334,7 +332,7 @@ def wish(sparsity: float | None, count: int = 12, prompt: tuple[int, ...] = SHAR
     return Request(prompt, count, prefill=prefill, sparsity=sparsity)
 
 
-def test_who_waits_for_another_rung_is_not_overtaken(bench: Bench) -> None:
+def test_who_waits_for_another_level_is_not_overtaken(bench: Bench) -> None:
     bench.renew()
     wanted = [wish(0.7), wish(0.3, 3), wish(0.7, 2), wish(None, 2)]
     for one in wanted:
@@ -348,7 +346,7 @@ def test_who_waits_for_another_rung_is_not_overtaken(bench: Bench) -> None:
     assert bench.answers == [bench.alone(one) for one in wanted]
 
 
-def test_who_is_cancelled_while_waiting_for_a_rung_holds_nobody_up(bench: Bench) -> None:
+def test_who_is_cancelled_while_waiting_for_a_level_holds_nobody_up(bench: Bench) -> None:
     bench.renew()
     bench.ask(wish(0.7, 20))
     waiting = bench.ask(wish(0.3))
@@ -384,8 +382,8 @@ def test_a_switch_that_fails_is_that_requests_failure(bench: Bench, monkeypatch:
 
 
 @pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])
-def test_what_was_read_dense_serves_at_every_rung(bench: Bench, prefill: str, kept: int) -> None:
-    scheduler = Scheduler(bench.decoder, Rungs(bench.decoder, bench.bundle))
+def test_what_was_read_dense_serves_at_every_level(bench: Bench, prefill: str, kept: int) -> None:
+    scheduler = Scheduler(bench.decoder, SparsityLevels(bench.decoder, bench.bundle))
     bench.decoder.set_masks(bench.bundle.masks)
 
     def cached(sparsity: float) -> int:
@@ -401,7 +399,7 @@ def test_what_was_read_dense_serves_at_every_rung(bench: Bench, prefill: str, ke
     assert [cached(sparsity) for sparsity in (0, 0.3, 0.5)] == [kept] * 3
 
 
-def test_a_model_keeps_its_own_rung(example: Path) -> None:
+def test_a_model_keeps_its_own_level(example: Path) -> None:
     """Whatever others name."""
     model = wisparse.load(example, backend="torch", device="cpu", dtype="float32", max_seq_len=64, sparsity=0.5)
     expected = model.generate("def f", max_new_tokens=8).token_ids
@@ -416,6 +414,6 @@ def test_a_model_keeps_its_own_rung(example: Path) -> None:
     model.engine.stop()
     measured = model.engine.call(lambda: model.decoder.logits(PROMPT, 0).clone())
     assert torch.equal(measured, make(Bundle.open(example).at(0.5), "torch").logits(PROMPT, 0))
-    with pytest.raises(UsageError, match=r"rungs, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found 0\.4"):
+    with pytest.raises(UsageError, match=r"sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found 0\.4"):
         model.engine.check(wish(0.4))
     model.close()

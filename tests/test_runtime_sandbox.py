@@ -21,13 +21,12 @@ import pytest
 import tokenizers
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
+from wisparse.formats import sandbox
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError, printable
-from wisparse.formats.guard import sandbox
-from wisparse.formats.guard.sandbox import Worker, WorkerError
-from wisparse.formats.guard.template import ChatTemplate
-from wisparse.runtime.loader import load
-from wisparse.runtime.text.edge import Text, check_text
+from wisparse.formats.sandbox import ChatTemplate, Worker, WorkerError
+from wisparse.runtime.backends import load
+from wisparse.runtime.text.text import Text, check_text
 from wisparse.runtime.text.tokenizer import is_plain, read_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -202,7 +201,7 @@ def test_it_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SCRIPT = """
 import sys
-from wisparse.formats.guard.template import ChatTemplate
+from wisparse.formats.sandbox import ChatTemplate
 text = ChatTemplate({source!r}, {{}}).render([{{"role": "user", "content": "hi"}}])
 with open(sys.argv[1], "w") as file:
     file.write(text)

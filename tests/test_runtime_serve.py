@@ -31,14 +31,13 @@ from wisparse.formats.errors import UsageError
 from wisparse.runtime.generation.engine import Engine
 from wisparse.runtime.generation.scheduler import Request
 from wisparse.runtime.model import Model
-from wisparse.runtime.protocol.answers import Growing
+from wisparse.runtime.protocol.answers import Growing, Thinking, ThoughtCount
 from wisparse.runtime.protocol.errors import ApiError
-from wisparse.runtime.protocol.requests import Defaults, read_chat, read_completion
-from wisparse.runtime.protocol.thinking import Thinking, ThoughtCount
-from wisparse.runtime.protocol.unsupported import ANSWER, RESPONSE
-from wisparse.runtime.serve import admission, answering, connection, wire
+from wisparse.runtime.protocol.requests import ANSWER, RESPONSE, Defaults, read_chat, read_completion
+from wisparse.runtime.serve import app
+from wisparse.runtime.serve import server as serve_server
+from wisparse.runtime.serve.app import ServeSettings
 from wisparse.runtime.serve.server import make_app, open_socket
-from wisparse.runtime.serve.settings import ServeSettings
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +141,7 @@ def test_what_comes_together_goes_out_together(server: Running, model: Model, mo
 
     expected = model.generate("def f(x):", max_new_tokens=40).text
     monkeypatch.setattr(TorchDecoder, "decode", after_the_first)
-    monkeypatch.setattr(answering, "_GATHER_SECONDS", 600.0)
+    monkeypatch.setattr(app, "_GATHER_SECONDS", 600.0)
     stream = server.client().completions.create(
         model=NAME, prompt="def f(x):", max_tokens=40, temperature=0, stream=True
     )
@@ -218,15 +217,15 @@ def test_more_prompts_than_go_at_once(server: Running, model: Model, stream: boo
     assert texts == [prompt + model.generate(prompt, max_new_tokens=5).text for prompt in prompts]
 
 
-def test_a_request_names_its_rung(example_model: Path, tmp_path: Path) -> None:
-    """Several clients at once, each for other rungs than its neighbours."""
-    rungs = (0.3, 0.6)
-    folder = with_template(example_model, tmp_path, TEMPLATE, *rungs)
+def test_a_request_names_its_level(example_model: Path, tmp_path: Path) -> None:
+    """Several clients at once, each for other sparsity levels than its neighbours."""
+    levels = (0.3, 0.6)
+    folder = with_template(example_model, tmp_path, TEMPLATE, *levels)
     messages: list[Any] = [{"role": "user", "content": "def f(x):"}]
     expected = {}
-    for rung in (0, *rungs):
-        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256, sparsity=rung) as alone:
-            expected[rung] = alone.generate(messages, max_new_tokens=12).text
+    for level in (0, *levels):
+        with wisparse.load(folder, dtype="float32", backend="torch", max_seq_len=256, sparsity=level) as alone:
+            expected[level] = alone.generate(messages, max_new_tokens=12).text
     assert len(set(expected.values())) == 3
     running = Running(folder)
     try:
@@ -235,12 +234,12 @@ def test_a_request_names_its_rung(example_model: Path, tmp_path: Path) -> None:
         def client(number: int) -> None:
             openai_client = running.client()
             for turn in range(2):
-                rung = (None, 0, 0.3, 0.6)[(number + turn) % 4]
-                more: Any = {} if rung is None else {"extra_body": {"sparsity": rung}}
+                level = (None, 0, 0.3, 0.6)[(number + turn) % 4]
+                more: Any = {} if level is None else {"extra_body": {"sparsity": level}}
                 answer = openai_client.chat.completions.create(
                     model=NAME, messages=messages, max_tokens=12, temperature=0, **more
                 )
-                found.append((rung, answer.choices[0].message.content or ""))
+                found.append((level, answer.choices[0].message.content or ""))
 
         threads = [threading.Thread(target=client, args=(number,)) for number in range(4)]
         for thread in threads:
@@ -248,7 +247,7 @@ def test_a_request_names_its_rung(example_model: Path, tmp_path: Path) -> None:
         for thread in threads:
             thread.join(60)
         assert len(found) == 8
-        assert all(text == expected[0.6 if rung is None else rung] for rung, text in found)
+        assert all(text == expected[0.6 if level is None else level] for level, text in found)
         response = running.client().responses.create(
             model=NAME, input="def f(x):", max_output_tokens=12, temperature=0, extra_body={"sparsity": 0}
         )
@@ -259,7 +258,7 @@ def test_a_request_names_its_rung(example_model: Path, tmp_path: Path) -> None:
         for path, body in (("completions", {"prompt": "a"}), ("responses", {"input": "a"})):
             status, refused = running.post(f"/v1/{path}", {**body, "sparsity": 0.4})
             assert (status, refused["error"]["param"]) == (400, "sparsity")
-            assert "one of the bundle's rungs, 0.3, 0.6, or 0 for the dense model, found 0.4" in str(refused)
+            assert "one of the bundle's sparsity levels, 0.3, 0.6, or 0 for the dense model, found 0.4" in str(refused)
     finally:
         running.stop()
 
@@ -841,8 +840,8 @@ def test_a_client_that_goes_takes_its_request_with_it(server: Running, stream: b
 
 
 def test_a_client_that_does_not_read_is_dropped(server: Running, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "PATIENCE_SECONDS", 0.5)
-    monkeypatch.setattr(answering, "_GATHER_SECONDS", 0.0)
+    monkeypatch.setattr(app, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(app, "_GATHER_SECONDS", 0.0)
     # Events so large that the sockets' buffers fill: every token's comes with a name of 60 kB.
     monkeypatch.setattr(Growing, "piece", lambda self, index, pieces: b"data: " + b"x" * 300_000 + b"\n\n")
     gone = server.metric("wisparse_cancelled_total")
@@ -859,7 +858,7 @@ def test_a_client_that_does_not_read_is_dropped(server: Running, model: Model, m
 
 
 def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr(app, "PATIENCE_SECONDS", 0.3)
     one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     one.sendall(
         b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 50\r\n\r\n{"
@@ -890,7 +889,7 @@ def test_a_body_that_is_too_large_is_not_waited_for(server: Running) -> None:
 def test_a_connection_that_asks_nothing_is_closed(
     server: Running, model: Model, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(serve_server, "PATIENCE_SECONDS", 0.05)
     asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0})
     one = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     one.sendall(sent)
@@ -908,7 +907,7 @@ def test_a_connection_that_asks_nothing_is_closed(
 def test_more_connections_than_files(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "stream": True})
     assert asking.recv(100)
-    monkeypatch.setattr(connection, "most_connections", lambda: 4)
+    monkeypatch.setattr(serve_server, "most_connections", lambda: 4)
     idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(8)]
     assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
     assert [one.recv(1) for one in idle[:4]] == [b""] * 4  # the oldest made room

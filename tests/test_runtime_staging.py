@@ -12,9 +12,8 @@ from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tin
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
-from wisparse.formats.model.quantised import QuantizedMatrix
-from wisparse.formats.model.weight_types import round_weight
-from wisparse.runtime.cuda.staging import staged_reads
+from wisparse.formats.weight_types import QuantizedMatrix, round_weight
+from wisparse.runtime.cuda.graph import staged_reads
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -126,7 +125,7 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
 @pytest.mark.parametrize("scheme", PUBLISHED)
 def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.products.matrix import widen
+    from wisparse.kernels.gpu.matrix import widen
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["llama"])
@@ -153,7 +152,7 @@ def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path
 def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -> None:
     """From plain ones as the table of types says; codes of the kind that is asked for are kept, others rounded anew."""
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.products.matrix import widen
+    from wisparse.kernels.gpu.matrix import widen
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["phi3"])

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from wisparse.formats import sandbox
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.guard import sandbox
-from wisparse.formats.guard.template import ChatTemplate
-from wisparse.runtime.text.detokenize import Detokenizer, StopStrings
-from wisparse.runtime.text.edge import Text
+from wisparse.formats.sandbox import ChatTemplate
+from wisparse.runtime.text.text import Text
+from wisparse.runtime.text.tokenizer import Detokenizer, StopStrings
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -17,14 +17,10 @@ from hypothesis import strategies as st
 from served import NAME, TEMPLATE, Running
 from tool_templates import PUBLISHED
 
-from wisparse.formats.guard.template import ChatTemplate
-from wisparse.runtime.protocol.call_deltas import CallDelta
-from wisparse.runtime.protocol.calls import CallParser
+from wisparse.formats.sandbox import ChatTemplate
 from wisparse.runtime.protocol.errors import ApiError
-from wisparse.runtime.protocol.messages import short_ids
-from wisparse.runtime.protocol.requests import Defaults, read_chat
-from wisparse.runtime.protocol.syntax import HERMES, LLAMA, MISTRAL, Syntax, syntax_of
-from wisparse.runtime.protocol.tools import read_offer
+from wisparse.runtime.protocol.requests import Defaults, read_chat, short_ids
+from wisparse.runtime.protocol.tools import HERMES, LLAMA, MISTRAL, CallDelta, CallParser, Syntax, read_offer, syntax_of
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 WEATHER = {

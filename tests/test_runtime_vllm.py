@@ -28,16 +28,14 @@ import wisparse
 from wisparse.cli import main
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import UsageError
-from wisparse.formats.prefill import sparse_from
+from wisparse.formats.weight_types import sparse_from
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
-from wisparse.runtime.vllm.launches import products
-from wisparse.runtime.vllm.layer import Layer, mask_tensors
+from wisparse.runtime.vllm.config import Settings, require_cards, require_known_version
+from wisparse.runtime.vllm.launches import Layer, mask_tensors, products
 from wisparse.runtime.vllm.plugin import register
 from wisparse.runtime.vllm.product import mask_ahead
 from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
-from wisparse.runtime.vllm.settings import Settings, require_cards
-from wisparse.runtime.vllm.versions import require_known_version
 
 PROMPTS = [[5, 17, 250, 3, 99, 101, 7], [40, 41, 42]]
 masked_linear = torch.ops.wisparse.masked_linear.default
@@ -391,7 +389,7 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         (bundle, {"enable_lora": True}, {}, "does not run with LoRA adapters in vLLM yet; leave the option out"),
         (bundle, {"quantization": "fp8"}, {}, "expected wisparse or nothing for a bundle, found fp8"),
         (bundle, {"additional_config": {"wisparse": {"prefill": "half"}}}, {}, "expected one of dense, all in vLLM"),
-        (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "rungs, 0.5, or 0 for the dense model, found 0.4"),
+        (bundle, {}, {"WISPARSE_VLLM_SPARSITY": "0.4"}, "sparsity levels, 0.5, or 0 for the dense model, found 0.4"),
         (bundle, {"additional_config": {"sparsity": 0.5}}, {}, "found the key 'sparsity'"),
     ]
     (tmp_path / "cases.json").write_text(json.dumps([(str(b), a, e) for b, a, e, _ in asked]))

@@ -1,4 +1,4 @@
-"""The rooms and their doors: who may import whom, and what a light import must not pull in."""
+"""Import rules: which folder may import which, no cycles, and what a light import must not pull in."""
 
 from __future__ import annotations
 
@@ -20,36 +20,6 @@ ROOMS = {
     "runtime": {"formats", "kernels"},
     "wisparse": {"formats", "kernels", "converter", "runtime", "commands", "cli"},
 }
-# What a sub-room may import of its own room: other sub-rooms and files that stand beside it.
-SUB_ROOMS = {
-    "formats/guard": {"errors"},
-    "formats/machine": {"errors", "guard"},
-    "formats/model": {"errors"},
-    "formats/onnx": {"bundle", "errors", "guard", "model", "weights"},
-    "formats/record": {"errors", "guard", "model"},
-    "formats/weights": {"errors", "guard", "model", "record"},
-    "kernels/cpu": {"compiling"},
-    "kernels/gpu": {"precision"},
-    "converter/bench": {"budget", "model", "text", "work"},
-    "converter/model": set(),
-    "converter/quality": {"bench", "budget", "model", "searches", "text", "work"},
-    "converter/searches": {"bench", "budget", "model", "settings", "text", "work"},
-    "converter/text": {"model", "work"},
-    "converter/weights": {"bench", "model", "text", "work"},
-    "converter/work": set(),
-    "runtime/cpu": {"decoding", "torch"},
-    "runtime/cuda": {"decoding", "timing", "torch"},
-    "runtime/decoding": set(),
-    "runtime/generation": {"decoding", "text"},
-    "runtime/protocol": {"decoding", "generation"},
-    "runtime/serve": {"generation", "model", "protocol"},
-    "runtime/tasks": set(),
-    "runtime/text": set(),
-    "runtime/torch": {"decoding"},
-    "runtime/vllm": set(),
-}
-# At most so many arrows between what stands side by side in a room. Fewer: lower it.
-ARROWS = {"formats": 36, "kernels": 2, "converter": 36, "runtime": 31}
 HEAVY = ("transformers", "datasets", "matplotlib")
 
 
@@ -114,48 +84,11 @@ def _circles(arrows: dict[str, set[str]]) -> list[set[str]]:
     return [{node for node in reach[start] if start in reach[node]} for start in arrows if start in reach[start]]
 
 
-def _beside(arrows: dict[str, set[str]]) -> dict[str, set[str]]:
-    """The same between what stands side by side in a room: sub-rooms, and files of none."""
-    merged: dict[str, set[str]] = {}
-    for name, targets in arrows.items():
-        own = name.split("/")[0]
-        merged.setdefault(own, set()).update({target.split("/")[0] for target in targets} - {own})
-    return merged
-
-
 @pytest.mark.parametrize("room", ["formats", "kernels", "converter", "runtime"])
-def test_no_files_and_no_sub_rooms_import_each_other_in_a_circle(room: str) -> None:
+def test_no_import_cycles(room: str) -> None:
     arrows = _arrows(ROOT, room)
     assert sum(map(len, arrows.values())) > 10  # the check sees the imports
     assert _circles(arrows) == []
-    assert _circles(_beside(arrows)) == []
-
-
-@pytest.mark.parametrize("room", ARROWS)
-def test_a_room_stays_easy_to_survey(room: str) -> None:
-    assert sum(map(len, _beside(_arrows(ROOT, room)).values())) <= ARROWS[room]
-
-
-@pytest.mark.parametrize("room", ["formats", "kernels", "converter", "runtime"])
-def test_a_sub_room_imports_only_what_stands_below_it(room: str) -> None:
-    folders = {f"{room}/{file.parent.name}" for file in (ROOT / room).glob("*/*.py")}
-    assert folders == {name for name in SUB_ROOMS if name.startswith(f"{room}/")}
-    beside = _beside(_arrows(ROOT, room))
-    wrong = {name: beside[name.split("/")[1]] - SUB_ROOMS[name] for name in folders}
-    assert not any(wrong.values()), wrong
-
-
-def test_the_tree_for_contributors_names_every_room() -> None:
-    text = (ROOT / "CONTRIBUTING.md").read_text("utf-8")
-    (tree,) = [part for part in text.split("```") if part.startswith("text")]
-    named = {room: set() for room in ROOMS}
-    for line in tree.splitlines()[1:]:
-        if line.startswith("  ") and line[2:3].strip():
-            room = line.split()[0].rstrip("/")
-        elif line.strip():
-            named[room] |= {word.rstrip("/") for word in line.split() if word.endswith("/")} - {"products"}
-    for room in ("formats", "kernels", "converter", "runtime"):
-        assert named[room] == {name.split("/")[1] for name in SUB_ROOMS if name.startswith(f"{room}/")}
 
 
 def test_circle_check_can_fail(tmp_path: Path) -> None:
@@ -170,7 +103,7 @@ def test_circle_check_can_fail(tmp_path: Path) -> None:
     arrows = _arrows(tmp_path, "room")
     assert arrows == {"a": {"sub/b"}, "sub/b": {"c"}, "c": {"sub/d"}, "sub/d": set()}
     assert _circles(arrows) == []
-    assert {"sub", "c"} in _circles(_beside(arrows))
+    assert _circles({**arrows, "sub/d": {"a"}})
 
 
 def test_import_check_can_fail(tmp_path: Path) -> None:
@@ -191,7 +124,7 @@ def test_light_imports_stay_light() -> None:
     modules = ["wisparse", "wisparse.cli"]
     files = [file.relative_to(ROOT / "runtime") for file in (ROOT / "runtime").rglob("*.py")]
     # What the harness reads and the plug-in exist to be imported by programs that bring all of these themselves.
-    brought = ("__init__", "lm_eval_adapter", "interpreter_chains_task")
+    brought = ("__init__", "lm_eval", "interpreter_chains_task")
     files = [file for file in files if file.stem not in brought and file.parts[0] != "vllm"]
     modules += [".".join(("wisparse", "runtime", *file.with_suffix("").parts)) for file in files]
     script = (
@@ -233,7 +166,7 @@ def test_every_error_is_public() -> None:
     import wisparse
     from wisparse.formats import errors
 
-    names = [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+    names = [name for name in vars(errors) if isinstance(getattr(errors, name), type)]
     assert "WisparseError" in names
     for name in names:
         assert name in wisparse.__all__

@@ -16,28 +16,13 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.model.architectures import ARCHITECTURES
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.record.recipe import CalibrationRecord, ProjectionRecipe, Recipe, Rung
-from wisparse.formats.weights.checkpoint import Checkpoint
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.config import expected_tensors
+from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
+from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.write import write_bundle
-
-__all__ = [
-    "as_version_1",
-    "byte_tokenizer",
-    "change_tensor",
-    "join_safetensors",
-    "resign",
-    "split_safetensors",
-    "tiny_config",
-    "tiny_masks",
-    "tiny_recipe",
-    "tiny_rungs",
-    "write_tiny_bundle",
-    "write_tiny_model",
-]
 
 VOCAB = 258  # 256 bytes, <s>, </s>
 CLASSES = {
@@ -139,33 +124,33 @@ def tiny_masks(config: ModelConfig, sparsity: float = 0.5, seed: int = 1) -> dic
     return masks
 
 
-def tiny_rungs(config: ModelConfig, *sparsities: float, bias: bool = False) -> dict[float, dict[str, ProjectionMask]]:
+def tiny_levels(config: ModelConfig, *sparsities: float, bias: bool = False) -> dict[float, dict[str, ProjectionMask]]:
     """`tiny_masks` for each of ``sparsities`` (without any: 0.5), with an output bias for every third projection."""
-    rungs: dict[float, dict[str, ProjectionMask]] = {}
+    levels: dict[float, dict[str, ProjectionMask]] = {}
     for index, sparsity in enumerate(sparsities or (0.5,)):
-        masks = rungs[sparsity] = tiny_masks(config, sparsity, index + 1)
+        masks = levels[sparsity] = tiny_masks(config, sparsity, index + 1)
         generator = torch.Generator().manual_seed(index)
         for number, projection in enumerate(config.projections()):
             if bias and sparsity and number % 3 == 0 and number:
                 added = torch.randn(projection.out_features, generator=generator) / 4
                 masks[projection.name] = replace(masks[projection.name], output_bias=added)
-    return rungs
+    return levels
 
 
-def tiny_recipe(config: ModelConfig, rungs: Mapping[float, Mapping[str, ProjectionMask]], **changes: Any) -> Recipe:
-    """A recipe that agrees with ``rungs``; the default is the middle one."""
+def tiny_recipe(config: ModelConfig, levels: Mapping[float, Mapping[str, ProjectionMask]], **changes: Any) -> Recipe:
+    """A recipe that agrees with ``sparsity levels``; the default is the middle one."""
     fields: dict[str, Any] = {
         "base_model": "someone/tiny",
         "base_revision": None,
         "method": "wisparse",
-        "default": list(rungs)[len(rungs) // 2],
-        "rungs": tuple(
-            Rung(
+        "default": list(levels)[len(levels) // 2],
+        "levels": tuple(
+            SparsityLevel(
                 sparsity,
                 tuple(ProjectionRecipe(name, m.sparsity, 0.5, m.threshold, m.sparsity) for name, m in masks.items()),
                 (sparsity,) * config.num_blocks,
             )
-            for sparsity, masks in rungs.items()
+            for sparsity, masks in levels.items()
         ),
         "calibration": CalibrationRecord("self", 2, 8, 16, 0, "ab" * 32),
         "search": {"method": "none", "history": [1.5, 1.25]},
@@ -175,18 +160,18 @@ def tiny_recipe(config: ModelConfig, rungs: Mapping[float, Mapping[str, Projecti
 
 
 def write_tiny_bundle(folder: Path, model: Path, *sparsities: float, bias: bool = False, **settings: Any) -> Path:
-    """A bundle of ``model`` in ``folder``, with the ``tiny_rungs``; ``settings`` go to ``write_bundle``."""
+    """A bundle of ``model`` in ``folder``, with the ``tiny_levels``; ``settings`` go to ``write_bundle``."""
     source = Checkpoint.open(model)
-    rungs = tiny_rungs(source.config, *sparsities, bias=bias)
-    return write_bundle(source, tiny_recipe(source.config, rungs), rungs, folder, **settings)
+    levels = tiny_levels(source.config, *sparsities, bias=bias)
+    return write_bundle(source, tiny_recipe(source.config, levels), levels, folder, **settings)
 
 
 def as_version_1(folder: Path) -> Path:
-    """Make of a bundle of one rung what the first version of the format had for it."""
+    """Make of a bundle of one sparsity level what the first version of the format had for it."""
     manifest = json.loads((folder / "wisparse.json").read_text())
-    (rung,) = manifest.pop("rungs")
+    (level,) = manifest.pop("levels")
     del manifest["default"]
-    (folder / "wisparse.json").write_text(json.dumps(manifest | rung | {"format_version": 1}))
+    (folder / "wisparse.json").write_text(json.dumps(manifest | level | {"format_version": 1}))
     config = json.loads((folder / "config.json").read_text())
     del config["wisparse"]["sparsities"]
     config["wisparse"]["format_version"] = 1

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from wisparse.converter.model.source import SourceModel
-from wisparse.converter.text.tokens import CalibrationTokens
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.source import SourceModel
+from wisparse.formats.model_config import ModelConfig
 
 _SIZES = {
     "hidden_size": 32,

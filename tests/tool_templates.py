@@ -5,8 +5,6 @@ Each has its family's constructs, where a server can go wrong: what it looks up,
 
 from __future__ import annotations
 
-__all__ = ["PUBLISHED"]
-
 _LLAMA = r"""
 {{- bos_token }}
 {%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}

@@ -14,16 +14,14 @@ import pytest
 import torch
 
 from wisparse.kernels.gpu.attention import launch_attention
+from wisparse.kernels.gpu.common import room_source
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
 from wisparse.kernels.gpu.head import launch_embed, launch_logits, launch_next
-from wisparse.kernels.gpu.lists import room_source
-from wisparse.kernels.gpu.mask import mask_rows
-from wisparse.kernels.gpu.mask_gemm import mask_gemm
-from wisparse.kernels.gpu.products.gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
-from wisparse.kernels.gpu.products.matrix import plain_matrix
-from wisparse.kernels.gpu.products.partials import NOTHING
-from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
-from wisparse.kernels.reference import keep_mask, sparse_linear
+from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
+from wisparse.kernels.gpu.matrix import plain_matrix
+from wisparse.kernels.gpu.reduction import NOTHING
+from wisparse.kernels.reference import activation_dtype, keep_mask, rows_together, sparse_linear, wide_dtype
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")

@@ -12,12 +12,12 @@ import pytest
 import torch
 from triton_cases import DEVICE, INTERPRETED, assert_close, make_group, rows, twin
 
-from wisparse.formats.model.quantised import quantise_fp8, quantise_int4, quantise_int8
-from wisparse.kernels.gpu.products.gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
-from wisparse.kernels.gpu.products.matrix import empty_matrix, plain_matrix, put_columns, widen
-from wisparse.kernels.gpu.products.packed import PackedLists
-from wisparse.kernels.gpu.products.partials import NOTHING
-from wisparse.kernels.precision import activation_dtype
+from wisparse.formats.weight_types import quantise_fp8, quantise_int4, quantise_int8
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, program_lists, sparse_gemv
+from wisparse.kernels.gpu.matrix import empty_matrix, plain_matrix, put_columns, widen
+from wisparse.kernels.gpu.packed_gemv import PackedLists
+from wisparse.kernels.gpu.reduction import NOTHING
+from wisparse.kernels.reference import activation_dtype
 
 HALF = [torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
 # Kind, channels that share a scale (None: all), zero points.

@@ -24,17 +24,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from wisparse.kernels.gpu import add as triton_add
 from wisparse.kernels.gpu import attention as triton_attention
 from wisparse.kernels.gpu import delta_net as triton_delta_net
+from wisparse.kernels.gpu import gemv as triton_gemv
 from wisparse.kernels.gpu import head as triton_head
-from wisparse.kernels.gpu import mask as triton_mask
-from wisparse.kernels.gpu import mask_gemm as triton_mask_gemm
+from wisparse.kernels.gpu import masked_gemm as triton_mask
+from wisparse.kernels.gpu import masked_gemm as triton_mask_gemm
+from wisparse.kernels.gpu import norms as triton_add
 from wisparse.kernels.gpu import prompt as triton_prompt
 from wisparse.kernels.gpu import sample as triton_sample
-from wisparse.kernels.gpu.arguments import Counting, Memory, Source, Stretches, Target, Weights
-from wisparse.kernels.gpu.products import gemv as triton_gemv
-from wisparse.kernels.gpu.products.matrix import CODE_BITS, padded_width
+from wisparse.kernels.gpu.common import Counting, Memory, Source, Stretches, Target, Weights
+from wisparse.kernels.gpu.matrix import CODE_BITS, padded_width
 
 TORCH_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 SMEM_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
@@ -307,7 +307,7 @@ def sampling(arch: int, name: str, half: bool, multiplier: float = 1.0, cap: flo
 
 def families(arch: int) -> dict[str, tuple]:
     """What families beyond Llama's launch, by what they have."""
-    from wisparse.kernels.gpu.products.tiles import default_tile
+    from wisparse.kernels.gpu.tiles import default_tile
 
     def product(group: str, kind: str = "sparse", batch: int = 1, **changes: str) -> tuple:
         k, widths, _, _ = SHAPES[group]
@@ -394,7 +394,7 @@ def families(arch: int) -> dict[str, tuple]:
 
 def coded(arch: int) -> dict[str, tuple]:
     """Weights in codes, with the tiles that they get."""
-    from wisparse.kernels.gpu.products.tiles import choose_tile
+    from wisparse.kernels.gpu.tiles import choose_tile
 
     cases = {}
     for group, rows, dense, codes, dtype in (
@@ -422,8 +422,8 @@ def coded(arch: int) -> dict[str, tuple]:
 
 def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
     """Name and compiled kernel of every variant that is watched, if the name begins with ``only``."""
-    from wisparse.kernels.gpu.products.gemv import GemvTile
-    from wisparse.kernels.gpu.products.tiles import TABLE, default_tile
+    from wisparse.kernels.gpu.gemv import GemvTile
+    from wisparse.kernels.gpu.tiles import TABLE, default_tile
 
     sizes = {group: (k, tuple(filter(None, widths))) for group, (k, widths, _, _) in SHAPES.items()}
     cases = {

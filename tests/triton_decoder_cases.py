@@ -15,8 +15,8 @@ import torch
 from runtime_models import FAMILIES, HYBRIDS
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.model.expected import expected_tensors
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.config import expected_tensors
+from wisparse.formats.model_config import ModelConfig
 from wisparse.runtime.cuda.step import DecodeStep, Places
 from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.decoding.cache import KVCache

@@ -111,11 +111,11 @@ def test_other_masks_are_what_loading_them_gives():
     fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
     seen = {}
     for key in ((0.5, 0.0), (0.0, 0.0), (1.0, 0.2), (1.0, 0.0), (0.5, 0.2)):
-        rung = changed(*key)
-        fast.set_masks(rung.masks)
+        level = changed(*key)
+        fast.set_masks(level.masks)
         seen[key] = logits(fast)
-        assert torch.equal(seen[key], logits(TorchDecoder(rung, dtype=torch.float64, **settings)))
-    assert torch.equal(logits(CudaDecoder(rung, dtype=torch.float32, **settings)), seen[key])
+        assert torch.equal(seen[key], logits(TorchDecoder(level, dtype=torch.float64, **settings)))
+    assert torch.equal(logits(CudaDecoder(level, dtype=torch.float32, **settings)), seen[key])
     assert len({str(found.tolist()) for found in seen.values()}) == 5
     # Sparse, dense, sparse with biases.
     assert len(fast._of_kinds) == 3
@@ -131,8 +131,8 @@ def test_other_masks_are_what_loading_them_gives():
     assert torch.equal(fast.decode(torch.tensor([7])), slow.decode(torch.tensor([7])))
 
 
-def test_a_running_model_switches_rungs(tmp_path):
-    """Of a bundle, through ``model.sparsity``: token for token what loading at the rung gives, and what the plain
+def test_a_running_model_switches_levels(tmp_path):
+    """Of a bundle, through ``model.sparsity``: token for token what loading at the sparsity level gives, and what the plain
     decoder gives; whatever was in force before."""
     config = tiny_config(
         "qwen2", num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=16, vocab_size=70,
@@ -144,8 +144,8 @@ def test_a_running_model_switches_rungs(tmp_path):
     opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source, 0.3, 0.7, bias=True))
 
     def load(sparsity: float, cls: type[Decoder] = CudaDecoder, dtype: torch.dtype = torch.float32) -> Model:
-        rung = opened.at(sparsity)
-        return Model(rung, cls(rung, device=DEVICE, dtype=dtype, max_seq_len=24), None)
+        level = opened.at(sparsity)
+        return Model(level, cls(level, device=DEVICE, dtype=dtype, max_seq_len=24), None)
 
     def tokens(model: Model) -> tuple[int, ...]:
         return model.generate(PROMPT.tolist(), max_new_tokens=4, prefill="half").token_ids

@@ -16,7 +16,7 @@ from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 from triton_decoder_cases import DEVICE, make_bundle
 
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
+from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -59,7 +59,7 @@ def test_weights_rounded_at_load(weights: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["awq", "fp8 blocks"])
-def test_a_bundles_own_codes_at_every_rung(scheme: str, tmp_path: Path) -> None:
+def test_a_bundles_own_codes_at_every_level(scheme: str, tmp_path: Path) -> None:
     """With zero points, sparse and then dense; with scales of groups of rows and channels."""
     plain = write_tiny_model(tmp_path / "plain", tiny_config(tie_word_embeddings=False, num_hidden_layers=1))
     source = quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]())

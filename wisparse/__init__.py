@@ -56,8 +56,7 @@ if (_ROOT / "pyproject.toml").is_file() and (_ROOT / "converter").is_dir() and s
     __path__.append(str(_ROOT))
 
 if TYPE_CHECKING:
-    from .converter.model.integration import WisparseConfig
-    from .converter.model.sparsify import desparsify, sparsify
+    from .converter.masking import WisparseConfig, desparsify, sparsify
     from .converter.pipeline import convert
     from .formats.errors import (
         AccessError,
@@ -70,17 +69,16 @@ if TYPE_CHECKING:
         UsageError,
         WisparseError,
     )
-    from .runtime.loader import load
+    from .runtime.backends import load
     from .runtime.model import Generation, Model, Piece
 else:
     # The same, resolved on first use: `import wisparse` must stay light. A type checker does not see this: with it,
     # every name would exist. A test compares the two.
     _PUBLIC = {
-        "converter.model.integration": ("WisparseConfig",),
+        "converter.masking": ("WisparseConfig", "desparsify", "sparsify"),
         "converter.pipeline": ("convert",),
-        "converter.model.sparsify": ("desparsify", "sparsify"),
         "formats.errors": tuple(name for name in __all__ if name.endswith("Error")),
-        "runtime.loader": ("load",),
+        "runtime.backends": ("load",),
         "runtime.model": ("Generation", "Model", "Piece"),
     }
 

@@ -22,12 +22,10 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import CompletionItem
 
+from wisparse.formats.machine import torchrun_place, usable_cores
+
 from . import __version__
 from .formats.errors import WisparseError
-from .formats.machine.cores import usable_cores
-from .formats.machine.torchrun import torchrun_place
-
-__all__ = ["cli", "convert_main", "main"]
 
 # Verb -> module that defines it. A verb is imported when it is used: `wisparse --help` must not cost a second.
 _VERBS = {

@@ -1,229 +1,280 @@
-"""A bundle's decoder as an ONNX graph, with the names that optimum and onnxruntime-genai expect.
+"""One pass of a decoder, written as ONNX nodes: what all blocks share, and the arithmetic that the data choose.
 
-    input_ids, attention_mask, position_ids, past_key_values.N.key/value  ->  logits, present.N.key/value
-
-The graph is written node by node, not traced: so names stay Hugging Face's, weights never have to be in memory
-together, and equal bundles give equal files. A sparse projection is one node ``ai.wisparse::SparseLinear``. The file
-carries that function's body in plain operators, so every ONNX runtime runs it; one that registers an operator of that
-name may skip the dropped channels instead, whose weights are whole rows of ``weight_t`` (K, N).
-
-Sparse is what our runtime makes sparse by default: a pass of one new token on a filled cache. For any other pass the
-thresholds that reach the nodes are 0, which keeps every channel.
+Hidden states between blocks, norms, scores, softmax and GELU are float32 whatever the weights' type: float16 holds
+neither squares above 65,504 nor, in some models (Gemma), the hidden states themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib import metadata as metadata_of
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
-from ..bundle import ProjectionMask
-from ..model.model_config import Block, ModelConfig
-from .nodes import Graph, Weight
-from .step import RotaryTables, Step
-
-__all__ = ["ADDED", "DOMAIN", "DTYPES", "OPSETS", "build_graph"]
-
-DOMAIN = "ai.wisparse"
-# Behind a projection's name: the node that adds its mask's output bias.
-ADDED = "/output_bias"
-OPSETS = range(18, 25)  # ReduceMean takes its axes as an input from 18 on; 24 is the newest that was tried
-DTYPES: Mapping[str, int] = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
-_GRAPH_DOC = (
-    "One pass over new tokens: logits (batch, new tokens, vocabulary) in float32, and the cache with the new tokens' "
-    "keys and values behind the past ones. Projections are sparse in a pass of one new token on a filled "
-    "cache, else dense."
-)
-_FUNCTION_DOC = (
-    "y = where(|x| * channel_scale < threshold, 0, x) @ weight_t. x (..., K); weight_t (K, N), a channel's weights "
-    "in a row; channel_scale (K,) and threshold () float32. Rows of dropped channels need not be read."
-)
+from ..model_config import Block, ModelConfig
 
 
-def build_graph(
-    config: ModelConfig,
-    masks: Mapping[str, ProjectionMask],
-    rotaries: Sequence[RotaryTables],
-    *,
-    opset: int,
-    dtype: str,
-    metadata: Mapping[str, str],
-) -> tuple[onnx.ModelProto, list[Weight]]:
-    """The model without its weights.
+@dataclass(frozen=True)
+class Weight:
+    """An initializer that the graph wants and the caller writes: ``tensor`` of the checkpoint, perhaps transposed."""
 
-    Args:
-        rotaries: the tables of every entry of ``config.rotaries``.
-        opset: one of ``OPSETS``.
-        dtype: of weights and activations, one of ``DTYPES``; hidden states between blocks, norms, scores and logits are
-            float32 in any case.
-        metadata: key-value pairs for the model file.
+    name: str
+    tensor: str
+    transposed: bool
 
-    Returns:
-        The model, and the weights it refers to, which the caller adds as initializers of ``dtype``.
+
+@dataclass
+class Graph:
+    """Nodes and small constants under way; every method returns the name of a value."""
+
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    constants: dict[str, onnx.TensorProto] = field(default_factory=dict)
+    weights: list[Weight] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    scope: str = ""
+
+    def op(self, kind: str, *inputs: str, domain: str = "", name: str = "", **attributes: Any) -> str:
+        return self.ops(kind, *inputs, count=1, domain=domain, name=name, **attributes)[0]
+
+    def ops(
+        self, kind: str, *inputs: str, count: int, domain: str = "", name: str = "", **attributes: Any
+    ) -> list[str]:
+        base = name or f"{self.scope}/{kind}"
+        number = self.counts[base] = self.counts.get(base, -1) + 1
+        node = base if not number else f"{base}_{number}"
+        outputs = [f"{node}_out{index or ''}" for index in range(count)]
+        self.nodes.append(helper.make_node(kind, inputs, outputs, name=node, domain=domain, **attributes))
+        return outputs
+
+    def constant(self, value: np.ndarray | np.float32, name: str = "") -> str:
+        """An inline constant; unnamed ones, scalars and short vectors, with equal content are one."""
+        array = np.asarray(value, order="C")
+        # Python writes a number so that it can be read back: names are equal only if values are.
+        written = ",".join(str(number) for number in array.ravel().tolist())
+        name = name or f"const/{array.dtype}/{written if not array.shape else f'[{written}]'}"
+        self.constants.setdefault(name, numpy_helper.from_array(array, name))
+        return name
+
+    def ints(self, *values: int) -> str:
+        return self.constant(np.array(values, dtype=np.int64))
+
+    def soft_cap(self, x: str, cap: float | None) -> str:
+        """cap * tanh(x / cap) of a float32 x; x itself without a cap."""
+        if cap is None:
+            return x
+        number = self.constant(np.float32(cap))
+        return self.op("Mul", number, self.op("Tanh", self.op("Div", x, number)))
+
+    def weight(self, tensor: str, transposed: bool = False) -> str:
+        # A transposed weight has another name: whoever looks for the Hugging Face one must not find other bytes.
+        name = f"{tensor}_t" if transposed else tensor
+        self.weights.append(Weight(name, tensor, transposed))
+        return name
+
+
+_LOWEST = np.float32(np.finfo(np.float32).min)
+
+
+@dataclass(frozen=True)
+class RotaryTables:
+    """One rotary embedding's frequencies, as the runtime uses them.
+
+    Attributes:
+        frequencies: (rotary_dim / 2,) float32, radians per position.
+        scaling: what cos and sin are multiplied by.
+        long_frequencies: LongRoPE: those for sequences of more than ``switch_length`` positions, else None.
     """
-    graph = Graph()
-    step = Step(graph, config, rotaries, opset, DTYPES[dtype])
-    hidden = graph.op("Gather", graph.weight("model.embed_tokens.weight"), "input_ids", name="model.embed_tokens")
-    hidden = step.wide(step.times(hidden, config.embedding_multiplier))
-    for index in range(config.num_blocks):
-        hidden = _block(graph, step, config, masks, index, hidden)
-    hidden = step.norm(hidden, "model.norm")
-    _head(graph, config, hidden)
-    inputs, outputs = _signature(config, DTYPES[dtype])
-    proto = helper.make_graph(
-        graph.nodes, "wisparse", inputs, outputs, initializer=list(graph.constants.values()), doc_string=_GRAPH_DOC
-    )
-    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(DOMAIN, 1)]
-    version = max(10, helper.find_min_ir_version_for(opsets, ignore_unknown=True))
-    model = helper.make_model(
-        proto,
-        opset_imports=opsets,
-        functions=[_sparse_linear(opset)],
-        ir_version=version,
-        producer_name="wisparse",
-        producer_version=metadata_of.version("wisparse"),
-        doc_string=f"{config.model_type} decoder with weight-aware activation sparsity, {config.num_blocks} blocks.",
-    )
-    helper.set_model_props(model, dict(metadata))
-    return model, graph.weights
+
+    frequencies: np.ndarray
+    scaling: float = 1.0
+    long_frequencies: np.ndarray | None = None
+    switch_length: int = 0
 
 
-def _sparse_linear(opset: int) -> onnx.FunctionProto:
-    """``kernels.reference.sparse_linear`` in plain operators: a NaN score is kept, for it is not less."""
-    node = helper.make_node
-    return helper.make_function(
-        DOMAIN,
-        "SparseLinear",
-        inputs=["x", "weight_t", "channel_scale", "threshold"],
-        outputs=["y"],
-        nodes=[
-            node("Cast", ["x"], ["x32"], to=TensorProto.FLOAT),
-            node("Abs", ["x32"], ["magnitude"]),
-            node("Mul", ["magnitude", "channel_scale"], ["score"]),
-            node("Less", ["score", "threshold"], ["drop"]),
-            node("Constant", [], ["zero32"], value=helper.make_tensor("zero32", TensorProto.FLOAT, [], [0.0])),
-            node("CastLike", ["zero32", "x"], ["zero"]),
-            node("Where", ["drop", "zero", "x"], ["masked"]),
-            node("MatMul", ["masked", "weight_t"], ["y"]),
-        ],
-        opset_imports=[helper.make_opsetid("", opset)],
-        doc_string=_FUNCTION_DOC,
-    )
+class Step:
+    """What all blocks share in one pass (lengths, attention biases, cosines and sines, sparse or not), and arithmetic
+    that is chosen by the data."""
 
-
-def _block(
-    graph: Graph,
-    step: Step,
-    config: ModelConfig,
-    masks: Mapping[str, ProjectionMask],
-    index: int,
-    hidden: str,
-) -> str:
-    name = f"model.layers.{index}"
-    arch = config.architecture
-    biases = dict.fromkeys(arch.qkv, config.qkv_bias)
-    biases |= dict.fromkeys((*arch.gate_up, "down_proj"), config.mlp_bias)
-    biases["o_proj"] = config.o_bias
-
-    def project(part: str, roles: Sequence[str], x: str, sizes: Sequence[int]) -> list[str]:
-        """The outputs of some projections of x, cut into ``sizes``."""
-        outputs = [_project(graph, step, f"{name}.{part}.{role}", masks, x, biases[role]) for role in roles]
-        if len(outputs) == len(sizes):
-            return outputs
-        return graph.ops("Split", outputs[0], graph.ints(*sizes), count=len(sizes), axis=-1)
-
-    def enter(hidden: str, role: str | None) -> str:
-        """What a half reads of the hidden states."""
-        return step.narrow(hidden) if role is None else step.norm(hidden, f"{name}.{role}")
-
-    def leave(hidden: str, half: str, role: str | None) -> str:
-        """The hidden states with a half's output added."""
-        half = step.wide(half) if role is None else step.norm(half, f"{name}.{role}", wide=True)
-        if config.residual_multiplier != 1.0:
-            half = graph.op("Mul", half, graph.constant(np.float32(config.residual_multiplier)))
-        return graph.op("Add", hidden, half)
-
-    x = enter(hidden, arch.norms.attention_input)
-    graph.scope = f"{name}.self_attn"
-    own = config.blocks[index]
-    if own.shared_values:
-        q, k = project("self_attn", config.qkv(index), x, (0, 0))
-        parts = [q, k, k]
-    else:
-        parts = project("self_attn", arch.qkv, x, (config.q_size(index), own.kv_size, own.kv_size))
-    q, k, v = step.place(f"{name}.self_attn", index, parts)
-    for what, new in (("key", k), ("value", v)):
-        graph.nodes.append(
-            helper.make_node(
-                "Concat",
-                [f"past_key_values.{index}.{what}", new],
-                [f"present.{index}.{what}"],
-                name=f"{name}.self_attn/cache_{what}",
-                axis=2,
+    def __init__(
+        self, graph: Graph, config: ModelConfig, rotaries: Sequence[RotaryTables], opset: int, dtype: int
+    ) -> None:
+        self.graph, self.config, self.opset, self.dtype = graph, config, opset, dtype
+        graph.scope = "step"
+        op = graph.op
+        sequence = op("Squeeze", op("Shape", "input_ids", start=1, end=2), graph.ints(0))
+        past = op("Squeeze", op("Shape", "past_key_values.0.key", start=2, end=3), graph.ints(0))
+        one, zero = (graph.constant(np.array(value, dtype=np.int64)) for value in (1, 0))
+        decoding = op("And", op("Equal", sequence, one), op("Greater", past, zero))
+        self.sparse = op("Cast", decoding, to=TensorProto.FLOAT)  # 1 or 0: what the thresholds are multiplied by
+        total = op("Add", past, sequence)
+        # Positions in the cache, padding included: what is visible depends on distances only.
+        queries = op("Unsqueeze", op("Range", past, total, one), graph.ints(1))  # (S, 1)
+        keys = op("Range", zero, total, one)  # (T,)
+        visible = op("LessOrEqual", keys, queries)
+        real = op("Unsqueeze", op("Cast", "attention_mask", to=TensorProto.BOOL), graph.ints(1, 2, 3))
+        self._biases: dict[int | None, str] = {}
+        for window in dict.fromkeys(block.window for block in config.blocks):
+            seen = visible
+            if window is not None:
+                oldest = op("Sub", queries, graph.constant(np.array(window, dtype=np.int64)))
+                seen = op("And", visible, op("Greater", keys, oldest))
+            # (B, 1, 1, S, T). The lowest number instead of -inf: a padded query sees nothing, and must not give NaN.
+            self._biases[window] = op(
+                "Where", op("And", seen, real), graph.constant(np.float32(0)), graph.constant(_LOWEST)
             )
+        self._positions = op("Cast", op("Unsqueeze", "position_ids", graph.ints(1, 3)), to=TensorProto.FLOAT)
+        used = {block.rotary for block in config.blocks}
+        self._rotations = {index: self._rotation(rotaries[index], index) for index in used if index is not None}
+        self._query_scales = self._scales()
+
+    def _rotation(self, rotary: RotaryTables, index: int) -> tuple[str, str, int]:
+        """Cosines and sines of the pass, (B, 1, S, rotary_dim / 2), and rotary_dim."""
+        graph, op = self.graph, self.graph.op
+        name = f"rotary.{index}" if index else "rotary"
+        frequencies = graph.constant(rotary.frequencies.astype(np.float32), f"{name}.frequencies")
+        if rotary.long_frequencies is not None:
+            length = op("ReduceMax", "position_ids", keepdims=0)  # of the longest sequence, less one
+            long = op("GreaterOrEqual", length, graph.constant(np.array(rotary.switch_length, dtype=np.int64)))
+            other = graph.constant(rotary.long_frequencies.astype(np.float32), f"{name}.long_frequencies")
+            frequencies = op("Where", long, other, frequencies)
+        angles = op("Mul", self._positions, frequencies)
+        scaling = graph.constant(np.float32(rotary.scaling))
+        cos, sin = (self.narrow(op("Mul", op(kind, angles), scaling)) for kind in ("Cos", "Sin"))
+        if self.config.rotaries[index].interleaved:
+            # A pair is an axis of its own then, and every pair has one angle.
+            cos, sin = (op("Unsqueeze", table, graph.ints(-1)) for table in (cos, sin))
+        return cos, sin, 2 * len(rotary.frequencies)
+
+    def _scales(self) -> str | None:
+        """What queries are multiplied by for their position, (B, 1, S, 1): 1 + beta * log(1 + floor(p / n))."""
+        if self.config.query_scaling is None:
+            return None
+        op, constant = self.graph.op, self.graph.constant
+        beta, length = (constant(np.float32(value)) for value in self.config.query_scaling)
+        one = constant(np.float32(1))
+        grown = op("Log", op("Add", one, op("Floor", op("Div", self._positions, length))))
+        return self.narrow(op("Add", one, op("Mul", beta, grown)))
+
+    def wide(self, x: str) -> str:
+        """x as float32."""
+        return x if self.dtype == TensorProto.FLOAT else self.graph.op("Cast", x, to=TensorProto.FLOAT)
+
+    def narrow(self, x: str) -> str:
+        """A float32 x as the projections take it."""
+        return x if self.dtype == TensorProto.FLOAT else self.graph.op("Cast", x, to=self.dtype)
+
+    def times(self, x: str, factor: float) -> str:
+        """x multiplied by a number of x's type; x itself where that is 1."""
+        if factor == 1.0:
+            return x
+        number = np.array(factor, dtype=helper.tensor_dtype_to_np_dtype(self.dtype))
+        return self.graph.op("Mul", x, self.graph.constant(number))
+
+    def norm(self, x: str, name: str | None, *, wide: bool = False) -> str:
+        """The RMSNorm of that name over x's last axis; x is of any float type, the result float32 if ``wide``. None:
+        one without a weight."""
+        graph, op = self.graph, self.graph.op
+        outer = graph.scope
+        graph.scope = outer if name is None else name
+        x = op("Cast", x, to=TensorProto.FLOAT)
+        mean = op("ReduceMean", op("Mul", x, x), graph.ints(-1))
+        normed = op("Div", x, op("Sqrt", op("Add", mean, graph.constant(np.float32(self.config.rms_norm_eps)))))
+        if name is None:
+            graph.scope = outer
+            return normed if wide else self.narrow(normed)
+        weight = graph.weight(f"{name}.weight")
+        if self.config.architecture.norm_offset or wide:
+            scale = self.wide(weight)
+            if self.config.architecture.norm_offset:
+                scale = op("Add", scale, graph.constant(np.float32(1)))
+            normed = op("Mul", normed, scale)
+            normed = normed if wide else self.narrow(normed)
+        else:
+            normed = op("Mul", self.narrow(normed), weight)
+        graph.scope = outer
+        return normed
+
+    def activate(self, x: str) -> str:
+        """The MLP's activation of its gate."""
+        graph, op = self.graph, self.graph.op
+        if self.config.activation == "silu":
+            return op("Mul", x, op("Sigmoid", x))
+        if self.opset >= 20:
+            return op("Gelu", x, approximate="tanh")
+        # The operator's definition: x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))).
+        half, one, cubic, slope = (
+            graph.constant(np.float32(value)) for value in (0.5, 1.0, 0.044715, math.sqrt(2 / math.pi))
         )
-    mixed = step.attention(q, f"present.{index}.key", f"present.{index}.value", own)
-    (attended,) = project("self_attn", ("o_proj",), mixed, (config.hidden_size,))
-    hidden = leave(hidden, attended, arch.norms.attention_output)
-    x = enter(hidden, arch.norms.mlp_input)
-    graph.scope = f"{name}.mlp"
-    gate, up = project("mlp", arch.gate_up, x, (config.intermediate_size, config.intermediate_size))
-    gated = graph.op("Mul", step.activate(gate), up)
-    (down,) = project("mlp", ("down_proj",), gated, (config.hidden_size,))
-    hidden = leave(hidden, down, arch.norms.mlp_output)
-    if arch.block_scalar is None:
-        return hidden
-    return graph.op("Mul", hidden, step.wide(graph.weight(f"{name}.{arch.block_scalar}")))
+        wide = self.wide(x)
+        cube = op("Mul", op("Mul", wide, wide), wide)
+        bent = op("Tanh", op("Mul", slope, op("Add", wide, op("Mul", cubic, cube))))
+        return self.narrow(op("Mul", op("Mul", half, wide), op("Add", one, bent)))
 
+    def rotate(self, x: str, rotary: int, head_dim: int) -> str:
+        """Rotary embedding of x (B, heads, S, head_dim): pairs (i, i + rotary_dim / 2), or (2i, 2i + 1)."""
+        graph, op = self.graph, self.graph.op
+        cos, sin, size = self._rotations[rotary]
+        rest = head_dim - size
+        passed: list[str] = []
+        if rest:
+            x, *passed = graph.ops("Split", x, graph.ints(size, rest), count=2, axis=-1)
+        interleaved = self.config.rotaries[rotary].interleaved
+        if interleaved:
+            x = op("Reshape", x, graph.ints(0, 0, 0, size // 2, 2))
+        one = 1 if interleaved else size // 2
+        first, second = graph.ops("Split", x, graph.ints(one, one), count=2, axis=-1)
+        turned = [
+            op("Sub", op("Mul", first, cos), op("Mul", second, sin)),
+            op("Add", op("Mul", second, cos), op("Mul", first, sin)),
+        ]
+        if not interleaved:
+            return op("Concat", *turned, *passed, axis=-1)
+        whole = op("Reshape", op("Concat", *turned, axis=-1), graph.ints(0, 0, 0, size))
+        return op("Concat", whole, *passed, axis=-1) if passed else whole
 
-def _project(graph: Graph, step: Step, name: str, masks: Mapping[str, ProjectionMask], x: str, bias: bool) -> str:
-    mask, weight = masks[name], graph.weight(f"{name}.weight", transposed=True)
-    if mask.sparsity > 0:
-        scale = graph.constant(mask.channel_scale.numpy(), f"{name}.channel_scale")
-        threshold = graph.constant(np.float32(mask.threshold), f"{name}.threshold")
-        threshold = graph.op("Mul", threshold, step.sparse, name=f"{name}/threshold")
-        y = graph.op("SparseLinear", x, weight, scale, threshold, domain=DOMAIN, name=name)
-        if mask.output_bias is not None:
-            added = graph.op("Mul", graph.constant(mask.output_bias.numpy(), f"{name}.output_bias"), step.sparse)
-            y = graph.op("Add", y, step.narrow(added), name=f"{name}{ADDED}")
-    else:
-        y = graph.op("MatMul", x, weight, name=name)
-    return graph.op("Add", y, graph.weight(f"{name}.bias"), name=f"{name}/bias") if bias else y
+    def place(self, name: str, index: int, parts: Sequence[str]) -> tuple[str, str, str]:
+        """Queries, keys and values (B, S, size) as attention takes them, (B, heads, S, head_dim): normalised, and
+        turned to their positions."""
+        graph, op, config = self.graph, self.graph.op, self.config
+        norm, rotary, head_dim = config.architecture.qk_norm, config.blocks[index].rotary, config.blocks[index].head_dim
+        q, k, v = parts
 
+        def normalised(q: str, k: str) -> tuple[str, str]:
+            assert norm is not None
+            return self.norm(q, f"{name}.{norm.names[0]}"), self.norm(k, f"{name}.{norm.names[1]}")
 
-def _head(graph: Graph, config: ModelConfig, hidden: str) -> None:
-    """logits (B, S, V) float32. Gemm takes the weight as (V, H), so a tied one is stored once, as the embedding."""
-    graph.scope = "lm_head"
-    op = graph.op
-    weight = "model.embed_tokens.weight" if config.tie_word_embeddings else graph.weight("lm_head.weight")
-    rows = op("Reshape", hidden, graph.ints(-1, config.hidden_size))
-    flat = op("Cast", op("Gemm", rows, weight, transB=1, name="lm_head"), to=TensorProto.FLOAT)
-    if config.logits_multiplier != 1.0:
-        flat = op("Mul", flat, graph.constant(np.float32(config.logits_multiplier)))
-    flat = graph.soft_cap(flat, config.logits_softcap)
-    lengths = op("Shape", "input_ids")
-    shape = op("Concat", lengths, graph.ints(config.vocab_size), axis=0)
-    graph.nodes.append(helper.make_node("Reshape", [flat, shape], ["logits"], name="lm_head/logits"))
+        if norm is not None and not norm.per_head:
+            q, k = normalised(q, k)
+        split = graph.ints(0, 0, -1, head_dim)
+        q, k, v = (op("Transpose", op("Reshape", part, split), perm=[0, 2, 1, 3]) for part in (q, k, v))
+        if norm is not None and norm.per_head and not norm.after_rotary:
+            q, k = normalised(q, k)
+        if rotary is not None:
+            q, k = self.rotate(q, rotary, head_dim), self.rotate(k, rotary, head_dim)
+        if norm is not None and norm.per_head and norm.after_rotary:
+            q, k = normalised(q, k)
+        if self._query_scales is not None:
+            q = op("Mul", q, self._query_scales)
+        if config.architecture.value_norm:
+            v = self.norm(v, None)
+        return q, k, v
 
-
-def _signature(config: ModelConfig, dtype: int) -> tuple[list[onnx.ValueInfoProto], list[onnx.ValueInfoProto]]:
-    value = helper.make_tensor_value_info
-    inputs = [
-        value("input_ids", TensorProto.INT64, ["batch_size", "sequence_length"]),
-        value("attention_mask", TensorProto.INT64, ["batch_size", "total_sequence_length"]),
-        value("position_ids", TensorProto.INT64, ["batch_size", "sequence_length"]),
-    ]
-    outputs = [value("logits", TensorProto.FLOAT, ["batch_size", "sequence_length", config.vocab_size])]
-
-    for index, block in enumerate(config.blocks):
-
-        def cache(length: str, block: Block = block) -> list[str | int | None]:
-            return ["batch_size", block.num_kv_heads, length, block.head_dim]
-
-        for what in ("key", "value"):
-            inputs.append(value(f"past_key_values.{index}.{what}", dtype, cache("past_sequence_length")))
-            outputs.append(value(f"present.{index}.{what}", dtype, cache("total_sequence_length")))
-    return inputs, outputs
+    def attention(self, q: str, k: str, v: str, block: Block) -> str:
+        """q (B, heads, S, D) over k and v (B, kv_heads, T, D); gives (B, S, heads * D)."""
+        graph, op, config = self.graph, self.graph.op, self.config
+        groups = config.num_heads // block.num_kv_heads
+        # Heads that share keys stand side by side, so that the keys are read, not copied, for each of them.
+        shape = graph.ints(0, block.num_kv_heads, groups, -1, block.head_dim)
+        grouped = op("Reshape", self.times(q, config.attention_scale), shape)
+        keys = op("Unsqueeze", op("Transpose", k, perm=[0, 1, 3, 2]), graph.ints(2))
+        scores = self.wide(op("MatMul", grouped, keys))
+        scores = graph.soft_cap(scores, config.attention_softcap)
+        weights = op("Softmax", op("Add", scores, self._biases[block.window]), axis=-1)
+        mixed = op("MatMul", self.narrow(weights), op("Unsqueeze", v, graph.ints(2)))
+        heads = op("Reshape", mixed, graph.ints(0, config.num_heads, -1, block.head_dim))
+        whole = graph.ints(0, 0, config.num_heads * block.head_dim)
+        return op("Reshape", op("Transpose", heads, perm=[0, 2, 1, 3]), whole)

@@ -23,8 +23,6 @@ from .intrinsics import (
 )  # fmt: skip
 from .layout import BlockField, FloatField, StepField
 
-__all__ = ["BLOCK_BYTES", "attention", "rms_norm"]
-
 BLOCK_BYTES = 8 * len(BlockField)
 
 

@@ -1,12 +1,7 @@
-"""Compiles regions, each in a process of its own, and takes them from the disk: the first use takes seconds, later ones
-in any process do not.
+"""The regions: what ``threads.launch`` can run, each ``void region(int64 *parameters)``, compiled on first use.
 
-Where numba compiles a region, the functions that it calls stay in memory on their own too, and the region's calls go
-to those; loaded from the disk they go to the region's own copies, whose sums may run in another order. So a region is
-always loaded, and the first process on a machine computes the bits of all later ones.
-
-numba's cache notices a change of the file a function is defined in, but not of the files it calls into. So its folder
-is named after the content of all of them: code from before an upgrade is never run.
+A region is executed once by every thread of a team. They are written out one by one, because a function made in a
+closure is never found in numba's disk cache.
 """
 
 from __future__ import annotations
@@ -28,9 +23,11 @@ from typing import Any
 
 import llvmlite.binding
 import numba
-from numba import types
+import numpy as np
+from numba import carray, types
 
-__all__ = ["compile_here", "compile_region", "compile_regions", "is_compiled", "is_kept"]
+from .convert import dequantize, pack, quantize, transpose
+from .step import step
 
 log = logging.getLogger(__name__)
 
@@ -177,3 +174,72 @@ def _warn(reason: str) -> None:
         "set NUMBA_CACHE_DIR to a folder that can be written",
         reason,
     )
+
+
+_MOST_FIELDS = 64  # at least as many parameters as any region has
+
+
+def _step_float32(p):
+    step(carray(p, (_MOST_FIELDS,)), np.float32(0))
+
+
+def _step_bfloat16(p):
+    step(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+
+
+def _step_float16(p):
+    step(carray(p, (_MOST_FIELDS,)), np.int16(0))
+
+
+def _transpose_float32(p):
+    transpose(carray(p, (_MOST_FIELDS,)), np.float32(0))
+
+
+def _transpose_bfloat16(p):
+    transpose(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+
+
+def _quantize_float32(p):
+    quantize(carray(p, (_MOST_FIELDS,)), np.float32(0))
+
+
+def _quantize_bfloat16(p):
+    quantize(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+
+
+def _quantize_float16(p):
+    quantize(carray(p, (_MOST_FIELDS,)), np.int16(0))
+
+
+def _pack_int4(p):
+    pack(carray(p, (_MOST_FIELDS,)))
+
+
+def _dequantize_float32(p):
+    dequantize(carray(p, (_MOST_FIELDS,)), np.float32(0))
+
+
+def _dequantize_bfloat16(p):
+    dequantize(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+
+
+def _dequantize_float16(p):
+    dequantize(carray(p, (_MOST_FIELDS,)), np.int16(0))
+
+
+# Name -> what to compile, on first use. The transposition moves bits: two bytes are two bytes.
+REGIONS = {
+    "step_float32": _step_float32,
+    "step_bfloat16": _step_bfloat16,
+    "step_float16": _step_float16,
+    "transpose_float32": _transpose_float32,
+    "transpose_bfloat16": _transpose_bfloat16,
+    "transpose_float16": _transpose_bfloat16,
+    "quantize_float32": _quantize_float32,
+    "quantize_bfloat16": _quantize_bfloat16,
+    "quantize_float16": _quantize_float16,
+    "pack_int4": _pack_int4,
+    "dequantize_float32": _dequantize_float32,
+    "dequantize_bfloat16": _dequantize_bfloat16,
+    "dequantize_float16": _dequantize_float16,
+}

@@ -19,8 +19,6 @@ from .attention import rms_norm
 from .intrinsics import ONE, ZERO, constants_row, dot, exact, exp32, floats, narrow, pointer, size_of, widen
 from .layout import DeltaField, FloatField, StepField
 
-__all__ = ["delta_net"]
-
 _LENGTH_EPS = np.float32(1e-6)  # of the squared length by which queries and keys are divided
 _FIELDS = len(DeltaField)
 

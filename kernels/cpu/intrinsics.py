@@ -22,12 +22,6 @@ from numba.extending import intrinsic, overload
 
 from .layout import BlockField, FloatField, ProjectionField
 
-__all__ = [
-    "ONE", "SYMBOLS", "ZERO", "add_word", "block_row", "constants_row", "dot", "exact", "exp32", "floats", "get_word",
-    "high_half", "low_half", "narrow", "now_ns", "num_threads", "pointer", "prefetch", "projection_row", "put_word",
-    "relax", "size_of", "sleep_us", "soft_cap", "span", "tanh32", "thread_num", "widen",
-]  # fmt: skip
-
 # OpenMP's and the C library's functions under names of our own, registered by `threads` before any code is loaded.
 SYMBOLS = ("wisparse_thread_num", "wisparse_num_threads", "wisparse_usleep", "wisparse_clock_gettime")
 thread_num = types.ExternalFunction(SYMBOLS[0], types.int32())

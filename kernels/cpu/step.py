@@ -5,29 +5,66 @@ from __future__ import annotations
 import numpy as np
 
 from .attention import BLOCK_BYTES, attention, rms_norm
-from .barrier import barrier
 from .delta_net import delta_net
 from .intrinsics import (
     ONE,
     ZERO,
+    add_word,
     block_row,
     constants_row,
     exact,
     exp32,
     floats,
+    get_word,
+    now_ns,
     num_threads,
     pointer,
     projection_row,
+    put_word,
+    relax,
     size_of,
+    sleep_us,
     soft_cap,
     span,
     thread_num,
     widen,
-)  # fmt: skip
-from .layout import BlockField, FloatField, ProjectionField, StepField
+)
+from .layout import BlockField, FloatField, ProjectionField, StepField, TeamField
 from .linear import gather, output_rows, project, select
 
-__all__ = ["step"]
+_ARRIVED, _PASSED, _WAITED = (8 * field.value for field in TeamField if field != TeamField.SIZE)
+_LOOKS = 64  # between two looks at the clock
+_BRIEF_NS = 100_000  # a thread that is late for longer has no core; putting one to sleep and waking it costs a tenth
+_SLEEP_US = 50
+
+
+@exact
+def barrier(team, parts):
+    """Wait until all ``parts`` threads of a team are here; ``team`` is the address of its `TeamField`."""
+    if parts == 1:
+        return
+    arrived, passed = team + _ARRIVED, team + _PASSED
+    now = get_word(passed)
+    place = add_word(arrived, np.int64(1))
+    if place + 1 == parts:
+        put_word(arrived, np.int64(0))
+        put_word(passed, now + 1)
+        return
+    began = np.int64(0)
+    while True:
+        for _ in range(_LOOKS):
+            if get_word(passed) != now:
+                return
+            relax()
+        if began == 0:
+            began = now_ns()
+        elif now_ns() - began > _BRIEF_NS:
+            break
+    while get_word(passed) == now:
+        sleep_us(np.uint32(_SLEEP_US))
+    if place == 0:  # one of them counts it, the one who waited longest
+        add_word(team + _WAITED, now_ns() - began)
+
 
 _INT8 = np.int8(0)
 _ROW_BYTES = 8 * len(ProjectionField)

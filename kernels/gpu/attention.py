@@ -21,8 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .arguments import Stretches
 from .common import (
+    Stretches,
     exact_argument,
     inverse_root,
     let_next_kernel_start,
@@ -30,8 +30,6 @@ from .common import (
     soft_cap,
     wait_for_previous_kernel,
 )
-
-__all__ = ["QK_NORMS", "launch_attention"]
 
 # What is normalised of queries and keys: each head before the rotation, or after it, or all heads as one vector.
 _HEAD = tl.constexpr(0)

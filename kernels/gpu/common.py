@@ -9,31 +9,230 @@ Kernels write "wide" for the type they add up in (``precision``).
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from .arguments import Columns
 
-__all__ = [
-    "TO_GELU",
-    "TO_PLAIN",
-    "TO_RESIDUAL",
-    "TO_SILU",
-    "combined_attention",
-    "exact_argument",
-    "inverse_root",
-    "let_next_kernel_start",
-    "load_squares",
-    "normalise",
-    "reciprocal_rms",
-    "segment_channel",
-    "segment_length",
-    "soft_cap",
-    "tile_columns",
-    "wait_for_previous_kernel",
-    "wait_in_loop",
-]
+class Stretches(NamedTuple):
+    """The attention's partial results, one for each stretch of the context."""
+
+    x: Tensor  # (B, heads, kv_splits, head_dim) wide, softmax-weighted sums
+    maximum: Tensor  # (B, heads, kv_splits) wide, log2 domain
+    total: Tensor  # the same shape, denominators
+
+
+class Source(NamedTuple):
+    """Where a projection's input comes from: x as it is; x, the residual stream, after an RMSNorm; or the attention's
+    stretches, combined."""
+
+    x: Tensor | None  # (B, K) dtype
+    ssq: Tensor | None  # RMSNorm: (B, ssq_parts) wide, partial sums of squares
+    norm: Tensor | None  # RMSNorm: (K,) of the weights' type, or wide: 1 + weight
+    stretches: Stretches | None
+
+
+class Weights(NamedTuple):
+    """A group of projections that read one input."""
+
+    weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; codes: int32 words
+    bias: Tensor | None  # (N,) of the weights' type, or wide
+    scales: Tensor  # (projections, K) float32
+    thresholds: Tensor  # (projections,) float32
+    code_scales: Tensor | None  # codes: (K / group, padded columns) float32
+    zeros: Tensor | None  # codes of zero that are not the kind's own: the same shape
+
+
+class Target(NamedTuple):
+    """Where a projection's output goes, as ``Modes.output`` says."""
+
+    out: Tensor  # dtype: TO_PLAIN (B, N); TO_RESIDUAL (B, N), read and written; TO_SILU and TO_GELU (B, n0)
+    ssq: Tensor | None  # TO_RESIDUAL: (B, tiles * max(1, pollers)) wide
+
+
+class Memory(NamedTuple):
+    """What the programs of a launch leave for each other, and each for itself."""
+
+    partial: Tensor  # (splits, B, N) integers as wide as the sums; with pollers NOTHING before and after
+    counter: Tensor | None  # no pollers: (tiles,) int32, 0 before and after
+    list_index: Tensor | None  # lists that are not in shared memory: (programs, length) int32
+    list_value: Tensor | None  # and (programs, B, length) dtype
+
+
+class Counting(NamedTuple):
+    """The kept channels, counted."""
+
+    token: Tensor  # (B,) int64, negative for a row that is not counted
+    before: Tensor  # (projections, splits) int64
+    after: Tensor  # the same shape: before, and what this launch keeps
+
+
+class Shape(NamedTuple):
+    """Compiled in: K, the projections' widths and their sum N, tiles of columns, rows B; the attention's stretches; how
+    many partial sums of squares there may be, a multiple of 32."""
+
+    k: int
+    n0: int
+    n1: int
+    n2: int
+    n: int
+    stride: int
+    tiles: int
+    batch: int
+    kv_splits: int
+    head_dim: int
+    ssq_pad: int
+
+
+class Modes(NamedTuple):
+    """Compiled in: ``output`` is TO_PLAIN, TO_RESIDUAL, TO_SILU or TO_GELU; ``dense``: no channel is dropped; ``pdl``:
+    programmatic dependent launch; ``codes``: the ``Matrix``'s kind, and its ``group``."""
+
+    output: int
+    dense: bool
+    pdl: bool
+    codes: str
+    group: int
+
+
+class Columns(NamedTuple):
+    """Within a kernel: the projection that a tile of columns belongs to, which of its tiles it is, and the projection's
+    first column and width."""
+
+    projection: int
+    local: int
+    first: int
+    width: int
+
+
+# Bytes. Triton's own use comes on top, and without asking the driver a program may have 48 KiB in all. Triton asks if
+# its own use is more than that; what is declared here may then be nearly as much beside it.
+ROOM_LIMIT = 36 * 1024
+ROOM_LIMIT_BESIDE = 47 * 1024
+
+
+def room_source(num_bytes: int, limit: int = ROOM_LIMIT) -> str:
+    """PTX that declares so much shared memory and gives its address; "" for none, if it is more than there may be."""
+    if num_bytes > limit:
+        return ""
+    return f"{{ .shared .align 16 .b8 room[{num_bytes}]; mov.u32 $0, room; }}"
+
+
+@triton.jit
+def room(SOURCE: tl.constexpr, scalar):
+    """The address of the room that ``room_source`` declares; ``scalar`` is any int32. Once in a kernel."""
+    return tl.inline_asm_elementwise(SOURCE, "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def put(items, place, value, wanted, SHARED: tl.constexpr):
+    """items[place] = value where wanted: int32, or floating point, which is float32 in shared memory."""
+    if not SHARED:
+        tl.store(items + place, value.to(items.dtype.element_ty), mask=wanted)
+    elif value.dtype.is_floating():
+        # Its own way in: as bits among integers it costs a quarter more registers.
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,r,f,r",
+            [items + place * 4, value.to(tl.float32), wanted.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }",
+            "=r,r,r,r",
+            [items + place * 4, value, wanted.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+
+
+@triton.jit
+def get(items, place, FLOATING: tl.constexpr, SHARED: tl.constexpr):
+    """items[place], after ``settled``."""
+    if SHARED:
+        value = tl.inline_asm_elementwise(
+            "ld.shared.b32 $0, [$1];", "=r,r", [items + place * 4], dtype=tl.int32, is_pure=True, pack=1
+        )
+        if FLOATING:
+            value = value.to(tl.float32, bitcast=True)
+    else:
+        value = tl.load(items + place)
+    return value
+
+
+@triton.jit
+def put_half(items, place, value, wanted, SHARED: tl.constexpr):
+    """items[place] = value where wanted: fp16 or bf16."""
+    if SHARED:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b16 [$1], $2; mov.b32 $0, 0; }",
+            "=r,r,h,r",
+            [items + place * 2, value.to(tl.int16, bitcast=True), wanted.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(items + place, value, mask=wanted)
+
+
+@triton.jit
+def get_half(items, place, dtype: tl.constexpr, SHARED: tl.constexpr):
+    """items[place], after ``settled``: fp16 or bf16."""
+    if SHARED:
+        value = tl.inline_asm_elementwise(
+            "ld.shared.b16 $0, [$1];", "=h,r", [items + place * 2], dtype=tl.int16, is_pure=True, pack=1
+        ).to(dtype, bitcast=True)
+    else:
+        value = tl.load(items + place)
+    return value
+
+
+@triton.jit
+def settled(items, SHARED: tl.constexpr):
+    """The list again, once every thread of the program has put what it had to."""
+    if SHARED:
+        # Not the compiler's own barrier: it reads no weights ahead in a loop that has one.
+        items = tl.inline_asm_elementwise(
+            "bar.sync 0; mov.b32 $0, $1;", "=r,r", [items], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        tl.debug_barrier()
+    return items
+
+
+@triton.jit
+def hold_reads(scalar):
+    """What was read before this is on its way: left alone, the compiler moves each read to where it is needed, to save
+    registers. ``scalar`` is any int32."""
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def add_rows(values, items, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sum of float32 values (ROWS, COLUMNS) over the rows, first to last, in one exchange through shared memory.
+
+    ``tl.sum`` takes one for each number a thread holds. Columns are spread so that few threads meet in a bank.
+    """
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    place = (column % 8) * (COLUMNS // 8) + column // 8
+    put(items, row[:, None] * COLUMNS + place[None, :], values, place[None, :] >= 0, True)
+    items = settled(items, True)
+    total = get(items, place, True, True)
+    for other in tl.static_range(1, ROWS):
+        total += get(items, other * COLUMNS + place, True, True)
+    return total
+
 
 # Where a projection's output goes.
 TO_PLAIN = tl.constexpr(0)  # y (B, N)

@@ -30,10 +30,6 @@ from .common import (
     wait_for_previous_kernel,
 )
 
-__all__ = [
-    "LARGEST_STATE", "DeltaInput", "DeltaMemory", "DeltaTensors", "delta_state_size", "launch_delta_net", "warps_for",
-]  # fmt: skip
-
 LARGEST_STATE = 128 * 128  # numbers of a head's state, either side padded to a power of two: they stay in registers
 _LENGTH_EPS = tl.constexpr(1e-6)  # of the squared length by which queries and keys are divided
 _BLOCK_H = 1024

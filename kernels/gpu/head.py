@@ -24,8 +24,6 @@ from .common import (
     wait_for_previous_kernel,
 )
 
-__all__ = ["HEAD_ROWS", "HEAD_ROWS_BATCHED", "launch_embed", "launch_logits", "launch_next"]
-
 # Vocabulary rows of one program; batches of float32 rows are launched row by row.
 HEAD_ROWS = 16
 HEAD_ROWS_BATCHED = 64

@@ -19,8 +19,6 @@ from torch import Tensor
 
 from .attention import QK_NORMS, _attend, _Cache, _cached, _head_vectors, _Norms, _Rotary, _Shape, _turns
 
-__all__ = ["launch_piece_attention"]
-
 _LOG2_E = 1.4426950408889634
 # Programs of one KV head, about: with 8 of those they are half as many as an H200 has multiprocessors.
 _TILES = 8

@@ -25,8 +25,6 @@ from torch import Tensor
 
 from .common import let_next_kernel_start, soft_cap, wait_for_previous_kernel
 
-__all__ = ["SAMPLED_DTYPES", "SampleState", "launch_sample"]
-
 # What the logits may have been rounded to: float32 has too many values to count.
 SAMPLED_DTYPES = (torch.bfloat16, torch.float16)
 

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
-from wisparse.formats.weights.checkpoint import StoredWeight
-from wisparse.kernels.cpu.layout import StoredAs
+from wisparse.formats.checkpoint import StoredWeight
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.weight_types import WEIGHT_TYPES
+from wisparse.kernels.cpu.layout import StoredAs, type_name
 from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.threads import prepare_all
-from wisparse.kernels.cpu.types import type_name
 
 from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.decoder import check_room
@@ -29,8 +28,6 @@ from ..torch.block import finish_logits, read_block, read_norm
 from ..torch.decoder import PIECE, TorchDecoder
 from .step import Step
 from .weights import CpuProjection, read_matrices
-
-__all__ = ["CpuDecoder"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # The regions that weights go through at load and at a prompt, by what they are held as.

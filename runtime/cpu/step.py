@@ -11,20 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from wisparse.formats.machine.cores import usable_cores
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.machine import usable_cores
+from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.cpu.layout import BlockField, DeltaField, FloatField, ProjectionField, StepField
 from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.team import Team
-from wisparse.kernels.cpu.threads import team_size
+from wisparse.kernels.cpu.threads import Team, team_size
 
 from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import Rotary, query_scales
 from ..torch.block import Block, Norm
 from ..torch.delta_net import DeltaWeights
 from .weights import CpuProjection
-
-__all__ = ["Step"]
 
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20

@@ -16,17 +16,12 @@ from torch import Tensor
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
-from wisparse.formats.model.model_config import Projection
-from wisparse.formats.model.quantised import QuantizedMatrix
-from wisparse.formats.model.weight_types import WEIGHT_TYPES, group_of, round_weight
-from wisparse.kernels.cpu.layout import StoredAs
-from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.packing import empty_int4, pack_int4, pack_int4_into, quantize_into, transpose_into
-from wisparse.kernels.cpu.types import aligned_empty
+from wisparse.formats.model_config import Projection
+from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, group_of, round_weight
+from wisparse.kernels.cpu.layout import StoredAs, aligned_empty
+from wisparse.kernels.cpu.matrix import Matrix, empty_int4, pack_int4, pack_int4_into, quantize_into, transpose_into
 
-from ..torch.linear import MaskedLinear
-
-__all__ = ["CpuProjection", "read_matrices", "read_matrix"]
+from ..torch.block import MaskedLinear
 
 _T = TypeVar("_T")
 # What scales are held in, narrow ones first; the first that holds them exactly is taken.

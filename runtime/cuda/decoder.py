@@ -20,13 +20,12 @@ import triton
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.weight_types import WEIGHT_TYPES
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
-from wisparse.kernels.gpu.products.gemv import Group
+from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
-from wisparse.kernels.precision import activation_dtype
-from wisparse.kernels.reference import keep_mask
+from wisparse.kernels.reference import activation_dtype, keep_mask
 
 from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.decoder import Decoder, check_part, check_prompt, check_room
@@ -34,16 +33,14 @@ from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingSettings, sample
 from ..torch.block import finish_logits
 from .graph import TokenReadback
-from .prefill import head_products, lower_right, piece_size, read_sequence
-from .prompts import ShortPieces, too_little_memory
+from .prefill import ShortPieces, head_products, lower_right, piece_size, read_sequence, too_little_memory
 from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
 from .weights import CudaWeights, MaskKind, load_weights, mask_kinds, put_masks, with_kinds
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
-    from wisparse.formats.weights.checkpoint import StoredWeight
+    from wisparse.formats.checkpoint import StoredWeight
 
-__all__ = ["CudaDecoder"]
 
 log = logging.getLogger(__name__)
 

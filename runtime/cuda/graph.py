@@ -1,18 +1,23 @@
-"""A fixed series of launches as one CUDA graph, its time, and tokens on their way to the host.
+"""Tensors from a checkpoint's files to a device: parts are read and checked by several threads into pinned memory, and
+copied from there while the next ones are read.
 
-On the CPU, where Triton's interpreter runs the kernels, there are neither graphs nor pinned memory: launches then run
-one by one, and everything around them is the same.
+Checksums and the search for NaN cost several times what reading from the page cache does, so one thread would be the
+slowest part. The host holds a few parts, however large a tensor is.
 """
 
 from __future__ import annotations
 
+import os
 import statistics
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-__all__ = ["TokenReadback", "capture", "elapsed_us", "time_launches"]
+from wisparse.formats.checkpoint import Checkpoint
 
 _REPETITIONS = 20
 
@@ -73,3 +78,83 @@ class TokenReadback:
         if self._stream is not None:
             self._stream.synchronize()
         return self._ids[:count].clone()
+
+
+_PART_BYTES = 8 << 20
+_MOST_THREADS = 12
+
+
+class _Stage:
+    """Memory of one part, and the copy that last read from it."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+
+    def fill(self, checkpoint: Checkpoint, name: str, offset: int, count: int) -> int:
+        """Read a part; its crc32."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return checkpoint.read_part(name, offset, self._memory[:count])
+
+    def copy_to(self, target: Tensor) -> None:
+        """Start to copy the part."""
+        target.copy_(self._memory[: len(target)], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+
+@contextmanager
+def staged_reads(
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    device: torch.device,
+    *,
+    threads: int | None = None,
+    part_bytes: int = _PART_BYTES,
+) -> Iterator[Callable[[str], Tensor]]:
+    """Gives ``read(name)``, which returns a tensor on ``device`` in its stored dtype; ordered on the current stream.
+
+    ``names`` must be read in their order, each once. A tensor may be used before the host has finished copying it, as
+    any work queued on the stream; it has been checked.
+
+    Raises:
+        BundleError or what else ``checkpoint.error`` says, from ``read``: damaged.
+    """
+    threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
+    parts = (
+        (name, offset, min(part_bytes, checkpoint.tensors[name].nbytes - offset))
+        for name in names
+        for offset in range(0, checkpoint.tensors[name].nbytes, part_bytes)
+    )
+    pending: deque[tuple[tuple[str, int, int], _Stage, Future[int]]] = deque()
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="staging") as pool:
+
+        def submit(stage: _Stage) -> None:
+            part = next(parts, None)
+            if part is not None:
+                pending.append((part, stage, pool.submit(stage.fill, checkpoint, *part)))
+
+        def read(name: str) -> Tensor:
+            info = checkpoint.tensors[name]
+            tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
+            flat = tensor.view(-1).view(torch.uint8)
+            checksums: list[tuple[int, int]] = []
+            for _ in range(0, info.nbytes, part_bytes):
+                (owner, offset, count), stage, future = pending.popleft()
+                if owner != name:
+                    raise ValueError(f"expected {owner} to be read next, found {name}")
+                checksums.append((future.result(), count))
+                stage.copy_to(flat[offset : offset + count])
+                submit(stage)
+            checkpoint.check_parts(name, checksums)
+            return tensor
+
+        try:
+            for _ in range(2 * threads):  # half of them being read, half on their way to the device
+                submit(_Stage(part_bytes, device))
+            yield read
+        finally:
+            for _, _, future in pending:
+                future.cancel()

@@ -11,17 +11,15 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
-from wisparse.kernels.gpu.products.gemv import GemvTile, launch_kind
-from wisparse.kernels.gpu.products.tiles import local_key, most_pollers, remember_tiles
-from wisparse.kernels.precision import rows_together
+from wisparse.kernels.gpu.gemv import GemvTile, launch_kind
+from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
+from wisparse.kernels.reference import rows_together
 
 from ..decoding.decoder import Decoder
 from ..timing import read_bandwidth_gbps
 from .decoder import CudaDecoder
 from .graph import elapsed_us, time_launches
 from .step import DecodeStep, kv_splits_for
-
-__all__ = ["time_kernels", "tune"]
 
 log = logging.getLogger(__name__)
 

@@ -23,16 +23,16 @@ import torch
 import triton
 from torch import Tensor
 
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.compiling import triton_compiling
-from wisparse.kernels.gpu.add import launch_add
+from wisparse.formats.model_config import ModelConfig
+from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import launch_attention
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
+from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
 from wisparse.kernels.gpu.head import HEAD_ROWS, HEAD_ROWS_BATCHED, launch_embed, launch_logits, launch_next
-from wisparse.kernels.gpu.products.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
-from wisparse.kernels.gpu.products.tiles import choose_tile
+from wisparse.kernels.gpu.norms import launch_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, SampleState, launch_sample
-from wisparse.kernels.precision import activation_dtype, rows_together, wide_dtype
+from wisparse.kernels.gpu.tiles import choose_tile
+from wisparse.kernels.reference import activation_dtype, rows_together, wide_dtype
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales
@@ -40,17 +40,6 @@ from ..decoding.sampling import SamplingSettings
 from ..torch.delta_net import DeltaWeights
 from .graph import capture
 from .weights import BlockWeights, CudaNorm, CudaWeights
-
-__all__ = [
-    "KV_SPLITS",
-    "MAX_ROWS",
-    "DecodeStep",
-    "Places",
-    "contexts_between",
-    "describe",
-    "kv_splits_for",
-    "qk_norm_kind",
-]
 
 MAX_ROWS = 16
 # Stretches one row's context is split into, up to how many positions: with 8 KV heads 16 make about one program for

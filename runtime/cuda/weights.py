@@ -16,32 +16,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.model.model_config import ModelConfig, Projection
-from wisparse.formats.model.quantised import QuantizedMatrix
-from wisparse.formats.model.weight_types import WEIGHT_TYPES, round_weight
-from wisparse.formats.weights.checkpoint import Checkpoint
-from wisparse.kernels.gpu.products.gemv import Group
-from wisparse.kernels.gpu.products.matrix import MIDDLE, Matrix, empty_matrix, put_columns
-from wisparse.kernels.precision import activation_dtype, wide_dtype
+from wisparse.formats.model_config import ModelConfig, Projection
+from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
+from wisparse.kernels.gpu.gemv import Group
+from wisparse.kernels.gpu.matrix import MIDDLE, Matrix, empty_matrix, put_columns
+from wisparse.kernels.reference import activation_dtype, wide_dtype
 
 from ..torch.block import BlockFacts, Norm
 from ..torch.delta_net import delta_names, read_delta_weights
-from .staging import staged_reads
+from .graph import staged_reads
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
-__all__ = [
-    "BlockWeights",
-    "CudaNorm",
-    "CudaWeights",
-    "MaskKind",
-    "load_weights",
-    "mask_kinds",
-    "put_masks",
-    "with_kinds",
-]
 
 _GROUPS = ("qkv", "o", "gate_up", "down")
 # Rows of an output layer in codes that a prompt reads at once, at least.

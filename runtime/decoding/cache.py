@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from wisparse.formats.errors import ResourceError, UsageError
-from wisparse.formats.model.model_config import ModelConfig
-
-__all__ = ["DeltaState", "KVCache", "bytes_per_position", "prefix_grain"]
+from wisparse.formats.model_config import ModelConfig
 
 
 def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:

@@ -1,31 +1,28 @@
-"""What a decoder is.
-
-A decoder takes token ids and gives logits or the next ids; it knows nothing of text. Its state is ``max_batch`` slots,
-one sequence each, in a cache allocated once. ``torch.decoder`` is the readable reference that the faster ones must
-agree with.
-
-    prefill(slot, prompt)  ->  logits of the prompt's last position      (at once, or piece by piece)
-    step(last ids)         ->  next ids                      (decode, then sample; on the device where that is faster)
-"""
+"""How much memory a model needs, how much was used, and what is said where there is not enough."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.config import LM_HEAD, expected_tensors
+from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError, first_line
+from wisparse.formats.machine import available_bytes
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
+from wisparse.kernels.reference import activation_dtype
 
+from .cache import bytes_per_position
 from .sampling import SamplingSettings, sample
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import ProjectionMask
-    from wisparse.formats.weights.checkpoint import StoredWeight
-
-__all__ = ["Decoder", "check_part", "check_prompt", "check_room", "next_piece", "pieces"]
+    from wisparse.formats.bundle import Bundle, ProjectionMask
+    from wisparse.formats.checkpoint import StoredWeight
 
 
 class Decoder(Protocol):
@@ -207,7 +204,7 @@ class Decoder(Protocol):
         ...
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        """Put other masks in force: another rung of the same bundle, or none that drops anything.
+        """Put other masks in force: another sparsity level of the same bundle, or none that drops anything.
 
         Costs milliseconds, as no weight is touched. ``lengths`` are 0 afterwards, and nothing is counted. A slot's
         first positions that were read dense still stand there, the same under any masks: ``prefill`` may go on behind
@@ -294,3 +291,81 @@ def pieces(start: int, stop: int, total: int, size: int, sparse_from: int) -> It
 def next_piece(start: int, piece: int) -> int:
     """Where the piece that position ``start`` lies in ends."""
     return (start // piece + 1) * piece
+
+
+# The cache may take this share of the memory that the weights leave free.
+_CACHE_SHARE = 0.25
+_FEWEST_POSITIONS = 256
+# How torch says it where the error has no type of its own.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def weight_bytes(
+    bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight], bool] = lambda _: False
+) -> int:
+    """What a bundle's weights take in memory, matrices held as ``weights`` says, all else as numbers of ``dtype``. The
+    files may hold another type.
+
+    Args:
+        keeps: whether a weight that is stored in codes stays so, as of a `decoder.Decoder`.
+    """
+    chosen = WEIGHT_TYPES[weights]
+    total = 0
+    for name, shape in expected_tensors(bundle.config).items():
+        kind = "native" if "embed" in name else chosen.head if name == LM_HEAD else weights
+        stored = bundle.checkpoint.quantised.get(name)
+        if stored is not None and kind in ("native", stored.packing.kind) and keeps(stored):
+            packing = stored.packing
+            bits = 4 if packing.kind == "int4" else 8
+            total += code_bytes(bits, shape, packing.group, zero_points=packing.zero_points)
+        else:
+            total += WEIGHT_TYPES[kind].nbytes(shape, dtype)
+    return total
+
+
+@contextmanager
+def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
+    """Turn what torch raises when a device has no memory left into a sentence.
+
+    Raises:
+        ResourceError: there is not enough.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        words = str(error).lower()
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not any(one in words for one in _NO_MEMORY):
+            raise
+        raise ResourceError(
+            f"not enough memory on {device} {doing} ({first_line(error)}): end what else uses it, choose another "
+            "device, or load with a smaller max_seq_len or max_batch"
+        ) from error
+
+
+def peak_bytes(device: torch.device) -> int:
+    """The most memory used so far: of the device on a GPU, else resident memory of this process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return 0
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def default_max_seq_len(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int, weight_bytes: int
+) -> int:
+    """The model's context, or as many positions as fit into a quarter of the memory that the weights leave free.
+
+    At least 256, and rounded down to a multiple of 256 unless it is the model's context.
+    """
+    if device.type == "cuda":
+        dtype = activation_dtype(dtype)
+    free = max(available_bytes(device) - weight_bytes, 0)
+    fitting = int(free * _CACHE_SHARE) // (bytes_per_position(config, dtype) * max_batch)
+    if fitting >= config.max_position_embeddings:
+        return config.max_position_embeddings
+    rounded = max(fitting // _FEWEST_POSITIONS * _FEWEST_POSITIONS, _FEWEST_POSITIONS)
+    return min(rounded, config.max_position_embeddings)

@@ -13,10 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.formats.model.positions import RopeConfig
-
-__all__ = ["Rotary", "attention_scaling", "inverse_frequencies", "query_scales", "rotate", "switch_length"]
+from wisparse.formats.blocks import RopeConfig
+from wisparse.formats.model_config import ModelConfig
 
 
 def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:

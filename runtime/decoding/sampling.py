@@ -18,10 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import arguments
-
-__all__ = ["MOST_LOGPROBS", "SamplingSettings", "resolve_seed", "sample", "uniform"]
 
 # How many of the most probable tokens may be told beside each token.
 MOST_LOGPROBS = 100
@@ -63,22 +61,18 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
-            "temperature": arguments.number(
-                "temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000"
-            ),
-            "top_k": arguments.integer("top_k", self.top_k, 0, 2**63 - 1),
-            "top_p": arguments.number("top_p", self.top_p, 0.0, 1.0, "a number above 0, at most 1", above=True),
-            "min_p": arguments.number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1"),
-            "seed": None if self.seed is None else arguments.integer("seed", self.seed, 0, 2**63 - 1),
-            "repetition_penalty": arguments.number(
+            "temperature": guard.number("temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000"),
+            "top_k": guard.integer("top_k", self.top_k, 0, 2**63 - 1),
+            "top_p": guard.number("top_p", self.top_p, 0.0, 1.0, "a number above 0, at most 1", above=True),
+            "min_p": guard.number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1"),
+            "seed": None if self.seed is None else guard.integer("seed", self.seed, 0, 2**63 - 1),
+            "repetition_penalty": guard.number(
                 "repetition_penalty", self.repetition_penalty, 0.0, 100.0, "a number above 0, at most 100", above=True
             ),
             "frequency_penalty": _penalty("frequency_penalty", self.frequency_penalty),
             "presence_penalty": _penalty("presence_penalty", self.presence_penalty),
             "logit_bias": _biases(self.logit_bias),
-            "logprobs": None
-            if self.logprobs is None
-            else arguments.integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
+            "logprobs": None if self.logprobs is None else guard.integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
         }
         for name, value in checked.items():  # as Python's own numbers, whoever's they were
             object.__setattr__(self, name, value)
@@ -96,7 +90,7 @@ class SamplingSettings:
 
 
 def _penalty(name: str, value: Any) -> float:
-    return arguments.number(name, value, -2.0, 2.0, "a number from -2 to 2")
+    return guard.number(name, value, -2.0, 2.0, "a number from -2 to 2")
 
 
 def _biases(given: Any) -> dict[int, float] | None:
@@ -105,10 +99,10 @@ def _biases(given: Any) -> dict[int, float] | None:
     if not isinstance(given, Mapping) or len(given) > _MOST_BIASES:
         raise UsageError(
             f"logit_bias: expected a mapping of up to {_MOST_BIASES:,} token ids to numbers, "
-            f"found {arguments.quoted(given)}"
+            f"found {guard.quoted(given)}"
         )
     return {
-        arguments.integer("logit_bias", token, 0, 2**31 - 1): arguments.number(
+        guard.integer("logit_bias", token, 0, 2**31 - 1): guard.number(
             "logit_bias", bias, -100.0, 100.0, "numbers from -100 to 100"
         )
         for token, bias in given.items()

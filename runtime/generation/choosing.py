@@ -17,8 +17,6 @@ from torch import Tensor
 
 from ..decoding.sampling import SamplingSettings
 
-__all__ = ["Chooser", "Constraint", "TokenScore", "score", "score_prompt"]
-
 # Positions of a prompt that are scored together: their log-probabilities need as much memory as their logits.
 _TOGETHER = 64
 

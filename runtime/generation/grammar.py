@@ -22,13 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from wisparse.formats import guard
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.guard import arguments
-from wisparse.formats.guard.safe_json import parse_json
+from wisparse.formats.guard import parse_json
 
 from ..text.tokenizer import is_plain
-
-__all__ = ["ANY_OBJECT", "Derivation", "Grammar", "Grammars"]
 
 _MOST_CHARACTERS = 1 << 17
 _KEPT = 32
@@ -74,7 +72,7 @@ class Grammar:
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
         else:
-            raise UsageError(f"{field}: expected a JSON schema, found {arguments.quoted(schema)}")
+            raise UsageError(f"{field}: expected a JSON schema, found {guard.quoted(schema)}")
         return cls(field, _bounded(field, text), True)
 
     @classmethod
@@ -84,13 +82,13 @@ class Grammar:
         Raises:
             UsageError: no text, or too long.
         """
-        return cls(field, _bounded(field, arguments.text(field, text, empty=False)), False)
+        return cls(field, _bounded(field, guard.text(field, text, empty=False)), False)
 
 
 def _bounded(field: str, text: str) -> str:
     if len(text) > _MOST_CHARACTERS:
         raise UsageError(f"{field}: expected at most {_MOST_CHARACTERS:,} characters, found {len(text):,}")
-    return arguments.text(field, text)
+    return guard.text(field, text)
 
 
 ANY_OBJECT = '{"type": "object"}'

@@ -6,7 +6,7 @@ comes between two tokens of the others. What a slot still holds of an earlier pr
 Sequences may be added, and taken back, at any time. Nothing here depends on what else is in the batch or was before, so
 a sequence is the same alone and among others.
 
-All sequences under way are at one rung. Prompts are taken in the order in which they came: one for another rung waits
+All sequences under way are at one sparsity level. Prompts are taken in the order in which they came: one for another sparsity level waits
 until those before it have ended, and those behind it wait for it.
 """
 
@@ -14,25 +14,172 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from wisparse.formats import guard
 from wisparse.formats.errors import UsageError, WisparseError
-from wisparse.formats.guard import arguments
-from wisparse.formats.prefill import sparse_from
+from wisparse.formats.weight_types import sparse_from
 
 from ..decoding.decoder import Decoder, check_prompt, next_piece
 from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingSettings, resolve_seed, sample
 from .choosing import Chooser, Constraint, TokenScore, score, score_prompt
-from .prefix import Prefixes
-from .rungs import Rungs
 
-__all__ = ["Job", "Request", "Scheduler", "Tally"]
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+
+class SparsityLevels:
+    """The sparsity levels of one decoder, of which one at a time is in force, for all its slots. Not thread-safe, but for
+    :meth:`named`.
+
+    Args:
+        decoder: nobody else sets its masks.
+        bundle: what it was made of, with the sparsity level in force that it was made at.
+
+    Attributes:
+        own: the sparsity level of those who name none.
+        in_force: the sparsity level of the next step; None after a switch that failed.
+    """
+
+    def __init__(self, decoder: Decoder, bundle: Bundle) -> None:
+        self.own = bundle.sparsity
+        self.in_force: float | None = bundle.sparsity
+        self._decoder, self._bundle = decoder, bundle
+        self._measuring: list[int] = []  # of whom each wants one step of so many counted
+
+    def named(self, sparsity: float | None) -> float:
+        """The sparsity level that is meant; None: the own one.
+
+        Raises:
+            UsageError: the bundle has no such sparsity level.
+        """
+        return self.own if sparsity is None else self._bundle.at(sparsity).sparsity
+
+    def switch(self, sparsity: float) -> None:
+        """Put a sparsity level in force, one that :meth:`named` gave. Dropped channels are counted from zero again."""
+        self.in_force = None
+        self._decoder.set_masks(self._bundle.at(sparsity).masks)
+        if self._measuring:
+            self._decoder.measure_sparsity(True, min(self._measuring))
+        self.in_force = sparsity
+
+    def measure(self, every: int) -> None:
+        """Have dropped channels counted, in one step of so many at least, until :meth:`stop_measuring`. From zero, if
+        they were counted less often."""
+        before = min(self._measuring, default=None)
+        self._measuring.append(every)
+        if before is None or every < before:
+            self._decoder.measure_sparsity(True, every)
+
+    def stop_measuring(self, every: int) -> None:
+        """As often as they were asked for."""
+        self._measuring.remove(every)
+        if not self._measuring:
+            self._decoder.measure_sparsity(False)
+
+
+_STRIDE = 256
+
+
+@dataclass
+class _Held:
+    """Of one slot: the tokens at its first positions, how they were read, and when it was last used."""
+
+    tokens: Sequence[int] = ()
+    sparse_from: int = 0
+    long: bool = False
+    used: int = field(default=-1)
+
+
+class Prefixes:
+    """The prompts that some slots hold.
+
+    Args:
+        slots: how many there are.
+        grain: positions serve again up to a multiple of it; see ``Decoder``.
+        switch: from how many tokens on a sequence's positions are turned by other factors (``rotary.switch_length``).
+    """
+
+    def __init__(self, slots: int, grain: int, switch: int | None) -> None:
+        self._held = [_Held() for _ in range(slots)]
+        self._grain, self._switch = grain, switch
+        self._clock = 0
+
+    def choose(self, tokens: Sequence[int], sparse_from: int, idle: Collection[int]) -> tuple[int, int, int]:
+        """Where to read a sequence.
+
+        Args:
+            tokens: the whole sequence.
+            sparse_from: its first sparse position.
+            idle: slots that serve nobody, one at least.
+
+        Returns:
+            The slot, one of ``idle``; the slot whose first positions serve, itself or another one; and how many: the
+            last position is always left to be read.
+        """
+        source, length = -1, 0
+        for slot in range(len(self._held)):
+            shared = self._shared(self._held[slot], tokens, sparse_from)
+            if shared > length:
+                source, length = slot, shared
+        oldest = min(idle, key=lambda slot: (self._held[slot].used, slot))
+        if length == 0:
+            return oldest, oldest, 0
+        # In place what follows the shared part is lost, by copying it what the other slot holds.
+        if source in idle and self._whole(len(self._held[source].tokens)) - length <= len(self._held[oldest].tokens):
+            return source, source, length
+        return oldest, source, length
+
+    def note(self, slot: int, tokens: Sequence[int], total: int, sparse_from: int) -> None:
+        """The slot holds these tokens now, read as the beginning of a sequence of ``total``."""
+        self._clock += 1
+        self._held[slot] = _Held(tokens, sparse_from, self._long(total), self._clock)
+
+    def touch(self, slot: int) -> None:
+        """The slot was used just now."""
+        self._clock += 1
+        self._held[slot].used = self._clock
+
+    def keep_dense(self) -> None:
+        """Other masks are in force: only what was read without any serves on."""
+        for held in self._held:
+            held.tokens = held.tokens[: held.sparse_from]
+
+    def forget(self) -> None:
+        """No slot's contents are known any more."""
+        self._held = [_Held() for _ in self._held]
+
+    def _shared(self, held: _Held, tokens: Sequence[int], sparse_from: int) -> int:
+        """How many of the slot's positions are those of the sequence."""
+        if held.long != self._long(len(tokens)):
+            return 0
+        most = min(len(held.tokens), len(tokens) - 1)
+        if held.sparse_from != sparse_from:
+            most = min(most, held.sparse_from, sparse_from)
+        return self._whole(_common(held.tokens, tokens, most))
+
+    def _long(self, total: int) -> bool:
+        return self._switch is not None and total > self._switch
+
+    def _whole(self, length: int) -> int:
+        return length // self._grain * self._grain
+
+
+def _common(first: Sequence[int], second: Sequence[int], most: int) -> int:
+    """How many tokens two sequences begin with alike, at most ``most``."""
+    for start in range(0, most, _STRIDE):
+        stop = min(start + _STRIDE, most)
+        if first[start:stop] != second[start:stop]:
+            return next(place for place in range(start, stop) if first[place] != second[place])
+    return most
+
 
 _IDLE = SamplingSettings()
 
@@ -53,7 +200,7 @@ class Request:
         prefill: one of ``PREFILL_POLICIES``.
         constraint: what the answer may say, at its beginning; for this request alone. None: anything.
         score_prompt: tell what the model thought of the prompt's tokens too; needs ``sampling.logprobs``.
-        sparsity: the rung to decode at, 0 for the dense model; None: the decoder's own, see :class:`Rungs`.
+        sparsity: the sparsity level to decode at, 0 for the dense model; None: the decoder's own, see :class:`Sparsity levels`.
         spoken: special tokens that are part of the answer's text.
     """
 
@@ -74,7 +221,7 @@ class Job:
 
     Attributes:
         sampling: the request's, with a seed.
-        sparsity: the rung it is decoded at; None: the only one that its scheduler knows.
+        sparsity: the sparsity level it is decoded at; None: the only one that its scheduler knows.
         chooser: how its tokens are chosen, at the newest one.
         token_ids: generated so far, a stop token included.
         scores: what the model thought of each of them; empty unless ``sampling.logprobs`` asks for it.
@@ -141,15 +288,15 @@ class Scheduler:
     """Runs jobs on one decoder. Not thread-safe; the decoder must serve nobody else meanwhile.
 
     Args:
-        rungs: the decoder's; None if requests name none.
+        sparsity levels: the decoder's; None if requests name none.
 
     Attributes:
         tally: the steps so far.
     """
 
-    def __init__(self, decoder: Decoder, rungs: Rungs | None = None) -> None:
+    def __init__(self, decoder: Decoder, levels: SparsityLevels | None = None) -> None:
         self.tally = Tally()
-        self._rungs = rungs
+        self._levels = levels
         self._ended = 0.0  # the newest prefill or step
         self._decoder = decoder
         self._waiting: deque[Job] = deque()
@@ -178,19 +325,19 @@ class Scheduler:
         if strange is not None:
             raise UsageError(f"prompt: expected token ids from 0 to {vocab_size - 1}, found {strange}")
         if request.max_new_tokens is not None:
-            arguments.integer("max_new_tokens", request.max_new_tokens, 1)
+            guard.integer("max_new_tokens", request.max_new_tokens, 1)
         sparse_from(request.prefill, len(request.token_ids))
         biased = max(request.sampling.logit_bias or (0,))
         if biased >= vocab_size:
             raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
-        self._rung(request)
+        self._level(request)
 
     def submit(self, request: Request) -> Job:
         """Queue a request; raises what :meth:`check` does."""
         self.check(request)
         sampling = resolve_seed(request.sampling)
         chooser = Chooser(sampling, request.token_ids, request.constraint)
-        job = Job(request, sampling, self._rung(request), chooser)
+        job = Job(request, sampling, self._level(request), chooser)
         self._waiting.append(job)
         return job
 
@@ -229,10 +376,10 @@ class Scheduler:
         self._prefixes.forget()
 
     def switch(self, sparsity: float) -> None:
-        """Put another rung in force, while no slot is in use. What slots hold of dense prompts is used on."""
-        assert self._rungs is not None
+        """Put another sparsity level in force, while no slot is in use. What slots hold of dense prompts is used on."""
+        assert self._levels is not None
         assert not any(self._slots)
-        self._rungs.switch(sparsity)
+        self._levels.switch(sparsity)
         self._prefixes.keep_dense()
 
     def step(self, called: Callable[[], object] | None = None) -> list[Job]:
@@ -260,16 +407,18 @@ class Scheduler:
         self.tally.seconds += self._ended - before
         return advanced
 
-    def _rung(self, request: Request) -> float | None:
-        if self._rungs is not None:
-            return self._rungs.named(request.sparsity)
+    def _level(self, request: Request) -> float | None:
+        if self._levels is not None:
+            return self._levels.named(request.sparsity)
         if request.sparsity is not None:
-            raise UsageError(f"sparsity: expected none, as there are no rungs to choose from, found {request.sparsity}")
+            raise UsageError(
+                f"sparsity: expected none, as there are no sparsity levels to choose from, found {request.sparsity}"
+            )
         return None
 
     def _turn(self, job: Job) -> bool:
-        """Whether the next job's rung is in force; it is put in force as soon as nobody needs another one."""
-        if self._rungs is None or job.sparsity is None or job.sparsity == self._rungs.in_force:
+        """Whether the next job's sparsity level is in force; it is put in force as soon as nobody needs another one."""
+        if self._levels is None or job.sparsity is None or job.sparsity == self._levels.in_force:
             return True
         if any(self._slots):
             return False

@@ -7,15 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict, TypeVar
 
+from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import arguments
-from wisparse.formats.prefill import PREFILL_POLICIES
+from wisparse.formats.weight_types import PREFILL_POLICIES
 
 from ..decoding.sampling import SamplingSettings
-from ..text.prompts import stop_texts
+from ..text.text import stop_texts
 from .grammar import Grammar
-
-__all__ = ["GenerationArguments", "GenerationSettings", "spelled_out"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -42,14 +40,14 @@ class GenerationSettings(SamplingSettings):
         super().__post_init__()
         _ = self.stop_texts, self.rule  # which check what they are made from
         if self.max_new_tokens is not None:  # as Python's own number, whoever's it was
-            object.__setattr__(self, "max_new_tokens", arguments.integer("max_new_tokens", self.max_new_tokens, 1))
+            object.__setattr__(self, "max_new_tokens", guard.integer("max_new_tokens", self.max_new_tokens, 1))
         if self.system_prompt is not None:
-            arguments.text("system_prompt", self.system_prompt)
+            guard.text("system_prompt", self.system_prompt)
         if self.chat_template is not None:
-            arguments.switch("chat_template", self.chat_template)
+            guard.switch("chat_template", self.chat_template)
         if self.prefill is not None:
-            arguments.choice("prefill", self.prefill, PREFILL_POLICIES)
-        arguments.switch("measure_sparsity", self.measure_sparsity)
+            guard.choice("prefill", self.prefill, PREFILL_POLICIES)
+        guard.switch("measure_sparsity", self.measure_sparsity)
 
     @property
     def sampling(self) -> SamplingSettings:

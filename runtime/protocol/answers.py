@@ -3,23 +3,189 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..generation.answer import Generation, Piece
 from ..generation.choosing import TokenScore
-from .call_deltas import CallDelta, call_delta, same_call, whole_calls
-from .calls import CallParser
+from ..generation.engine import Generation, Piece
 from .errors import ApiError
-from .events import DONE, event
-from .logprobs import chat_logprobs, completion_logprobs
-from .thinking import Thinking
-from .usage import tokens_used, usage
+from .tools import CallDelta, CallParser, call_delta, same_call, whole_calls
 
-__all__ = ["Growing", "Shape", "unsaid"]
+
+def usage(answers: Sequence[Generation], prompt_tokens: int, thought_tokens: int | None) -> dict[str, Any]:
+    """Tokens in and out, and of those the thought ones if they are told; each prompt counts once, however many answers
+    it has."""
+    completion = sum(len(answer.token_ids) for answer in answers)
+    found = tokens_used(completion, prompt_tokens, cached_tokens(answers, prompt_tokens))
+    if thought_tokens is not None:
+        found["completion_tokens_details"] = {"reasoning_tokens": thought_tokens}
+    return found
+
+
+def cached_tokens(answers: Sequence[Generation], prompt_tokens: int) -> int:
+    """Tokens of the prompts that the cache still held; of each prompt what its first answer found."""
+    copies = sum(answer.prompt_tokens for answer in answers) // prompt_tokens
+    return sum(min(one.cached_tokens for one in answers[at : at + copies]) for at in range(0, len(answers), copies))
+
+
+def tokens_used(completion: int, prompt_tokens: int, cached: int) -> dict[str, Any]:
+    """As OpenAI writes it."""
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+# What JSON has for the logarithm of nothing, as OpenAI writes it.
+_NEVER = -9999.0
+
+
+def chat_logprobs(scores: Sequence[TokenScore | int], spell: Callable[[int], str]) -> dict[str, Any]:
+    """Of a message's tokens."""
+
+    def spelled(token: int, logprob: float) -> dict[str, Any]:
+        text = spell(token)
+        # A token may be part of a character, of which there is no text.
+        octets = None if "\ufffd" in text else list(text.encode())
+        return {"token": text, "logprob": _finite(logprob), "bytes": octets}
+
+    entries = []
+    for score in scores:
+        if isinstance(score, TokenScore):
+            top = [spelled(token, logprob) for token, logprob in score.top]
+            entries.append({**spelled(score.token_id, score.logprob), "top_logprobs": top})
+    return {"content": entries, "refusal": None}
+
+
+def completion_logprobs(
+    scores: Sequence[TokenScore | int], spell: Callable[[int], str], offset: int
+) -> tuple[dict[str, Any], int]:
+    """Of a text's tokens, the first of which is at this character; and the character after the last. A token that is
+    there by its id alone has no score: it is a prompt's first."""
+    tokens = [spell(score if isinstance(score, int) else score.token_id) for score in scores]
+    *offsets, end = itertools.accumulate(map(len, tokens), initial=offset)
+    known = [None if isinstance(score, int) else score for score in scores]
+    found = {
+        "tokens": tokens,
+        "token_logprobs": [None if score is None else _finite(score.logprob) for score in known],
+        "top_logprobs": [None if score is None else _top(score, spell) for score in known],
+        "text_offset": offsets,
+    }
+    return found, end
+
+
+def _top(score: TokenScore, spell: Callable[[int], str]) -> dict[str, float]:
+    """The most probable tokens, and the token itself; the likelier of two that are written alike."""
+    found: dict[str, float] = {}
+    for token, logprob in (*score.top, (score.token_id, score.logprob)):
+        found.setdefault(spell(token), _finite(logprob))
+    return found
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, _NEVER)
+
+
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Mapping[str, Any]) -> bytes:
+    """A server-sent event."""
+    return b"data: " + to_json(value) + b"\n\n"
+
+
+def to_json(value: Mapping[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+OPEN, CLOSE = "<think>", "</think>"
+
+
+class Thinking:
+    """One answer's text, of which the beginning may be thought. White space around either part is left out."""
+
+    def __init__(self, *, begun: bool) -> None:
+        """``begun``: the prompt ends with the opening tag, as some templates have it."""
+        self._tag: str | None = CLOSE if begun else OPEN  # the next to come; None: the answer has begun
+        self._held = ""
+        self._started = False  # the part has shown something but white space
+
+    def add(self, text: str) -> tuple[str, str]:
+        """What a piece adds to the thought, and to the answer."""
+        if self._tag is None:
+            return "", self._strip(text)
+        self._held += text
+        if self._tag == OPEN:
+            found = self._held.lstrip()
+            if found.startswith(OPEN):
+                self._tag, self._held = CLOSE, found[len(OPEN) :]
+            elif OPEN.startswith(found):
+                return "", ""
+            else:  # it answers at once, and as it likes
+                self._tag, self._started = None, True
+                held, self._held = self._held, ""
+                return "", held
+        thought, closed, rest = self._held.partition(CLOSE)
+        if closed:
+            self._tag, self._held = None, ""
+            thought = self._strip(thought.rstrip())
+            self._started = False
+            return thought, self._strip(rest)
+        # White space, and what may become the tag, waits for what follows.
+        sure = len(thought.rstrip())
+        for length in range(min(len(CLOSE) - 1, len(thought)), 0, -1):
+            if thought.endswith(CLOSE[:length]):
+                sure = len(thought[: len(thought) - length].rstrip())
+                break
+        self._held = thought[sure:]
+        return self._strip(thought[:sure]), ""
+
+    def finish(self) -> tuple[str, str]:
+        """What was held back, at the end."""
+        held, self._held = self._held, ""
+        return ("", held) if self._tag == OPEN else (self._strip(held.rstrip()), "")
+
+    def _strip(self, text: str) -> str:
+        """Without the white space that a part begins with."""
+        if not self._started:
+            text = text.lstrip()
+            self._started = bool(text)
+        return text
+
+
+class ThoughtCount:
+    """How many of one answer's tokens are thought, the tags among them."""
+
+    def __init__(self, *, begun: bool) -> None:
+        """``begun``: as for ``Thinking``."""
+        self._tag: str | None = CLOSE if begun else OPEN  # the next to come; None: nothing more is thought
+        self._held = ""
+        self._seen = 0
+        self.tokens = 0
+
+    def add(self, text: str) -> None:
+        """One more token, and the text that it adds."""
+        if self._tag is None:
+            return
+        self._seen += 1
+        self._held += text
+        if self._tag == OPEN:
+            found = self._held.lstrip()
+            if not found.startswith(OPEN):
+                if not OPEN.startswith(found):
+                    self._tag = None
+                return
+            self._tag, self._held = CLOSE, found[len(OPEN) :]
+        self.tokens = self._seen
+        if CLOSE in self._held:
+            self._tag = None
+        self._held = self._held[1 - len(CLOSE) :]
 
 
 @dataclass(frozen=True)

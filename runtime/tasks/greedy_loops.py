@@ -13,8 +13,6 @@ from __future__ import annotations
 import random
 from typing import Any
 
-__all__ = ["COUNT", "MAX_NEW_TOKENS", "SEED", "TASK", "custom_dataset", "loops", "make_prompts", "process_results"]
-
 TASK = "greedy_loops"
 
 # What the harness asks; a benchmark makes more.

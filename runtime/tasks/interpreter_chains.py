@@ -30,8 +30,6 @@ from typing import NamedTuple
 
 from .interpreter_lines import make_problems
 
-__all__ = ["COUNT", "SEED", "STEPS", "TASK", "Chain", "make_chains"]
-
 TASK = "interpreter_chains"
 
 # What the harness asks; a benchmark makes others.

@@ -10,8 +10,6 @@ from lm_eval.api.task import ConfigurableTask
 
 from wisparse.runtime.tasks.interpreter_chains import COUNT, SEED, Chain, make_chains
 
-__all__ = ["ChainsTask", "custom_dataset", "process_results"]
-
 
 def custom_dataset(**_: Any) -> dict[str, Any]:
     """The chains as a data set with one split, ``test``."""

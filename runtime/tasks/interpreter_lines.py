@@ -19,8 +19,6 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-__all__ = ["COUNT", "SEED", "TASK", "Problem", "custom_dataset", "make_problems"]
-
 TASK = "interpreter_lines"
 COUNT, SEED = 500, 0
 

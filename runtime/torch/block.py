@@ -16,23 +16,119 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.model import model_config
-from wisparse.formats.model.model_config import ModelConfig
-from wisparse.kernels.reference import soft_cap
+from wisparse.formats import model_config
+from wisparse.formats.model_config import ModelConfig
+from wisparse.kernels.reference import keep_mask, soft_cap
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales, rotate
-from .attention import attention
 from .delta_net import DeltaWeights, read_delta_weights
-from .linear import MaskedLinear
 
 if TYPE_CHECKING:
-    from wisparse.formats.bundle import Bundle
+    from wisparse.formats.bundle import Bundle, ProjectionMask
 
-__all__ = [
-    "Block", "BlockFacts", "Norm", "Positions", "embed", "finish_block", "finish_logits", "read_block", "read_norm",
-    "rms_norm", "run_block",
-]  # fmt: skip
+
+def drop_channels(x: Tensor, keep: Tensor) -> Tensor:
+    """x (T, K) with its last rows' dropped channels at zero; ``keep``: (rows, K)."""
+    dense, masked = x[: len(x) - len(keep)], x[len(x) - len(keep) :]
+    return torch.cat((dense, torch.where(keep, masked, masked.new_zeros(()))))
+
+
+class MaskedLinear:
+    """One linear layer with its mask, if it has one; a subclass knows how its weight is stored.
+
+    Attributes:
+        channel_scale: (K,) float32, or None for a dense projection.
+        threshold: keep a channel if ``|x| * channel_scale`` is at least this.
+        output_bias: (N,) float32, added where the mask is in force; None for nothing.
+        kept: () int64 while kept channels are counted, else None.
+    """
+
+    def __init__(self, name: str, in_features: int, out_features: int, device: torch.device) -> None:
+        self.name, self.in_features, self.out_features = name, in_features, out_features
+        self._device = device
+        self.kept: Tensor | None = None
+        self.set_mask(None)
+
+    def set_mask(self, mask: ProjectionMask | None) -> None:
+        """Put a mask in force; None or one of sparsity 0: the projection is dense."""
+        sparse = mask is not None and mask.sparsity > 0
+        self.channel_scale = mask.channel_scale.contiguous().to(self._device) if mask is not None and sparse else None
+        self.threshold = mask.threshold if mask is not None and sparse else 0.0
+        added = mask.output_bias if mask is not None and sparse else None
+        self.output_bias = None if added is None else added.to(self._device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        raise NotImplementedError
+
+    def product(self, x: Tensor) -> Tensor:
+        """x (T, K) to (T, N), the weight's bias included, if it has one."""
+        raise NotImplementedError
+
+    def __call__(self, x: Tensor, first_sparse: int) -> Tensor:
+        """Apply it to x (T, K); rows from ``first_sparse`` on are masked."""
+        if self.channel_scale is None or first_sparse >= len(x):
+            return self.product(x)
+        keep = keep_mask(x[first_sparse:], self.channel_scale, self.threshold)
+        if self.kept is not None:
+            self.kept += keep.sum()
+        y = self.product(drop_channels(x, keep))
+        if self.output_bias is not None:
+            y[first_sparse:] += self.output_bias
+        return y
+
+
+def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+    """Causal attention of the positions from ``start`` on, over at most ``window`` positions each, itself included.
+
+    Args:
+        q: (num_heads, T, head_dim).
+        keys, values: (num_kv_heads, start + T, head_dim).
+
+    Returns:
+        (num_heads, T, head_dim).
+    """
+    count, stop = q.shape[1], keys.shape[1]
+    first = 0 if window is None else max(start - window + 1, 0)  # nobody here looks further back
+    keys, values = keys[:, first:], values[:, first:]
+    mask = causal_mask(start, stop, first, window, q.device) if count > 1 else None
+    if config.attention_softcap is not None:
+        return capped_attention(config, q, keys, values, mask)
+    return functional.scaled_dot_product_attention(
+        q[None],
+        keys[None],
+        values[None],
+        attn_mask=mask,
+        scale=config.attention_scale,
+        enable_gqa=q.shape[0] != keys.shape[0],
+    )[0]
+
+
+def causal_mask(start: int, stop: int, first: int, window: int | None, device: torch.device) -> Tensor:
+    """Which of the positions ``first`` to ``stop`` - 1 those from ``start`` on see: (stop - start, stop - first)."""
+    ahead = torch.arange(first, stop, device=device) - torch.arange(start, stop, device=device)[:, None]
+    return ahead <= 0 if window is None else (ahead <= 0) & (ahead > -window)
+
+
+def capped_attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Attention whose scores are capped before the softmax, which torch's own has no place for.
+
+    Args:
+        q: (num_heads, T, head_dim).
+        keys, values: (num_kv_heads, context, head_dim).
+        mask: (T, context), True where a position is seen; None for all.
+
+    Returns:
+        (num_heads, T, head_dim).
+    """
+    keys, values = (x.repeat_interleave(q.shape[0] // len(x), dim=0) for x in (keys, values))
+    scores = soft_cap(q @ keys.transpose(1, 2) * config.attention_scale, config.attention_softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return scores.softmax(dim=-1, dtype=wide).to(q.dtype) @ values
 
 
 @dataclass(frozen=True)

@@ -14,18 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig
 
 from ..decoding.cache import KVCache, prefix_grain
 from ..decoding.decoder import Decoder, check_part, check_prompt, check_room, pieces
 from ..decoding.rotary import Rotary
-from .block import Block, Positions, embed, finish_logits, read_block, read_norm, run_block
-from .linear import MaskedLinear
+from .block import Block, MaskedLinear, Positions, embed, finish_logits, read_block, read_norm, run_block
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
-__all__ = ["PIECE", "TorchDecoder"]
 
 # Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt, and the time
 # that other sequences wait for theirs. What a chat's turns share is read again up to a piece.

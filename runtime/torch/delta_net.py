@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.model.delta_net import DeltaNet
-from wisparse.formats.model.model_config import ModelConfig
+from wisparse.formats.blocks import DeltaNet
+from wisparse.formats.model_config import ModelConfig
 
 from ..decoding.cache import DeltaState
-
-__all__ = ["DeltaWeights", "apply_delta_rule", "delta_names", "read_delta_weights"]
 
 _CHUNK = 64
 _LENGTH_EPS = 1e-6  # of the squared length by which queries and keys are divided

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import os
+import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,10 +23,98 @@ from wisparse.formats.hub import fetch_bundle
 
 from .linear import WisparseLinearMethod
 from .rows import MaskedRows, watch_runners
-from .settings import Settings, require_cards
-from .versions import require_known_version
 
-__all__ = ["NAME", "WisparseConfig"]
+# Those in between were not run; what differs between the two that were is in the code beside it.
+FIRST, BEFORE = (0, 26), (0, 33)
+
+
+def require_known_version(found: str) -> None:
+    """Raise UsageError unless ``found``, vLLM's own ``__version__``, is in the declared range."""
+    match = re.match(r"(\d+)\.(\d+)", found)
+    if match is None or not FIRST <= (int(match[1]), int(match[2])) < BEFORE:
+        raise UsageError(
+            f"vLLM: expected a version from {_text(FIRST)} to before {_text(BEFORE)}, found {found}; install one "
+            "(pip install 'wisparse[vllm]') or run the dense model: VLLM_PLUGINS='' vllm serve …"
+        )
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# "half" is a protocol for measuring accuracy: it needs whole prompts, and vLLM reads them in pieces.
+POLICIES = ("dense", "all")
+ENVIRONMENT = {"prefill": "WISPARSE_VLLM_PREFILL", "sparsity": "WISPARSE_VLLM_SPARSITY"}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a bundle is run.
+
+    Attributes:
+        prefill: ``dense``: prompt tokens are not masked; ``all``: every token is.
+        sparsity: of a sparsity level, or 0: nothing is masked. Whether the bundle has it is asked of the bundle.
+    """
+
+    prefill: str
+    sparsity: float
+
+    @classmethod
+    def read(cls, additional: Any, environment: Mapping[str, str], default: float) -> Settings:
+        """From vLLM's ``additional_config`` and the environment; ``default`` is the sparsity of the default sparsity level.
+
+        Raises:
+            UsageError: a key, a policy, or a sparsity that is no number.
+        """
+        if isinstance(additional, Mapping):
+            _refuse_strays(additional)
+        entry = additional.get("wisparse") if isinstance(additional, Mapping) else None
+        if entry is not None and not isinstance(entry, Mapping):
+            raise UsageError(f"additional_config: wisparse: expected an object, found {entry!r:.80}")
+        given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)}
+        given |= dict(entry or {})
+        for key in given:
+            if key not in ENVIRONMENT:
+                raise UsageError(
+                    f"additional_config: wisparse: expected {' or '.join(ENVIRONMENT)}, found {str(key)!r:.80}"
+                )
+        prefill = given.get("prefill", "dense")
+        if prefill not in POLICIES:
+            raise UsageError(f"prefill: expected one of {', '.join(POLICIES)} in vLLM, found {prefill!r:.80}")
+        return cls(prefill, _sparsity(given.get("sparsity", default)))
+
+
+def _refuse_strays(additional: Mapping[Any, Any]) -> None:
+    """Other keys are other plug-ins', but these would be meant for us and change nothing."""
+    for key in map(str, additional):
+        nearly = key != "wisparse" and difflib.get_close_matches(key.lower(), ["wisparse"], cutoff=0.8)
+        if key in ENVIRONMENT or nearly:
+            raise UsageError(
+                f'additional_config: expected {{"wisparse": {{"sparsity": …}}}} or the like, found the key {key!r:.80}'
+            )
+
+
+def require_cards(size: int, model: Any) -> None:
+    """Raise UsageError unless a model of this config can be cut into ``size`` parts, as tensor parallel."""
+    for key in ("num_attention_heads", "hidden_size", "intermediate_size"):
+        value = getattr(model, key)
+        if value % size:
+            raise UsageError(f"tensor_parallel_size: expected a divisor of {key} ({value}), found {size}")
+    heads = getattr(model, "num_key_value_heads", None) or size
+    if heads % size and size % heads:
+        raise UsageError(
+            f"tensor_parallel_size: expected a divisor or a multiple of num_key_value_heads ({heads}), found {size}"
+        )
+
+
+def _sparsity(value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        return float(value)
+    except (TypeError, ValueError):
+        raise UsageError(f"sparsity: expected a number, found {value!r:.80}") from None
+
 
 NAME = "wisparse"
 _BLOCKS = "model.layers."
@@ -153,7 +244,7 @@ class WisparseConfig(QuantizationConfig):
         size = current.parallel_config.tensor_parallel_size
         if biased is not None and size > 1:
             raise UsageError(
-                f"tensor_parallel_size: expected 1 for a rung with output biases ({biased} has one), found {size}"
+                f"tensor_parallel_size: expected 1 for a sparsity level with output biases ({biased} has one), found {size}"
             )
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
         self.rows = MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
@@ -163,7 +254,7 @@ class WisparseConfig(QuantizationConfig):
             "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s",
             "on" if chosen.sparsity else "off",
             chosen.sparsity,
-            ", ".join(f"{rung:g}" for rung in self._bundle.rungs if rung),
+            ", ".join(f"{level:g}" for level in self._bundle.levels if level),
             settings.prefill,
         )
         return settings

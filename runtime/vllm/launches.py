@@ -4,24 +4,80 @@ from __future__ import annotations
 
 import functools
 import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .layer import Layer
+from wisparse.formats.bundle import ProjectionMask
 
-__all__ = [
-    "MASKED_ROWS",
-    "SKIPPED_ROWS",
-    "SPARSE_ROWS",
-    "fused_mask",
-    "mask_tile",
-    "masked_inputs",
-    "products",
-    "reserve_scratch",
-    "sparse",
-]
+# Rows of the weights start at multiples of so many elements, so that they can be read 16 bytes at a time.
+_ALIGNED = 16
+
+
+def channel_major(weight: Tensor) -> Tensor:
+    """The same (N, K) matrix with each column contiguous, on a GPU; a CPU has no kernel that would gain from it."""
+    if not weight.is_cuda or weight.stride(0) == 1:
+        return weight
+    n, k = weight.shape
+    weight_t = torch.empty(k, -(-n // _ALIGNED) * _ALIGNED, dtype=weight.dtype, device=weight.device)
+    weight_t[:, :n] = weight.t()
+    return weight_t[:, :n].t()
+
+
+def mask_tensors(
+    masks: Sequence[ProjectionMask], widths: Sequence[int], channels: slice
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Scales (projections, K) of these channels, thresholds (projections,) and the outputs' biases (sum(widths),) or
+    None, all float32: vLLM builds models with the weights' type as torch's default, to which a threshold would be
+    rounded."""
+    scales = torch.stack([mask.channel_scale[channels] for mask in masks]).float()
+    thresholds = torch.tensor([mask.threshold for mask in masks], dtype=torch.float32)
+    if all(mask.output_bias is None for mask in masks):
+        return scales, thresholds, None
+    biases = [
+        torch.zeros(width, dtype=torch.float32) if mask.output_bias is None else mask.output_bias.float()
+        for mask, width in zip(masks, widths, strict=True)
+    ]
+    return scales, thresholds, torch.cat(biases)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Projections that read the same input, and their masks: the operator's arguments, beside the rows that it gets.
+
+    Attributes: as `masked_linear` has them.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor
+    thresholds: Tensor
+    widths: Sequence[int]
+
+    def group(self) -> Any:
+        """The same for our GPU kernels."""
+        from wisparse.kernels.gpu.gemv import Group
+        from wisparse.kernels.gpu.matrix import plain_matrix
+
+        # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any
+        # bundle.
+        widths = tuple(self.widths)
+        matrix = plain_matrix(self.weight.t(), widths)
+        return Group(matrix, widths, self.bias, self.scales, self.thresholds, dense=False)
+
+    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Of each projection: which outputs are its, its weight (width, K) and bias (width,)."""
+        first = 0
+        for width in self.widths:
+            part = slice(first, first + width)
+            yield part, self.weight[part], None if self.bias is None else self.bias[part]
+            first += width
+
 
 # Rows for which the sparse kernels leave channels unread; for more of them they read all weights, like a dense product.
 SKIPPED_ROWS = 2
@@ -37,7 +93,7 @@ BATCHED_ROWS = 512
 
 def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """The same with all masks in one launch, and products that write where their outputs belong."""
-    from wisparse.kernels.gpu.mask import mask_rows
+    from wisparse.kernels.gpu.masked_gemm import mask_rows
 
     piece = math.gcd(*layer.widths)
     copies = [width // piece for width in layer.widths]
@@ -76,14 +132,14 @@ def products(inputs: Tensor, layer: Layer) -> Tensor:
 
 def fused_mask(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
     """One launch that masks x beside its loads."""
-    from wisparse.kernels.gpu.mask_gemm import mask_gemm
+    from wisparse.kernels.gpu.masked_gemm import mask_gemm
 
     return mask_gemm(x, layer.group(), masked, tile)
 
 
 def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """One launch that reads the kept channels of one or two rows, or all of them once for up to SPARSE_ROWS."""
-    from wisparse.kernels.gpu.products.gemv import launch_gemv
+    from wisparse.kernels.gpu.gemv import launch_gemv
 
     group = layer.group()
     rows = len(x)
@@ -113,8 +169,8 @@ def _arch(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def _tile(device: torch.device, dtype: torch.dtype, in_features: int, widths: tuple[int, ...], rows: int) -> Any:
-    from wisparse.kernels.gpu.products.gemv import launch_kind
-    from wisparse.kernels.gpu.products.tiles import choose_tile
+    from wisparse.kernels.gpu.gemv import launch_kind
+    from wisparse.kernels.gpu.tiles import choose_tile
 
     kind = launch_kind(rows, dense=False)
     return choose_tile(*_arch(device), in_features, widths, kind, rows, dtype)
@@ -125,8 +181,8 @@ def mask_tile(device: torch.device, in_features: int, out_features: int, rows: i
     """The tile of the product that masks in its own loop, None where another way is taken."""
     if not SKIPPED_ROWS < rows <= MASKED_ROWS:
         return None
-    from wisparse.kernels.gpu.mask_gemm import mask_gemm_kind
-    from wisparse.kernels.gpu.products.tiles import measured_tile
+    from wisparse.kernels.gpu.masked_gemm import mask_gemm_kind
+    from wisparse.kernels.gpu.tiles import measured_tile
 
     return measured_tile(_arch(device)[0], in_features, out_features, mask_gemm_kind(rows))
 
@@ -134,6 +190,68 @@ def mask_tile(device: torch.device, in_features: int, out_features: int, rows: i
 @functools.cache
 def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
     """One for all layers: their launches follow one another on one stream."""
-    from wisparse.kernels.gpu.products.gemv import Scratch
+    from wisparse.kernels.gpu.gemv import Scratch
 
     return Scratch(device, dtype)
+
+
+_THREADS = 3
+# Kinds of layers whose kernels are compiled, and those that are being compiled.
+_known: set[tuple[Any, ...]] = set()
+_running: list[Future[None]] = []
+
+
+def start_compiling(layer: Layer, *, ahead: bool = False) -> None:
+    """Have the kernels of a layer's launches compiled, if none like it came before. Each is launched once, on the
+    current stream, with rows of zeros; ``ahead``: as for `reserve`."""
+    weight = layer.weight
+    kind = (weight.device, weight.dtype, weight.shape[1], tuple(layer.widths), layer.bias is None)
+    if kind in _known:
+        return
+    _known.add(kind)
+    stream = torch.cuda.current_stream(weight.device)
+    for run, rows in _ways(layer, ahead):
+        _running.append(_threads().submit(_launch_once, stream, run, layer, rows))
+
+
+def finish_compiling() -> None:
+    """Wait for them: a graph that is being captured is no place for their launches. Raises what a launch raised."""
+    if not _running:
+        return
+    while _running:
+        _running.pop().result()
+    _threads().shutdown()
+    _threads.cache_clear()
+
+
+def _ways(layer: Layer, ahead: bool) -> Iterator[tuple[Callable[[Tensor, Layer, Tensor], Tensor], int]]:
+    """Launches that graphs of vLLM's usual sizes hold, each for the fewest rows that take the same kernel."""
+    from wisparse.kernels.gpu.masked_gemm import rows_of_tile
+
+    rows = 1
+    tiles = set()
+    while rows <= (SKIPPED_ROWS if ahead else MASKED_ROWS):
+        tile = mask_tile(layer.weight.device, layer.weight.shape[1], layer.weight.shape[0], rows)
+        if tile is not None:
+            kernel = tile, rows_of_tile(rows)
+            if kernel not in tiles:
+                yield functools.partial(fused_mask, tile=tile), rows
+            tiles.add(kernel)
+        elif rows <= SPARSE_ROWS:
+            yield sparse, rows
+        rows *= 2
+    if not ahead:
+        yield masked_inputs, SPARSE_ROWS + 1
+
+
+def _launch_once(stream: Any, run: Callable[[Tensor, Layer, Tensor], Tensor], layer: Layer, rows: int) -> None:
+    weight = layer.weight
+    with torch.inference_mode(), torch.cuda.stream(stream):
+        masked = torch.ones(rows, dtype=torch.float32, device=weight.device)
+        run(weight.new_zeros(rows, weight.shape[1]), layer, masked)
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    # A few: what they do in Python takes turns with the tracing of the model, which a start waits for.
+    return ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "wisparse-compile")

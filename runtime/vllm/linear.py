@@ -12,11 +12,9 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.errors import BundleError
 
-from .layer import Layer, channel_major, mask_tensors
+from .launches import Layer, channel_major, mask_tensors
 from .product import mask_ahead, reserve
 from .rows import MaskedRows
-
-__all__ = ["WisparseLinearMethod"]
 
 # The layer that reads what the activation and its product with `up` have written.
 _AFTER_ELEMENTWISE = ".down_proj"

@@ -15,9 +15,7 @@ from typing import Any
 
 from wisparse.formats.errors import UsageError
 
-from .versions import require_known_version
-
-__all__ = ["register"]
+from .config import require_known_version
 
 log = logging.getLogger("vllm.wisparse")
 
@@ -72,7 +70,7 @@ def _with_bundles(reader: Any) -> type:
 
 def _mark(found: dict[str, Any], config: Any, model: str | Path, revision: str | None) -> None:
     """Name us as the method of a bundle's config; refusals come later, where vLLM does not try again."""
-    from wisparse.formats.record.manifest import MANIFEST, SIDECAR
+    from wisparse.formats.manifest import MANIFEST, SIDECAR
 
     # A folder of ours whose config.json lost its entry is opened as a bundle too, and refused there.
     if "wisparse" not in found and not all((Path(model) / name).is_file() for name in (MANIFEST, SIDECAR)):

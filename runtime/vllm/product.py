@@ -25,12 +25,19 @@ from torch.nn import functional
 
 from wisparse.kernels.reference import keep_mask
 
-from .compiling import finish_compiling, start_compiling
-from .launches import SKIPPED_ROWS, SPARSE_ROWS, fused_mask, mask_tile, masked_inputs, reserve_scratch, sparse
-from .layer import Layer
+from .launches import (
+    SKIPPED_ROWS,
+    SPARSE_ROWS,
+    Layer,
+    finish_compiling,
+    fused_mask,
+    mask_tile,
+    masked_inputs,
+    reserve_scratch,
+    sparse,
+    start_compiling,
+)
 from .rows import may_mask
-
-__all__ = ["in_torch", "mask_ahead", "masked_linear", "reserve"]
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -21,8 +21,6 @@ from torch import Tensor
 
 from wisparse.formats.errors import UsageError
 
-__all__ = ["MaskedRows", "masked_positions", "may_mask", "watch_runners"]
-
 # Module of a runner -> its method that lays out a batch. vLLM has two runners and picks one by model and version.
 _RUNNERS = {
     "vllm.v1.worker.gpu_model_runner": "_prepare_inputs",

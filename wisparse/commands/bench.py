@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
+import torch
+from torch import Tensor
 
+from wisparse.converter.source import load_source
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import UnsupportedModelError, UsageError, first_line
+from wisparse.runtime.benchmark import Workload, prompts
+from wisparse.runtime.decoding.decoder import memory_errors
+from wisparse.runtime.timing import wait
+
+from ..options import FOLDER_OR_ID, device_options, set_up_logging
 from . import saving
-from .options import device_options, set_up_logging
-from .places import FOLDER_OR_ID
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,9 +30,101 @@ if TYPE_CHECKING:
 
     from wisparse.runtime.benchmark import Comparison, Workload
     from wisparse.runtime.model import Model
-    from wisparse.torch_compile import CompiledSpeed
 
-__all__ = ["command"]
+NAME = "torch.compile"
+_MODE = "reduce-overhead"
+
+
+@dataclass(frozen=True)
+class CompiledSpeed:
+    """How fast the baseline was: ``tok_per_s`` the median of ``runs``, all rows together; ``step_ms`` one step."""
+
+    dtype: str
+    tok_per_s: float
+    step_ms: float
+    runs: tuple[float, ...]
+    name: str = NAME
+    mode: str = _MODE
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UsageError where ``torch.compile`` would find no C++ compiler; a GPU's kernels need none."""
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UsageError(
+            f"--baseline {NAME} needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
+        ) from error
+
+
+@torch.no_grad()
+def compiled_rates(
+    prefill: Callable[[], Tensor], step: Callable[[Tensor, Tensor], Tensor], workload: Workload, device: torch.device
+) -> tuple[float, ...]:
+    """Tokens a second, all rows together, of every run but a first one, which compiles and captures.
+
+    Args:
+        prefill: empties the cache, reads the prompts, and gives the first ids (B, 1).
+        step: ids (B, 1) and their position (1,), int64, to the next ids (B, 1).
+        workload: ``prompt_length`` is the first position of a step, ``new_tokens`` their number.
+
+    Raises:
+        UnsupportedModelError: the step cannot be compiled whole.
+    """
+    compiled = torch.compile(step, mode=_MODE, fullgraph=True)
+    first = workload.prompt_length
+    positions = [torch.tensor([place], device=device) for place in range(first, first + workload.new_tokens)]
+    rates = []
+    try:
+        for run in range(1 + workload.runs):
+            token = prefill()
+            wait(device)
+            began = time.perf_counter()
+            for position in positions:
+                token = compiled(token, position).clone()  # out of the graph's own memory
+            wait(device)
+            if run:
+                rates.append(workload.batch * workload.new_tokens / (time.perf_counter() - began))
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise UnsupportedModelError(
+            f"--baseline {NAME}: this model cannot be compiled whole here: {first_line(error)}; go without"
+        ) from error
+    finally:
+        torch._dynamo.reset()  # gives back the graphs' memory
+    return tuple(rates)
+
+
+def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtype: torch.dtype) -> CompiledSpeed:
+    """A bundle's dense model, its weights as numbers of ``dtype`` whatever they are stored as; ids as `compare` has.
+
+    Raises:
+        BundleError, UnsupportedModelError: the weights cannot be loaded, or the model cannot be compiled whole.
+        ResourceError: not enough memory.
+    """
+    from transformers import StaticCache
+
+    with memory_errors(device, f"for the dense model under {NAME}"):
+        model = load_source(bundle.folder, dtype, device, bundle=True).model
+        length = workload.prompt_length + workload.new_tokens
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        ids = torch.stack(prompts(bundle.config, workload)).to(device)
+
+        def step(tokens: Tensor, positions: Tensor) -> Tensor:
+            seen = model(input_ids=tokens, position_ids=positions[None], past_key_values=cache, use_cache=True)
+            return seen.logits[:, -1].argmax(-1, keepdim=True)
+
+        def prefill() -> Tensor:
+            cache.reset()
+            return step(ids, torch.arange(workload.prompt_length, device=device))
+
+        rates = compiled_rates(prefill, step, workload, device)
+    rate = statistics.median(rates)
+    return CompiledSpeed(str(dtype).removeprefix("torch."), rate, workload.batch / rate * 1e3, rates)
 
 
 @click.command("bench", context_settings={"show_default": True})
@@ -73,13 +176,11 @@ def command(
     if all_weights and (loading["weights"] != "native" or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
     folders = saving.folders_to_save([bundle], loading["sparsity"]) if save else []
-    from wisparse.formats.machine.device import choose_device
+    from wisparse.formats.machine import choose_device
+    from wisparse.runtime.backends import load
     from wisparse.runtime.benchmark import Workload, compare_weights
-    from wisparse.runtime.loader import load
 
     if baseline:
-        from wisparse.torch_compile import check_compiler
-
         check_compiler(choose_device(loading["device"]))
     if loading["max_seq_len"] is None:
         loading["max_seq_len"] = prompt_length + max_new_tokens
@@ -111,7 +212,6 @@ def command(
 
 def _time_baseline(models: Mapping[str, Model], workload: Workload) -> CompiledSpeed:
     """Of the same bundle, on the same device. The models are closed first: a GPU need not have room for both."""
-    from wisparse.torch_compile import time_compiled
 
     model = next(iter(models.values()))
     device, dtype = model.decoder.device, model.decoder.dtype

@@ -11,11 +11,8 @@ import click
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.runtime.model import Generation, Model
 
-from .batch import read_text
-from .options import footer, load_model, loading_options, sampling_options, set_up_logging, show
-from .places import FOLDER_OR_ID
-
-__all__ = ["command"]
+from ..options import FOLDER_OR_ID, footer, load_model, loading_options, sampling_options, set_up_logging, show
+from .generate import read_text
 
 _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /exit) leaves"
 

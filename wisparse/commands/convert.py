@@ -26,18 +26,15 @@ from wisparse.converter.settings import (
     check_method,
     default_output,
 )
-from wisparse.formats.machine.cores import idle_cores, usable_cores
-from wisparse.formats.machine.torchrun import torchrun_place
+from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 
-from .places import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER
+from ..options import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER
 
 if TYPE_CHECKING:
+    from wisparse.converter.choice import Choice
+    from wisparse.converter.evaluation import Quality
     from wisparse.converter.pipeline import Conversion
     from wisparse.converter.preflight import Plan
-    from wisparse.converter.quality.choice import Choice
-    from wisparse.converter.quality.evaluation import Quality
-
-__all__ = ["command"]
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[float, ...]:
@@ -66,8 +63,8 @@ class _Method(click.Choice):
     "sparsities",
     metavar="FRACTION[,…]",
     callback=_numbers,
-    show_default=",".join(f"{rung:g}" for rung in USUAL),
-    help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several are rungs of one "
+    show_default=",".join(f"{level:g}" for level in USUAL),
+    help="Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several are sparsity levels of one "
     "bundle: choose among them when you load it.",
 )
 @click.option(
@@ -75,7 +72,7 @@ class _Method(click.Choice):
     type=float,
     metavar="FRACTION",
     show_default=f"{USUAL_DEFAULT:g}, or the nearest to it",
-    help="The rung in force unless another is asked for.",
+    help="The sparsity level in force unless another is asked for.",
 )
 @click.option(
     "--max-kl",
@@ -200,7 +197,7 @@ def command(
     if not helper:
         settings.check()  # before torch and transformers are imported: a typing error is answered at once
         _leave_busy_cores()
-    from wisparse.converter.work.progress import Progress
+    from wisparse.converter.processes import Progress
 
     progress = Progress(False if quiet or helper else None)
     if dry_run and helper:
@@ -305,11 +302,11 @@ def _target(settings: ConvertSettings) -> str:
         limits = [f"KL at most {settings.max_kl:g} nats/token"] if settings.max_kl is not None else []
         limits += [f"top-1 agreement at least {settings.min_top1:.4g}"] if settings.min_top1 is not None else []
         return f"the highest with {' and '.join(limits)}"
-    return _percents(settings.rungs, settings.default_of(settings.rungs))
+    return _percents(settings.levels, settings.default_of(settings.levels))
 
 
-def _percents(rungs: Sequence[float], default: float) -> str:
-    names = [f"{rung:.1%}{' (default)' * (rung == default and len(rungs) > 1)}" for rung in rungs]
+def _percents(levels: Sequence[float], default: float) -> str:
+    names = [f"{level:.1%}{' (default)' * (level == default and len(levels) > 1)}" for level in levels]
     return " and ".join([", ".join(names[:-1]), names[-1]]) if len(names) > 1 else names[0]
 
 
@@ -320,27 +317,27 @@ def _realised(conversion: Conversion, sparsity: float) -> float:
 
 
 def _quality(conversion: Conversion, sparsity: float) -> Quality | None:
-    return conversion.measurement.rungs[sparsity] if conversion.measurement else None
+    return conversion.measurement.levels[sparsity] if conversion.measurement else None
 
 
 def _document(conversion: Conversion) -> dict[str, Any]:
     recipe = conversion.recipe
-    rungs = []
+    levels = []
     for sparsity in recipe.sparsities:
         quality = _quality(conversion, sparsity)
-        rungs.append(
+        levels.append(
             {
                 "sparsity": sparsity,
                 "realised_sparsity": _realised(conversion, sparsity),
                 "quality": quality.to_dict() if quality else None,
             }
         )
-    default = next(rung for rung in rungs if rung["sparsity"] == recipe.default)
+    default = next(level for level in levels if level["sparsity"] == recipe.default)
     return {
         "bundle": str(conversion.folder),
         "url": conversion.url,
         **{key: default[key] for key in ("sparsity", "realised_sparsity", "quality")},
-        "rungs": rungs,
+        "levels": levels,
         "choice": conversion.choice.to_dict() if conversion.choice else None,
         "measured_on": _measured_on(conversion),
         "seconds": {name: round(value, 3) for name, value in conversion.seconds.items()},
@@ -349,24 +346,24 @@ def _document(conversion: Conversion) -> dict[str, Any]:
 
 
 def _print_conversion(conversion: Conversion) -> None:
-    from wisparse.converter.quality.report import expectation, verdict
+    from wisparse.converter.report import expectation, verdict
 
     recipe = conversion.recipe
-    default, rungs = recipe.default, recipe.sparsities
+    default, levels = recipe.default, recipe.sparsities
     measured_on = _measured_on(conversion)
     # One exponent for all (fisher and refine have 1, TEAL 0) says nothing.
     alphas = [entry.alpha for entry in recipe.projections]
     blocks = recipe.block_sparsities
     expected = expectation(_realised(conversion, default), _quality(conversion, default), recipe)
-    at_default = f"at {default:.1%}, " if len(rungs) > 1 else ""
+    at_default = f"at {default:.1%}, " if len(levels) > 1 else ""
     rows = [
         ("bundle", str(conversion.folder)),
         *([("left out", recipe.text_only)] if recipe.text_only else []),
-        ("sparsity", f"{_percents(rungs, default)} {_how_chosen(conversion)}; {at_default}{expected}"),
+        ("sparsity", f"{_percents(levels, default)} {_how_chosen(conversion)}; {at_default}{expected}"),
         ("rotation", str(recipe.rotation or f"none{_why(conversion.plan)}")),
         *([("chosen", _chosen(conversion.choice))] if conversion.choice else []),
         ("by block", f"{at_default}{min(blocks):.1%} to {max(blocks):.1%}"),
-        *(("quality" if rung == rungs[0] else "", verdict(rung, _quality(conversion, rung))) for rung in rungs),
+        *(("quality" if level == levels[0] else "", verdict(level, _quality(conversion, level))) for level in levels),
         *_neighbours(conversion),
         *([("measured on", measured_on)] if measured_on else []),
         *([("alpha", f"{min(alphas):g} to {max(alphas):g}")] if min(alphas) < max(alphas) else []),
@@ -409,7 +406,7 @@ def _neighbours(conversion: Conversion) -> list[tuple[str, str]]:
     """What a bit less and a bit more than a budget allowed would cost."""
     if conversion.choice is None or conversion.measurement is None:
         return []
-    from wisparse.converter.quality.report import verdict
+    from wisparse.converter.report import verdict
 
     others = [(one, found) for one, found in conversion.measurement.curve if one != conversion.choice.sparsity]
     return [("less" if one < conversion.choice.sparsity else "more", verdict(one, found)) for one, found in others]
@@ -420,7 +417,7 @@ def _measured_on(conversion: Conversion) -> str | None:
     measurement = conversion.measurement
     if measurement is None:
         return None
-    num_tokens = measurement.rungs[conversion.recipe.default].sparse.num_tokens
+    num_tokens = measurement.levels[conversion.recipe.default].sparse.num_tokens
     return f"{num_tokens:,} tokens of {measurement.text}; other text gives other figures"
 
 

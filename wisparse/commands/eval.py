@@ -14,21 +14,19 @@ import click
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard.arguments import place
+from wisparse.formats.guard import place
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.prefill import PREFILL_POLICIES
+from wisparse.formats.weight_types import PREFILL_POLICIES
 
+from ..options import FILE_OR_ID, FOLDER_OR_ID, device_options, set_up_logging
 from . import saving
-from .options import device_options, set_up_logging
-from .places import FILE_OR_ID, FOLDER_OR_ID
 
 if TYPE_CHECKING:
-    from wisparse.converter.quality.evaluation import Quality
-    from wisparse.converter.text.tokens import CalibrationTokens
-    from wisparse.converter.work.progress import Progress
+    from wisparse.converter.documents import CalibrationTokens
+    from wisparse.converter.evaluation import Quality
+    from wisparse.converter.processes import Progress
     from wisparse.runtime.model import Model
 
-__all__ = ["command"]
 
 _OF_TASKS = ("include_path", "num_fewshot", "limit", "apply_chat_template", "confirm_run_unsafe_code")
 _QUESTIONS = "num_questions"  # as `evaluate_tasks` says it; its module needs the harness
@@ -127,7 +125,7 @@ def command(
     opened = [Bundle.open(folder) for folder in folders]
     if options["sparsity"] is not None:
         opened = [bundle.at(options["sparsity"]) for bundle in opened]
-    from wisparse.converter.work.progress import Progress
+    from wisparse.converter.processes import Progress
 
     progress = Progress()
     tokens = None
@@ -137,15 +135,15 @@ def command(
     rows = []
     for given, folder, bundle in zip(bundles, folders, opened, strict=True):
         in_force = bundle.sparsity
-        # Texts are quick: of every rung, unless one is asked for. Tasks are not.
+        # Texts are quick: of every sparsity level, unless one is asked for. Tasks are not.
         found: dict[float, dict[str, Any]] = {in_force: {}}
         if tokens is not None:
-            rungs = bundle.recipe.sparsities if options["sparsity"] is None else (in_force,)
-            found = _on_text(folder, bundle, rungs, tokens, policies or ("half", "all"), options, progress)
+            levels = bundle.recipe.sparsities if options["sparsity"] is None else (in_force,)
+            found = _on_text(folder, bundle, levels, tokens, policies or ("half", "all"), options, progress)
         if names:
             found[in_force] |= _on_tasks(folder, names, policies or ("half",), options, {**task_options, "seed": seed})
         facts = {"bundle": given, "base_model": bundle.recipe.base_model, "method": bundle.recipe.method}
-        rows += [{**facts, "sparsity": rung, **row} for rung, row in found.items()]
+        rows += [{**facts, "sparsity": level, **row} for level, row in found.items()]
     document = {"text": None if tokens is None else _text_facts(tokens), "bundles": rows}
     if as_json:
         click.echo(json.dumps(_plain(document), indent=2))
@@ -172,8 +170,8 @@ def _read_text(
     bundle: Bundle, texts: Sequence[str], num_samples: int, seq_len: int, seed: int, device: str, progress: Progress
 ) -> CalibrationTokens:
     """The evaluation tokens, made as calibration tokens are, with another seed."""
-    from wisparse.converter.model.source import load_source, load_tokenizer
-    from wisparse.converter.text.calibration import load_calibration
+    from wisparse.converter.calibration import load_calibration
+    from wisparse.converter.source import load_source, load_tokenizer
 
     limit = bundle.config.max_position_embeddings
     if seq_len > limit:
@@ -189,15 +187,15 @@ def _read_text(
 def _on_text(
     folder: Any,
     bundle: Bundle,
-    rungs: Sequence[float],
+    levels: Sequence[float],
     tokens: CalibrationTokens,
     policies: Sequence[str],
     options: Mapping[str, Any],
     progress: Progress,
 ) -> dict[float, dict[str, Any]]:
-    """Rung -> its row, of one bundle that is loaded once."""
-    from wisparse.converter.quality.evaluation import evaluate_text, same_text
-    from wisparse.runtime.loader import load
+    """Sparsity level -> its row, of one bundle that is loaded once."""
+    from wisparse.converter.evaluation import evaluate_text, same_text
+    from wisparse.runtime.backends import load
 
     warning = same_text(tokens.digest, tokens.source, tokens.seed, bundle.recipe.calibration)
     if warning is not None:
@@ -206,12 +204,12 @@ def _on_text(
     if wanted["max_seq_len"] < tokens.seq_len:
         raise UsageError(f"--max-seq-len {wanted['max_seq_len']} is below --seq-len {tokens.seq_len}")
     asked, weights, ids = list(dict.fromkeys(policies)), options["weights"], tokens.input_ids
-    wanted["sparsity"] = rungs[0]
+    wanted["sparsity"] = levels[0]
     rows: dict[float, dict[str, Any]] = {}
     with ExitStack() as loaded:
         model = loaded.enter_context(load(folder, **wanted))
         plain = model if weights == "native" else loaded.enter_context(load(folder, **{**wanted, "weights": "native"}))
-        passes = len(rungs) if plain is model else 1 + 2 * len(rungs)
+        passes = len(levels) if plain is model else 1 + 2 * len(levels)
         stage = loaded.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
         ours, dense = model.decoder, plain.decoder
         rounded = None
@@ -219,14 +217,14 @@ def _on_text(
             rounded = evaluate_text(
                 lambda some, _: ours.logits(some, len(some)), ids, asked, reference=dense.logits, advance=stage.advance
             )
-        for rung in rungs:
-            model.sparsity = plain.sparsity = rung
+        for level in levels:
+            model.sparsity = plain.sparsity = level
             row = {"backend": _backend(model), "weights": weights, "warning": warning}
             both = evaluate_text(ours.logits, ids, asked, reference=dense.logits, counter=ours, advance=stage.advance)
             if rounded is not None:
                 masked = evaluate_text(dense.logits, ids, asked, counter=dense, advance=stage.advance)
                 row["alone"] = {weights: rounded, "masks": masked}
-            rows[rung] = {**row, "quality": both}
+            rows[level] = {**row, "quality": both}
     return rows
 
 
@@ -258,9 +256,9 @@ def _on_tasks(
     task_options: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Metrics with masks off and under each policy."""
+    from wisparse.runtime.backends import load
     from wisparse.runtime.generation.scheduler import Tally
-    from wisparse.runtime.lm_eval_adapter import evaluate_tasks
-    from wisparse.runtime.loader import load
+    from wisparse.runtime.lm_eval import evaluate_tasks
 
     results = {}
     tallies: dict[str, Tally] = {}
@@ -365,7 +363,7 @@ def _error(stderr: float, digits: str) -> str:
 
 
 def _verdict(row: Mapping[str, Any]) -> str:
-    from wisparse.converter.quality.report import verdict
+    from wisparse.converter.report import verdict
 
     measured = [quality for quality in row["quality"].values() if quality.sparse.num_tokens]
     return f"{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None)}"

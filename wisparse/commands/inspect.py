@@ -13,18 +13,16 @@ from rich.text import Text
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, printable
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.record.recipe import ProjectionRecipe
+from wisparse.formats.manifest import ProjectionRecipe
 
-from .places import FOLDER_OR_ID, revision_option
-
-__all__ = ["command"]
+from ..options import FOLDER_OR_ID, revision_option
 
 
 @click.command("inspect")
 @click.argument("bundle", type=FOLDER_OR_ID)
 @revision_option
 @click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
-@click.option("--sparsity", type=float, help="The rung whose table is shown.  [default: the bundle's own]")
+@click.option("--sparsity", type=float, help="The sparsity level whose table is shown.  [default: the bundle's own]")
 @click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")
 def command(bundle: str, revision: str | None, show: str, sparsity: float | None, as_json: bool) -> None:
     """Show the recipe of BUNDLE, a folder or a Hub id: one line per block, one column per projection.
@@ -38,7 +36,7 @@ def command(bundle: str, revision: str | None, show: str, sparsity: float | None
     opened = Bundle.open(fetch_bundle(bundle, revision))
     if sparsity is not None:
         opened = opened.at(sparsity)
-        if opened.sparsity not in opened.rungs:
+        if opened.sparsity not in opened.levels:
             raise UsageError("sparsity: 0 is the dense model, which has no masks to show")
     if as_json:
         click.echo(json.dumps({"model": _model(opened), **opened.recipe.to_dict()}, indent=2))
@@ -75,7 +73,7 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
             f"MLP {model['intermediate_size']}, {model['num_bytes'] / 1e6:,.1f} MB {'/'.join(model['dtypes'])}",
         ),
         ("method", recipe.method),
-        ("rungs", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
+        ("levels", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
         (
             "calibration",
             f"{calibration.source}: {calibration.num_samples} samples of up to {calibration.seq_len} "
@@ -93,9 +91,9 @@ def _table(bundle: Bundle, show: str) -> Table:
     for role in roles:
         table.add_column(role, justify="right")
     table.add_column("block sparsity", justify="right")
-    rung = bundle.recipe.at(bundle.sparsity)
-    entries = {entry.name: entry for entry in rung.projections}
-    for block, sparsity in enumerate(rung.block_sparsities):
+    level = bundle.recipe.at(bundle.sparsity)
+    entries = {entry.name: entry for entry in level.projections}
+    for block, sparsity in enumerate(level.block_sparsities):
         cells = [_cell(entries[projection.name], show) for projection in bundle.config.projections(block)]
         table.add_row(str(block), *cells, f"{sparsity:.1%}")
     return table

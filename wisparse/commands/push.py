@@ -8,8 +8,7 @@ from pathlib import Path
 import click
 
 from wisparse.formats.errors import AccessError, printable
-from wisparse.formats.guard.arguments import quoted
-from wisparse.formats.guard.places import find_folder
+from wisparse.formats.guard import find_folder, quoted
 from wisparse.formats.hub import (
     check_write_access,
     is_public,
@@ -20,9 +19,7 @@ from wisparse.formats.hub import (
 )
 from wisparse.formats.verify import verify_bundle
 
-from .places import FOLDER
-
-__all__ = ["command"]
+from ..options import FOLDER
 
 
 @click.command("push")

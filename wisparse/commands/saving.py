@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from wisparse.formats.card import Finding, check_amendable, save_findings
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard.arguments import quoted
-from wisparse.formats.guard.places import find_folder, shown
-from wisparse.formats.record.amend import check_amendable, save_findings
-from wisparse.formats.record.findings import Finding
+from wisparse.formats.guard import find_folder, quoted, shown
 
 if TYPE_CHECKING:
     from wisparse.runtime.benchmark import Comparison
 
-__all__ = ["folders_to_save", "save", "save_option", "speed_finding", "task_findings"]
 
 # Where metrics have their standard error and their number of questions, as `evaluate_tasks` says it.
 _STDERR, _QUESTIONS = "_stderr", "num_questions"
@@ -33,10 +30,10 @@ def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path
     """The bundles' folders, checked before the work.
 
     Raises:
-        UsageError: the Hub's, or not to be written to; or there is no rung to tell of.
+        UsageError: the Hub's, or not to be written to; or there is no sparsity level to tell of.
     """
     if sparsity == 0:
-        raise UsageError("--save: expected a rung to tell of, found --sparsity 0, which is the dense model")
+        raise UsageError("--save: expected a sparsity level to tell of, found --sparsity 0, which is the dense model")
     folders = []
     for bundle in bundles:
         folder = find_folder(bundle)

@@ -12,13 +12,10 @@ from typing import Any
 import click
 
 from wisparse.formats.errors import AccessError, UsageError
-from wisparse.formats.guard.places import shown
-from wisparse.runtime.loader import load
+from wisparse.formats.guard import shown
+from wisparse.runtime.backends import load
 
-from .options import loading_options, set_up_logging
-from .places import FOLDER_OR_ID
-
-__all__ = ["command"]
+from ..options import FOLDER_OR_ID, loading_options, set_up_logging
 
 _KEY = "WISPARSE_API_KEY"
 _LONGEST_KEY = 4096
@@ -73,8 +70,8 @@ def command(
     set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
+    from wisparse.runtime.serve.app import ServeSettings
     from wisparse.runtime.serve.server import open_socket, serve
-    from wisparse.runtime.serve.settings import ServeSettings
 
     key = _api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle

@@ -11,11 +11,9 @@ import click
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.verify import verify_bundle
-from wisparse.runtime.text.edge import check_text
+from wisparse.runtime.text.text import check_text
 
-from .places import FOLDER_OR_ID, revision_option
-
-__all__ = ["command"]
+from ..options import FOLDER_OR_ID, revision_option
 
 
 @click.command("verify")

@@ -155,7 +155,7 @@ function speed(clock, tokens, told) {
 }
 
 function lanes() {
-  if (by("rungs").hidden) return [null];
+  if (by("levels").hidden) return [null];
   const left = Number(by("left").value);
   return by("both").checked ? [left, Number(by("right").value)] : [left];
 }
@@ -210,15 +210,15 @@ function ask(event) {
   answer(turn);
 }
 
-function showRungs() {
-  const rungs = model.sparsities || [];
-  if (rungs.length > 1) {
+function showLevels() {
+  const levels = model.sparsities || [];
+  if (levels.length > 1) {
     for (const id of ["left", "right"]) {
-      for (const rung of rungs) by(id).append(new Option(laneName(rung), rung));
+      for (const level of levels) by(id).append(new Option(laneName(level), level));
     }
     by("left").value = model.sparsity;
-    by("right").value = rungs[0] === model.sparsity ? rungs[rungs.length - 1] : rungs[0];
-    by("rungs").hidden = false;
+    by("right").value = levels[0] === model.sparsity ? levels[levels.length - 1] : levels[0];
+    by("levels").hidden = false;
   } else if (model.sparsity !== undefined) {
     by("in-force").textContent = `In force: ${laneName(null)}. This server cannot switch between dense and sparse.`;
     by("in-force").hidden = false;
@@ -250,7 +250,7 @@ async function start() {
     by("model").textContent = model.id;
     document.title = `${model.id} · WiSparse`;
     by("about").textContent = `WiSparse, context of ${model.max_model_len} tokens`;
-    showRungs();
+    showLevels();
     by("message").focus();
   } catch (error) {
     say(`The server cannot be reached: ${error.message}`, true);

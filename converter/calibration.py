@@ -1,0 +1,217 @@
+"""The calibration text: what the statistics and the thresholds rest on.
+
+    self           the model writes its own text (self_calibration.py)
+    paper          pile-val, CodeAlpaca-20k and MetaMathQA in equal parts, from the Hub
+    PATH [PATH…]   text, JSONL or source files, folders of them, or data sets saved on disk
+    owner/name     a data set of the Hub
+
+Whatever the source, the outcome is `CalibrationTokens`, made from documents in a seeded order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from wisparse.formats.errors import CalibrationError
+
+from .documents import (
+    CalibrationTokens,
+    Conversations,
+    Document,
+    TemplateError,
+    dataset_documents,
+    is_dataset_id,
+    path_documents,
+)
+from .processes import Progress
+from .self_calibration import write_calibration
+
+# The paper's mixture (its section 5.1); the names are those of the data sets' present homes on the Hub.
+PAPER_DATASETS = (
+    "mit-han-lab/pile-val-backup:validation",
+    "sahil2801/CodeAlpaca-20k:train",
+    "meta-math/MetaMathQA:train",
+)
+
+# A document is cut into passages of about this many characters per token of a sequence, so that one long file does not
+# fill every sequence with its first pages.
+_CHARACTERS_PER_TOKEN = 6
+
+
+def load_calibration(
+    spec: str | Sequence[str],
+    tokenizer: Any,
+    model: Any = None,
+    num_samples: int = 16,
+    seq_len: int = 512,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> CalibrationTokens:
+    """Calibration tokens as ``spec`` says.
+
+    Args:
+        spec: ``self``, ``paper``, a Hub data set, or one or more paths.
+        tokenizer: transformers' tokenizer.
+        model: transformers' causal LM in evaluation mode; needed for ``self`` only.
+        num_samples, seq_len: S and L of the result.
+        seed: the same seed gives the same tokens.
+
+    Raises:
+        CalibrationError: the source is missing, empty, binary or too short.
+        AccessError: the Hub cannot be reached, or has no such data set.
+    """
+    specs = [spec] if isinstance(spec, str) else list(spec)
+    if not specs:
+        raise CalibrationError("no calibration source; expected self, paper, a Hub data set or paths")
+    progress = progress or Progress(enabled=False)
+    if specs == ["self"]:
+        if model is None:
+            raise CalibrationError("calibration 'self' needs the model; expected one, found None")
+        return write_calibration(model, tokenizer, num_samples, seq_len, seed, progress)
+    source = describe_spec(specs)
+    with progress.stage("Calibration", num_samples) as stage:
+        if specs == ["paper"]:
+            # Equal parts: the remainder goes to the first ones.
+            rows: list[list[int]] = []
+            for index, name in enumerate(PAPER_DATASETS):
+                share = num_samples // len(PAPER_DATASETS) + (index < num_samples % len(PAPER_DATASETS))
+                if share:
+                    rows += pack(dataset_documents(name, seed), tokenizer, share, seq_len, seed, name)
+            random.Random(seed).shuffle(rows)
+        else:
+            rows = pack(_documents(specs, seed), tokenizer, num_samples, seq_len, seed, source)
+        stage.advance(num_samples)
+    return CalibrationTokens.from_rows(rows, source, seed)
+
+
+def describe_spec(spec: str | Sequence[str]) -> str:
+    """A spec as it is recorded in the recipe: names, never paths of this machine."""
+    specs = [spec] if isinstance(spec, str) else list(spec)
+    return ", ".join(
+        one if one in ("self", "paper") or is_dataset_id(one) else Path(one).resolve().name for one in specs
+    )
+
+
+def _documents(specs: Sequence[str], seed: int) -> Iterator[Document]:
+    paths = [spec for spec in specs if not is_dataset_id(spec)]
+    for word in ("self", "paper"):
+        if word in paths and not Path(word).exists():
+            raise CalibrationError(f"calibration {word!r} stands alone; it cannot be mixed with other sources")
+    if paths:
+        yield from path_documents(paths, seed)
+    for spec in specs:
+        if is_dataset_id(spec):
+            yield from dataset_documents(spec, seed)
+
+
+def pack(
+    documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int, seed: int, source: str
+) -> list[list[int]]:
+    """Cut documents into ``num_samples`` rows of ``seq_len`` tokens.
+
+    Documents are cut into passages, the passages are put into a seeded order, and rows are filled one after the other;
+    what is left of a passage when its row is full is used only if the passages run out. So a large source is sampled
+    from all over, and a source that is just long enough suffices.
+
+    Raises:
+        CalibrationError: fewer tokens than needed; says how many are needed and were found.
+    """
+    prefix = _prefix(tokenizer)
+    separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
+    body = seq_len - len(prefix)
+    if body < 1:
+        raise CalibrationError(
+            f"--seq-len {seq_len}: expected more than the {len(prefix)} tokens every text begins with"
+        )
+    passages = list(_passages(documents, tokenizer, num_samples, seq_len))
+    random.Random(seed).shuffle(passages)
+    rows: list[list[int]] = []
+    row: list[int] = []
+    leftovers: list[list[int]] = []
+    found = 0
+
+    def add(tokens: list[int]) -> list[int]:
+        """Fill the row under way; returns what did not fit."""
+        nonlocal row
+        joined = (separator if row else []) + tokens
+        room = body - len(row)
+        row += joined[:room]
+        if len(row) == body:
+            rows.append(prefix + row)
+            row = []
+        return joined[room:]
+
+    for passage in passages:
+        if len(rows) == num_samples:
+            return rows
+        tokens = tokenizer.encode(passage, add_special_tokens=False)
+        if prefix and tokens[: len(prefix)] == prefix:  # a chat template wrote it already
+            tokens = tokens[len(prefix) :]
+        if not tokens:
+            continue
+        found += len(tokens)
+        if rest := add(tokens):
+            leftovers.append(rest)
+    for rest in leftovers:
+        while rest and len(rows) < num_samples:
+            rest = add(rest)
+    if len(rows) < num_samples:
+        raise CalibrationError(
+            f"calibration text {source} is too short: {num_samples} samples of {seq_len} tokens need "
+            f"{num_samples * body} tokens, found {found}; give more text, or lower --num-samples or --seq-len"
+        )
+    return rows
+
+
+def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int) -> Iterator[str]:
+    length = max(256, seq_len * _CHARACTERS_PER_TOKEN)
+    # Enough to choose from; a corpus of gigabytes is not read to its end for a few thousand tokens.
+    enough = max(1 << 24, 16 * num_samples * length)
+    read = 0
+    conversations = Conversations(tokenizer)
+    for document in documents:
+        text = _text(document, conversations)
+        read += len(text)
+        yield from _cut(text, length)
+        if read >= enough:
+            return
+
+
+def _cut(text: str, length: int) -> Iterator[str]:
+    """Pieces of about ``length`` characters, cut at the last line's end where there is one in its second half."""
+    start = 0
+    while start < len(text):
+        end = min(start + length, len(text))
+        if end < len(text):
+            line = text.rfind("\n", start + length // 2, end)
+            end = line + 1 if line >= 0 else end
+        if text[start:end].strip():
+            yield text[start:end]
+        start = end
+
+
+def _text(document: Document, conversations: Conversations) -> str:
+    if isinstance(document, str):
+        return document
+    if conversations.source:
+        try:
+            return conversations.render(document)
+        except TemplateError as error:
+            # A template is a program of the model's author and may refuse roles or orders in any way it likes.
+            raise CalibrationError(
+                f"the model's chat template refuses a conversation of the calibration data: {error!s:.200}"
+            ) from error
+    return "\n\n".join(str(message["content"]) for message in document)
+
+
+def _prefix(tokenizer: Any) -> list[int]:
+    """What the tokenizer itself puts in front of a text: usually the beginning-of-text token, or nothing."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    full = tokenizer.encode("a")
+    for start in range(len(full) - len(plain) + 1):
+        if full[start : start + len(plain)] == plain:
+            return full[:start]
+    return []

@@ -1,0 +1,259 @@
+"""Quality of a sparse model against its dense self, on the same tokens, for anything that turns token ids into logits.
+
+    logits(token_ids (T,) int64, sparse_from) -> (T, V) float32   positions from sparse_from on run sparse, others dense
+
+The dense reference is the same callable with ``sparse_from = T``, or another one, where more than the masks differs
+from the dense model (rounded weights). Prefill policies, per sequence from its true length:
+
+    dense   no token of a text is sparse: the result is 0 by construction, and a check of the callable
+    half    the last T // 2 tokens are sparse (the accuracy protocol of the paper and of TEAL)
+    all     every token is sparse
+
+Every figure is given over the sparse positions, where the damage is, and over all positions of the text, as the
+accuracy protocol dilutes it. Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, astuple, dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from wisparse.formats.errors import UsageError
+from wisparse.formats.weight_types import sparse_from
+
+from .sensitivity import kl_rows
+
+Logits = Callable[[Tensor, int], Tensor]
+
+# Rows of logits handled at a time: bounds the float32 (rows, vocabulary) temporaries.
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Dense against sparse over one set of positions.
+
+    Attributes:
+        num_tokens: positions compared.
+        kl: mean KL(dense || sparse), nats per token.
+        dense_perplexity, perplexity: exp of the mean negative log-likelihood of the next token, where there is one; nan
+            without any.
+        top1_agreement: fraction of positions where both would choose the same token.
+        kl_stderr, perplexity_stderr, top1_stderr: standard errors, from how much the texts differ, whose tokens are not
+            independent of each other; nan of a single text.
+    """
+
+    num_tokens: int
+    kl: float
+    dense_perplexity: float
+    perplexity: float
+    top1_agreement: float
+    kl_stderr: float = math.nan
+    perplexity_stderr: float = math.nan
+    top1_stderr: float = math.nan
+
+
+@dataclass(frozen=True)
+class Quality:
+    """What one prefill policy costs on one text.
+
+    Attributes:
+        prefill: the policy.
+        sparse: over the positions that ran sparse.
+        overall: over all positions.
+        realised_sparsity: fraction of the projections' weights not needed at the sparse positions; None if not counted.
+        realised_range: the same of the sequence that needed most and of the one that needed least.
+    """
+
+    prefill: str
+    sparse: Measured
+    overall: Measured
+    realised_sparsity: float | None = None
+    realised_range: tuple[float, float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready; a figure over no tokens is null."""
+        return _without_nan(asdict(self))
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Sums over positions of one text or several, in double precision."""
+
+    tokens: int = 0
+    labels: int = 0
+    agreeing: int = 0
+    kl: float = 0.0
+    loss: float = 0.0
+    dense_loss: float = 0.0
+
+    @classmethod
+    def of(cls, dense: Tensor, sparse: Tensor, labels: Tensor) -> _Sums:
+        """Rows of logits (T, V) and the tokens that follow them (T,); -1 where none does."""
+        found = cls()
+        for some_dense, some_sparse, wanted in zip(
+            dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True
+        ):
+            log_p = some_dense.float().log_softmax(dim=-1)
+            some_sparse = some_sparse.float()
+            known = wanted >= 0
+            chosen = wanted.clamp(min=0)[:, None]
+            found += cls(
+                tokens=len(log_p),
+                labels=int(known.sum()),
+                agreeing=int((log_p.argmax(-1) == some_sparse.argmax(-1)).sum()),
+                kl=float(kl_rows(log_p, some_sparse).double().sum()),
+                loss=-float(some_sparse.log_softmax(-1).gather(-1, chosen)[known].double().sum()),
+                dense_loss=-float(log_p.gather(-1, chosen)[known].double().sum()),
+            )
+        return found
+
+    def __add__(self, other: _Sums) -> _Sums:
+        return _Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
+def _measured(texts: Sequence[_Sums]) -> Measured:
+    total = sum(texts, _Sums())
+    perplexity = _exp(_mean(total.loss, total.labels))
+    return Measured(
+        num_tokens=total.tokens,
+        kl=_mean(total.kl, total.tokens),
+        dense_perplexity=_exp(_mean(total.dense_loss, total.labels)),
+        perplexity=perplexity,
+        top1_agreement=_mean(total.agreeing, total.tokens),
+        kl_stderr=_stderr([(one.kl, one.tokens) for one in texts]),
+        perplexity_stderr=perplexity * _stderr([(one.loss, one.labels) for one in texts]),
+        top1_stderr=_stderr([(one.agreeing, one.tokens) for one in texts]),
+    )
+
+
+def _mean(total: float, count: int) -> float:
+    return total / count if count else math.nan
+
+
+def _stderr(texts: Sequence[tuple[float, int]]) -> float:
+    """Of the mean of all tokens, each text a draw: of (sum, tokens)."""
+    texts = [one for one in texts if one[1]]
+    count = sum(tokens for _, tokens in texts)
+    if len(texts) < 2:
+        return math.nan
+    mean = sum(total for total, _ in texts) / count
+    spread = sum((total - mean * tokens) ** 2 for total, tokens in texts)
+    return math.sqrt(spread * len(texts) / (len(texts) - 1)) / count
+
+
+class Counter(Protocol):
+    """Counts dropped channels, as the runtime's decoders do."""
+
+    def measure_sparsity(self, enabled: bool) -> None:
+        """Start counting from zero, or stop."""
+
+    def realised_sparsity(self) -> float | None:
+        """Dropped share of the weights at the sparse positions since counting began; None if nothing was counted."""
+
+
+@torch.inference_mode()
+def evaluate_text(
+    logits: Logits,
+    sequences: Iterable[Tensor],
+    policies: Sequence[str] = ("half", "all"),
+    *,
+    reference: Logits | None = None,
+    counter: Counter | None = None,
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, Quality]:
+    """Measure a sparse model on token sequences, under each policy.
+
+    Args:
+        logits: see the module's text.
+        sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
+        policies: of ``PREFILL_POLICIES``.
+        reference: gives the dense logits; ``logits`` itself by default.
+        counter: what counts dropped channels inside ``logits``, for the realised sparsity.
+        advance: called after every sequence.
+
+    Returns:
+        Per policy its `Quality`.
+
+    Raises:
+        UsageError: an unknown policy, or no sequence.
+    """
+    for policy in policies:
+        sparse_from(policy, 1)
+    inside: dict[str, list[_Sums]] = {policy: [] for policy in policies}
+    outside: dict[str, list[_Sums]] = {policy: [] for policy in policies}
+    dropped: dict[str, list[tuple[float, int]]] = {policy: [] for policy in policies}
+    found = 0
+    for ids in sequences:
+        found += 1
+        length = len(ids)
+        # Valid until the decoder's next call only.
+        dense = (reference or logits)(ids, length).clone()
+        labels = torch.cat((ids[1:], ids.new_full((1,), -1))).to(dense.device)
+        for policy in policies:
+            start = sparse_from(policy, length)
+            if counter is not None:
+                counter.measure_sparsity(True)
+            sparse = logits(ids, start)
+            if counter is not None:
+                realised = counter.realised_sparsity()
+                counter.measure_sparsity(False)
+                if realised is not None:
+                    dropped[policy].append((realised, length - start))
+            inside[policy].append(_Sums.of(dense[start:], sparse[start:], labels[start:]))
+            outside[policy].append(_Sums.of(dense[:start], sparse[:start], labels[:start]))
+        advance()
+    if not found:
+        raise UsageError("evaluation: expected at least one sequence, found none")
+    return {
+        policy: Quality(
+            policy,
+            sparse=_measured(inside[policy]),
+            overall=_measured([a + b for a, b in zip(inside[policy], outside[policy], strict=True)]),
+            realised_sparsity=_weighted(dropped[policy]),
+            realised_range=_range(dropped[policy]),
+        )
+        for policy in policies
+    }
+
+
+def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | None:
+    """Why an evaluation text is the calibration text, as a clause; None if nothing says so.
+
+    Args:
+        digest, source, seed: of the evaluation tokens.
+        calibration: the recipe's `CalibrationRecord`.
+    """
+    if digest == calibration.digest:
+        return "these are the very tokens the bundle was calibrated on"
+    if source == calibration.source and source != "self":
+        same_seed = " and seed" if seed == calibration.seed else ""
+        return f"the text has the name{same_seed} of the calibration text ({source})"
+    if source == calibration.source == "self" and seed == calibration.seed:
+        return f"the model wrote the calibration text with this seed ({seed}) too"
+    return None
+
+
+def _weighted(parts: Sequence[tuple[float, int]]) -> float | None:
+    weight = sum(tokens for _, tokens in parts)
+    return sum(value * tokens for value, tokens in parts) / weight if weight else None
+
+
+def _range(parts: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
+    values = [value for value, tokens in parts if tokens]
+    return (min(values), max(values)) if values else None
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nan(entry) for key, entry in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

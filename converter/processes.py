@@ -1,0 +1,331 @@
+"""Several processes at one conversion, one per GPU: who does what, and how it comes together.
+
+    torchrun --nproc-per-node 4 -m wisparse convert MODEL
+
+Every process holds the model and runs the same code in lockstep; units of work are dealt out, and their outcomes are
+exchanged. Nothing depends on how many there are: a unit is computed by one process as it would be alone, counts are
+integers, and sums of floats are taken in one order by everybody. So the bundle has the bytes of a single process.
+
+The first process alone reads and writes state, shows progress, measures and writes the bundle. If any of them fails,
+all end, and the user reads one message.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.progress import Progress as Bars
+from torch import Tensor
+
+from wisparse.formats.errors import UsageError, WisparseError
+from wisparse.formats.machine import Place, torchrun_place
+
+from .state import Store
+
+_log = logging.getLogger("wisparse")
+
+
+class Stage:
+    """One running stage; made by `Progress.stage`."""
+
+    def __init__(self, bars: Bars | None, task: Any) -> None:
+        self._bars, self._task = bars, task
+
+    def advance(self, steps: int = 1) -> None:
+        """Another ``steps`` units of work are done."""
+        if self._bars is not None:
+            self._bars.advance(self._task, steps)
+
+    def note(self, text: str) -> None:
+        """A short figure behind the bar, e.g. the best loss so far; replaces the last one."""
+        if self._bars is not None:
+            self._bars.update(self._task, note=text)
+
+
+class Progress:
+    """Where stages report.
+
+    Args:
+        enabled: True draws bars, False draws nothing, None draws if stderr is a terminal.
+
+    Attributes:
+        seconds: stage title -> wall-clock seconds spent in it, in the order of the first start; see `take_seconds`.
+    """
+
+    def __init__(self, enabled: bool | None = None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._console = Console(stderr=True)
+        self._enabled = sys.stderr.isatty() if enabled is None else enabled
+        self._bars: Bars | None = None
+
+    def take_seconds(self) -> dict[str, float]:
+        """`seconds` so far; from now on they count anew."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+    @contextmanager
+    def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
+        """A stage of ``total`` units (None: not known yet). Stages may nest; each has its own line."""
+        began = time.perf_counter()
+        outermost = self._enabled and self._bars is None
+        if outermost:
+            self._bars = Bars(
+                TextColumn("{task.description:<24}"),
+                BarColumn(bar_width=24),
+                MofNCompleteColumn(),
+                TaskProgressColumn(),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                TextColumn("{task.fields[note]}"),
+                console=self._console,
+            )
+            self._bars.start()
+        bars = self._bars
+        task = bars.add_task(title, total=total, note="") if bars is not None else None
+        try:
+            yield Stage(bars, task)
+        finally:
+            spent = time.perf_counter() - began
+            self.seconds[title] = self.seconds.get(title, 0.0) + spent
+            _log.info("%s: %.1f s", title, spent)
+            if outermost and bars is not None:
+                bars.stop()
+                self._bars = None
+
+
+T = TypeVar("T")
+
+# The others wait while the first one writes a text, measures or writes a bundle; a process that failed is noticed
+# within a second, so this ends only one that hangs.
+_TIMEOUT = timedelta(hours=2)
+_FAILED = "wisparse/failed"
+
+
+class Processes:
+    """This process among ``size`` that work together; made by `joined`, or `ALONE`.
+
+    Attributes:
+        index: which one this is, from 0; the first one leads.
+        size: how many there are.
+    """
+
+    def __init__(self, index: int = 0, size: int = 1, objects: Any = None) -> None:
+        self.index, self.size = index, size
+        self._objects = objects
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+    def add(self, counts: Tensor) -> Tensor:
+        """The sum of an integer tensor over all processes, in its place."""
+        if self.size > 1:
+            torch.distributed.all_reduce(counts)
+        return counts
+
+    def gather(self, value: T) -> list[T]:
+        """What every process gives, in their order; everybody gets all of it."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(found, value, group=self._objects)
+        return found
+
+    def broadcast(self, value: T) -> T:
+        """What the first process gives."""
+        if self.size == 1:
+            return value
+        box = [value]
+        torch.distributed.broadcast_object_list(box, src=0, group=self._objects)
+        return box[0]
+
+    def rounds(self, count: int) -> Iterator[list[int]]:
+        """``count`` units in rounds of one per process: per round, which unit is whose.
+
+        Every other round runs backwards, so that units that become steadily cheaper are shared evenly.
+        """
+        for first in range(0, count, self.size):
+            mine = list(range(first, min(first + self.size, count)))
+            yield mine if (first // self.size) % 2 == 0 else mine[::-1]
+
+    def spread(self, items: Sequence[Any], compute: Callable[[Any], T]) -> list[T]:
+        """``compute`` of every item, each by one process; in the order of the items."""
+        if self.size == 1:
+            return [compute(item) for item in items]
+        found = self.gather([compute(item) for item in items[self.index :: self.size]])
+        return [found[i % self.size][i // self.size] for i in range(len(items))]
+
+    def spread_tensors(
+        self, items: Sequence[Any], compute: Callable[[Any], Tensor], length: int, device: torch.device
+    ) -> list[Tensor]:
+        """As `spread`, of float64 vectors of one length: exchanged between devices, without a copy on the CPU."""
+        found: list[Tensor] = []
+        for first in range(0, len(items), self.size):
+            mine = items[first + self.index] if first + self.index < len(items) else None
+            vector = torch.zeros(length, dtype=torch.float64, device=device) if mine is None else compute(mine)
+            parts = [vector]
+            if self.size > 1:
+                parts = [torch.empty_like(vector) for _ in range(self.size)]
+                torch.distributed.all_gather(parts, vector)
+            found += parts[: len(items) - first]
+        return found
+
+    def rows(self, count: int, size: int) -> list[int]:
+        """Which of ``count`` rows are this process's, dealt out in micro-batches of ``size``."""
+        return [row for row in range(count) if row // size % self.size == self.index]
+
+    def in_order(self, values: Sequence[T]) -> list[T]:
+        """What every process found for its own micro-batches, in the order of all micro-batches."""
+        found = self.gather(list(values))
+        return [found[i % self.size][i // self.size] for i in range(sum(len(one) for one in found))]
+
+
+ALONE = Processes()
+
+
+class LeadersStore:
+    """The first process's state, as all of them see it: it alone touches the disk."""
+
+    def __init__(self, own: Store, processes: Processes) -> None:
+        self._own, self._processes = own, processes
+
+    def load(self, key: str) -> bytes | None:
+        return self._processes.broadcast(self._own.load(key) if self._processes.leads else None)
+
+    def save(self, key: str, data: bytes) -> None:
+        if self._processes.leads:
+            self._own.save(key, data)
+
+
+@contextmanager
+def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
+    """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`.
+
+    An error in any process ends all of them: it is raised in the one where it happened and the others leave without a
+    word, with its exit code.
+
+    Args:
+        device: as `choose_device` takes it: ``auto``, ``cuda`` or ``cpu``.
+
+    Raises:
+        UsageError: processes of several machines, a device that several cannot have, more processes than GPUs.
+    """
+    place = torchrun_place()
+    index, size = place.index, place.size
+    if size == 1:
+        yield ALONE, device
+        return
+    try:
+        device = _own_device(device, place)
+    except UsageError as error:
+        if index:
+            time.sleep(30)  # the first one says it, and all are ended
+            raise SystemExit(error.exit_code) from None
+        raise
+    from torch import distributed
+
+    store, _, _ = next(distributed.rendezvous("env://", timeout=_TIMEOUT))
+    cuda = device.startswith("cuda")
+    distributed.init_process_group(
+        "nccl" if cuda else "gloo", store=distributed.PrefixStore("all", store), rank=index, world_size=size,
+        timeout=_TIMEOUT,
+    )  # fmt: skip
+    processes = Processes(index, size, distributed.new_group(backend="gloo", timeout=_TIMEOUT) if cuda else None)
+    if cuda:
+        processes.add(torch.ones(1, dtype=torch.int64, device=device))  # connects, before anything is timed
+    watch = _Watch(index)
+    try:
+        yield processes, device
+    except BaseException as error:
+        if watch.claim(error) or isinstance(error, KeyboardInterrupt):
+            raise
+        # Somebody else's failure came first, and broke the connection this one was waiting at.
+        watch.leave()
+    else:
+        processes.gather(None)  # the first one is still writing
+        watch.stop()
+        distributed.destroy_process_group()
+
+
+def _own_device(device: str, place: Place) -> str:
+    size = place.size
+    if place.local_size != size:
+        raise UsageError("processes of several machines cannot convert together; start all of them on one")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto")
+    if device == "cpu":
+        return device
+    if size > torch.cuda.device_count():
+        raise UsageError(
+            f"{size} processes, but {torch.cuda.device_count()} GPU(s); start as many as there are GPUs: "
+            f"torchrun --nproc-per-node {torch.cuda.device_count()} …"
+        )
+    torch.cuda.set_device(place.local)
+    return f"cuda:{place.local}"
+
+
+class _Watch:
+    """Ends this process within a second when another one has failed, wherever it waits."""
+
+    def __init__(self, index: int) -> None:
+        from torch import distributed
+
+        self._index = index
+        # A connection of its own: the common one is busy while a collective waits.
+        self._store = distributed.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30)
+        )
+        self._over = threading.Event()
+        threading.Thread(target=self._look, name="watch", daemon=True).start()
+
+    def claim(self, error: BaseException) -> bool:
+        """Whether this process is the first to fail."""
+        self._over.set()
+        code = getattr(error, "exit_code", 1) if isinstance(error, WisparseError) else 1
+        mine = f"{self._index} {code}"
+        try:
+            return self._store.compare_set(_FAILED, "", mine).decode() == mine
+        except RuntimeError:  # the store went with the process that failed
+            return False
+
+    def leave(self) -> None:
+        try:
+            code = int(self._store.get(_FAILED).decode().split()[1])
+        except RuntimeError:
+            code = 1
+        sys.stderr.flush()
+        os._exit(code)
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(0.5):
+            try:
+                if self._store.check([_FAILED]):
+                    time.sleep(1.0)  # whoever failed says so first
+                    if not self._over.is_set():
+                        self.leave()
+            except RuntimeError:
+                return

@@ -1,1 +1,0 @@
-"""What a finished search is worth: measured, put in words, drawn."""

@@ -1,0 +1,294 @@
+"""Turning the model that is converted: find the directions, put the rotated weights in place, see how far it went.
+
+Before anything else is measured on the model: calibration, masks and figures are then those of the weights that the
+bundle will hold. What is kept of it is the rotation; the weights are made from it again wherever they are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.config import LM_HEAD
+from wisparse.formats.derived_checkpoint import Remade, remade
+from wisparse.formats.errors import UnsupportedModelError
+from wisparse.formats.manifest import RotationRecord
+from wisparse.formats.model_config import ModelConfig
+
+from .documents import CalibrationTokens
+from .flow import BlockFlow
+from .masking import MaskedModel
+from .processes import ALONE, Processes, Progress
+from .sensitivity import kl_rows
+from .source import SourceModel
+from .state import NO_STATE, Store, pack, unpack
+
+_EMBEDDING = "model.embed_tokens.weight"
+_FINAL_NORM = "model.norm.weight"
+
+# Of the largest: below it a norm's weight counts as 0, and what it hides need not be known.
+_SMALLEST_WEIGHT = 1e-4
+# Rows of the embeddings that are turned at a time: they may be many, and are turned in float32.
+_ROWS = 8192
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Attributes:
+    residual: Q (hidden_size, hidden_size) float32 on the CPU.
+    heads: R of each block's key-value heads, (num_kv_heads, head_dim, head_dim) float32 on the CPU.
+    """
+
+    residual: Tensor
+    heads: tuple[Tensor, ...]
+
+
+def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
+    """Why a model cannot be turned, in a few words; None if it can."""
+    arch = config.architecture
+    norms = arch.norms
+    if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
+        return f"the norms of {config.model_type} tie its hidden state to its coordinates"
+    if arch.attention_gate or config.delta_net is not None:
+        return f"the gates and recurrent blocks of {config.model_type} tie values to their coordinates"
+    if quantised:
+        return "the source is quantised, and rotated weights would have to be rounded anew"
+    return None
+
+
+def find_rotation(
+    source: SourceModel,
+    checkpoint: Checkpoint,
+    input_ids: Tensor,
+    keep: Tensor,
+    *,
+    batch_size: int = 4,
+    advance: Callable[[], None] = lambda: None,
+) -> Rotation:
+    """Principal directions over the tokens that count, in the dense model.
+
+    In memory: (hidden_size, hidden_size) float64 thrice, and the hidden states of ``batch_size`` sequences.
+
+    Args:
+        input_ids, keep: (S, L) int64 and bool, as of `BlockFlow`.
+        advance: called after every ``batch_size`` sequences.
+    """
+    config = source.config
+    hidden, sharing, width = config.hidden_size, config.num_heads // config.num_kv_heads, config.head_dim
+    readers = _readers(config)
+    zeros = partial(torch.zeros, dtype=torch.float64, device=source.device)
+    total = zeros(hidden, hidden)
+    of_heads = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
+    first = {f"model.layers.{i}.{half}" for i in range(config.num_blocks) for half in _first_readers(config)}
+    outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
+    # Transformers' names may have more in front.
+    plain = dict(zip(source.projections, (p.name for p in config.projections()), strict=True))
+    norms = {name: _norm(checkpoint, readers[name]) for name in first}
+    flow = BlockFlow(source.model, config, input_ids, keep, batch_size)
+    batch = 0
+
+    def observe(name: str, x: Tensor) -> None:
+        name = plain[name]
+        if name in first:
+            x = x[flow.counted[batch].to(x.device)].float()
+            weight = norms[name].to(x.device)
+            seen = weight.abs() > _SMALLEST_WEIGHT * weight.abs().max()
+            x = torch.where(seen, x / torch.where(seen, weight, 1.0), 0.0)
+            total.add_((x.T @ x).double())
+        elif name in outputs:
+            x = x[flow.counted[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
+            of_heads[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double())
+
+    with MaskedModel(source.projections) as masked, masked.observing(observe), torch.no_grad():
+        for batch in range(flow.num_batches):
+            flow.finish(0, batch, flow.start()[batch])
+            advance()
+    return Rotation(_directions(total), tuple(_directions(one) for one in of_heads))
+
+
+def _directions(moments: Tensor) -> Tensor:
+    """Eigenvectors as columns, each with its largest entry positive, so that equal input gives equal output."""
+    vectors = torch.linalg.eigh(moments.cpu())[1]
+    largest = vectors.gather(-2, vectors.abs().argmax(-2, keepdim=True))
+    return (vectors * largest.sign()).float()
+
+
+def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> Remade:
+    """The checkpoint in other coordinates: tensors are made on ``device`` when they are read, in the source's types.
+
+    Its embeddings are not tied.
+    """
+    config = checkpoint.config
+    by_name = {projection.name: projection for projection in config.projections()}
+    readers = _readers(config)
+    turn = rotation.residual.to(device)
+
+    def read(name: str) -> Tensor:
+        return checkpoint.tensor(name, device).float()
+
+    def norm(name: str) -> Tensor:
+        return _norm(checkpoint, name).to(device)
+
+    def embedding(name: str, weight: Tensor | None) -> Tensor:
+        stored = checkpoint.tensor(name)
+        pieces = (rows.to(device).float() for rows in stored.split(_ROWS))
+        turned = ((rows if weight is None else rows * weight) @ turn for rows in pieces)
+        return torch.cat([rows.to(stored.dtype).cpu() for rows in turned])
+
+    def make(name: str) -> Tensor:
+        if name == _EMBEDDING:
+            return embedding(_EMBEDDING, None)
+        if name == LM_HEAD:
+            return embedding(_EMBEDDING if config.tie_word_embeddings else LM_HEAD, norm(_FINAL_NORM))
+        if name == _FINAL_NORM or name in readers.values():
+            return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
+        projection, _, kind = name.rpartition(".")
+        if projection not in by_name:
+            return read(name)  # the norms of queries and keys
+        role, value = by_name[projection].role, read(name)
+        heads = rotation.heads[by_name[projection].block].to(device)
+        if role in ("o_proj", "down_proj"):
+            if role == "o_proj" and kind == "weight":
+                shaped = value.view(len(value), config.num_kv_heads, -1, config.head_dim)
+                value = torch.einsum("nkri,kij->nkrj", shaped, heads).reshape(len(value), -1)
+            return turn.T @ value
+        if kind == "weight":
+            value = (value * norm(readers[projection])) @ turn
+        if role in ("v_proj", "qkv_proj"):
+            width = config.blocks[by_name[projection].block].kv_size
+            kept, values = value.split([len(value) - width, width])
+            shaped = values.reshape(config.num_kv_heads, config.head_dim, -1)
+            value = torch.cat([kept, torch.einsum("kij,kin->kjn", heads, shaped).reshape(values.shape)])
+        return value
+
+    def one(name: str) -> Tensor:
+        return make(name).to(tensors[name].dtype).contiguous().cpu()
+
+    tensors = {name: replace(info, file="", start=0) for name, info in checkpoint.tensors.items() if name != LM_HEAD}
+    head = LM_HEAD if not config.tie_word_embeddings else _EMBEDDING
+    tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="", start=0)
+    stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
+    made = {name: partial(one, name) for name in tensors}
+    return remade(checkpoint, made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
+
+
+def _readers(config: ModelConfig) -> dict[str, str]:
+    """Which norm's weight each projection that reads the hidden state meets, by name."""
+    arch, found = config.architecture, {}
+    for projection in config.projections():
+        if projection.role in (*arch.qkv, *arch.gate_up):
+            norm = arch.norms.attention_input if projection.role in arch.qkv else arch.norms.mlp_input
+            found[projection.name] = f"model.layers.{projection.block}.{norm}.weight"
+    return found
+
+
+def _first_readers(config: ModelConfig) -> Mapping[str, None]:
+    """One projection of each half of a block, after ``model.layers.N.``: the others of its half read the same."""
+    arch = config.architecture
+    return dict.fromkeys((f"self_attn.{arch.qkv[0]}", f"mlp.{arch.gate_up[0]}"))
+
+
+def _norm(checkpoint: Checkpoint, name: str) -> Tensor:
+    """What a norm multiplies by, (hidden_size,) float32."""
+    weight = checkpoint.tensor(name).float()
+    return 1.0 + weight if checkpoint.config.architecture.norm_offset else weight
+
+
+# Sequences of a forward pass.
+_BATCH = 4
+# Tokens that say how far the rotated model is from the source, and nats a token that rounding never costs: one that is
+# further off is not the same model in other coordinates.
+_TOKENS, _MOST = 256, 0.02
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A model in other coordinates.
+
+    Attributes:
+        source: it computes with the rotated weights.
+        checkpoint: it gives them, in the source's types.
+        record: for the recipe.
+    """
+
+    source: SourceModel
+    checkpoint: Remade
+    record: RotationRecord
+
+
+@torch.no_grad()
+def rotate(
+    source: SourceModel,
+    checkpoint: Checkpoint,
+    tokens: CalibrationTokens,
+    text: Callable[[], CalibrationTokens],
+    progress: Progress | None = None,
+    store: Store = NO_STATE,
+    processes: Processes = ALONE,
+) -> Turned:
+    """Turn ``source``, in place, to the principal directions over a text. Several processes call it alike.
+
+    Args:
+        source: all of its weights are on one device, and stand for ``checkpoint``, which `why_fixed` has nothing
+            against.
+        tokens: the calibration's; some of them say how far the rotated model is from the source.
+        text: gives the tokens whose directions count; asked of the first process, and only if there is no rotation yet.
+            Not the text that thresholds are set on: it fits its own directions better than any other does, and with
+            8,192 tokens 1.2 points fewer weights than asked for stay unread elsewhere (LOG.md).
+        store: holds the rotation that an interrupted run had found.
+
+    Raises:
+        UnsupportedModelError: turned, the weights are beyond their type's range, or the model says something else.
+    """
+    progress = progress or Progress(enabled=False)
+    data = store.load("rotation")
+    if data is None:
+        mine = pack(vars(_rotate_directions(source, checkpoint, text(), progress))) if processes.leads else b""
+        data = processes.broadcast(mine)
+        store.save("rotation", data)
+    turned = rotated(checkpoint, Rotation(**unpack(data)), source.device)
+    ids = tokens.input_ids[:1, :_TOKENS]
+    before = _log_probs(source, ids)
+    _put_in_place(source, turned, progress)
+    # Of two models that differ by less than the sums' own rounding it can come out below 0.
+    kl = max(0.0, float(kl_rows(before, _log_probs(source, ids)).double().mean()))
+    if not kl <= _MOST:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder.name}: rotated, the model is {kl:.2g} nats/token from what it was, expected less than "
+            f"{_MOST:g}: {source.dtype} is too coarse for it; convert it with --rotation none"
+        )
+    return Turned(replace(source, config=turned.config), turned, RotationRecord("pca", kl, ids.numel()))
+
+
+def _rotate_directions(
+    source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, progress: Progress
+) -> Rotation:
+    with progress.stage("Principal directions", -(-tokens.num_samples // _BATCH)) as stage:
+        ids, keep = tokens.input_ids, tokens.keep
+        return find_rotation(source, checkpoint, ids, keep, batch_size=_BATCH, advance=stage.advance)
+
+
+def _put_in_place(source: SourceModel, turned: Remade, progress: Progress) -> None:
+    """Give the model the rotated weights, tensor by tensor; of tied embeddings the output layer gets its own."""
+    model = source.model
+    output = model.get_output_embeddings()
+    if output.weight is model.get_input_embeddings().weight:
+        output.weight = nn.Parameter(torch.empty_like(output.weight), requires_grad=False)
+        model.config.tie_word_embeddings = False
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    with progress.stage("Rotating", len(turned.tensors)) as stage:
+        for name in turned.tensors:
+            place = output.weight if name == LM_HEAD else parameters[name]
+            place.copy_(turned.tensor(name))
+            stage.advance()
+
+
+def _log_probs(source: SourceModel, ids: Tensor) -> Tensor:
+    """Of one sequence, (L, V) float32."""
+    logits: Tensor = source.model(input_ids=ids.to(source.device), use_cache=False).logits[0]
+    return logits.float().log_softmax(-1)

@@ -1,0 +1,1 @@
+"""Searches: thresholds, exponents and sparsities of every projection."""

@@ -1,1 +1,0 @@
-"""From calibration tokens to one sparsity, scale and threshold per projection."""

@@ -1,0 +1,345 @@
+"""The model to convert, as transformers runs it: weights, tokenizer, and its projections under their names.
+
+What is computed here is statistics and losses, never the weights of the bundle: those are copied from the source's
+files. So the dtype of the computation is free: the source's own on a GPU, float32 on a CPU, where bfloat16 is slow and
+its rounding would add noise to every comparison of two candidates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wisparse.formats.bundle import SMALL_FILES
+from wisparse.formats.checkpoint import INDEX, Checkpoint
+from wisparse.formats.config import RENAMED, expected_tensors
+from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
+from wisparse.formats.guard import identity, list_files, open_regular, read_bounded, shown
+from wisparse.formats.machine import choose_device
+from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.write import copied_files
+
+from .flow import input_device
+
+# File name -> what the system says of it, and its digest at that time.
+Hashes = dict[str, list[int | str]]
+
+_PIECE_BYTES = 64 << 20
+_READ_BYTES = 1 << 20
+_MAX_TEXT_BYTES = 16 << 20
+
+
+def small_digests(folder: Path, error: type[WisparseError]) -> dict[str, str]:
+    """sha256 of every file beside the weights that a conversion reads or copies, by name."""
+    contents = dict(copied_files(folder, error))
+    for name in list_files(folder, 100_000, error, deep=True):
+        if name in ("config.json", "README.md", INDEX) or name.startswith("additional_chat_templates/"):
+            contents[name] = read_bounded(folder, name, max(_MAX_TEXT_BYTES, SMALL_FILES.get(name, 0)), error)
+    return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(contents.items())}
+
+
+def weight_digests(checkpoint: Checkpoint, known: Mapping[str, list[int | str]] | None = None) -> Hashes:
+    """A digest of every byte of every weight file, by name; files that ``known`` still describes are not read.
+
+    Raises:
+        WisparseError: the checkpoint's own, for a file that changed since it was opened.
+    """
+    found: Hashes = {}
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        for path in checkpoint.files():
+            before = _described(checkpoint, path.name)
+            size = int(before[1])
+            earlier = (known or {}).get(path.name)
+            if isinstance(earlier, list) and earlier[:-1] == before:
+                found[path.name] = earlier
+                continue
+            pieces = pool.map(partial(_piece, checkpoint, path.name), range(0, size, _PIECE_BYTES))
+            digest = hashlib.sha256(b"".join(pieces)).hexdigest()
+            if _described(checkpoint, path.name) != before:
+                raise checkpoint.error(f"{path.name}: changed while it was read; run this again")
+            found[path.name] = [*before, digest]
+    return found
+
+
+def _described(checkpoint: Checkpoint, name: str) -> list[int | str]:
+    with open_regular(checkpoint.folder, name, checkpoint.error, checkpoint.identities[name]) as file:
+        which = identity(file)
+        return [which.inode, which.size, which.modified_ns, os.fstat(file.fileno()).st_ctime_ns]
+
+
+def _piece(checkpoint: Checkpoint, name: str, start: int) -> bytes:
+    hashed = hashlib.sha256()
+    with open_regular(checkpoint.folder, name, checkpoint.error, checkpoint.identities[name]) as file:
+        file.seek(start)
+        left = _PIECE_BYTES
+        while left and (read := file.read(min(left, _READ_BYTES))):
+            hashed.update(read)
+            left -= len(read)
+    return hashed.digest()
+
+
+# The first that reads a model wholly from its files.
+_ACCELERATE = (1, 15)
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A dense causal LM in evaluation mode, without gradients and without a cache.
+
+    Attributes:
+        model: transformers' model.
+        config: its dimensions.
+        tokenizer: transformers' tokenizer (``encode``, ``decode``, special ids, chat template).
+        projections: full name -> ``nn.Linear``, in the order of `ModelConfig.projections`.
+        blocks: the decoder blocks.
+        device: where token ids go in.
+        dtype: of the computation, not of the bundle.
+    """
+
+    model: Any
+    config: ModelConfig
+    tokenizer: Any
+    projections: Mapping[str, nn.Linear]
+    blocks: nn.ModuleList
+    device: torch.device
+    dtype: torch.dtype
+
+    def weight(self, name: str) -> Tensor:
+        """A projection's weight (N, K), fetched from where it is kept if the device has no room for it."""
+        module = self.projections[name]
+        if not module.weight.is_meta:
+            return module.weight
+        kept: Tensor = module._hf_hook.weights_map["weight"]  # type: ignore[union-attr,index]
+        return kept.to(self.device, module.weight.dtype)
+
+
+def lacks_accelerate() -> str | None:
+    """Why a model cannot be spread over several places, and what to do; None where it can.
+
+    Earlier versions refuse a model of which nothing fits into memory, in words that would be taken for the model's.
+    """
+    install = f"pip install 'accelerate>={'.'.join(map(str, _ACCELERATE))}'"
+    try:
+        found = version("accelerate")
+    except PackageNotFoundError:
+        return f"it needs the package accelerate: {install}"
+    if tuple(map(int, re.findall(r"\d+", found)[:2])) < _ACCELERATE:
+        return f"accelerate {found} is too old: {install}"
+    return None
+
+
+def choose_dtype(source_dtype: str, device: torch.device) -> torch.dtype:
+    """The dtype to compute in: the source's on a GPU, float32 on a CPU (see the module's text)."""
+    if device.type == "cpu":
+        return torch.float32
+    dtype = getattr(torch, source_dtype, None)
+    return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32) else torch.bfloat16
+
+
+def load_source(
+    folder: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "auto",
+    *,
+    max_memory: Mapping[int | str, int] | None = None,
+    bundle: bool = False,
+) -> SourceModel:
+    """Load a Hugging Face checkpoint from a local folder.
+
+    Nothing from the folder is executed: ``trust_remote_code`` is off and only safetensors are read, never pickle.
+
+    Args:
+        folder: holds config.json, *.safetensors and the tokenizer's files.
+        dtype: of the computation; None chooses with `choose_dtype`.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
+        max_memory: accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are
+            spread over the GPUs; what they cannot hold stays in memory, and what that cannot hold in the files, from
+            where it is read whenever it is used.
+        bundle: the folder is a sparse bundle, and its dense weights are wanted; nothing else may convert one again.
+
+    Raises:
+        UnsupportedModelError: unknown architecture, missing or misshaped weights, NaN or Inf among them.
+        ResourceError: the model does not fit into memory.
+    """
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    folder = Path(folder)
+    device = choose_device(device)
+    # Every header is checked, and its messages are better than a loader's.
+    checkpoint = Checkpoint.open(folder, error=BundleError if bundle else UnsupportedModelError)
+    config = checkpoint.config
+    with _quiet_transformers():
+        try:
+            # Of a wrapper the text model's, which the folder's config.json is not.
+            plain = {key: value for key, value in checkpoint.config_dict.items() if key != "quantization_config"}
+            hf_config = CONFIG_MAPPING[config.model_type].from_dict(plain)
+        except (OSError, ValueError) as error:
+            raise UnsupportedModelError(f"{shown(folder)}: config.json cannot be read: {first_line(error)}") from error
+        dtype = dtype or choose_dtype(config.dtype, device)
+        tokenizer = load_tokenizer(folder)
+        placement: dict[str, Any] = {}
+        if max_memory is not None:
+            placement = {"device_map": "auto", "max_memory": dict(max_memory)}
+        elif device.type == "cuda" and lacks_accelerate() is None:
+            # Shard by shard onto the GPU: host memory never holds the model.
+            placement = {"device_map": {"": device}}
+        attention = "sdpa" if config.attention_softcap is None else "eager"  # torch's fused one cannot cap scores
+        try:
+            if checkpoint.quantised:
+                if max_memory is not None:
+                    raise ResourceError(
+                        f"{shown(folder)}: the widened weights do not fit into the memory of {device}, and quantised "
+                        "ones cannot stay in their files; choose a larger device, or convert the unquantised model"
+                    )
+                loaded: Any = _widened(checkpoint, hf_config, dtype, device, attention), {}
+            else:
+                loaded = AutoModelForCausalLM.from_pretrained(
+                    folder,
+                    config=hf_config,
+                    dtype=dtype,
+                    attn_implementation=attention,
+                    trust_remote_code=False,
+                    local_files_only=True,
+                    use_safetensors=True,
+                    key_mapping={f"^{re.escape(stored)}": plain for stored, plain in RENAMED.items()},
+                    output_loading_info=True,
+                    **placement,
+                )
+        except WisparseError:
+            raise
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            raise ResourceError(
+                f"{shown(folder)} does not fit into the memory of {device}; choose a larger device, or --device cpu"
+            ) from error
+        except Exception as error:
+            # transformers and safetensors raise about a dozen kinds here; all of them mean: these files are no model.
+            raise UnsupportedModelError(
+                f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}"
+            ) from error
+    model, info = loaded
+    _refuse_incomplete(folder, info)
+    if not placement:
+        model.to(device)
+    model.eval()
+    model.requires_grad_(False)
+    model.config.use_cache = False
+    source = SourceModel(
+        model=model,
+        config=config,
+        tokenizer=tokenizer,
+        projections=_projections(model, config),
+        blocks=_blocks(model, config),
+        device=input_device(model),
+        dtype=dtype,
+    )
+    _refuse_non_finite(folder, model)
+    return source
+
+
+@torch.no_grad()
+def _widened(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """A model of a quantised checkpoint's weights as plain numbers, tensor by tensor: it is never there twice."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention).to(device)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in expected_tensors(checkpoint.config):
+        parameters[name].copy_(checkpoint.tensor(name))
+    return model
+
+
+def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a checkpoint, as its ``tokenizer.json`` has it.
+
+    Where that file exists it is taken literally, as the runtime does: transformers 5 picks a class by ``model_type``
+    and some of these (Qwen2's) replace the file's pre-tokenizer by their own, which splits a fine-tune's text into
+    tokens it was never trained on.
+
+    Raises:
+        UnsupportedModelError: there is none, or it needs code from the repository.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    folder = Path(folder)
+    loader = PreTrainedTokenizerFast if (folder / "tokenizer.json").is_file() else AutoTokenizer
+    try:
+        with _quiet_transformers():
+            return loader.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{shown(folder)}: no usable tokenizer (expected tokenizer.json beside config.json): {first_line(error)}"
+        ) from error
+
+
+def _projections(model: Any, config: ModelConfig) -> dict[str, nn.Linear]:
+    found: dict[str, nn.Linear] = {}
+    for projection in config.projections():
+        try:
+            module = model.get_submodule(projection.name)
+        except AttributeError:
+            raise UnsupportedModelError(f"{projection.name}: the model has no such projection") from None
+        shape = (projection.out_features, projection.in_features)
+        if not isinstance(module, nn.Linear) or tuple(module.weight.shape) != shape:
+            raise UnsupportedModelError(
+                f"{projection.name}: expected a linear layer {shape}, found {type(module).__name__} "
+                f"{tuple(getattr(getattr(module, 'weight', None), 'shape', ()))}"
+            )
+        found[projection.name] = module
+    return found
+
+
+def _blocks(model: Any, config: ModelConfig) -> nn.ModuleList:
+    blocks = model.get_decoder().layers
+    if not isinstance(blocks, nn.ModuleList) or len(blocks) != config.num_blocks:
+        raise UnsupportedModelError(f"expected {config.num_blocks} blocks, found {type(blocks).__name__}")
+    return blocks
+
+
+def _refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
+    # transformers fills what is missing with random numbers and only warns.
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        raise UnsupportedModelError(
+            f"{shown(folder)}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
+            "download the checkpoint again"
+        )
+
+
+def _refuse_non_finite(folder: Path, model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            continue
+        # A sum is not finite if any element is not; in float64 it cannot overflow on its own, and needs no copy.
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
+            raise UnsupportedModelError(
+                f"{shown(folder)}: {name} holds NaN or Inf, so no statistic of this model means anything; "
+                "use an intact checkpoint"
+            )
+
+
+@contextmanager
+def _quiet_transformers() -> Any:
+    # Its progress bars and advice would run through ours; what matters is checked here and raised.
+    from transformers.utils import logging as hf_logging
+
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    hf_logging.set_verbosity_error()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()

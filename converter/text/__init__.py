@@ -1,1 +1,0 @@
-"""Documents, and the calibration tokens that are drawn from them or written by the model itself."""

@@ -1,1 +1,0 @@
-"""How a conversion's work is kept, shared among processes, shown and finished."""

@@ -1,0 +1,501 @@
+"""A Hugging Face checkpoint on disk, read without trusting it.
+
+Headers are checked against the table of what the architecture holds before anything is allocated; a tensor is read
+with plain reads into memory of its known size. Nothing is memory-mapped: a file truncated meanwhile is then an error
+and not a crash. Pickle is never loaded.
+
+Of a quantised checkpoint some weights are stored as several tensors (`quantisation`). ``tensors``, ``chunks`` and what
+else deals in bytes know what is stored; ``shape``, ``matrix`` and ``tensor`` know the weights it stands for.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import LM_HEAD, expected_tensors, is_derived, is_wrapper, text_config, text_name
+from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
+from .guard import FileIdentity, folder_kind, open_regular, read_json, require_folder, shown
+from .manifest import has_masks
+from .model_config import ModelConfig
+from .packings import Packing, Part
+from .quantization import read_quantisation
+from .safetensors_header import DTYPES, STORED_DTYPES, Entry, Header, combine_crc32, read_header
+from .weight_types import QuantizedMatrix
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+_PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json", "consolidated.00.pth", "model.pt", "model.bin")
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_INDEX_BYTES = 16 << 20
+# Bits of a number, and infinity's pattern. Integers are all finite; fp8 has no infinity, and its NaN is looked for
+# where the weight is put together.
+_INFINITY = {torch.float32: (32, 0x7F800000), torch.bfloat16: (16, 0x7F80), torch.float16: (16, 0x7C00)}
+# Small tensors that say how the others are to be read: looked at before any weight is.
+_READ_FIRST = ("weight_shape", "g_idx")
+# Last parts of names that only tensors of quantised weights have.
+_OF_QUANTISED = (
+    *("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx"),
+    *("qweight", "qzeros", "scales", "g_idx", "input_scale"),
+)
+# Small enough that the bytes are still in the cache when their checksum is taken.
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a checkpoint: bytes ``start`` to ``start + nbytes`` of ``file``, a name inside the folder."""
+
+    name: str
+    file: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """How a weight (rows, columns) is stored in few bits."""
+
+    packing: Packing
+    rows: int
+    columns: int
+
+    def parts(self) -> dict[str, Part]:
+        """Last part of a tensor's name -> what it has to look like.
+
+        Raises:
+            ValueError: a weight of this shape cannot be stored so.
+        """
+        return self.packing.parts(self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked checkpoint; make one with ``Checkpoint.open``.
+
+    Attributes:
+        folder: where it lies.
+        config_dict: ``config.json`` as it stands; of a wrapper (`wrappers`) what its text model's would be.
+        config: the dimensions read from it.
+        tensors: name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight``
+            where a tied checkpoint stores it nevertheless. Names are those of a plain text model. Where a weight is
+            stored in few bits, the tensors that stand for it take its place.
+        quantised: name of every weight that is stored in few bits -> how.
+        vision_tensors: how many tensors of a wrapper are not the text model's; 0 for a plain model.
+        error: class of the error raised for a file that turns out damaged.
+        checksums: name -> crc32 the bytes of a tensor must have; empty where nothing is known.
+    """
+
+    folder: Path
+    config_dict: Mapping[str, Any]
+    config: ModelConfig
+    tensors: Mapping[str, TensorInfo]
+    quantised: Mapping[str, StoredWeight]
+    vision_tensors: int
+    error: type[WisparseError]
+    checksums: Mapping[str, int]
+    _identities: Mapping[str, FileIdentity]
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | os.PathLike[str],
+        *,
+        error: type[WisparseError] = UnsupportedModelError,
+        checksums: Mapping[str, int] | None = None,
+    ) -> Checkpoint:
+        """Read and check ``config.json``, the index and the headers; no weight is read.
+
+        Args:
+            folder: a checkpoint in one file or several with an index.
+            error: what to raise for a checkpoint that cannot be used: UnsupportedModelError for a source model,
+                BundleError for a bundle (which always has an index and never a second copy of tied embeddings).
+            checksums: crc32 per tensor, checked whenever one is read.
+
+        Raises:
+            error: damaged, quantised in a way not known, pickled, already sparse, or tensors that do not fit the
+                config.
+            AccessError: no such folder, or no permission.
+        """
+        folder = Path(folder)
+        require_folder(folder)
+        is_bundle = issubclass(error, BundleError)
+        stored_config = (
+            read_json(folder, "config.json", MAX_CONFIG_BYTES, error) if is_bundle else read_config(folder, error)
+        )
+        wrapped = not is_bundle and is_wrapper(stored_config)
+        try:
+            config_dict = stored_config if is_bundle else text_config(stored_config)
+            config = ModelConfig.from_dict(config_dict)
+            packings = read_quantisation(config_dict, config)
+        except UnsupportedModelError as reason:
+            raise error(str(reason)) from None
+        weight_map = _weight_map(folder, is_bundle, error)
+        headers = {name: read_header(folder, name, error) for name in dict.fromkeys(weight_map.values())}
+        stored = _stored_names(weight_map, wrapped, error)
+        if wrapped:
+            config_dict = text_config(stored_config, stored)
+            config = ModelConfig.from_dict(config_dict)
+        expected = expected_tensors(config)
+        quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
+        tensors = _tensors(config, quantised, weight_map, stored, headers, is_bundle, error)
+        opened = cls(
+            folder=folder,
+            config_dict=config_dict,
+            config=config,
+            tensors=tensors,
+            quantised=quantised,
+            vision_tensors=len(weight_map) - len(stored),
+            error=error,
+            checksums=checksums or {},
+            _identities={name: header.identity for name, header in headers.items()},
+        )
+        for name in quantised:
+            opened._check_first(name)
+        return opened
+
+    @property
+    def tied(self) -> bool:
+        """Whether the output layer is the embedding; a stored ``lm_head.weight`` then only repeats it."""
+        return self.config.tie_word_embeddings
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors as they are on disk."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def identities(self) -> Mapping[str, FileIdentity]:
+        """File -> which one it was when it was opened; reading from another raises."""
+        return self._identities
+
+    def files(self) -> tuple[Path, ...]:
+        """The files that hold the weights."""
+        return tuple(self.folder / name for name in self._identities)
+
+    def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
+        """The tensor's elements in order, flat, at most ``chunk_bytes`` at a time; each chunk is valid until the next.
+
+        Raises:
+            error: truncated, changed, NaN or infinity, or not the bytes its checksum stands for (after the last chunk).
+        """
+        info = self.tensors[name]
+        buffer = np.empty(min(chunk_bytes, info.nbytes), np.uint8)
+        checksum = 0
+        for offset in range(0, info.nbytes, chunk_bytes):
+            chunk = buffer[: info.nbytes - offset]
+            checksum = self._fill(chunk, info, offset, checksum)
+            yield torch.from_numpy(chunk).view(info.dtype)
+        self._require(name, checksum)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating type of the projections' weights; of quantised ones that which the config states."""
+        first = next(self.config.projections()).name + ".weight"
+        if first not in self.quantised:
+            return self.tensors[first].dtype
+        stated = getattr(torch, self.config.dtype, None)
+        return stated if stated in _INFINITY else torch.bfloat16
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, of a quantised weight the weight's."""
+        stored = self.quantised.get(name)
+        return self.tensors[name].shape if stored is None else (stored.rows, stored.columns)
+
+    def matrix(self, name: str, device: str | torch.device = "cpu") -> Tensor | QuantizedMatrix:
+        """A weight as it is stored: in codes if it is quantised, else as `tensor` gives it; on ``device``.
+
+        Raises:
+            error: as `tensor`, or codes and scales that make no weight.
+            ResourceError: not enough memory.
+        """
+        return self._decode(name, device) if name in self.quantised else self._stored(name).to(device)
+
+    def require_matrix(self, name: str) -> None:
+        """Raise as `tensor` does for a quantised weight that makes none; nothing is kept."""
+        matrix = self._decode(name)
+        for first in range(0, matrix.shape[0], 1024):
+            self._widened(name, matrix.rows(first, first + 1024))
+
+    def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
+        """Read one tensor into fresh memory; a quantised weight is widened to float32.
+
+        Raises:
+            error: no such tensor, truncated, changed, NaN or infinity, or not the bytes its checksum stands for.
+            ResourceError: not enough memory.
+        """
+        found = self.matrix(name)
+        if isinstance(found, Tensor):
+            return found.to(device)
+        return self._widened(name, found).to(device)
+
+    def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
+        """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in float32. Each
+        piece is valid until the next.
+
+        Raises:
+            error: as `chunks` and `matrix`.
+        """
+        if name not in self.quantised:
+            info = self.tensors[name]
+            for flat in self.chunks(name, rows * info.shape[1] * info.dtype.itemsize):
+                yield flat.view(-1, info.shape[1])
+            return
+        matrix = self._decode(name)
+        for first in range(0, matrix.shape[0], rows):
+            yield self._widened(name, matrix.rows(first, first + rows))
+
+    def _widened(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+        # Not in the type that the config states: whoever uses another rounds once, not twice.
+        weight = matrix.dequantise(torch.float32)
+        if not is_finite(weight):
+            raise self.error(f"{name}: its codes and scales make infinite numbers; the model is damaged")
+        return weight
+
+    def _decode(self, name: str, device: str | torch.device = "cpu") -> QuantizedMatrix:
+        weight = self.quantised[name]
+        parts = {part: tensor.to(device) for part, tensor in self._parts_of(name).items()}
+        try:
+            return weight.packing.decode(parts, weight.rows, weight.columns)
+        except ValueError as reason:
+            raise self.error(f"{name}: {reason}") from None
+
+    def _check_first(self, name: str) -> None:
+        """Look at the small tensors that say how a weight is to be read, before any weight is."""
+        weight = self.quantised[name]
+        try:
+            weight.packing.check(self._parts_of(name, _READ_FIRST), weight.rows, weight.columns)
+        except ValueError as reason:
+            raise self.error(f"{name}: {reason}") from None
+
+    def _parts_of(self, name: str, only: Iterable[str] | None = None) -> dict[str, Tensor]:
+        prefix = name.removesuffix("weight")
+        parts = self.quantised[name].parts() if only is None else only
+        return {part: self._stored(prefix + part) for part in parts if prefix + part in self.tensors}
+
+    def _stored(self, name: str) -> Tensor:
+        info = self.tensors.get(name)
+        if info is None:
+            raise self.error(f"{name}: not among the tensors of {self.folder.name}")
+        try:
+            # numpy's large arrays ask for huge pages: several times cheaper to touch first than torch's.
+            buffer = np.empty(info.nbytes, np.uint8)
+        except MemoryError:
+            raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
+        self._require(name, self._fill(buffer, info, 0, 0))
+        return torch.from_numpy(buffer).view(info.dtype).reshape(info.shape)
+
+    def read_part(self, name: str, offset: int, memory: Tensor) -> int:
+        """Fill ``memory``, (n,) uint8 on the CPU, with the tensor's bytes from ``offset`` on; for several readers at
+        once. The reader of the last part has to call :meth:`check_parts`.
+
+        Returns:
+            Their crc32.
+
+        Raises:
+            error: truncated, changed, NaN or infinity.
+        """
+        return self._fill(memory.numpy(), self.tensors[name], offset, 0)
+
+    def check_parts(self, name: str, parts: Iterable[tuple[int, int]]) -> None:
+        """Require that parts which cover the tensor, (crc32, bytes) in their order, have the tensor's checksum.
+
+        Raises:
+            error: not the bytes its checksum stands for.
+        """
+        checksum = 0
+        for part, count in parts:
+            checksum = combine_crc32(checksum, part, count)
+        self._require(name, checksum)
+
+    def _fill(self, buffer: np.ndarray[Any, np.dtype[np.uint8]], info: TensorInfo, offset: int, checksum: int) -> int:
+        """Fill ``buffer`` with the tensor's bytes from ``offset`` on; the crc32 continued over them."""
+        with open_regular(self.folder, info.file, self.error, self._identities[info.file]) as file:
+            file.seek(info.start + offset)
+            for start in range(0, len(buffer), _READ_BYTES):
+                piece = buffer[start : start + _READ_BYTES]
+                view = piece.data
+                while len(view):
+                    count = file.readinto(view)
+                    if not count:
+                        raise self.error(f"{info.file}: truncated while {info.name} was read")
+                    view = view[count:]
+                checksum = zlib.crc32(piece.data, checksum)
+                if not _finite(piece, info.dtype):
+                    raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
+        return checksum
+
+    def _require(self, name: str, checksum: int) -> None:
+        expected = self.checksums.get(name, checksum)
+        if checksum != expected:
+            raise self.error(
+                f"{name}: expected crc32 {expected:08x}, found {checksum:08x}; the file is damaged: fetch it again"
+            )
+
+
+def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:
+    """``config.json`` of a dense model.
+
+    Raises:
+        error: the folder is something else (a GGUF file's, say, or a sparse bundle), or the file is damaged.
+    """
+    if (kind := folder_kind(folder)) is not None:
+        raise error(f"{shown(folder)} is {kind}")
+    config = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
+    if has_masks(folder):
+        raise error(f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead")
+    return config
+
+
+def is_finite(values: Tensor) -> bool:
+    """Whether no element is NaN or infinite."""
+    return _finite(values.detach().cpu().contiguous().view(torch.uint8).flatten().numpy(), values.dtype)
+
+
+def _finite(data: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> bool:
+    if dtype not in _INFINITY:
+        return True
+    # Bit patterns in their order: infinity and NaN come last, negative ones last of all. Two maxima are twenty times
+    # faster than isfinite().all(), and wake no threads.
+    bits, infinity = _INFINITY[dtype]
+    positive, every = data.view(f"<i{bits // 8}").max(), data.view(f"<u{bits // 8}").max()
+    return bool(positive < infinity and every < infinity + 2 ** (bits - 1))
+
+
+def _weight_map(folder: Path, is_bundle: bool, error: type[WisparseError]) -> dict[str, str]:
+    """Tensor name -> file name, from the index or from the only file's header."""
+    # Both at once: transformers takes the single file, and a bundle must not mean two things.
+    if os.path.lexists(folder / _SINGLE) and not is_bundle:
+        return dict.fromkeys(read_header(folder, _SINGLE, error).entries, _SINGLE)
+    if not os.path.lexists(folder / INDEX):
+        pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
+        if pickles:
+            raise error(
+                f"{shown(folder)}: expected safetensors weights, found {pickles[0]}; pickle files can run code and are "
+                "never loaded: save the model again with save_pretrained()"
+            )
+        gguf = any(name.endswith(".gguf") for name in os.listdir(folder))
+        hint = "; found GGUF files, which are llama.cpp's: give the checkpoint they were made from" if gguf else ""
+        expected = INDEX if is_bundle else f"{INDEX} or {_SINGLE}"
+        raise error(f"{shown(folder)}: no weights: expected {expected}{hint}")
+    weight_map = read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise error(f"{INDEX}: expected an object weight_map, found {type(weight_map).__name__}")
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise error(
+                f"{INDEX}: {name!r:.200}: expected the name of a .safetensors file in the folder, found {file!r:.200}"
+            )
+    return weight_map
+
+
+def _stored_names(weight_map: Mapping[str, str], wrapped: bool, error: type[WisparseError]) -> dict[str, str]:
+    """Plain name of every tensor of the text model -> the name it is stored under."""
+    if not wrapped:
+        return {name: name for name in weight_map}
+    stored: dict[str, str] = {}
+    for name in weight_map:
+        plain = text_name(name)
+        if plain is not None and stored.setdefault(plain, name) != name:
+            raise error(f"{name!r:.200} and {stored[plain]!r:.200} are the same tensor under two names")
+    return stored
+
+
+def _expected(config: ModelConfig, is_bundle: bool, has_head: bool) -> dict[str, tuple[int, ...]]:
+    """What the architecture holds, and the second copy of tied embeddings that a source may have."""
+    expected = expected_tensors(config)
+    if config.tie_word_embeddings and has_head and not is_bundle:
+        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
+    return expected
+
+
+def _tensors(
+    config: ModelConfig,
+    quantised: Mapping[str, StoredWeight],
+    weight_map: Mapping[str, str],
+    stored: Mapping[str, str],
+    headers: Mapping[str, Header],
+    is_bundle: bool,
+    error: type[WisparseError],
+) -> dict[str, TensorInfo]:
+    """Everything the architecture expects, found where the index says, in the order expected."""
+    for file, header in headers.items():
+        for name in header.entries:
+            if weight_map.get(name) != file:
+                raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
+    if config.num_blocks > len(stored):
+        raise error(f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(stored)} tensors")
+    parts = _parts(_expected(config, is_bundle, LM_HEAD in stored), quantised, stored, error)
+    missing = [name for name in parts if name not in stored]
+    extra = [name for name in stored if name not in parts and not (is_derived(name) and not is_bundle)]
+    if missing or extra:
+        what_differs = [
+            f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
+            for what, names in (("missing", missing), ("unexpected", extra))
+            if names
+        ]
+        # A weight that the config has in few bits and the files do not, or the reverse.
+        lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
+        but = "; quantization_config does not say what the files hold" if lies else ""
+        raise error(
+            f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(what_differs)}{but}"
+        )
+    found: dict[str, TensorInfo] = {}
+    for name, part in parts.items():
+        file = weight_map[stored[name]]
+        entry = headers[file].entries.get(stored[name])
+        if entry is None:
+            raise error(f"{file}: {stored[name]} is missing, the index places it there")
+        _check_entry(name, entry, part, error)
+        found[name] = TensorInfo(
+            name, file, entry.shape, STORED_DTYPES[entry.code], entry.start, entry.end - entry.start
+        )
+    return found
+
+
+def _parts(
+    expected: Mapping[str, tuple[int, ...]],
+    quantised: Mapping[str, StoredWeight],
+    stored: Mapping[str, str],
+    error: type[WisparseError],
+) -> dict[str, Part]:
+    """Name of every tensor that has to be there, or may be and is -> what it has to look like, in order."""
+    found: dict[str, Part] = {}
+    for name, shape in expected.items():
+        weight = quantised.get(name)
+        if weight is None:
+            found[name] = Part((shape,), tuple(DTYPES))
+            continue
+        prefix = name.removesuffix("weight")
+        try:
+            parts = weight.parts()
+        except ValueError as reason:
+            raise error(f"{name}: {reason}") from None
+        found |= {prefix + part: what for part, what in parts.items() if what.required or prefix + part in stored}
+    return found
+
+
+def _check_entry(name: str, entry: Entry, part: Part, error: type[WisparseError]) -> None:
+    if entry.code not in part.codes:
+        if part.codes == tuple(DTYPES):
+            raise error(
+                f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights need a quantization_config "
+                "that says how they are stored: take a checkpoint that has one, or the unquantised checkpoint"
+            )
+        raise error(f"{name}: expected {' or '.join(part.codes)}, found {entry.code}; see quantization_config")
+    if entry.shape not in part.shapes:
+        expected = " or ".join(str(shape) for shape in part.shapes)
+        raise error(f"{name}: expected shape {expected}, found {entry.shape}; config.json and weights do not fit")

@@ -1,0 +1,347 @@
+"""Folders that this project makes and replaces: written beside their place, swapped in whole, and never a stranger's.
+
+    OUT.partial         being written; it holds a marker, which its process keeps locked
+    OUT.being-replaced  the former OUT, while it is deleted; where the system cannot let two folders change names in
+                        one step, also while the new one takes its place
+
+A folder is replaced or removed only if it says itself, in a file of ours, what it is and which files belong to it, and
+holds nothing else. Whatever a killed process leaves can be told by that, and is cleared away by the next one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import json
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from .errors import ResourceError, UsageError
+from .guard import PARTIAL, quoted
+
+PREVIOUS = ".being-replaced"
+UNFINISHED = ".wisparse-unfinished"
+_MAX_MARKER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of folder, and how it is told from all others.
+
+    Attributes:
+        name: in words: ``a bundle``.
+        maker: who writes one: ``conversion``.
+        manifest: the file of a finished one that says what it is; the last to be deleted.
+        files: the names of all files of a finished one, from its manifest; None for any other folder.
+    """
+
+    name: str
+    maker: str
+    manifest: str
+    files: Callable[[Path], Collection[str] | None]
+
+
+def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
+    """Whether `replaced_folder` may write to ``out``; meant for a preflight, before any work.
+
+    Raises:
+        UsageError: ``out`` exists (with ``overwrite``: and is not of this kind, holds more than belongs to it, or may
+            not be written to), a stranger's folder or a living process stands where the unfinished one would, or there
+            is no writable parent.
+    """
+    partial, previous = _beside(out)
+    if out.name.endswith((PARTIAL, PREVIOUS)):
+        raise UsageError(f"{out}: names ending in {PARTIAL} or {PREVIOUS} are kept for unfinished work; choose another")
+    require_writable(out.parent, f"{out}", "choose another output folder", previous.name)
+    # Killed between its two renames, a swap has left the former OUT under the other name only.
+    _check_out(out if os.path.lexists(out) else previous, kind, overwrite)
+    for folder in (partial, previous):
+        if os.path.lexists(folder):
+            _owned(folder, kind)
+    with contextlib.suppress(FileNotFoundError):
+        _lock_marker(partial, kind, "r+").close()
+
+
+def require_writable(folder: Path, option: str, advice: str, name: str = "") -> None:
+    """Raise UsageError unless ``name`` can be made in ``folder``, which may be missing, its parents as well."""
+    missing = [name]
+    while not os.path.lexists(folder):
+        missing.append(folder.name)
+        folder = folder.parent
+    if not folder.is_dir():
+        raise UsageError(f"{option}: {folder} is not a folder; {advice}")
+    longest = os.pathconf(folder, "PC_NAME_MAX")
+    for name in missing:
+        if len(os.fsencode(name)) > longest:
+            raise UsageError(f"{option}: expected names of at most {longest} bytes, found {quoted(name)}; {advice}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        readonly = os.statvfs(folder).f_flag & os.ST_RDONLY
+        reason = "is on a read-only file system" if readonly else "may not be written to: no permission"
+        raise UsageError(f"{option}: {folder} {reason}; {advice}")
+
+
+@contextlib.contextmanager
+def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: bool = False) -> Iterator[Path]:
+    """``with replaced_folder(out, …) as partial:`` fill ``partial``; after the block it stands at ``out``.
+
+    A block that raises leaves everything as it was. So does a kill, but for what the next run clears away.
+
+    Args:
+        out: absolute.
+        files: every name that may be written, with ``/`` between folder and file.
+        overwrite: an ``out`` of the same kind is replaced, once the new one is complete.
+
+    Raises:
+        UsageError: as `check_target`; also before the swap, for what came in meanwhile.
+    """
+    names = {*files, UNFINISHED}
+    partial = _beside(out)[0]
+    with _disk_errors(out), contextlib.ExitStack() as held:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        check_target(out, kind, overwrite)
+        clear_leftovers(out, kind)
+        try:
+            partial.mkdir()
+            marker = held.enter_context(_lock_marker(partial, kind))
+        except (FileExistsError, FileNotFoundError):
+            raise _busy(partial, kind) from None  # it came, or took the folder away, in this very moment
+        try:
+            marker.write(json.dumps({"kind": kind.name, "files": sorted(names)}))
+            marker.flush()
+            yield partial
+            _sync_tree(partial)
+            _check_out(out, kind, overwrite)
+            _swap(partial, out, kind)
+        except BaseException:
+            # Without the marker it is the former OUT by now; the next run clears it away, as after a kill.
+            if (partial / UNFINISHED).is_file():
+                remove_files(partial, names, last=(UNFINISHED,))
+            raise
+
+
+def clear_leftovers(out: Path, kind: Kind) -> None:
+    """Undo or finish what a killed process left half-done at ``out``: a swap, or a folder being written.
+
+    Raises:
+        UsageError: somebody else's files, or a living process.
+    """
+    partial, previous = _beside(out)
+    if os.path.lexists(previous):
+        names = _owned(previous, kind)
+        if os.path.lexists(out):
+            remove_files(previous, names, last=(kind.manifest,))
+        else:
+            os.rename(previous, out)
+    if os.path.lexists(partial):
+        names = _owned(partial, kind)
+        with contextlib.suppress(FileNotFoundError), _lock_marker(partial, kind):
+            remove_files(partial, names, last=(kind.manifest, UNFINISHED))
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        (out / UNFINISHED).unlink()
+
+
+def entries(folder: Path) -> list[str]:
+    """Everything in a folder that is not a folder, as ``a`` or ``a/b``, sorted; an empty folder counts, as ``a/``.
+
+    Links are not followed: one that leads to a folder is an entry as well.
+    """
+    found = []
+    for where, folders, files in os.walk(folder):
+        prefix = "" if where == str(folder) else os.path.relpath(where, folder) + "/"
+        links = [name for name in folders if os.path.islink(os.path.join(where, name))]
+        if prefix and not folders and not files:
+            found.append(prefix)
+        found += [prefix + name for name in (*files, *links)]
+    return sorted(found)
+
+
+def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (), *, keep: bool = False) -> None:
+    """Delete these files, the folders that this empties and, unless ``keep``, the folder if it is empty then.
+
+    ``last``: those of the names that are deleted after all others, in this order.
+    """
+    ending = list(last)
+    first = sorted(name for name in {*names} - {*ending} if not name.endswith("/"))
+    inner = {
+        parent for name in names for parent in Path(name, "_").parents if name.endswith("/") or parent != Path(name)
+    }
+    for name in first:
+        _unlink(folder / name)
+    for inside in sorted(inner, reverse=True):
+        _rmdir(folder / inside)
+    for name in ending:
+        _unlink(folder / name)
+    if not keep:
+        _rmdir(folder)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Put a file in place, replacing what was there; a kill at any moment leaves the old one or the new one.
+
+    Raises:
+        OSError: as the system says it; what was there is intact.
+    """
+    partial = path.with_name(path.name + PARTIAL)
+    try:
+        with open(partial, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
+
+
+def lock_file(path: Path, busy: UsageError, mode: str = "a+") -> IO[str]:
+    """Open a file and hold it for this process until it is closed; a process that was killed holds nothing.
+
+    Raises:
+        busy: another process holds it, or took it away in this very moment.
+    """
+    file = open(path, mode, encoding="utf-8")  # noqa: SIM115 - the caller closes it
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+            return file
+    except (BlockingIOError, FileNotFoundError):
+        pass
+    except BaseException:
+        file.close()
+        raise
+    file.close()
+    raise busy
+
+
+@contextlib.contextmanager
+def _disk_errors(out: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as reason:
+        if reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise ResourceError(
+                f"{out}: the disk is full ({reason.strerror}); nothing was kept, free some space"
+            ) from None
+        raise ResourceError(f"{out}: cannot be written: {reason.strerror or reason}") from None
+
+
+def _beside(out: Path) -> tuple[Path, Path]:
+    return out.with_name(out.name + PARTIAL), out.with_name(out.name + PREVIOUS)
+
+
+def _check_out(out: Path, kind: Kind, overwrite: bool) -> None:
+    if os.path.lexists(out):
+        if not overwrite:
+            raise UsageError(f"{out}: already exists; choose another output folder or pass --overwrite")
+        # What is in it is deleted in the end: that this may be done has to be known before the work.
+        for inside in sorted({(out / name).parent for name in (*_owned(out, kind), kind.manifest)}):
+            require_writable(inside, f"{out}", "change that, or choose another output folder")
+
+
+def _owned(folder: Path, kind: Kind) -> set[str]:
+    """The names of what lies in one of our folders, finished or not.
+
+    Raises:
+        UsageError: it is another kind of folder, or something lies in it that is not part of it.
+    """
+    if folder.is_symlink():
+        raise UsageError(f"{folder}: a symlink to {os.readlink(folder)}; give the folder itself")
+    if not folder.is_dir():
+        raise UsageError(f"{folder}: not {kind.name} but a file, so it is not replaced; choose another output folder")
+    found = entries(folder)
+    planned, finished = _planned(folder, kind), kind.files(folder)
+    known = {*(planned or ()), *(finished or ()), UNFINISHED}
+    if found and planned is None and finished is None:
+        raise UsageError(f"{folder}: not {kind.name}, so --overwrite will not replace it; choose another output folder")
+    for name in found:
+        if name not in known and not (name.endswith("/") and any(one.startswith(name) for one in known)):
+            raise UsageError(
+                f"{folder}: holds {name!r:.200}, which is not part of {kind.name}; move it elsewhere first"
+            )
+    return set(found)
+
+
+def _planned(folder: Path, kind: Kind) -> set[str] | None:
+    """What the marker of an unfinished folder says that may lie in it; None without a marker of this kind."""
+    marker = folder / UNFINISHED
+    if marker.is_symlink() or not marker.is_file() or marker.stat().st_size > _MAX_MARKER_BYTES:
+        return None
+    try:
+        content = json.loads(marker.read_bytes())
+        return set(content["files"]) if content["kind"] == kind.name else None
+    except (ValueError, KeyError, TypeError):
+        return set()  # killed while it was written, and before anything else was
+
+
+def _lock_marker(partial: Path, kind: Kind, mode: str = "a+") -> IO[str]:
+    return lock_file(partial / UNFINISHED, _busy(partial, kind), mode)
+
+
+def _busy(partial: Path, kind: Kind) -> UsageError:
+    return UsageError(f"{partial}: another {kind.maker} is writing there; wait for it or choose another output folder")
+
+
+def _swap(partial: Path, out: Path, kind: Kind) -> None:
+    """Rename the finished folder; an old one leaves only once the new one is in its place."""
+    previous = _beside(out)[1]
+    if not os.path.lexists(out):
+        os.rename(partial, out)
+    elif _exchange(partial, out):
+        os.rename(partial, previous)
+    else:
+        os.rename(out, previous)
+        try:
+            os.rename(partial, out)
+        except BaseException:
+            os.rename(previous, out)
+            raise
+    _sync(out.parent)
+    clear_leftovers(out, kind)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Let two folders change names in one step, so that both are there all the time.
+
+    Returns False, and has done nothing, where the system (any but Linux) or the disk cannot.
+    """
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    return call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+
+
+def _sync_tree(folder: Path) -> None:
+    """Everything to the disk, not only to its cache: a rename may otherwise be there before what it names."""
+    for where, _, files in os.walk(folder):
+        for name in files:
+            _sync(Path(where, name))
+        _sync(Path(where))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        path.unlink()
+
+
+def _rmdir(path: Path) -> None:
+    """Remove a folder if it is empty; what others put there stays."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        try:
+            path.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise

@@ -1,0 +1,319 @@
+"""``quantization_config``: which weights of a model are stored in few bits, and how.
+
+Read strictly: what is not known is refused by its name, for a weight read in the wrong way looks like a weight.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .blocks import dimension
+from .config import LM_HEAD
+from .errors import UnsupportedModelError
+from .model_config import ModelConfig
+from .packings import Awq, Gptq, Packed, Packing, Plain
+
+_KEY = "quantization_config"
+_KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq and awq"
+# Other methods: their right names, and why their weights cannot be used.
+_REFUSED = {
+    "bitsandbytes": ("bitsandbytes", "its codes are places in a table and not multiples of a scale"),
+    "hqq": ("HQQ", "its scales and zero points are fractions along another axis"),
+    "aqlm": ("AQLM", "its codes are places in tables of vectors"),
+    "vptq": ("VPTQ", "its codes are places in tables of vectors"),
+    "higgs": ("HIGGS", "its codes are places in tables of vectors"),
+    "spqr": ("SpQR", "it keeps outliers beside its codes"),
+    "quip": ("QuIP#", "its codes are places in a table of vectors"),
+    "exl2": ("ExLlamaV2", "its rows have different numbers of bits"),
+    "exl3": ("ExLlamaV3", "its codes are paths through a trellis"),
+    "bitnet": ("BitNet", "its blocks hold norms of their own and weights of two bits"),
+    "mxfp4": ("MXFP4", "its codes are four-bit floating-point numbers"),
+    "fp_quant": ("FP-Quant", "its weights are rotated"),
+    "modelopt": ("NVIDIA ModelOpt", "its packing is not among those read here"),
+    "quark": ("AMD Quark", "its packing is not among those read here"),
+    "torchao": ("torchao", "its packing is not among those read here"),
+    "quanto": ("Quanto", "its packing is not among those read here"),
+    "eetq": ("EETQ", "its packing is that of one GPU kernel"),
+    "fbgemm_fp8": ("FBGEMM fp8", "its packing is not among those read here"),
+    "auto-round": ("AutoRound", "its packing is not among those read here; export it as auto_gptq or auto_awq"),
+    "ipex": ("IPEX", "its packing is that of one CPU kernel"),
+}
+_MAX_GROUPS = 64
+_MAX_NAMES = 100_000
+# A stranger's pattern is only run where the time it takes is bounded: names are short, a few quantifiers of single
+# letters or sets are tried at every place, and none of a group.
+_MAX_PATTERN = 200
+_MAX_QUANTIFIERS = 3
+_MAX_TRIALS = 20_000
+
+
+def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
+    """Name of every weight that is stored in few bits -> how.
+
+    Only linear layers are: projections and the output layer. Empty where the model is not quantised.
+
+    Args:
+        config_dict: ``config.json``.
+        config: read from it.
+
+    Raises:
+        UnsupportedModelError: a method, scheme or setting not known, or one that contradicts itself.
+    """
+    given = config_dict.get(_KEY)
+    if given is None or given == {}:
+        return {}
+    if not isinstance(given, dict):
+        raise UnsupportedModelError(f"config.json: {_KEY}: expected an object, found {given!r:.80}")
+    method = given.get("quant_method")
+    if method is None and "config_groups" in given:
+        method = "compressed-tensors"
+    readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
+    if not isinstance(method, str) or method not in readers:
+        raise UnsupportedModelError(_why_refused(given, method))
+    layers = [projection.name for projection in config.projections()]
+    if not config.tie_word_embeddings:
+        layers.append(LM_HEAD.removesuffix(".weight"))
+    packings = readers[method](given, layers)
+    _require_alike(config, packings)
+    return {f"{layer}.weight": packing for layer, packing in packings.items()}
+
+
+def _why_refused(given: Mapping[str, Any], method: Any) -> str:
+    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+        method = "bitsandbytes"
+    named = _REFUSED.get(str(method).replace("_fp4", "").lower())
+    if named is None:
+        return f"the model is quantised by {method!r:.80}; known are {_KNOWN}: use the unquantised checkpoint"
+    return f"the model is quantised by {named[0]}: {named[1]}; known are {_KNOWN}: use the unquantised checkpoint"
+
+
+def _require_alike(config: ModelConfig, packings: Mapping[str, Packing]) -> None:
+    """Projections that read one input are one product in every runtime, so they have to be stored alike."""
+    for block in range(config.num_blocks):
+        for first, *others in config.shared_inputs(block):
+            for other in others:
+                if packings.get(other.name) != packings.get(first.name):
+                    raise UnsupportedModelError(
+                        f"config.json: {_KEY}: {first.name} and {other.role} read one input but are stored in "
+                        "different ways; expected one scheme for both"
+                    )
+
+
+# ---------------------------------------------------------------------- compressed-tensors
+
+
+def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
+    for key, plain in (("sparsity_config", ("dense", None)), ("transform_config", ())):
+        inner = given.get(key)
+        if inner and not (isinstance(inner, dict) and plain and inner.get("format") in plain):
+            raise UnsupportedModelError(f"config.json: {_KEY}.{key} is not known here; use the unquantised checkpoint")
+    if given.get("kv_cache_scheme"):
+        raise UnsupportedModelError(
+            f"config.json: {_KEY}.kv_cache_scheme: a quantised cache is not known here; take a checkpoint without it"
+        )
+    status = given.get("quantization_status", "compressed")
+    if status not in ("compressed", "frozen"):
+        raise UnsupportedModelError(
+            f"config.json: {_KEY}.quantization_status: expected 'compressed', found {status!r:.80}"
+        )
+    groups = given.get("config_groups")
+    if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_GROUPS:
+        raise UnsupportedModelError(f"config.json: {_KEY}.config_groups: expected an object, found {groups!r:.80}")
+    ignore = _Names("ignore", given.get("ignore") or [], len(layers))
+    schemes = []
+    for name, group in groups.items():
+        where = f"{_KEY}.config_groups.{name:.40}"
+        if not isinstance(group, dict):
+            raise UnsupportedModelError(f"config.json: {where}: expected an object, found {group!r:.80}")
+        packing = _scheme(where, group, group.get("format") or given.get("format"))
+        targets = _Names(f"config_groups.{name:.40}.targets", group.get("targets"), len(layers))
+        schemes.append((targets, packing))
+    found: dict[str, Packing] = {}
+    for layer in layers:
+        if ignore.match(layer):
+            continue
+        # The most exact target decides: a name, a pattern, the class of the layer.
+        matches = [(rank, packing) for names, packing in schemes if (rank := names.match(layer))]
+        best = max((rank for rank, _ in matches), default=0)
+        chosen = {packing for rank, packing in matches if rank == best}
+        if len(chosen) > 1:
+            raise UnsupportedModelError(f"config.json: {_KEY}: {layer} is a target of two different schemes")
+        if chosen:
+            found[layer] = chosen.pop()
+    if not found:
+        raise UnsupportedModelError(f"config.json: {_KEY}: its targets are none of the model's linear layers")
+    return found
+
+
+def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
+    weights = group.get("weights")
+    if not isinstance(weights, dict):
+        raise UnsupportedModelError(f"config.json: {where}.weights: expected an object, found {weights!r:.80}")
+    bits, number, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
+    form = {"naive-quantized": f"{number}-quantized"}.get(form, form) if isinstance(form, str) else form
+    if strategy is None:
+        # What compressed-tensors takes it for.
+        size = weights.get("group_size")
+        strategy = "tensor" if size is None else "channel" if size == -1 else "group"
+    named = f"{form!r:.40} of {bits!r:.20}-bit {number!r:.20} by {strategy!r:.20}"
+    if weights.get("dynamic") not in (None, False):
+        raise UnsupportedModelError(f"config.json: {where}: weights that are rounded anew at every use are not known")
+    if weights.get("actorder") in ("group", "dynamic", True):
+        raise UnsupportedModelError(
+            f"config.json: {where}: channels reordered by their activations (actorder 'group') share no scale with "
+            "their neighbours; take a checkpoint quantised without it, or with actorder 'weight'"
+        )
+    symmetric = weights.get("symmetric", True)
+    if not isinstance(symmetric, bool):
+        raise UnsupportedModelError(f"config.json: {where}: symmetric: expected true or false, found {symmetric!r:.80}")
+    size = dimension(weights, "group_size") if strategy == "group" else None
+    per_tensor = strategy == "tensor"
+    integers = number == "int" and strategy in ("tensor", "channel", "group")
+    if form == "pack-quantized" and integers and bits in (4, 8) and (symmetric or not per_tensor):
+        return Packed(bits, size, symmetric, per_tensor)
+    static = (group.get("input_activations") or {}).get("dynamic") is False if _is_object(where, group) else False
+    if form == "int-quantized" and integers and bits == 8:
+        return Plain("int8", size, None, per_tensor, symmetric, input_scale=static)
+    if form == "float-quantized" and number == "float" and bits == 8 and symmetric:
+        if strategy == "block":
+            block_rows, block_columns = _block(weights.get("block_structure"), where)
+            return Plain("fp8", block_columns, block_rows, input_scale=static)
+        if strategy in ("tensor", "channel", "group"):
+            return Plain("fp8", size, None, per_tensor, input_scale=static)
+    raise UnsupportedModelError(
+        f"config.json: {where}: {named} is not among the schemes read here ({_KNOWN}); use the unquantised checkpoint"
+    )
+
+
+def _is_object(where: str, group: Mapping[str, Any]) -> bool:
+    activations = group.get("input_activations")
+    if activations is not None and not isinstance(activations, dict):
+        raise UnsupportedModelError(
+            f"config.json: {where}.input_activations: expected an object, found {activations!r:.80}"
+        )
+    return True
+
+
+def _block(given: Any, where: str) -> tuple[int, int]:
+    if (
+        not isinstance(given, list)
+        or len(given) != 2
+        or not all(type(size) is int and 0 < size < 2**20 for size in given)
+    ):
+        raise UnsupportedModelError(f"config.json: {where}: expected a block of two sizes, found {given!r:.80}")
+    return given[0], given[1]
+
+
+class _Names:
+    """Layers by their names, by patterns (``re:…``) or by their class."""
+
+    def __init__(self, key: str, given: Any, num_layers: int) -> None:
+        self._key = f"config.json: {_KEY}.{key}"
+        if (
+            not isinstance(given, list)
+            or len(given) > _MAX_NAMES
+            or not all(isinstance(name, str) and len(name) <= 1000 for name in given)
+        ):
+            raise UnsupportedModelError(f"{self._key}: expected a list of names, found {given!r:.80}")
+        self._exact = {name for name in given if not name.startswith("re:")}
+        patterns = [name[3:] for name in given if name.startswith("re:")]
+        if len(patterns) * num_layers > _MAX_TRIALS:
+            raise UnsupportedModelError(
+                f"{self._key}: {len(patterns)} patterns are too many to be tried on every layer"
+            )
+        self._patterns = [self._compiled(pattern) for pattern in patterns]
+
+    def match(self, layer: str) -> int:
+        """0: not among them; else how exactly it is named: 1 by its class, 2 by a pattern, 3 by its name."""
+        if layer in self._exact:
+            return 3
+        if any(pattern.match(layer) for pattern in self._patterns):
+            return 2
+        return int("Linear" in self._exact)
+
+    def _compiled(self, pattern: str) -> re.Pattern[str]:
+        # What is escaped or in a set is no quantifier.
+        bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
+        quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
+        if len(pattern) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
+            raise UnsupportedModelError(f"{self._key}: a pattern too intricate to be tried: {pattern!r:.80}")
+        try:
+            return re.compile(pattern)
+        except (re.error, OverflowError, RecursionError):
+            raise UnsupportedModelError(f"{self._key}: not a regular expression: {pattern!r:.80}") from None
+
+
+# ---------------------------------------------------------------------- fp8, GPTQ, AWQ
+
+
+def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
+    if given.get("fmt", "e4m3") != "e4m3" and given.get("fmt") != "float8_e4m3fn":
+        raise UnsupportedModelError(f"config.json: {_KEY}.fmt: expected 'e4m3', found {given.get('fmt')!r:.80}")
+    static = given.get("activation_scheme") == "static"
+    packing = Plain("fp8", per_tensor=True, input_scale=static)
+    if given.get("weight_block_size") is not None:
+        rows, columns = _block(given["weight_block_size"], f"{_KEY}.weight_block_size")
+        packing = Plain("fp8", columns, rows, scale="weight_scale_inv", input_scale=static)
+    return _but(given, ("modules_to_not_convert", "ignored_layers"), layers, packing)
+
+
+def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
+    _require(given, ("bits", "w_bit"), 4)
+    version = given.get("version", "gemm")
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise UnsupportedModelError(
+            f"config.json: {_KEY}.version: expected AWQ's 'gemm', found {version!r:.80}, which is packed in another way"
+        )
+    return _but(given, ("modules_to_not_convert",), layers, Awq(_group_size(given, ("group_size", "q_group_size"))))
+
+
+def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
+    _require(given, ("bits",), 4)
+    form = given.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
+        raise UnsupportedModelError(
+            f"config.json: {_KEY}.checkpoint_format: expected 'gptq' or 'gptq_v2', found "
+            f"{'marlin' if given.get('is_marlin_format') else form!r:.80}, which is packed in another way"
+        )
+    if given.get("dynamic"):
+        raise UnsupportedModelError(f"config.json: {_KEY}.dynamic: layers with settings of their own are not known")
+    packing = Gptq(_group_size(given, ("group_size",)), 0 if form == "gptq_v2" else 1)
+    head = LM_HEAD.removesuffix(".weight")
+    layers = [layer for layer in layers if layer != head or given.get("lm_head") is True]
+    only = given.get("modules_in_block_to_quantize")
+    if only is None:
+        return dict.fromkeys(layers, packing)
+    if not isinstance(only, list):
+        raise UnsupportedModelError(
+            f"config.json: {_KEY}.modules_in_block_to_quantize: expected a list, found {only!r:.80}"
+        )
+    named = _strings("modules_in_block_to_quantize", [x for one in only for x in (one if type(one) is list else [one])])
+    return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
+
+
+def _but(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], packing: Packing) -> dict[str, Packing]:
+    """Every layer but those that the config leaves out, and the output layer where it is silent about it."""
+    left_out = {name for key in keys for name in _strings(key, given.get(key) or [])} | {"lm_head"}
+    return {layer: packing for layer in layers if not any(name and f".{name}." in f".{layer}." for name in left_out)}
+
+
+def _strings(key: str, given: Any) -> list[str]:
+    if not isinstance(given, list) or len(given) > _MAX_NAMES or not all(isinstance(name, str) for name in given):
+        raise UnsupportedModelError(f"config.json: {_KEY}.{key}: expected a list of names, found {given!r:.80}")
+    return given
+
+
+def _group_size(given: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
+    key = next((key for key in keys if key in given), keys[0])
+    return None if given.get(key) == -1 and not isinstance(given.get(key), bool) else dimension(given, key)
+
+
+def _require(given: Mapping[str, Any], keys: tuple[str, ...], wanted: int) -> None:
+    key = next((key for key in keys if key in given), keys[0])
+    if type(given.get(key)) is not int or given[key] != wanted:
+        raise UnsupportedModelError(
+            f"config.json: {_KEY}.{key}: expected {wanted}, found {given.get(key)!r:.80}; use the unquantised "
+            "checkpoint"
+        )

@@ -1,1 +1,0 @@
-"""What a conversion decided and wrote, for programs and for people: recipe, manifest, masks, model card."""

@@ -1,0 +1,288 @@
+"""What weights may be held as at load: one table, which options, memory estimates and back ends read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from . import guard
+
+PREFILL_POLICIES = ("dense", "half", "all")
+
+
+def sparse_from(policy: str, length: int) -> int:
+    """The first sparse position of a prompt of ``length`` tokens; ``length`` if none is.
+
+    ``dense``: none of them is sparse. ``half``: the last ``length // 2``, the paper's protocol for measuring accuracy.
+    ``all``: every one.
+
+    Raises:
+        UsageError: no such policy.
+    """
+    guard.choice("prefill", policy, PREFILL_POLICIES)
+    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
+
+
+Kind = Literal["int8", "int4", "fp8"]
+KINDS: tuple[Kind, ...] = ("int8", "int4", "fp8")
+# What a code of each kind is stored in, the range of codes, and the code of zero where there are no zero points.
+_STORED = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
+_RANGE = {"int8": (-128, 127), "int4": (0, 15)}
+_MIDDLE = {"int8": 0, "int4": 8, "fp8": 0}
+_FP8_LARGEST = 448.0
+# A scale below this would round to zero or lose its digits.
+_SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
+# Numbers widened at a time: a piece stays small beside any weight that is worth quantising.
+_PIECE = 4 << 20
+
+
+@dataclass(frozen=True)
+class QuantizedMatrix:
+    """A weight (N, K) in codes.
+
+    Attributes:
+        kind: ``int8``, ``int4`` or ``fp8`` (e4m3).
+        codes: int8: (N, K) int8; int4: (N, ceil(K / 2)) uint8, see the module's text; fp8: (N, K) float8_e4m3fn.
+        scales: (N, G) float32, finite and not zero; G = K / group, or 1 without groups.
+        zeros: (N, G), of the type and in the range of an integer code, unpacked; None: 0 for int8, 8 for int4.
+        group: neighbouring channels that share a scale; divides K. None: the whole row does.
+        shape: (N, K).
+    """
+
+    kind: Kind
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group: int | None
+    shape: tuple[int, int]
+
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        if self.kind not in KINDS:
+            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, found {self.kind!r}")
+        if self.group is not None and (self.group < 1 or columns % self.group):
+            raise ValueError(f"group: expected a divisor of {columns}, found {self.group}")
+        groups = 1 if self.group is None else columns // self.group
+        expected = {
+            "codes": (self.codes, (rows, (columns + 1) // 2 if self.kind == "int4" else columns), _STORED[self.kind]),
+            "scales": (self.scales, (rows, groups), torch.float32),
+        }
+        if self.zeros is not None:
+            if self.kind == "fp8":
+                raise ValueError("zeros: fp8 has none")
+            expected["zeros"] = (self.zeros, (rows, groups), _STORED[self.kind])
+        for name, (tensor, shape, dtype) in expected.items():
+            if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
+                raise ValueError(f"{name}: expected {dtype} {shape}, found {tensor.dtype} {tuple(tensor.shape)}")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, scales and zero points."""
+        parts = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def rows(self, first: int, last: int) -> QuantizedMatrix:
+        """Rows ``first`` to ``last`` (exclusive), without a copy."""
+        zeros = None if self.zeros is None else self.zeros[first:last]
+        codes, scales = self.codes[first:last], self.scales[first:last]
+        return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (len(codes), self.shape[1]))
+
+    def dequantise(self, dtype: torch.dtype) -> Tensor:
+        """The weight (N, K) in ``dtype``, computed in float32 and rounded once; in pieces of some rows."""
+        weight = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        for first, last in _pieces(*self.shape):
+            weight[first:last] = self.rows(first, last)._widened()
+        return weight
+
+    def _widened(self) -> Tensor:
+        codes = unpack_int4(self.codes, self.shape[1]) if self.kind == "int4" else self.codes
+        groups = codes.to(torch.float32).unflatten(1, (*self.scales.shape[1:], -1))
+        if self.zeros is not None:
+            groups -= self.zeros.to(torch.float32).unsqueeze(2)
+        elif _MIDDLE[self.kind]:
+            groups -= _MIDDLE[self.kind]
+        return groups.mul_(self.scales.unsqueeze(2)).flatten(1)
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Codes (N, K) in 0 … 15, any integer type, two in a byte: (N, ceil(K / 2)) uint8."""
+    if codes.shape[1] % 2:
+        codes = torch.nn.functional.pad(codes, (0, 1))
+    codes = codes.to(torch.uint8)
+    return codes[:, ::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_int4(packed: Tensor, columns: int) -> Tensor:
+    """The reverse of `pack_int4`: (N, columns) uint8."""
+    return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
+
+
+def quantise_int8(
+    weight: Tensor, *, group: int | None = None, zero_points: bool = False, scale_dtype: torch.dtype = torch.float32
+) -> QuantizedMatrix:
+    """Round a weight to int8.
+
+    Args:
+        weight: (N, K), floating, finite.
+        group: neighbouring channels that share a scale, or None for whole rows.
+        zero_points: from the least to the largest value of a group, instead of symmetric about zero.
+        scale_dtype: a scale is a number of this type, for files that store it so.
+    """
+    return _quantise_integers("int8", weight, group, zero_points, scale_dtype)
+
+
+def quantise_int4(
+    weight: Tensor,
+    *,
+    group: int | None = 128,
+    zero_points: bool = False,
+    scale_dtype: torch.dtype = torch.float32,
+) -> QuantizedMatrix:
+    """Round a weight to four bits; arguments as for `quantise_int8`."""
+    return _quantise_integers("int4", weight, group, zero_points, scale_dtype)
+
+
+def quantise_fp8(weight: Tensor, *, per_row: bool = True, scale_dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
+    """Round a weight (N, K) to float8 e4m3, with a scale a row or one for all rows."""
+    rows, columns = weight.shape
+    largest = torch.empty(rows, 1, device=weight.device)
+    for first, last in _pieces(rows, columns):
+        largest[first:last] = weight[first:last].to(torch.float32).abs().amax(1, keepdim=True)
+    if not per_row:
+        largest = largest.amax().expand(rows, 1)
+    scales = _as_scales(largest / _FP8_LARGEST, scale_dtype)
+    codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
+    for first, last in _pieces(rows, columns):
+        piece = weight[first:last].to(torch.float32) / scales[first:last]
+        codes[first:last] = piece.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
+    return QuantizedMatrix("fp8", codes, scales, None, None, (rows, columns))
+
+
+def _quantise_integers(
+    kind: Kind, weight: Tensor, group: int | None, zero_points: bool, scale_dtype: torch.dtype
+) -> QuantizedMatrix:
+    rows, columns = weight.shape
+    if group is not None and (group < 1 or columns % group):
+        raise ValueError(f"group: expected a divisor of {columns}, found {group}")
+    groups = 1 if group is None else columns // group
+    low, high = _RANGE[kind]
+    width = (columns + 1) // 2 if kind == "int4" else columns
+    codes = torch.empty(rows, width, dtype=_STORED[kind], device=weight.device)
+    scales = torch.empty(rows, groups, device=weight.device)
+    zeros = torch.empty(rows, groups, dtype=_STORED[kind], device=weight.device) if zero_points else None
+    for first, last in _pieces(rows, columns):
+        piece = weight[first:last].to(torch.float32).unflatten(1, (groups, -1))
+        scale, zero = _grid(kind, piece, zero_points, scale_dtype)
+        # Rounded before the zero point is added: what is halfway then rounds as it does without one.
+        code = torch.round(piece / scale.unsqueeze(2)) + zero.unsqueeze(2)
+        code = code.clamp_(low, high).flatten(1)
+        codes[first:last] = pack_int4(code) if kind == "int4" else code.to(torch.int8)
+        scales[first:last] = scale
+        if zeros is not None:
+            zeros[first:last] = zero.to(zeros.dtype)
+    return QuantizedMatrix(kind, codes, scales, zeros, group, (rows, columns))
+
+
+def _grid(kind: Kind, groups: Tensor, zero_points: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Scale and zero point, (R, G) float32 each, of float32 values (R, G, K / G)."""
+    low, high = _RANGE[kind]
+    if not zero_points:
+        # int8 leaves -128 unused. Of four bits' sixteen codes none is spared: half a step is lost at either end.
+        steps = 127.0 if kind == "int8" else 7.5
+        scale = _as_scales(groups.abs().amax(2) / steps, scale_dtype)
+        return scale, torch.full_like(scale, _MIDDLE[kind])
+    least, largest = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
+    # Divided before they are subtracted: the difference alone can overflow.
+    scale = _as_scales(largest / (high - low) - least / (high - low), scale_dtype)
+    return scale, (low + torch.round(-least / scale)).clamp_(low, high)
+
+
+def _as_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positive float32 scales that are numbers of ``dtype``; one for a group of zeros, which any scale stands for."""
+    smallest = max(_SMALLEST_NORMAL, torch.finfo(dtype).tiny)
+    values = torch.where(values > 0, values.clamp(smallest, torch.finfo(dtype).max), 1.0)
+    return values.to(dtype).to(torch.float32).contiguous()
+
+
+def _pieces(rows: int, columns: int) -> Iterator[tuple[int, int]]:
+    step = max(1, _PIECE // max(1, columns))
+    for first in range(0, rows, step):
+        yield first, min(rows, first + step)
+
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+_GROUP = 128
+_SMALLEST_GROUP = 32
+
+
+@dataclass(frozen=True)
+class WeightType:
+    """A way to hold the weights of a model's projections.
+
+    Attributes:
+        name: as ``load(weights=...)`` and ``--weights`` take it.
+        bits: of one code; None: numbers of the decoder's floating type.
+        grouped: a scale for each group of neighbouring channels, see :func:`group_of`, else one a row.
+        scale_dtype: of the scales.
+        head: what the output layer is held as: codes of four bits would cost quality where it shows.
+    """
+
+    name: str
+    bits: int | None
+    grouped: bool
+    scale_dtype: torch.dtype
+    head: str
+
+    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+        """About the bytes of a weight (N, K) held so in a decoder of ``dtype``; other tensors have numbers of it."""
+        if self.bits is None or len(shape) != 2:
+            return math.prod(shape) * dtype.itemsize
+        return code_bytes(self.bits, shape, _GROUP if self.grouped else None)
+
+
+WEIGHT_TYPES: Mapping[str, WeightType] = {
+    found.name: found
+    for found in (
+        WeightType("native", None, False, torch.float32, "native"),
+        WeightType("int8", 8, False, torch.float32, "int8"),
+        WeightType("int4", 4, True, torch.bfloat16, "int8"),
+        WeightType("fp8", 8, False, torch.float32, "int8"),
+    )
+}
+
+
+def code_bytes(bits: int, shape: tuple[int, ...], group: int | None, *, zero_points: bool = False) -> int:
+    """About the bytes of a weight (N, K) in codes with scales of four bytes, which not every back end needs."""
+    n, k = shape
+    groups = 1 if group is None else -(-k // group)
+    return (n * bits + 7) // 8 * k + n * groups * (8 if zero_points else 4)
+
+
+def group_of(k: int) -> int:
+    """Channels that share a scale of a weight with ``k`` of them: the largest divisor up to 128.
+
+    Raises:
+        ValueError: it would be below 32 (and not ``k`` itself): so many scales outweigh the codes.
+    """
+    group = next(divisor for divisor in range(min(_GROUP, k), 0, -1) if k % divisor == 0)
+    if group < min(_SMALLEST_GROUP, k):
+        raise ValueError(f"{k} channels cannot be cut into even groups of {_SMALLEST_GROUP} to {_GROUP}")
+    return group
+
+
+def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
+    """A weight (N, K), floating and finite, as it is held with ``weights``, which is not ``native``.
+
+    Raises:
+        ValueError: its channels cannot be cut into groups.
+    """
+    if weights == "int4":
+        held = WEIGHT_TYPES[weights]
+        return quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=held.scale_dtype)
+    return quantise_int8(weight) if weights == "int8" else quantise_fp8(weight)

@@ -1,1 +1,0 @@
-"""A model's weights in its safetensors files: the tensors as they stand, and the quantised packings people publish."""
