@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
-# Everything a GPU has to show besides decoding speed, in one call: kernel and decoder tests, real models against the
-# plain decoder, the sanitizer, then sampling's cost, loading, and every family. Five minutes on one GPU, less on several,
-# without the families, whose time is not known yet.
+# Everything a GPU has to show besides decoding speed, in one call: kernel and decoder tests, tests that need a GPU, the
+# sanitizer. Five minutes on one GPU, less on several.
 #
-#     PYTHONPATH=. bash benchmarks/gpu_check.sh RESULTS_FOLDER MODEL...
+#     PYTHONPATH=. bash benchmarks/gpu_check.sh RESULTS_FOLDER
 set -uo pipefail
 cd "$(dirname "$0")/.."
 export OUT=${1:?a folder for the results} PYTHONUNBUFFERED=1
-shift
 gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 if [ "$gpus" = 0 ]; then
     echo "gpu_check.sh: expected an NVIDIA GPU, found none that nvidia-smi lists" >&2
@@ -26,19 +24,12 @@ part() { # GPU, name, command...
 }
 
 # The first of these compiles the kernels, which the sanitizer would slow down.
-for model in "$@"; do
-    part 1 "example-$(basename "$model")" python3 benchmarks/gpu_example.py "$model" &
-done
 part 0 kernels python3 -m pytest -q -p no:cacheprovider -n 8 tests/triton_cases.py tests/triton_decoder_cases.py \
     tests/triton_sample_cases.py tests/triton_runtime_cases.py
 part 2 sanitize-memory python3 benchmarks/gpu_sanitize.py memcheck &
 part 3 sanitize-races python3 benchmarks/gpu_sanitize.py racecheck &
 part 0 gpu-tests python3 -m pytest -q -p no:cacheprovider -m gpu &
 wait
-# Nothing else may run beside these: they measure time.
-part 0 sample python3 benchmarks/gpu_sample.py
-part 0 load python3 benchmarks/gpu_load.py ${LOAD_OPTIONS:-}
-part 0 families python3 benchmarks/gpu_families.py ${FAMILY_OPTIONS:-}
 if [ -f "$failed" ]; then
     echo "failed: $(tr '\n' ' ' <"$failed")"
     exit 1

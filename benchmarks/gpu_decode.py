@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 import triton
 from gpu_baseline import Baseline
-from gpu_example import launch_input
-from gpu_models import SHAPES, calibrate, give_masks, need_gpu, random_bundle, set_sparsity
+from gpu_models import SHAPES, calibrate, give_masks, launch_input, need_gpu, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
 from wisparse.kernels.gpu.gemv import launch_kind

@@ -10,6 +10,7 @@ import argparse
 import math
 import zlib
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -164,3 +165,34 @@ def _switch_dense(decoder: CudaDecoder, dense: bool) -> None:
         for group in block.groups:
             object.__setattr__(group, "dense", dense)
             group.__dict__.pop("layout", None)  # worked out once
+
+
+def tiny(given: dict) -> dict:
+    """A model of the same family that an interpreter gets through."""
+    given = {key: value for key, value in given.items() if key != "head_dim"}
+    heads, kv_heads = 4, 4 if given["num_attention_heads"] == given["num_key_value_heads"] else 2
+    if given["model_type"] == "qwen3_5_text":  # a block of either kind
+        given |= dict(
+            full_attention_interval=2, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=12,
+            linear_value_head_dim=20,
+        )  # fmt: skip
+    if given["model_type"] == "gemma4_text":
+        given |= dict(global_head_dim=24, num_global_key_value_heads=1, sliding_window=7)
+    return given | dict(
+        hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=heads,
+        num_key_value_heads=kv_heads, head_dim=16, vocab_size=70, max_position_embeddings=256,
+    )  # fmt: skip
+
+
+def launch_input(step: Any, index: int, role: str) -> torch.Tensor:
+    """(rows, K): what a launch is about to read, by the definitions."""
+    block = step.weights.blocks[index]
+    if role == "down":
+        return step._activated
+    if role == "o":
+        largest, total = step._softmax
+        factor = torch.exp2(largest - largest.amax(2, keepdim=True))
+        combined = (step._attended[index] * factor[..., None]).sum(2) / (total * factor).sum(2)[..., None]
+        return combined.flatten(1).to(step._activated.dtype)
+    norm = block.attention_input if role == "qkv" else block.mlp_input
+    return step.hidden if norm is None else norm(step.hidden)

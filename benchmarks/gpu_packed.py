@@ -6,7 +6,7 @@
 
 ``check``: the error against float64 beside the one that PyTorch's product of the same, widened weights has in the same
 type. ``sweep``: each launch alone, as gpu_tiles.py has it, Llama-3.1-8B's shapes. ``tune``: the best of those in whole
-steps, as gpu_tune.py has it: to the local cache, and as lines for the table in kernels/gpu/tiles.py. The last
+steps, one role changed at a time: to the local cache, and as lines for the table in kernels/gpu/tiles.py. The last
 lines are JSON.
 """
 
@@ -17,6 +17,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -25,7 +26,6 @@ import torch
 import triton
 from gpu_models import SHAPES, calibrate, mask_bundle, need_gpu, random_bundle
 from gpu_tiles import case_for, random_matrix, time_graph
-from gpu_tune import CONTEXT, time_step
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.gpu.gemv import GemvTile, Group, launch_kind, program_lists, sparse_gemv
@@ -34,13 +34,38 @@ from wisparse.kernels.gpu.packed_gemv import PackedLists
 from wisparse.kernels.gpu.tiles import default_tile, local_key, most_pollers, remember_tiles, tile_key
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.cuda.step import DecodeStep, kv_splits_for
 
 ROLES = ("qkv", "o", "gate_up", "down")
+CONTEXT = 150
 # Kind, group (None: all channels), zero points.
 KINDS = [("int4", 128, False), ("int4", 64, True), ("int8", None, False), ("int8", 128, True), ("fp8", None, False)]
 
 
 SIZES = [(4096, (4096, 1024, 1024)), (1024, (300, 37, 60)), (14336, (4096,))]
+
+
+def time_step(
+    decoder: CudaDecoder, tiles: dict[str, GemvTile] | None, *, rows: int = 1, runs: int = 9, **keywords
+) -> float:
+    """Microseconds of one step, replays back to back."""
+    step = DecodeStep(
+        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._places,
+        first=0, rows=rows, tiles=tiles, kv_splits=kv_splits_for(CONTEXT, rows), **keywords,
+    )  # fmt: skip
+    step.tokens.fill_(7)
+    decoder._positions.fill_(CONTEXT)
+    step.replay()
+    times = []
+    for _ in range(runs):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        for _ in range(4):
+            step.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 250)
+    return statistics.median(times)
 
 
 def check() -> list[dict]:
@@ -225,7 +250,7 @@ def _compile_steps(work: list[tuple]) -> None:
 
 
 def tune(settings: list[tuple[str, float, int]], best: int, blocks: int, ceiling: float) -> dict[str, str]:
-    """The best tiles where they run, in whole decode steps, one role changed at a time, as gpu_tune has it."""
+    """The best tiles where they run, in whole decode steps, one role changed at a time."""
     ranked = sweep(settings, ceiling)
     if torch.cuda.get_device_capability() < (9, 0):
         raise SystemExit("expected a GPU of generation 9.0 or later: others have no early starts to choose from")

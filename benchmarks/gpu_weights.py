@@ -26,8 +26,7 @@ from types import SimpleNamespace
 
 import torch
 from gpu_baseline import Baseline
-from gpu_families import tiny
-from gpu_models import SHAPES, calibrate, mask_bundle, random_bundle
+from gpu_models import SHAPES, calibrate, mask_bundle, random_bundle, tiny
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.runtime.benchmark import Workload, machine, time_run

@@ -15,21 +15,13 @@ import torch
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 # By script; where one has several ways in, which stands behind a dot.
 COMMANDS = {
-    "gpu_counters": [],
     "gpu_decode": ["--shape", "llama-3.1-8b", "--parts", "baseline", "decode"],
-    "gpu_example": ["none"],
-    "gpu_families": [],
-    "gpu_fixed": ["qkv", "16"],
-    "gpu_load": [],
     "gpu_packed": ["sweep"],
     "gpu_packed.check": ["check"],
-    "gpu_prompts": ["--bundle", "none"],
-    "gpu_sample": [],
     "gpu_sanitize": ["memcheck"],
     "gpu_serve": [],
     "gpu_tiles": [],
     "gpu_tokens": [],
-    "gpu_tune": [],
     "gpu_verbs": [],
     "gpu_vllm": [],
     "gpu_weights": [],
