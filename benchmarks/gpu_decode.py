@@ -28,12 +28,12 @@ from wisparse.kernels.gpu.gemv import launch_kind
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
-from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 PROMPT, TOKENS = 5, 200
 BATCHES = (2, 4, 8)
-GREEDY = SamplingSettings()
+GREEDY = SamplingParams()
 
 
 def ideal_ms(decoder: CudaDecoder, sparsity: float, ceiling: float) -> float:

@@ -115,7 +115,7 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
         _switch_dense(decoder, False)
         decoder._cache.begin(0, 0)
         made = decoder.weights, decoder.config, decoder._rotaries, decoder._cache
-        for _ in read_sequence(*made, 0, ids, 0, range(tokens), decoder.piece, observe):
+        for _ in read_sequence(*made, 0, ids, 0, range(tokens), decoder.prefill_chunk, observe):
             pass
         found[sparsity] = settings
     return found

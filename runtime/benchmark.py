@@ -25,11 +25,11 @@ from wisparse.formats.model_config import ModelConfig
 
 from .decoding.cache import bytes_per_position
 from .decoding.decoder import Decoder, peak_bytes
-from .decoding.sampling import SamplingSettings
+from .decoding.sampling import SamplingParams
 from .model import Model
 from .timing import read_bandwidth_gbps, wait
 
-_GREEDY = SamplingSettings()
+_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import sparse_from
 
 from .decoding.decoder import Decoder
-from .decoding.sampling import SamplingSettings
+from .decoding.sampling import SamplingParams
 from .generation.engine import Engine, Generation, Piece, Ticket
 from .generation.grammar import Grammars
 from .generation.scheduler import Request, Tally
@@ -138,7 +138,7 @@ class Model:
                 a tensor of integers), or a list of any one of these.
             max_new_tokens: at most so many; None until the context is full.
             temperature, top_k, top_p, min_p, seed, repetition_penalty, frequency_penalty, presence_penalty,
-                logit_bias, logprobs: see :class:`SamplingSettings`; temperature 0 is greedy. A seed that
+                logit_bias, logprobs: see :class:`SamplingParams`; temperature 0 is greedy. A seed that
                 is given holds for each prompt of a list, which so gets the answer it gets alone; without one each gets
                 a fresh seed of its own, to be found in its :class:`Generation`.
             json_schema: the answer is JSON that this schema describes, a mapping or its text; ``{}`` is any JSON.
@@ -291,7 +291,7 @@ class Model:
         self,
         token_ids: Sequence[int],
         max_new_tokens: int | None,
-        sampling: SamplingSettings,
+        sampling: SamplingParams,
         stops: Sequence[str],
         prefill: str,
         sparsity: float | None = None,

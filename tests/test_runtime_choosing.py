@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
-from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.choosing import Chooser, score_prompt
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
@@ -26,7 +26,7 @@ tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
 
 
 def adjusted(logits: torch.Tensor, prompt: list[int], answer: list[int], **settings: Any) -> torch.Tensor:
-    chooser = Chooser(SamplingSettings(**settings), prompt)
+    chooser = Chooser(SamplingParams(**settings), prompt)
     for token in answer:
         chooser.take(token)
     found = logits.clone()
@@ -93,7 +93,7 @@ def test_an_answer_is_the_same_among_others_who_ask_for_less(model: Model) -> No
     scheduler = Scheduler(model.decoder)
     jobs = []
     for prompt, wish in zip(PROMPTS, wishes, strict=True):
-        request, _ = model.request(model.tokenizer.encode(prompt), 20, SamplingSettings(**wish), [], "dense")
+        request, _ = model.request(model.tokenizer.encode(prompt), 20, SamplingParams(**wish), [], "dense")
         jobs.append(scheduler.submit(request))
     while scheduler.busy:
         scheduler.step()
@@ -135,7 +135,7 @@ def test_a_prompts_scores_need_no_slot_and_change_no_answer(model: Model) -> Non
     assert len(ids) > 64
     assert [one.token_id for one in expected] == ids[1:]
     for count in (1, 4):
-        plain, _ = model.request(ids, count, SamplingSettings(logprobs=1), [], "dense")
+        plain, _ = model.request(ids, count, SamplingParams(logprobs=1), [], "dense")
         scheduler = Scheduler(model.decoder)
         jobs = [scheduler.submit(replace(plain, score_prompt=scored)) for scored in (False, True)]
         while scheduler.busy:

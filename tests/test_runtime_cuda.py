@@ -16,7 +16,7 @@ import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.backends import make_decoder
-from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.model import Generation, Model
 from wisparse.runtime.text.text import Text
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -118,7 +118,7 @@ def test_tokens_of_weights_rounded_at_load_are_the_plain_decoders(weights: str, 
             last = torch.stack([decoder.prefill(slot, prompt + slot, 4).argmax() for slot in range(2)])
             tokens.append([last.tolist()])
             for _ in range(24):
-                last = decoder.step(last, [SamplingSettings()] * 2)
+                last = decoder.step(last, [SamplingParams()] * 2)
                 tokens[-1].append(last.tolist())
         assert tokens[0] == tokens[1]
 
@@ -137,7 +137,7 @@ def test_a_bundles_codes_decode_as_the_plain_decoder_widens_them(scheme: str, tm
         last = decoder.prefill(0, torch.arange(9) * 7, 4).argmax().view(1)
         tokens.append(last.tolist())
         for _ in range(24):
-            last = decoder.step(last, [SamplingSettings()])
+            last = decoder.step(last, [SamplingParams()])
             tokens[-1] += last.tolist()
     assert tokens[0] == tokens[1]
 

@@ -18,7 +18,7 @@ from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import PREFILL_POLICIES, sparse_from
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
-from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.scheduler import Request, Scheduler
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -153,7 +153,7 @@ def test_longrope_prefill_uses_one_set_of_factors(tiny_bundle: Callable[[str], P
     decoder = torch_decoder(tiny_bundle("phi3-long"))
     tokens = random_tokens(40)
     expected = decoder.logits(tokens, 40)
-    decoder.piece = 8
+    decoder.prefill_chunk = 8
     assert (decoder.logits(tokens, 40) - expected).abs().max() < 1e-4
 
 
@@ -163,10 +163,10 @@ def test_pieces_of_a_long_prompt_join(variant: str, tiny_bundle: Callable[[str],
     tokens = random_tokens(50)
     for start in (0, 21, 24, 50):  # inside a piece, and on a border
         expected = decoder.logits(tokens, start)
-        decoder.piece = 8
+        decoder.prefill_chunk = 8
         assert (decoder.logits(tokens, start) - expected).abs().max() < 1e-4
         assert (decoder.prefill(0, tokens, start) - expected[-1]).abs().max() < 1e-4
-        decoder.piece = 128
+        decoder.prefill_chunk = 128
 
 
 def test_a_bundle_in_many_files(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_on_a_gpu_as_on_the_cpu(variant: str, tiny_bundle: Callable[[str], Path]
             bundle, device=torch.device(device), dtype=torch.float32, max_seq_len=64, backend="torch"
         )
         prompt = decoder.prefill(0, tokens, 20).cpu()
-        settings = SamplingSettings(1.0, 20, 0.9, seed=3)
+        settings = SamplingParams(1.0, 20, 0.9, seed=3)
         found.append((prompt, decoder.decode(tokens[:1]).cpu(), decoder.step(tokens[:1], [settings]).tolist()))
     for on_cpu, on_gpu in zip(*found, strict=True):
         if isinstance(on_cpu, list):

@@ -16,11 +16,11 @@ from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
-from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, Piece, QueueFullError
 from wisparse.runtime.model import Model
 
-GREEDY = SamplingSettings()
+GREEDY = SamplingParams()
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ class Reader:
                 return item
 
 
-def ask(model: Model, prompt: str, count: int, sampling: SamplingSettings = GREEDY, stop: tuple[str, ...] = ()):
+def ask(model: Model, prompt: str, count: int, sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()):
     reader = Reader()
     request, stops = model.request(model.tokenizer.encode(prompt), count, sampling, stop, "dense")
     return reader, model.engine.submit(request, stops, reader.items.put)
@@ -67,7 +67,7 @@ def test_answers_are_those_of_the_model_alone(model: Model, engine: Engine) -> N
     rng = random.Random(0)
     prompts = ["def f(x):", "import", ">>> len('hello')", "class A:", "for i in range(10):\n    ", "#"]
     wishes = [
-        (prompt, rng.randint(1, 30), SamplingSettings(rng.choice([0.0, 0.8]), seed=number), rng.choice([(), ("\n\n",)]))
+        (prompt, rng.randint(1, 30), SamplingParams(rng.choice([0.0, 0.8]), seed=number), rng.choice([(), ("\n\n",)]))
         for number, prompt in enumerate(prompts * 3)
     ]
     alone = [

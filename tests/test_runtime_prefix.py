@@ -16,12 +16,12 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.scheduler import Job, Prefixes, Request, Scheduler
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
-PIECE = 8
+CHUNK = 8
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def small_pieces(bundle: Bundle, backend: str = "torch", max_batch: int = 1, max
         max_batch=max_batch,
         backend=backend,
     )
-    decoder.piece = decoder.grain = PIECE
+    decoder.prefill_chunk = decoder.prefix_block_size = CHUNK
     return decoder
 
 
@@ -109,8 +109,8 @@ def test_the_next_turn_reads_what_is_new(bundles: dict[str, Bundle], backend: st
 
 
 def test_positions_serve_only_whom_they_were_read_for() -> None:
-    def length(held: list[int], held_from: int, tokens: list[int], sparse_from: int, grain: int = 1) -> int:
-        prefixes = Prefixes(1, grain, 30)
+    def length(held: list[int], held_from: int, tokens: list[int], sparse_from: int, prefix_block_size: int = 1) -> int:
+        prefixes = Prefixes(1, prefix_block_size, 30)
         prefixes.note(0, held, len(held), held_from)
         return prefixes.choose(tokens, sparse_from, [0])[2]
 
@@ -118,7 +118,7 @@ def test_positions_serve_only_whom_they_were_read_for() -> None:
     assert length(prompt, 20, [*prompt, 50], 21) == 20
     assert length(prompt, 20, prompt, 20) == 19
     assert length(prompt, 20, [*prompt[:9], 50, *prompt], 30) == 9
-    assert length(prompt, 20, [*prompt, 50], 21, grain=8) == 16
+    assert length(prompt, 20, [*prompt, 50], 21, prefix_block_size=8) == 16
     # Sparse positions serve only where the same ones are sparse.
     assert length(prompt, 10, [*prompt, 50, 51], 11) == 10
     assert length(prompt, 10, prompt, 10) == 19
@@ -169,7 +169,7 @@ def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None
 
 def test_pieces_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_pieces(bundles["llama"], max_batch=2)
-    monkeypatch.setattr(type(decoder), "piece_beside", PIECE // 2)
+    monkeypatch.setattr(type(decoder), "prefill_chunk_under_load", CHUNK // 2)
     read: list[tuple[int, int]] = []
     prefill = decoder.prefill
 
@@ -238,7 +238,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
             prompt = prompts[which]
             if which == 5 and earlier:
                 prompt = [*earlier[-1].request.token_ids, *earlier[-1].token_ids, 7]
-            jobs.append(scheduler.submit(Request(prompt, count, SamplingSettings(temperature, seed=3), prefill=policy)))
+            jobs.append(scheduler.submit(Request(prompt, count, SamplingParams(temperature, seed=3), prefill=policy)))
         elif action == "step":
             for _ in range(values[0]):
                 scheduler.step()
@@ -269,7 +269,7 @@ def test_the_pieces_of_the_real_model(example_model: Path, tmp_path: Path) -> No
     decoder = make_decoder(
         bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=1024, backend="numba", max_batch=2
     )
-    assert decoder.piece == decoder.grain == 128
+    assert decoder.prefill_chunk == decoder.prefix_block_size == 128
     generator = torch.Generator().manual_seed(5)
     first = torch.randint(3, 8192, (700,), generator=generator).tolist()
     scheduler = Scheduler(decoder)

@@ -22,7 +22,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.decoding.sampling import SamplingSettings
+from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, Piece, Ticket
 from wisparse.runtime.generation.scheduler import Request, Scheduler, SparsityLevels
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -213,7 +213,7 @@ def test_three_levels_take_hardly_more_room_than_one(example_model: Path, tmp_pa
 # ---------------------------------------------------------------------------------------- requests that name a sparsity level
 
 
-PIECE = 8
+CHUNK = 8
 
 
 class Bench:
@@ -229,7 +229,7 @@ class Bench:
     @staticmethod
     def make(bundle: Bundle) -> Decoder:
         decoder = make(bundle, "torch")
-        decoder.piece = decoder.grain = PIECE
+        decoder.prefill_chunk = decoder.prefix_block_size = CHUNK
         return decoder
 
     def renew(self) -> None:
@@ -286,7 +286,7 @@ REQUESTS = st.builds(
     Request,
     st.sampled_from(PROMPTS),
     st.integers(1, 9),
-    st.sampled_from([SamplingSettings(), SamplingSettings(1.0, seed=3)]),
+    st.sampled_from([SamplingParams(), SamplingParams(1.0, seed=3)]),
     prefill=st.sampled_from(["dense", "dense", "half", "all"]),
     sparsity=st.sampled_from([None, 0, *LEVELS]),
 )
@@ -405,7 +405,7 @@ def test_a_model_keeps_its_own_level(example: Path) -> None:
     expected = model.generate("def f", max_new_tokens=8).token_ids
     model.engine.start(max_queue=9)
     ended = threading.Event()
-    dense, stops = model.request(list(SHARED), 4, SamplingSettings(), [], "dense", 0)
+    dense, stops = model.request(list(SHARED), 4, SamplingParams(), [], "dense", 0)
     model.engine.submit(dense, stops, lambda item: ended.set(), pieces=False)
     assert ended.wait(60)
     assert model.sparsity == 0.5

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.decoding.sampling import SamplingSettings, resolve_seed, sample, uniform
+from wisparse.runtime.decoding.sampling import SamplingParams, resolve_seed, sample, uniform
 
 
 def random_logits(vocab_size: int, seed: int, rows: int = 1) -> Tensor:
     return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
-def their_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
+def their_probabilities(logits: Tensor, settings: SamplingParams) -> Tensor:
     """Transformers' filters in its order; (V,) float64."""
     from transformers import (
         LogitsProcessorList,
@@ -40,7 +40,7 @@ def their_probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
 
 def test_greedy_takes_the_first_of_the_most_probable() -> None:
     logits = torch.tensor([[1.0, 5.0, 5.0], [2.0, 0.0, 1.0]])
-    assert sample(logits, [SamplingSettings()] * 2, [0, 0]).tolist() == [1, 0]
+    assert sample(logits, [SamplingParams()] * 2, [0, 0]).tolist() == [1, 0]
 
 
 @given(
@@ -53,7 +53,7 @@ def test_greedy_takes_the_first_of_the_most_probable() -> None:
 def test_filters_keep_what_transformers_keeps(
     temperature: float, top_k: int, top_p: float, min_p: float, seed: int
 ) -> None:
-    settings = SamplingSettings(temperature, top_k, top_p, min_p, seed)
+    settings = SamplingParams(temperature, top_k, top_p, min_p, seed)
     logits = random_logits(200, seed % 1000)
     probabilities = their_probabilities(logits, settings)
     position = seed % 7
@@ -70,7 +70,7 @@ def test_filters_keep_what_transformers_keeps(
 def test_the_nucleus_ends_with_the_token_that_reaches_top_p(top_p: float, last: int) -> None:
     # Weights of exactly 1, 1/2, 1/4 and 1/4; of equals all stay.
     logits = torch.tensor([[0.0, -1.0, -2.0, -2.0]])
-    settings = [SamplingSettings(1 / math.log(2), top_p=top_p, seed=seed) for seed in range(200)]
+    settings = [SamplingParams(1 / math.log(2), top_p=top_p, seed=seed) for seed in range(200)]
     drawn = sample(logits.expand(200, -1), settings, [0] * 200)
     assert drawn.unique().tolist() == list(range(last + 1))
 
@@ -78,7 +78,7 @@ def test_the_nucleus_ends_with_the_token_that_reaches_top_p(top_p: float, last: 
 def test_a_large_vocabulary_needs_the_full_sort_and_gets_it() -> None:
     # Nearly flat: the first 1024 tokens hold far less than top_p.
     logits = random_logits(5000, 1) * 0.01
-    settings = [SamplingSettings(1.0, top_p=0.9, seed=seed) for seed in range(200)]
+    settings = [SamplingParams(1.0, top_p=0.9, seed=seed) for seed in range(200)]
     kept = their_probabilities(logits, settings[0]) > 0
     drawn = sample(logits.expand(200, -1), settings, [0] * 200)
     assert bool(kept[drawn].all())
@@ -89,7 +89,7 @@ def test_frequencies_follow_the_probabilities() -> None:
     logits = torch.tensor([[0.5, 2.0, 1.0, -1.0]])
     expected = (logits[0] / 0.8).softmax(0)
     counts = torch.zeros(4)
-    settings = SamplingSettings(0.8, seed=11)
+    settings = SamplingParams(0.8, seed=11)
     for position in range(4000):
         counts[sample(logits, [settings], [position])[0]] += 1
     assert (counts / 4000 - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
@@ -111,19 +111,19 @@ def test_random_numbers_are_uniform_and_independent() -> None:
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
     logits = random_logits(100, 3, rows=4)
-    settings = [SamplingSettings(1.0, 20, 0.9, 0.0, seed) for seed in (1, 1, 2, 3)]
+    settings = [SamplingParams(1.0, 20, 0.9, 0.0, seed) for seed in (1, 1, 2, 3)]
     together = sample(logits, settings, [5, 6, 5, 5]).tolist()
     alone = [int(sample(logits[i : i + 1], settings[i : i + 1], [[5, 6, 5, 5][i]])[0]) for i in range(4)]
     assert together == alone
 
 
 def test_extreme_logits() -> None:
-    settings = SamplingSettings(1e-4, seed=1)
+    settings = SamplingParams(1e-4, seed=1)
     assert int(sample(torch.tensor([[3e38, -3e38, 0.0]]), [settings], [0])[0]) == 0
     masked = torch.tensor([[-torch.inf, 1.0, -torch.inf]])
-    assert int(sample(masked, [SamplingSettings(1.0, 2, 0.9, 0.1, 5)], [0])[0]) == 1
+    assert int(sample(masked, [SamplingParams(1.0, 2, 0.9, 0.1, 5)], [0])[0]) == 1
     for broken in ([1.0, float("nan")], [1.0, float("inf")], [-torch.inf, -torch.inf]):
-        for each in (SamplingSettings(), SamplingSettings(1.0, seed=0)):
+        for each in (SamplingParams(), SamplingParams(1.0, seed=0)):
             assert int(sample(torch.tensor([broken]), [each], [0])[0]) == -1
 
 
@@ -143,9 +143,9 @@ def test_extreme_logits() -> None:
 )
 def test_settings_out_of_range(settings: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        SamplingSettings(**settings)
+        SamplingParams(**settings)
 
 
 def test_fresh_seeds_differ_and_given_ones_stay() -> None:
-    assert resolve_seed(SamplingSettings(seed=7)).seed == 7
-    assert resolve_seed(SamplingSettings()).seed != resolve_seed(SamplingSettings()).seed
+    assert resolve_seed(SamplingParams(seed=7)).seed == 7
+    assert resolve_seed(SamplingParams()).seed != resolve_seed(SamplingParams()).seed

@@ -22,11 +22,11 @@ from wisparse.runtime.cuda import step as cuda_step
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.decoding.sampling import SamplingSettings, sample
+from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.model import Model
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-GREEDY = SamplingSettings()
+GREEDY = SamplingParams()
 PROMPT = torch.arange(5) * 7 % 70
 
 
@@ -59,7 +59,7 @@ def start_logits(decoder: Decoder) -> torch.Tensor:
     return decoder.prefill(0, PROMPT, len(PROMPT)).clone()
 
 
-def run(decoder: Decoder, token: torch.Tensor, count: int, settings: list[SamplingSettings] | None = None) -> list:
+def run(decoder: Decoder, token: torch.Tensor, count: int, settings: list[SamplingParams] | None = None) -> list:
     found = []
     for _ in range(count):
         token = decoder.step(token, settings or [GREEDY] * len(token)).cpu()
@@ -331,7 +331,7 @@ def test_recurrent_states_are_those_of_the_tokens_that_were_asked_for():
         copied = decoder._cache.state(0, 1, 8).state
         assert not torch.equal(copied, decoder._cache.state(0, 0, 9).state), "one has moved on"
         seen.append(start(decoder, 0, prompt[1:]).tolist())
-        assert decoder.grain > decoder.max_seq_len, "no beginning serves again"
+        assert decoder.prefix_block_size > decoder.max_seq_len, "no beginning serves again"
     assert found[0] == found[1]
     torch.testing.assert_close(fast._cache.state(0, 1, 8).state, slow._cache.state(0, 1, 8).state)
 
@@ -450,7 +450,7 @@ def test_counted_sparsity_is_the_plain_decoders(dense):
         note()
         run(decoder, torch.tensor([5]), 2)  # not what the step ahead had begun with
         note()
-        run(decoder, torch.tensor([5]), 2, [SamplingSettings(1.0, seed=3)])  # another graph
+        run(decoder, torch.tensor([5]), 2, [SamplingParams(1.0, seed=3)])  # another graph
         note()
         run(decoder, torch.tensor([-1, 6]), 1)  # an idle row
         note()
@@ -509,7 +509,7 @@ def test_an_interrupted_step_leaves_nothing_behind(monkeypatch):
 def test_sampled_tokens_are_those_of_the_definition(launches):
     # float16: what the device draws from has to be what decode() shows. Settings change, and one row stays greedy.
     drawing, showing = (make(CudaDecoder, dtype=torch.float16, max_batch=2) for _ in range(2))
-    settings = [SamplingSettings(1.2, 20, 0.95, 0.0, 3), GREEDY]
+    settings = [SamplingParams(1.2, 20, 0.95, 0.0, 3), GREEDY]
     token = torch.tensor([1, 2])
     for decoder in (drawing, showing):
         start(decoder)
@@ -517,7 +517,7 @@ def test_sampled_tokens_are_those_of_the_definition(launches):
     launches.clear()
     for step in range(4):
         if step == 2:
-            settings = [SamplingSettings(2.0, seed=8), SamplingSettings(0.9, 0, 0.8, 0.01, 4)]
+            settings = [SamplingParams(2.0, seed=8), SamplingParams(0.9, 0, 0.8, 0.01, 4)]
         found = drawing.step(token, settings).cpu()
         token = sample(showing.decode(token), settings, showing.lengths).cpu()
         assert found.tolist() == token.tolist()
@@ -525,10 +525,10 @@ def test_sampled_tokens_are_those_of_the_definition(launches):
     assert len(launches) == (4 + 1 + 1) + 4
     # The same seed, the same tokens, from a decoder that has a past.
     start(drawing)
-    again = run(drawing, torch.tensor([1]), 3, [SamplingSettings(1.2, 20, 0.95, 0.0, 3)])
+    again = run(drawing, torch.tensor([1]), 3, [SamplingParams(1.2, 20, 0.95, 0.0, 3)])
     fresh = make(CudaDecoder, dtype=torch.float16)
     start(fresh)
-    assert run(fresh, torch.tensor([1]), 3, [SamplingSettings(1.2, 20, 0.95, 0.0, 3)]) == again
+    assert run(fresh, torch.tensor([1]), 3, [SamplingParams(1.2, 20, 0.95, 0.0, 3)]) == again
 
 
 def test_adjusted_tokens_are_those_of_the_definition_each_step_started_ahead(launches):
@@ -537,7 +537,7 @@ def test_adjusted_tokens_are_those_of_the_definition_each_step_started_ahead(lau
     for decoder in (drawing, showing):
         for slot in (1, 2):
             start(decoder, slot, PROMPT[: 6 - slot])
-    settings = [GREEDY, GREEDY, SamplingSettings(1.2, 20, 0.95, 0.0, 3)]
+    settings = [GREEDY, GREEDY, SamplingParams(1.2, 20, 0.95, 0.0, 3)]
     launches.clear()
     tokens = torch.tensor([-1, 2, 3])
     for step in range(5):
@@ -574,7 +574,7 @@ def test_an_adjustment_that_fails_leaves_nothing_behind():
 
 def test_float32_samples_as_the_plain_decoder_does():
     fast, slow = both()
-    settings = [SamplingSettings(1.0, 10, 0.9, seed=7)]
+    settings = [SamplingParams(1.0, 10, 0.9, seed=7)]
     assert run(fast, start(fast), 3, settings) == run(slow, start(slow), 3, settings)
 
 

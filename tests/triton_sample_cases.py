@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from wisparse.kernels.gpu.sample import SampleState, launch_sample
-from wisparse.runtime.decoding.sampling import SamplingSettings, sample, uniform
+from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -24,7 +24,7 @@ HEAD_TILE = 16
 
 def draw(
     logits: torch.Tensor,
-    settings: list[SamplingSettings],
+    settings: list[SamplingParams],
     positions: list[int],
     dtype: torch.dtype,
     state: SampleState | None = None,
@@ -57,7 +57,7 @@ def random_logits(batch: int, vocabulary: int, dtype: torch.dtype, spread: float
 
 
 GRID = [
-    SamplingSettings(temperature, top_k, top_p, min_p, seed)
+    SamplingParams(temperature, top_k, top_p, min_p, seed)
     for seed, (temperature, top_k, top_p, min_p) in enumerate(
         itertools.product([0.6, 1.0, 2.5], [0, 1, 7, 400, 10**9], [1.0, 0.95, 0.5, 1e-9], [0.0, 0.05])
     )
@@ -71,7 +71,7 @@ GRID = [
 )
 def test_the_token_is_the_twins(dtype, vocabulary):
     # The interpreter takes 0.3 s for a row: a share of the grid, another one for each vocabulary.
-    settings = [*(GRID[vocabulary % 13 :: 13] if INTERPRETED else GRID), SamplingSettings()]
+    settings = [*(GRID[vocabulary % 13 :: 13] if INTERPRETED else GRID), SamplingParams()]
     logits = random_logits(len(settings), vocabulary, dtype)
     logits[:, 3] = logits[:, 60]  # equals, besides those that rounding makes
     logits[::3, 5:9] = -torch.inf
@@ -84,7 +84,7 @@ def test_the_token_is_the_twins(dtype, vocabulary):
 
 @pytest.mark.parametrize(("multiplier", "cap"), [(0.125, None), (1.0, 4.0), (0.6, 2.5)])
 def test_logits_are_multiplied_and_capped_before_a_token_is_drawn(multiplier, cap):
-    settings = [*(GRID[6::17] if INTERPRETED else GRID), SamplingSettings()]
+    settings = [*(GRID[6::17] if INTERPRETED else GRID), SamplingParams()]
     logits = random_logits(len(settings), 1500, torch.bfloat16)
     positions = [1 + 37 * i for i in range(len(settings))]
     finished = logits * multiplier
@@ -98,7 +98,7 @@ def test_logits_are_multiplied_and_capped_before_a_token_is_drawn(multiplier, ca
 def test_extreme_temperatures(spread):
     filters = ((0, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.99), (300, 0.999, 1e-4))
     settings = [
-        SamplingSettings(temperature, *filters[(i + shift) % 4], seed=i)
+        SamplingParams(temperature, *filters[(i + shift) % 4], seed=i)
         for i, temperature in enumerate([5e-324, 1e-300, 1e-4, 0.05, 1e4])
         for shift in ([int(spread > 1)] if INTERPRETED else range(4))
     ]
@@ -115,7 +115,7 @@ def test_the_nucleus_ends_with_the_token_that_reaches_top_p():
     logits = (1.25 - step * torch.tensor([[0.0, 1.0, 2.0, 2.0]])).half().float().expand(2, -1).contiguous()
     seeds = [seed for seed in range(200) if uniform(seed, 1) > 0.97][:2]
     settings = [
-        SamplingSettings(step / math.log(2), top_p=top_p, seed=seed)
+        SamplingParams(step / math.log(2), top_p=top_p, seed=seed)
         for top_p, seed in zip((0.5, 0.75), seeds, strict=True)
     ]
     assert sample(logits, settings, [1] * 2).tolist() == [0, 1]
@@ -123,7 +123,7 @@ def test_the_nucleus_ends_with_the_token_that_reaches_top_p():
 
 
 def test_flat_and_single_valued_logits():
-    settings = [SamplingSettings(1.0, top_k, top_p, seed=s) for s, top_k in enumerate([0, 3, 50]) for top_p in (1, 0.3)]
+    settings = [SamplingParams(1.0, top_k, top_p, seed=s) for s, top_k in enumerate([0, 3, 50]) for top_p in (1, 0.3)]
     flat = torch.full((6, 3000), -2.5)
     assert draw(flat, settings, [1] * 6, torch.bfloat16)[0] == sample(flat, settings, [1] * 6).tolist()
     alone = torch.full((6, 3000), -torch.inf)
@@ -135,7 +135,7 @@ def test_rows_without_an_answer_and_idle_rows():
     logits = random_logits(6, 1100, torch.float16)
     logits[1, 1050], logits[2, 7] = torch.nan, torch.inf
     logits[3] = -torch.inf
-    settings = [SamplingSettings(0.8, 20, 0.9, 0.0, 1)] * 5 + [SamplingSettings()]
+    settings = [SamplingParams(0.8, 20, 0.9, 0.0, 1)] * 5 + [SamplingParams()]
     state = SampleState.empty(6, 1100, DEVICE)
     for tokens in ([0, 0, 0, 0, -1, 0], [0] * 6):
         found, moved = draw(logits, settings, [4] * 6, torch.float16, state, tokens)
@@ -151,7 +151,7 @@ def test_poisoned_scratch_does_not_show():
         tensor.fill_(torch.nan)
     for tensor in (state.block_counts, state.threshold, state.likeliest):
         tensor.fill_(2**30)
-    settings = [SamplingSettings(0.7, 40, 0.9, 0.01, 5), SamplingSettings(1.3, seed=6)]
+    settings = [SamplingParams(0.7, 40, 0.9, 0.01, 5), SamplingParams(1.3, seed=6)]
     logits = random_logits(2, 1500, torch.bfloat16)
     for position in (1, 2):
         found = draw(logits, settings, [position] * 2, torch.bfloat16, state)[0]
@@ -163,11 +163,11 @@ def test_random_numbers_are_the_twins():
     logits = torch.zeros(1, 2048)
     state = SampleState.empty(1, 2048, DEVICE)
     for seed, position in ((0, 0), (42, 1000), (2**63 - 1, 131071), (2**62 + 12345, 7)):
-        settings = [SamplingSettings(1.0, seed=seed)]
+        settings = [SamplingParams(1.0, seed=seed)]
         expected = sample(logits, settings, [position]).tolist()
         assert draw(logits, settings, [position], torch.float16, state)[0] == expected
 
 
 def test_float32_logits_are_refused():
     with pytest.raises(ValueError, match="bfloat16 or float16"):
-        draw(torch.zeros(1, 8), [SamplingSettings(1.0, seed=0)], [1], torch.float32)
+        draw(torch.zeros(1, 8), [SamplingParams(1.0, seed=0)], [1], torch.float32)

@@ -48,7 +48,7 @@ class SampleState:
     """What the launches read and pass on to each other, for B rows.
 
     Attributes:
-        numbers: (B, 4) float64: temperature, top_k, top_p, min_p as in ``SamplingSettings``.
+        numbers: (B, 4) float64: temperature, top_k, top_p, min_p as in ``SamplingParams``.
         seeds: (B,) int64.
         counts: (B, 2**16) int32 by rank of the value, largest first; zero between steps, as is ``arrived``.
         block_counts, block_sums: (B, blocks) int32 and float64, of each block of ranks: logits, and their weights.

@@ -21,11 +21,11 @@ from wisparse.kernels.cpu.layout import StoredAs, type_name
 from wisparse.kernels.cpu.matrix import Matrix
 from wisparse.kernels.cpu.threads import prepare_all
 
-from ..decoding.cache import KVCache, prefix_grain
-from ..decoding.decoder import check_room
+from ..decoding.cache import KVCache, prefix_block_size
+from ..decoding.decoder import check_capacity
 from ..decoding.rotary import Rotary
 from ..torch.block import finish_logits, read_block, read_norm
-from ..torch.decoder import PIECE, TorchDecoder
+from ..torch.decoder import PREFILL_CHUNK, TorchDecoder
 from .step import Step
 from .weights import CpuProjection, read_matrices
 
@@ -84,7 +84,7 @@ class CpuDecoder(TorchDecoder):
         self._norm = read_norm(bundle, "model.norm", device, dtype)
         self._rotaries = [Rotary(rope, device, dtype) for rope in config.rotaries]
         self._cache = KVCache(config, max_batch, max_seq_len, device, dtype)
-        self.grain = prefix_grain(config, PIECE, max_seq_len)
+        self.prefix_block_size = prefix_block_size(config, PREFILL_CHUNK, max_seq_len)
         self._sparse_positions = 0
         self._decoded_positions = 0
         self._step = Step(
@@ -111,7 +111,7 @@ class CpuDecoder(TorchDecoder):
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths = self._cache.lengths
         tokens = token_ids.tolist()
-        check_room(tokens, lengths, self.max_seq_len)
+        check_capacity(tokens, lengths, self.max_seq_len)
         rows = [(slot, token, lengths[slot]) for slot, token in enumerate(tokens) if token >= 0]
         if rows:
             self._step.run(rows)

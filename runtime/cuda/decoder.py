@@ -27,10 +27,10 @@ from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
 from wisparse.kernels.reference import activation_dtype, keep_mask
 
-from ..decoding.cache import KVCache, prefix_grain
-from ..decoding.decoder import Decoder, check_part, check_prompt, check_room
+from ..decoding.cache import KVCache, prefix_block_size
+from ..decoding.decoder import Decoder, check_capacity, check_part, check_prompt
 from ..decoding.rotary import Rotary
-from ..decoding.sampling import SamplingSettings, sample
+from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import finish_logits
 from .graph import TokenReadback
 from .prefill import ShortPieces, head_products, lower_right, piece_size, read_sequence, too_little_memory
@@ -76,8 +76,8 @@ class CudaDecoder(Decoder):
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
             self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations, sides=2)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
-        self.piece = piece_size(self.config, dtype)
-        self.grain = prefix_grain(self.config, 1, max_seq_len)
+        self.prefill_chunk = piece_size(self.config, dtype)
+        self.prefix_block_size = prefix_block_size(self.config, 1, max_seq_len)
         self._steps: dict[_StepKey, DecodeStep] = {}
         # The weights and steps of every kind of masks that was in force; now it is these.
         self._of_kinds: dict[tuple[MaskKind, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
@@ -85,7 +85,7 @@ class CudaDecoder(Decoder):
         }
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, the step, and whether
         # it is counted.
-        self._ahead: tuple[list[int], list[SamplingSettings], DecodeStep, bool] | None = None
+        self._ahead: tuple[list[int], list[SamplingParams], DecodeStep, bool] | None = None
         self._readback = TokenReadback(MAX_ROWS, device)
         self._short: ShortPieces | None = None  # once somebody has asked for it
         # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows
@@ -121,8 +121,8 @@ class CudaDecoder(Decoder):
         return self.weights.num_bytes_inside, head.nbytes + (0 if scales is None else scales.nbytes)
 
     @property
-    def piece_beside(self) -> int:
-        return max(1, self.piece // 2)
+    def prefill_chunk_under_load(self) -> int:
+        return max(1, self.prefill_chunk // 2)
 
     @property
     def lengths(self) -> list[int]:
@@ -159,7 +159,7 @@ class CudaDecoder(Decoder):
     def step(
         self,
         token_ids: Tensor,
-        settings: Sequence[SamplingSettings],
+        settings: Sequence[SamplingParams],
         adjust: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """As in the protocol. A step starts the one after it before it returns, as its input is known by then: the GPU
@@ -243,7 +243,7 @@ class CudaDecoder(Decoder):
     @torch.inference_mode()
     def _read_nothing(self) -> None:
         """A piece of a prompt, as others wait for it, beside the cache: the libraries load what it takes."""
-        size = min(self.piece_beside, self.max_seq_len)
+        size = min(self.prefill_chunk_under_load, self.max_seq_len)
         scratch = KVCache(self.config, 1, size, self.device, self._activations)
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
@@ -308,13 +308,13 @@ class CudaDecoder(Decoder):
             )  # fmt: skip
         return self._steps[key]
 
-    def _replay(self, token_ids: Tensor, settings: Sequence[SamplingSettings] = ()) -> dict[int, DecodeStep]:
+    def _replay(self, token_ids: Tensor, settings: Sequence[SamplingParams] = ()) -> dict[int, DecodeStep]:
         """Append the tokens, with settings at most ``MAX_ROWS``; the steps that did so, by the first of their slots."""
         batch = len(token_ids)
         if not 1 <= batch <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
         tokens = token_ids.tolist()
-        check_room(tokens, self._cache.lengths, self.max_seq_len)
+        check_capacity(tokens, self._cache.lengths, self.max_seq_len)
         self._forget_ahead()
         steps, counts = {}, self._counts_next()
         for first in range(0, batch, MAX_ROWS):
@@ -372,7 +372,7 @@ class CudaDecoder(Decoder):
     def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
         ids = token_ids.to(self.device)
         return read_sequence(
-            self.weights, self.config, self._rotaries, cache, slot, ids, sparse_from, range(start, stop), self.piece,
+            self.weights, self.config, self._rotaries, cache, slot, ids, sparse_from, range(start, stop), self.prefill_chunk,
             self._observer(),
         )  # fmt: skip
 

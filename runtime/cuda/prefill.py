@@ -27,7 +27,7 @@ from wisparse.kernels.gpu.tiles import choose_tile
 from wisparse.kernels.reference import activation_dtype, keep_mask, wide_dtype
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import pieces
+from ..decoding.decoder import prompt_chunks
 from ..decoding.rotary import Rotary, switch_length
 from ..torch.block import Positions, capped_attention, causal_mask, drop_channels, embed, finish_block, run_block
 from .graph import capture
@@ -75,7 +75,7 @@ def read_sequence(
         observe: called with each group, its input (piece, K) and the first masked row, before the product.
     """
     total = len(token_ids)
-    for start, stop, first_sparse in pieces(places.start, places.stop, total, size, sparse_from):
+    for start, stop, first_sparse in prompt_chunks(places.start, places.stop, total, size, sparse_from):
         piece = token_ids[start:stop]
         yield run_blocks(weights, config, rotaries, cache, slot, piece, start, total, first_sparse, observe)
 

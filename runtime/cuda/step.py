@@ -36,7 +36,7 @@ from wisparse.kernels.reference import activation_dtype, rows_together, wide_dty
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales
-from ..decoding.sampling import SamplingSettings
+from ..decoding.sampling import SamplingParams
 from ..torch.delta_net import DeltaWeights
 from .graph import capture
 from .weights import BlockWeights, CudaNorm, CudaWeights
@@ -214,7 +214,7 @@ class DecodeStep:
         self._best_id = empty(rows, head_tiles, kind=torch.int32)
         sampled = dtype in SAMPLED_DTYPES
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
-        self._settings: list[SamplingSettings] = []
+        self._settings: list[SamplingParams] = []
         self._kept: _Kept | None = None  # while channels are counted
         self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
 
@@ -231,7 +231,7 @@ class DecodeStep:
         Two buffers take turns, so that a choice can be copied while the step after it runs."""
         return self._ids[self._turn]
 
-    def replay(self, settings: Sequence[SamplingSettings] = (), *, count: bool = False) -> None:
+    def replay(self, settings: Sequence[SamplingParams] = (), *, count: bool = False) -> None:
         """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
 
         Args:
@@ -282,13 +282,13 @@ class DecodeStep:
         if self._kept is not None:
             self._kept.cells.zero_()
 
-    def _set(self, settings: list[SamplingSettings]) -> None:
+    def _set(self, settings: list[SamplingParams]) -> None:
         """Put settings where the kernels read them; nothing to do while they stay the same."""
         if self._sampling is None:
             raise ValueError(f"expected greedy settings for {self.weights.embedding.dtype} logits, found {settings}")
         if settings == self._settings:
             return
-        padded = settings + [SamplingSettings()] * (self.rows - len(settings))
+        padded = settings + [SamplingParams()] * (self.rows - len(settings))
         numbers = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in padded]
         self._sampling.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
         self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))

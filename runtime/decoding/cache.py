@@ -20,10 +20,10 @@ def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * sum(block.kv_size for block in config.blocks if not block.recurrent) * dtype.itemsize
 
 
-def prefix_grain(config: ModelConfig, grain: int, max_seq_len: int) -> int:
-    """A decoder's ``grain``: what it would be, or, as the state of recurrent blocks cannot be taken back to an earlier
+def prefix_block_size(config: ModelConfig, prefix_block_size: int, max_seq_len: int) -> int:
+    """A decoder's ``prefix_block_size``: what it would be, or, as the state of recurrent blocks cannot be taken back to an earlier
     position, so large that no beginning serves again."""
-    return grain if config.delta_net is None else max_seq_len + 1
+    return prefix_block_size if config.delta_net is None else max_seq_len + 1
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 from wisparse.kernels.reference import activation_dtype
 
 from .cache import bytes_per_position
-from .sampling import SamplingSettings, sample
+from .sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
@@ -43,7 +43,7 @@ class Decoder(Protocol):
         max_batch: number of slots.
         max_seq_len: positions of one slot, at most ``config.max_position_embeddings``.
         piece: positions of a prompt that are read in one go: the pieces of a prompt begin at multiples of it.
-        grain: a slot's first positions can serve another prompt up to a multiple of it. Where that is the piece,
+        prefix_block_size: a slot's first positions can serve another prompt up to a multiple of it. Where that is the piece,
             what comes after is the same to the last bit whether they were read anew or not: each piece is computed
             from the same matrices either way. On a GPU it is 1, and products of other shapes round otherwise.
     """
@@ -55,8 +55,8 @@ class Decoder(Protocol):
     dtype: torch.dtype
     max_batch: int
     max_seq_len: int
-    piece: int
-    grain: int
+    prefill_chunk: int
+    prefix_block_size: int
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
@@ -77,9 +77,9 @@ class Decoder(Protocol):
         ...
 
     @property
-    def piece_beside(self) -> int:
+    def prefill_chunk_under_load(self) -> int:
         """As ``piece``, while other sequences wait for their next token; ``piece`` is a multiple of it."""
-        return self.piece
+        return self.prefill_chunk
 
     @property
     def lengths(self) -> list[int]:
@@ -146,7 +146,7 @@ class Decoder(Protocol):
     def step(
         self,
         token_ids: Tensor,
-        settings: Sequence[SamplingSettings],
+        settings: Sequence[SamplingParams],
         adjust: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """``decode``, then choose the next token of every row: what the generation loop calls.
@@ -264,14 +264,14 @@ def check_part(token_ids: Tensor, max_seq_len: int, start: int, stop: int | None
     return stop
 
 
-def check_room(token_ids: Sequence[int], lengths: Sequence[int], max_seq_len: int) -> None:
+def check_capacity(token_ids: Sequence[int], lengths: Sequence[int], max_seq_len: int) -> None:
     """Raise ContextLengthError if a slot that is given a token (none is negative) holds ``max_seq_len`` positions."""
     for slot, token in enumerate(token_ids):
         if token >= 0 and lengths[slot] >= max_seq_len:
             raise ContextLengthError(f"slot {slot} is full: it holds {max_seq_len} positions")
 
 
-def pieces(start: int, stop: int, total: int, size: int, sparse_from: int) -> Iterator[tuple[int, int, int]]:
+def prompt_chunks(start: int, stop: int, total: int, size: int, sparse_from: int) -> Iterator[tuple[int, int, int]]:
     """The pieces, at most ``size`` long, of the positions ``start`` to ``stop`` of a sequence of ``total``.
 
     Yields:
@@ -283,12 +283,12 @@ def pieces(start: int, stop: int, total: int, size: int, sparse_from: int) -> It
     if not 0 <= sparse_from <= total:
         raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
     while start < stop:
-        end = min(next_piece(start, size), stop)
+        end = min(next_chunk(start, size), stop)
         yield start, end, min(max(sparse_from - start, 0), end - start)
         start = end
 
 
-def next_piece(start: int, piece: int) -> int:
+def next_chunk(start: int, piece: int) -> int:
     """Where the piece that position ``start`` lies in ends."""
     return (start // piece + 1) * piece
 

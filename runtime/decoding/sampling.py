@@ -1,7 +1,7 @@
 """The next token from the logits.
 
 What a sequence's own history does to its logits comes first (``choosing``). The filters then apply in the order of
-``SamplingSettings``: temperature, top-k, top-p, min-p (the order of transformers); tokens as probable as the last one
+``SamplingParams``: temperature, top-k, top-p, min-p (the order of transformers); tokens as probable as the last one
 kept are kept too. The token is then the first id, in ascending order, at which the kept probabilities, renormalised and
 summed in float64, exceed a uniform random number. That number is a function of the seed and of the token's position
 alone: a sequence can be repeated, resumed, or decoded beside others, and stays the same.
@@ -29,7 +29,7 @@ _MOST_BIASES = 10_000
 
 
 @dataclass(frozen=True)
-class SamplingSettings:
+class SamplingParams:
     """How the next token is chosen from the logits; filters apply in the order of the fields, penalties before them.
 
     Attributes:
@@ -109,7 +109,7 @@ def _biases(given: Any) -> dict[int, float] | None:
     } or None
 
 
-def resolve_seed(settings: SamplingSettings) -> SamplingSettings:
+def resolve_seed(settings: SamplingParams) -> SamplingParams:
     """The settings with a seed: theirs, or a fresh one."""
     return settings if settings.seed is not None else replace(settings, seed=secrets.randbits(62))
 
@@ -127,7 +127,7 @@ def uniform(seed: int, position: int) -> float:
     return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 40) * 2.0**-24
 
 
-def sample(logits: Tensor, settings: Sequence[SamplingSettings], positions: Sequence[int]) -> Tensor:
+def sample(logits: Tensor, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
     """Choose one token per row.
 
     Args:
@@ -152,7 +152,7 @@ def sample(logits: Tensor, settings: Sequence[SamplingSettings], positions: Sequ
     return chosen
 
 
-def _draw(logits: Tensor, settings: SamplingSettings, position: int) -> Tensor:
+def _draw(logits: Tensor, settings: SamplingParams, position: int) -> Tensor:
     """One random token from finite logits (V,), as () int64."""
     if settings.seed is None:
         raise ValueError("the seed must be resolved before sampling: see resolve_seed")

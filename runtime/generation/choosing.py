@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ..decoding.sampling import SamplingSettings
+from ..decoding.sampling import SamplingParams
 
 # Positions of a prompt that are scored together: their log-probabilities need as much memory as their logits.
 _TOGETHER = 64
@@ -80,7 +80,7 @@ class _Counts:
 class Chooser:
     """How one sequence's tokens are chosen, and what it has said so far."""
 
-    def __init__(self, sampling: SamplingSettings, prompt: Sequence[int], constraint: Constraint | None = None) -> None:
+    def __init__(self, sampling: SamplingParams, prompt: Sequence[int], constraint: Constraint | None = None) -> None:
         """``sampling`` with its seed resolved."""
         self.sampling = sampling
         self._constraint = constraint

@@ -26,9 +26,9 @@ from wisparse.formats import guard
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
-from ..decoding.decoder import Decoder, check_prompt, next_piece
+from ..decoding.decoder import Decoder, check_prompt, next_chunk
 from ..decoding.rotary import switch_length
-from ..decoding.sampling import SamplingSettings, resolve_seed, sample
+from ..decoding.sampling import SamplingParams, resolve_seed, sample
 from .choosing import Chooser, Constraint, TokenScore, score, score_prompt
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ class Prefixes:
 
     Args:
         slots: how many there are.
-        grain: positions serve again up to a multiple of it; see ``Decoder``.
+        prefix_block_size: positions serve again up to a multiple of it; see ``Decoder``.
         switch: from how many tokens on a sequence's positions are turned by other factors (``rotary.switch_length``).
     """
 
-    def __init__(self, slots: int, grain: int, switch: int | None) -> None:
+    def __init__(self, slots: int, prefix_block_size: int, switch: int | None) -> None:
         self._held = [_Held() for _ in range(slots)]
-        self._grain, self._switch = grain, switch
+        self._prefix_block_size, self._switch = prefix_block_size, switch
         self._clock = 0
 
     def choose(self, tokens: Sequence[int], sparse_from: int, idle: Collection[int]) -> tuple[int, int, int]:
@@ -169,7 +169,7 @@ class Prefixes:
         return self._switch is not None and total > self._switch
 
     def _whole(self, length: int) -> int:
-        return length // self._grain * self._grain
+        return length // self._prefix_block_size * self._prefix_block_size
 
 
 def _common(first: Sequence[int], second: Sequence[int], most: int) -> int:
@@ -181,7 +181,7 @@ def _common(first: Sequence[int], second: Sequence[int], most: int) -> int:
     return most
 
 
-_IDLE = SamplingSettings()
+_IDLE = SamplingParams()
 
 # Handing a token on (its text, a thread to wake, a line to print) costs more than a tenth of a small model's step, and
 # a tenth of that for tokens that are handed on together. Nobody sees so short a delay; slower steps have none.
@@ -206,7 +206,7 @@ class Request:
 
     token_ids: Sequence[int]
     max_new_tokens: int | None = None
-    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    sampling: SamplingParams = field(default_factory=SamplingParams)
     stop_ids: frozenset[int] = frozenset()
     prefill: str = "dense"
     constraint: Constraint | None = None
@@ -234,7 +234,7 @@ class Job:
     """
 
     request: Request
-    sampling: SamplingSettings
+    sampling: SamplingParams
     sparsity: float | None
     chooser: Chooser
     token_ids: list[int] = field(default_factory=list)
@@ -305,7 +305,7 @@ class Scheduler:
         self._inside: Job | None = None  # whom alone a failure concerns: its prompt is being read, say
         self._read_since = 0  # positions, since the last step of the others
         self._switch = switch_length(decoder.config)
-        self._prefixes = Prefixes(decoder.max_batch, decoder.grain, self._switch)
+        self._prefixes = Prefixes(decoder.max_batch, decoder.prefix_block_size, self._switch)
 
     @property
     def busy(self) -> bool:
@@ -396,7 +396,7 @@ class Scheduler:
             self._admit(self._waiting.popleft())
         if self._reading is not None:
             others = sum(job is not None for job in self._slots) > 1
-            size = self._decoder.piece_beside if others else self._decoder.piece
+            size = self._decoder.prefill_chunk_under_load if others else self._decoder.prefill_chunk
             if not others or self._read_since < size:
                 advanced = self._read(self._reading, size)
                 self._ended = time.perf_counter()
@@ -465,7 +465,7 @@ class Scheduler:
     def _read(self, reading: _Reading, size: int) -> list[Job]:
         """Read the next piece of a sequence, up to a multiple of ``size``; after its last one append a token."""
         job, total = reading.job, len(reading.tokens)
-        stop = min(next_piece(reading.at, size), total)
+        stop = min(next_chunk(reading.at, size), total)
         self._inside = job
         logits = self._score_prompt(reading)
         if logits is not None:

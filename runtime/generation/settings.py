@@ -11,7 +11,7 @@ from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
-from ..decoding.sampling import SamplingSettings
+from ..decoding.sampling import SamplingParams
 from ..text.text import stop_texts
 from .grammar import Grammar
 
@@ -19,7 +19,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationSettings(SamplingSettings):
+class GenerationSettings(SamplingParams):
     """How prompts are continued: how tokens are chosen, and the rest; the fields are described at ``Model.generate``,
     whose keyword arguments they are.
 
@@ -50,9 +50,9 @@ class GenerationSettings(SamplingSettings):
         guard.switch("measure_sparsity", self.measure_sparsity)
 
     @property
-    def sampling(self) -> SamplingSettings:
+    def sampling(self) -> SamplingParams:
         """How the next token is chosen, and nothing else."""
-        return SamplingSettings(**{field.name: getattr(self, field.name) for field in fields(SamplingSettings)})
+        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(SamplingParams)})
 
     @property
     def rule(self) -> Grammar | None:

@@ -14,7 +14,7 @@ from typing import Any
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
-from ..decoding.sampling import SamplingSettings
+from ..decoding.sampling import SamplingParams
 from ..generation.grammar import ANY_OBJECT, Grammar
 from .errors import ApiError, bad, checked, integer, number, switch
 from .tools import Offer, read_offer
@@ -264,7 +264,7 @@ class ApiCall:
     """
 
     prompts: tuple[Any, ...]
-    sampling: SamplingSettings
+    sampling: SamplingParams
     stop: tuple[str, ...]
     max_tokens: int | None
     n: int
@@ -335,9 +335,9 @@ def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int, more
     return replace(call, echo=switch(body, "echo", False))
 
 
-def _sampling(body: Mapping[str, Any], defaults: Defaults, logprobs: int | None) -> SamplingSettings:
+def _sampling(body: Mapping[str, Any], defaults: Defaults, logprobs: int | None) -> SamplingParams:
     seed = integer(body, "seed", None, -_SEED, _SEED)
-    return SamplingSettings(
+    return SamplingParams(
         temperature=number(body, "temperature", defaults.temperature, 0.0, _TEMPERATURE),
         top_k=max(integer(body, "top_k", defaults.top_k, -1, _SEED) or 0, 0),  # -1: all, as vLLM has it
         top_p=number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-9,  # 0: the likeliest alone
@@ -367,7 +367,7 @@ def _biases(body: Mapping[str, Any]) -> dict[int, float]:
 def _requests_call(
     body: Mapping[str, Any],
     prompts: tuple[Any, ...],
-    sampling: SamplingSettings,
+    sampling: SamplingParams,
     most: int,
     max_tokens: int | None,
     template: Mapping[str, Any],

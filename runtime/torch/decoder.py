@@ -16,8 +16,8 @@ from torch.nn import functional
 
 from wisparse.formats.model_config import ModelConfig
 
-from ..decoding.cache import KVCache, prefix_grain
-from ..decoding.decoder import Decoder, check_part, check_prompt, check_room, pieces
+from ..decoding.cache import KVCache, prefix_block_size
+from ..decoding.decoder import Decoder, check_capacity, check_part, check_prompt, prompt_chunks
 from ..decoding.rotary import Rotary
 from .block import Block, MaskedLinear, Positions, embed, finish_logits, read_block, read_norm, run_block
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 # Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt, and the time
 # that other sequences wait for theirs. What a chat's turns share is read again up to a piece.
-PIECE = 128
+PREFILL_CHUNK = 128
 
 
 class _Projection(MaskedLinear):
@@ -51,7 +51,7 @@ class TorchDecoder(Decoder):
 
     name: ClassVar[str] = "torch"
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
-    piece = PIECE
+    prefill_chunk = PREFILL_CHUNK
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class TorchDecoder(Decoder):
         self._head = self._embedding if tied else bundle.checkpoint.tensor("lm_head.weight", device).to(dtype)
         self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
         self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
-        self.grain = prefix_grain(self.config, PIECE, max_seq_len)
+        self.prefix_block_size = prefix_block_size(self.config, PREFILL_CHUNK, max_seq_len)
         self._sparse_positions = 0
 
     @classmethod
@@ -107,7 +107,7 @@ class TorchDecoder(Decoder):
         lengths = self._cache.lengths
         tokens = token_ids.tolist()
         rows = []
-        check_room(tokens, lengths, self.max_seq_len)
+        check_capacity(tokens, lengths, self.max_seq_len)
         for slot, token in enumerate(tokens):
             if token < 0:
                 rows.append(torch.zeros(1, self.config.vocab_size, device=self.device))
@@ -167,7 +167,7 @@ class TorchDecoder(Decoder):
     def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
         """Run positions of a sequence through the blocks; yields their hidden states piece by piece, (piece, H)."""
         total = len(token_ids)
-        for first, end, first_sparse in pieces(start, stop, total, self.piece, sparse_from):
+        for first, end, first_sparse in prompt_chunks(start, stop, total, self.prefill_chunk, sparse_from):
             piece = token_ids[first:end].to(self.device)
             yield self._forward(cache, slot, piece, start=first, total=total, first_sparse=first_sparse)
 
