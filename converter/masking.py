@@ -253,8 +253,6 @@ def sparsify(
         mask = bundle.masks[name]
         if mask.sparsity > 0:
             handles.append(module.register_forward_pre_hook(_Drop(mask, watch)))
-            if mask.output_bias is not None:
-                handles.append(module.register_forward_hook(_Add(mask.output_bias, watch)))
     setattr(model, _HANDLES, handles)
     # transformers copies the entry into whatever it saves, where it would promise a sidecar that is not there.
     if "wisparse" in vars(found.config):
@@ -325,23 +323,6 @@ class _Drop:
             keep = keep | ~sparse.to(x.device)[..., None]
         # where, not a product: a dropped Inf must become 0
         return (torch.where(keep, x, x.new_zeros(())), *args[1:])
-
-
-class _Add:
-    """Hook of a projection: add the mask's output bias to its output, on the sparse tokens."""
-
-    def __init__(self, output_bias: Tensor, watch: _Watch) -> None:
-        self.output_bias = output_bias
-        self.watch = watch
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor | None:
-        sparse = self.watch.sparse
-        if sparse is False:
-            return None
-        if self.output_bias.device != y.device:
-            self.output_bias = self.output_bias.to(y.device)
-        with_bias = (y + self.output_bias).to(y.dtype)
-        return torch.where(sparse.to(y.device)[..., None], with_bias, y) if isinstance(sparse, Tensor) else with_bias
 
 
 def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:

@@ -165,11 +165,9 @@ def _check_config_entry(config_dict: Mapping[str, Any], manifest: Manifest) -> N
     entry = config_dict.get("wisparse")
     if not isinstance(entry, dict):
         raise BundleError(f"config.json: expected an object under 'wisparse', found {entry!r:.80}")
-    require_version(entry.get("format_version"), "config.json", manifest.version)
+    require_version(entry.get("format_version"), "config.json")
     recipe = manifest.recipe
-    expected: dict[str, Any] = {"sidecar": SIDECAR, "sparsity": recipe.default}
-    if manifest.version > 1:
-        expected["sparsities"] = list(recipe.sparsities)
+    expected = {"sidecar": SIDECAR, "sparsity": recipe.default, "sparsities": list(recipe.sparsities)}
     for key, wanted in expected.items():
         found = entry.get(key)
         if found != wanted or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):

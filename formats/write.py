@@ -317,11 +317,9 @@ def _check_level(config: ModelConfig, level: SparsityLevel, masks: Mapping[str, 
         raise UsageError(f"block_sparsities: expected {config.num_blocks} values, found {len(level.block_sparsities)}")
     for projection, entry in zip(projections, level.projections, strict=True):
         mask = masks[projection.name]
-        sizes = {"channel_scale": projection.in_features, "output_bias": projection.out_features}
-        for what, size in sizes.items():
-            values = getattr(mask, what)
-            if values is not None and tuple(values.shape) != (size,):
-                raise UsageError(f"{projection.name}: expected {what} ({size},), found {tuple(values.shape)}")
+        shape = tuple(mask.channel_scale.shape)
+        if shape != (projection.in_features,):
+            raise UsageError(f"{projection.name}: expected channel_scale ({projection.in_features},), found {shape}")
         check_mask(projection.name, mask, UsageError)
         for key in ("threshold", "sparsity"):
             if np.float32(getattr(entry, key)) != np.float32(getattr(mask, key)):

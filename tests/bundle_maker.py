@@ -15,14 +15,11 @@ from wisparse.formats.write import write_bundle
 
 
 @torch.inference_mode()
-def make_bundle(
-    source: Path, out: Path, *sparsities: float, seed: int = 0, max_shard_size: str = "5GB", bias: float = 0.0
-) -> Path:
+def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_shard_size: str = "5GB") -> Path:
     """A bundle of ``source`` with random channel scales and the thresholds that drop as many of the channels.
 
     Args:
         sparsities: of the sparsity levels, ascending, the last one the default; without them one of 0.5.
-        bias: the size of random output biases, of every other projection; 0 for none.
     """
     from transformers import AutoModelForCausalLM
 
@@ -38,7 +35,7 @@ def make_bundle(
 
     scales = [{p.name: random_scale(p.in_features) for p in projections} for _ in sparsities]
 
-    def record(projection: Projection, index: int):
+    def record(projection: Projection):
         name = projection.name
 
         def hook(module: Any, args: Any) -> None:
@@ -47,19 +44,11 @@ def make_bundle(
             for scale, (sparsity, masks) in zip(scales, levels.items(), strict=True):
                 score = (args[0][0, 4:].abs() * scale[name]).flatten()
                 threshold = 0.0 if dense else float(torch.quantile(score, sparsity))
-                added = torch.randn(projection.out_features, generator=generator) * bias
-                masks[name] = ProjectionMask(
-                    scale[name],
-                    threshold,
-                    0.0 if dense else sparsity,
-                    added if bias and index % 2 and not dense else None,
-                )
+                masks[name] = ProjectionMask(scale[name], threshold, 0.0 if dense else sparsity)
 
         return hook
 
-    handles = [
-        model.get_submodule(p.name).register_forward_pre_hook(record(p, index)) for index, p in enumerate(projections)
-    ]
+    handles = [model.get_submodule(p.name).register_forward_pre_hook(record(p)) for p in projections]
     tokens = torch.randint(3, checkpoint.config.vocab_size, (1, 48), generator=generator)
     model(tokens, use_cache=False)
     for handle in handles:

@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from hostile_mutations import MUTATIONS, TEXT_MUTATIONS
 from quantised_models import PUBLISHED, quantise_model
-from tiny_bundle import as_version_1, resign, tiny_config, write_tiny_bundle, write_tiny_model
+from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main as command_line
 from wisparse.formats.bundle import Bundle
@@ -99,13 +99,7 @@ def build(folder: Path) -> list[Path]:
             model = quantise_model(model, folder / f"{name}-quantised", *PUBLISHED[stored[name]]())
         levels = (0.3, 0.5, 0.7) if name in ("qwen3", "int8") else (0.5,)
         card = {"README.md": b"# Card\n"}
-        bundles.append(
-            write_tiny_bundle(
-                folder / name, model, *levels, bias=len(levels) > 1, max_shard_size="24KB", extra_files=card
-            )
-        )
-        if name == "phi3":
-            as_version_1(bundles[-1])
+        bundles.append(write_tiny_bundle(folder / name, model, *levels, max_shard_size="24KB", extra_files=card))
     return bundles
 
 
@@ -117,7 +111,6 @@ def meaning(bundle: Bundle) -> str:
         for name, mask in masks.items():
             digest.update(f"{name} {mask.threshold!r} {mask.sparsity!r}".encode())
             digest.update(mask.channel_scale.numpy().tobytes())
-            digest.update(b"" if mask.output_bias is None else mask.output_bias.numpy().tobytes())
     for name in bundle.checkpoint.tensors:
         tensor = bundle.checkpoint.tensor(name)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())

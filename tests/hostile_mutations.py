@@ -491,7 +491,7 @@ def odd_codes(random: Random, folder: Path) -> str:
     file = _safetensors(random, folder)
     header, data = split_safetensors(file.read_bytes())
     parts = ("_packed", "_scale", "_zero_point", "_shape", "qweight", "qzeros", "scales", "g_idx", "scale_inv",
-             "threshold", "channel_scale", "output_bias", "sparsity")  # fmt: skip
+             "threshold", "channel_scale", "sparsity")  # fmt: skip
     names = [name for name in header if name.endswith(parts)]
     name = random.choice(names or [name for name in header if name != "__metadata__"])
     start, end = header[name]["data_offsets"]

@@ -89,8 +89,7 @@ def test_tokens_of_our_runtime_on_every_architecture(tiny: Path, policy: str) ->
 
 @pytest.mark.parametrize("policy", ["dense", "half", "all"])
 def test_every_level(policy: str, tmp_path: Path) -> None:
-    """With output biases, which are added on the sparse tokens alone."""
-    folder = make_bundle(make_checkpoint("qwen2", tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5, bias=0.5)
+    folder = make_bundle(make_checkpoint("qwen2", tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5)
     model = load(folder)
     prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18]]
     for sparsity in (0.5, 0.3, 0.0):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 import shutil
 from collections.abc import Callable
@@ -13,10 +12,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 from tiny_bundle import (
-    as_version_1,
     change_tensor,
     join_safetensors,
     resign,
@@ -36,7 +33,6 @@ SHARD = "model-00001-of-00001.safetensors"
 SIDECAR = "wisparse.safetensors"
 INDEX = "model.safetensors.index.json"
 O_PROJ = "model.layers.1.self_attn.o_proj"
-BIASED, DENSE = "model.layers.0.self_attn.o_proj", "model.layers.0.self_attn.q_proj"
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +40,7 @@ def intact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("intact")
     model = write_tiny_model(folder / "model")
     extra = {"README.md": b"# Card", "figures/a.png": b"png"}
-    return write_tiny_bundle(folder / "bundle", model, 0.3, 0.5, 0.7, bias=True, extra_files=extra)
+    return write_tiny_bundle(folder / "bundle", model, 0.3, 0.5, 0.7, extra_files=extra)
 
 
 @pytest.fixture
@@ -153,7 +149,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "sidecar-version": (
         lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format_version="3")),
-        "the bundle has format version 3, this wisparse reads versions 1 to 2",
+        "the bundle has format version 3, this wisparse reads version 2",
     ),
     "sidecar-no-version": (
         lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].pop("format_version")),
@@ -161,7 +157,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "newer": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=3)),
-        "the bundle has format version 3, this wisparse reads versions 1 to 2; install a newer wisparse",
+        "the bundle has format version 3, this wisparse reads version 2; install a newer wisparse",
     ),
     "newer-config": (
         lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=3)),
@@ -190,84 +186,60 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "config-older": (
         lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=1)),
-        r"config\.json: format_version: expected 2 as in wisparse\.json, found 1",
+        r"config\.json: format_version: expected 2, found 1; convert again",
     ),
     "sidecar-older": (
         lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format_version="1")),
-        r"wisparse\.safetensors: format_version: expected 2 as in wisparse\.json, found 1",
+        r"wisparse\.safetensors: format_version: expected 2, found 1",
     ),
     "older": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=1)),
-        r"wisparse\.json: projections: expected a list, found None",
+        r"wisparse\.json: format_version: expected 2, found 1; convert again",
     ),
     "default-other": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(default=0.4)),
         r"wisparse\.json: default: expected one of the sparsity levels 0\.3, 0\.5, 0\.7, found 0\.4",
     ),
     "default-none": (lambda f: _json(f, "wisparse.json", lambda d: d.pop("default")), "default: expected a number in"),
-    "sparsity levels-none": (
+    "levels-none": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[])),
         "levels: expected a list of 1 to 16",
     ),
-    "sparsity levels-many": (
+    "levels-many": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[*d["levels"]] * 6)),
         "levels: expected a list of 1 to 16",
     ),
-    "sparsity levels-fewer": (
+    "levels-fewer": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"].pop()),
         r"wisparse\.sparsities: expected \[0\.3, 0\.5\], found \[0\.3, 0\.5, 0\.7\]",
     ),
-    "sparsity levels-fewer-everywhere": (
+    "levels-fewer-everywhere": (
         _drop_a_level,
         r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\), found \(3, 16\)",
     ),
-    "sparsity levels-unordered": (
+    "levels-unordered": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"].reverse()),
         r"sparsity levels: expected ascending sparsities, none twice, found 0\.7, 0\.5, 0\.3",
     ),
-    "sparsity levels-twice": (
+    "levels-twice": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"][2].update(sparsity=0.5)),
         r"sparsity levels: expected ascending sparsities, none twice, found 0\.3, 0\.5, 0\.5",
     ),
-    "sparsity levels-high": (
+    "levels-high": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"][2].update(sparsity=0.96)),
-        r"sparsity levels\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
+        r"levels\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
     ),
-    "sparsity levels-text": (
+    "levels-text": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"].__setitem__(0, "x")),
-        r"sparsity levels\[0\]: expected an object, found 'x'",
+        r"levels\[0\]: expected an object, found 'x'",
     ),
-    "sparsity levels-swapped": (
+    "levels-swapped": (
         _swap_levels,
         f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4",
     ),
-    "sparsity level-of-zero": (
+    "level-of-zero": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"][0].update(sparsity=0)),
         r"k_proj: sparsity: expected 0 at the sparsity level 0, found 0\.3",
-    ),
-    "bias-nan": (
-        lambda f: _row(f, f"{BIASED}.output_bias", [np.nan] + [0] * 15),
-        f"{BIASED}: output_bias: expected finite values",
-    ),
-    "bias-inf": (
-        lambda f: _row(f, f"{BIASED}.output_bias", [0] * 15 + [-np.inf]),
-        f"{BIASED}: output_bias: expected finite values",
-    ),
-    "bias-shape": (
-        lambda f: _header(f, SIDECAR, lambda h: h[f"{BIASED}.output_bias"].update(shape=[3, 4, 4])),
-        rf"{BIASED}: expected output_bias \(3, 16\), found \(3, 4, 4\)",
-    ),
-    "bias-dtype": (
-        lambda f: _header(f, SIDECAR, lambda h: h[f"{BIASED}.output_bias"].update(dtype="I32")),
-        rf"{BIASED}: expected output_bias in F32, found I32",
-    ),
-    "bias-of-none": (
-        lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{BIASED}.output_bias", "model.norm.output_bias")),
-        "unexpected tensor 'model.norm.output_bias'",
-    ),
-    "bias-of-dense": (
-        lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{BIASED}.output_bias", f"{DENSE}.output_bias")),
-        f"{DENSE}: sparsity 0 means dense: expected no output_bias",
     ),
     "config-quantised": (
         lambda f: _json(f, "config.json", lambda d: d.update(quantization_config={"quant_method": "x"})),
@@ -289,7 +261,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "recipe-sparsity": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"][1]["projections"][3].update(sparsity=1.0)),
-        r"sparsity levels\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
+        r"levels\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
     ),
     "recipe-type": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(calibration=[])),
@@ -330,48 +302,6 @@ def test_broken_rule(name: str, bundle: Path) -> None:
         Bundle.open(bundle)
 
 
-def test_version_1_is_one_level(tmp_path: Path) -> None:
-    """What was written before there were sparsity levels, read as it always was."""
-    model = write_tiny_model(tmp_path / "model")
-    new = Bundle.open(write_tiny_bundle(tmp_path / "new", model))
-    old = Bundle.open(as_version_1(write_tiny_bundle(tmp_path / "old", model)))
-    verify_bundle(tmp_path / "old")
-    assert (old.manifest.version, new.manifest.version) == (1, 2)
-    assert old.recipe == new.recipe
-    assert (list(old.levels), old.sparsity) == ([0.5], 0.5)
-    for name, mask in old.masks.items():
-        assert torch.equal(mask.channel_scale, new.masks[name].channel_scale)
-        assert (mask.threshold, mask.sparsity) == (new.masks[name].threshold, new.masks[name].sparsity)
-        assert mask.output_bias is None
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda f: _header(f, SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(shape=[1])),
-            rf"{O_PROJ}: expected threshold \(\), found \(1,\)",
-        ),
-        (
-            lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{O_PROJ}.channel_scale", f"{O_PROJ}.output_bias")),
-            rf"{O_PROJ}: expected channel_scale \(16,\), found nothing",
-        ),
-        (
-            lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=2)),
-            r"config\.json: format_version: expected 1 as in wisparse\.json, found 2",
-        ),
-        (lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=2)), "default: expected a number in"),
-        (lambda f: change_tensor(f / SIDECAR, f"{O_PROJ}.sparsity", 0.96), r"expected a number in \[0, 0\.95\]"),
-    ],
-)
-def test_broken_rule_of_version_1(change: Callable[[Path], Any], message: str, tmp_path: Path) -> None:
-    bundle = as_version_1(write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model")))
-    change(bundle)
-    resign(bundle)
-    with pytest.raises(BundleError, match=message):
-        Bundle.open(bundle)
-
-
 def test_another_level_is_the_same_bundle(intact: Path) -> None:
     bundle = Bundle.open(intact)
     assert (list(bundle.levels), bundle.sparsity) == ([0.3, 0.5, 0.7], 0.5)
@@ -383,7 +313,7 @@ def test_another_level_is_the_same_bundle(intact: Path) -> None:
     assert bundle.at(0.1 + 0.2).sparsity == 0.3  # which is not 0.3
     dense = bundle.at(0)
     assert list(dense.masks) == list(bundle.masks)
-    assert all((m.threshold, m.sparsity, m.output_bias) == (0, 0, None) for m in dense.masks.values())
+    assert all((m.threshold, m.sparsity) == (0, 0) for m in dense.masks.values())
 
 
 @pytest.mark.parametrize("sparsity", [0.4, -0.3, 1, float("nan"), float("inf"), True, "0.3", None])
@@ -409,23 +339,6 @@ def test_projection_without_an_entry(bundle: Path) -> None:
     resign(bundle)
     with pytest.raises(BundleError, match=rf"{name}: expected channel_scale \(3, 24\), found nothing"):
         Bundle.open(bundle)
-
-
-@pytest.mark.parametrize(
-    ("tensor", "shape"),
-    [(f"{O_PROJ}.low_rank_out", [16, 1]), ("model.layers.1.mlp.down_proj.gate_threshold", [])],
-)
-def test_a_bundle_of_a_method_that_is_no_longer_written(tensor: str, shape: list[int], bundle: Path) -> None:
-    """What it asks for beside its masks is not done any more, so its answers would be wrong."""
-    header, data = split_safetensors((bundle / SIDECAR).read_bytes())
-    size = 4 * math.prod(shape)
-    header[tensor] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + size]}
-    (bundle / SIDECAR).write_bytes(join_safetensors(header, data + np.full(size // 4, 0.25, "<f4").tobytes()))
-    resign(bundle)
-    result = CliRunner().invoke(verify_command, [str(bundle)])
-    assert isinstance(result.exception, BundleError)
-    assert result.exception.exit_code == 6
-    assert "(methods cats and rsparse) are no longer part of a bundle; convert the model again" in str(result.exception)
 
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",

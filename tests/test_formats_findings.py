@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from test_formats_folder import _killed_at
-from tiny_bundle import as_version_1, write_tiny_bundle, write_tiny_model
+from tiny_bundle import write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main
 from wisparse.formats.bundle import Bundle
@@ -68,8 +68,8 @@ def test_a_card_that_its_owner_wrote_anew_keeps_all_but_the_table(bundle: Path) 
     assert card.count("| tok/s") == card.count("| sums") == 1
 
 
-def test_a_bundle_without_card_and_report_of_the_first_version(tmp_path: Path) -> None:
-    bundle = as_version_1(write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model")))
+def test_a_bundle_without_card_and_report(tmp_path: Path) -> None:
+    bundle = write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
     save_findings(bundle, [SPEED])
     assert verify_bundle(bundle).notes == ()
     assert read_findings(json.loads((bundle / "conversion_report.json").read_text())) == [SPEED]

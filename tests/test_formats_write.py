@@ -68,7 +68,7 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
     write_tiny_model(folder / "model", config, dtype=stored, shards=data.draw(st.integers(1, 3)))
     source = Checkpoint.open(folder / "model")
     sparsities = data.draw(st.lists(st.sampled_from([0.0, 0.3, 0.5, 0.95]), unique=True, min_size=1).map(sorted))
-    levels = tiny_levels(source.config, *sparsities, bias=data.draw(st.booleans()))
+    levels = tiny_levels(source.config, *sparsities)
     recipe = tiny_recipe(source.config, levels, base_model=data.draw(st.text(max_size=8)))
     dtype = data.draw(st.sampled_from(["auto", *DTYPES]))
     size = data.draw(st.integers(1, 20_000))
@@ -86,9 +86,6 @@ def test_round_trip(data: st.DataObject, tmp_path_factory: pytest.TempPathFactor
         for name, mask in read.items():
             assert torch.equal(mask.channel_scale, masks[name].channel_scale)
             assert (mask.threshold, mask.sparsity) == (masks[name].threshold, masks[name].sparsity)
-            assert (mask.output_bias is None) == (masks[name].output_bias is None)
-            if mask.output_bias is not None:
-                assert torch.equal(mask.output_bias, masks[name].output_bias)
     expected = stored if dtype == "auto" else DTYPES[dtype]
     for name in bundle.checkpoint.tensors:
         tensor = bundle.checkpoint.tensor(name)
@@ -230,10 +227,6 @@ def test_overwrite_replaces_only_bundles(model: Path, tmp_path: Path) -> None:
         (lambda m: _set(m, threshold=0.25), "threshold: the recipe says"),
         (lambda m: _set(m, sparsity=0.96), r"sparsity: expected a number in \[0, 0\.95\]"),
         (lambda m: _set(m, sparsity=0.0), "sparsity 0 means dense: expected threshold 0"),
-        (lambda m: _set(m, output_bias=torch.zeros(1)), r"expected output_bias \(16,\), found \(1,\)"),
-        (lambda m: _set(m, output_bias=torch.zeros(16).double()), r"output_bias: expected float32 \(N,\)"),
-        (lambda m: _set(m, output_bias=torch.full((16,), torch.nan)), "output_bias: expected finite values"),
-        (lambda m: _set(m, output_bias=torch.ones(16), sparsity=0.0, threshold=0.0), "expected no output_bias"),
     ],
 )
 def test_masks_that_do_not_fit(change: Any, message: str, model: Path, tmp_path: Path) -> None:

@@ -35,14 +35,14 @@ PROMPT = torch.arange(3, 15)
 
 @pytest.fixture(scope="module", params=["qwen2", "phi3"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three sparsity levels with output biases; biases of its own, or fused projections."""
+    """Three sparsity levels; biases, or fused projections."""
     folder = tmp_path_factory.mktemp("levels")
-    return make_bundle(make_checkpoint(request.param, folder / "source"), folder / "bundle", *LEVELS, bias=0.5)
+    return make_bundle(make_checkpoint(request.param, folder / "source"), folder / "bundle", *LEVELS)
 
 
 @pytest.fixture(scope="module")
 def example(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bundle(example_model, tmp_path_factory.mktemp("levels") / "bundle", *LEVELS, bias=0.02)
+    return make_bundle(example_model, tmp_path_factory.mktemp("levels") / "bundle", *LEVELS)
 
 
 def make(bundle: Bundle, backend: str, **settings: Any) -> Decoder:
@@ -86,20 +86,6 @@ def test_back_ends_agree_at_every_level(bundle: Path, sparsity: float) -> None:
     found, expected = run(make(opened, "numba")), run(make(opened, "torch"))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
-
-
-def test_output_biases_are_added_where_the_masks_are_in_force(bundle: Path) -> None:
-    """By hand: a projection's dense rows have none, its sparse rows have it once."""
-    opened = Bundle.open(bundle)
-    decoder = make(opened, "torch")
-    projection = next(p for p in decoder._blocks[0].projections if p.output_bias is not None)  # type: ignore[attr-defined]
-    x = torch.randn(5, projection.in_features)
-    added = opened.masks[projection.name].output_bias
-    with_bias = projection(x, 2)
-    projection.output_bias = None
-    without = projection(x, 2)
-    assert torch.equal(with_bias[:2], without[:2])
-    assert torch.equal(with_bias[2:], without[2:] + added)
 
 
 @pytest.mark.parametrize("backend", DECODERS)
@@ -148,8 +134,8 @@ def test_back_ends_give_a_real_models_tokens_at_every_level(example: Path) -> No
 
 @pytest.mark.slow
 def test_back_ends_give_a_larger_models_tokens_at_every_level(qwen_model: Path, tmp_path: Path) -> None:
-    """Biases at q, k and v, embeddings of their own, and output biases in the masks."""
-    bundle = make_bundle(qwen_model, tmp_path / "bundle", *LEVELS, bias=0.02)
+    """Biases at q, k and v, and embeddings of their own."""
+    bundle = make_bundle(qwen_model, tmp_path / "bundle", *LEVELS)
     found, expected = (answers_at_every_level(bundle, backend, 12) for backend in ("numba", "torch"))
     assert len(set(expected)) > len(LEVELS)
     assert found == expected

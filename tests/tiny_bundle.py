@@ -7,7 +7,6 @@ import json
 import struct
 import zlib
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,17 +123,9 @@ def tiny_masks(config: ModelConfig, sparsity: float = 0.5, seed: int = 1) -> dic
     return masks
 
 
-def tiny_levels(config: ModelConfig, *sparsities: float, bias: bool = False) -> dict[float, dict[str, ProjectionMask]]:
-    """`tiny_masks` for each of ``sparsities`` (without any: 0.5), with an output bias for every third projection."""
-    levels: dict[float, dict[str, ProjectionMask]] = {}
-    for index, sparsity in enumerate(sparsities or (0.5,)):
-        masks = levels[sparsity] = tiny_masks(config, sparsity, index + 1)
-        generator = torch.Generator().manual_seed(index)
-        for number, projection in enumerate(config.projections()):
-            if bias and sparsity and number % 3 == 0 and number:
-                added = torch.randn(projection.out_features, generator=generator) / 4
-                masks[projection.name] = replace(masks[projection.name], output_bias=added)
-    return levels
+def tiny_levels(config: ModelConfig, *sparsities: float) -> dict[float, dict[str, ProjectionMask]]:
+    """`tiny_masks` for each of ``sparsities`` (without any: 0.5)."""
+    return {sparsity: tiny_masks(config, sparsity, seed) for seed, sparsity in enumerate(sparsities or (0.5,), start=1)}
 
 
 def tiny_recipe(config: ModelConfig, levels: Mapping[float, Mapping[str, ProjectionMask]], **changes: Any) -> Recipe:
@@ -159,32 +150,11 @@ def tiny_recipe(config: ModelConfig, levels: Mapping[float, Mapping[str, Project
     return Recipe(**(fields | changes))
 
 
-def write_tiny_bundle(folder: Path, model: Path, *sparsities: float, bias: bool = False, **settings: Any) -> Path:
+def write_tiny_bundle(folder: Path, model: Path, *sparsities: float, **settings: Any) -> Path:
     """A bundle of ``model`` in ``folder``, with the ``tiny_levels``; ``settings`` go to ``write_bundle``."""
     source = Checkpoint.open(model)
-    levels = tiny_levels(source.config, *sparsities, bias=bias)
+    levels = tiny_levels(source.config, *sparsities)
     return write_bundle(source, tiny_recipe(source.config, levels), levels, folder, **settings)
-
-
-def as_version_1(folder: Path) -> Path:
-    """Make of a bundle of one sparsity level what the first version of the format had for it."""
-    manifest = json.loads((folder / "wisparse.json").read_text())
-    (level,) = manifest.pop("levels")
-    del manifest["default"]
-    (folder / "wisparse.json").write_text(json.dumps(manifest | level | {"format_version": 1}))
-    config = json.loads((folder / "config.json").read_text())
-    del config["wisparse"]["sparsities"]
-    config["wisparse"]["format_version"] = 1
-    (folder / "config.json").write_text(json.dumps(config))
-    sidecar = folder / "wisparse.safetensors"
-    header, data = split_safetensors(sidecar.read_bytes())
-    header["__metadata__"]["format_version"] = "1"
-    for name, entry in header.items():
-        if name != "__metadata__":
-            entry["shape"] = entry["shape"][1:]
-    sidecar.write_bytes(join_safetensors(header, data))
-    resign(folder)
-    return folder
 
 
 def resign(folder: Path, *, recipe: bool = True) -> None:

@@ -29,8 +29,6 @@ from ..model_config import Block, ModelConfig
 from .graph import Graph, RotaryTables, Step, Weight
 
 DOMAIN = "ai.wisparse"
-# Behind a projection's name: the node that adds its mask's output bias.
-ADDED = "/output_bias"
 OPSETS = range(18, 25)  # ReduceMean takes its axes as an input from 18 on; 24 is the newest that was tried
 DTYPES: Mapping[str, int] = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16}
 _GRAPH_DOC = (
@@ -187,9 +185,6 @@ def _project(graph: Graph, step: Step, name: str, masks: Mapping[str, Projection
         threshold = graph.constant(np.float32(mask.threshold), f"{name}.threshold")
         threshold = graph.op("Mul", threshold, step.sparse, name=f"{name}/threshold")
         y = graph.op("SparseLinear", x, weight, scale, threshold, domain=DOMAIN, name=name)
-        if mask.output_bias is not None:
-            added = graph.op("Mul", graph.constant(mask.output_bias.numpy(), f"{name}.output_bias"), step.sparse)
-            y = graph.op("Add", y, step.narrow(added), name=f"{name}{ADDED}")
     else:
         y = graph.op("MatMul", x, weight, name=name)
     return graph.op("Add", y, graph.weight(f"{name}.bias"), name=f"{name}/bias") if bias else y

@@ -77,8 +77,6 @@ class Group:
         scales: (projections, K) float32.
         thresholds: (projections,) float32.
         dense: all thresholds are 0: no channel is ever dropped.
-        masked_bias: (sum(widths),) of the wide type: what `launch_gemv` adds in place of ``bias``, where masks have an
-            output bias of their own; else None.
     """
 
     matrix: Matrix
@@ -87,7 +85,6 @@ class Group:
     scales: Tensor
     thresholds: Tensor
     dense: bool
-    masked_bias: Tensor | None = None
 
     @property
     def in_features(self) -> int:
@@ -352,7 +349,7 @@ def launch_gemv(
         given,
         Weights(
             group.matrix.data,
-            group.bias if group.masked_bias is None else group.masked_bias,
+            group.bias,
             group.scales,
             group.thresholds,
             group.matrix.scales,

@@ -54,10 +54,8 @@ class CpuProjection(MaskedLinear):
         return self.matrix.linear(x, self.bias)
 
     def step_bias(self) -> Tensor | None:
-        """(N,) float32: what a decode step adds, whose position is always masked; None for nothing."""
-        if self.bias is None or self.output_bias is None:
-            return self.output_bias if self.bias is None else self.bias.float()
-        return self.bias.float() + self.output_bias
+        """(N,) float32; None for nothing."""
+        return None if self.bias is None else self.bias.float()
 
 
 def read_matrices(

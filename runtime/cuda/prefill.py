@@ -115,7 +115,7 @@ def _project(group: Group, x: Tensor, first_sparse: int, widened: Tensor | None)
     dense = group.dense or first_sparse >= len(x)
     if dense and matrix.kind == "plain":  # one product for all of them
         y = x @ matrix.data[:, : group.out_features].to(x.dtype)
-        return _with_bias(group, y, first_sparse).split(group.widths, dim=-1)
+        return _with_bias(group, y).split(group.widths, dim=-1)
     outputs = []
     for i in range(len(group.widths)):
         masked = x
@@ -123,7 +123,7 @@ def _project(group: Group, x: Tensor, first_sparse: int, widened: Tensor | None)
             keep = keep_mask(x[first_sparse:], group.scales[i], group.thresholds[i])
             masked = drop_channels(x, keep)
         outputs.append(masked @ _numbers(matrix, i, widened).to(x.dtype))
-    return _with_bias(group, torch.cat(outputs, dim=-1), first_sparse).split(group.widths, dim=-1)
+    return _with_bias(group, torch.cat(outputs, dim=-1)).split(group.widths, dim=-1)
 
 
 def _numbers(matrix: Matrix, index: int, widened: Tensor | None) -> Tensor:
@@ -150,13 +150,8 @@ def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def _with_bias(group: Group, y: Tensor, first_sparse: int) -> Tensor:
-    """The products (T, N) of a group with what is added to dense rows, and to those from ``first_sparse`` on."""
-    if group.masked_bias is None:
-        return y if group.bias is None else y + group.bias
-    dense, sparse = y[:first_sparse], y[first_sparse:]
-    dense = dense if group.bias is None else dense + group.bias
-    return torch.cat((dense, (sparse + group.masked_bias).to(y.dtype)))
+def _with_bias(group: Group, y: Tensor) -> Tensor:
+    return y if group.bias is None else y + group.bias
 
 
 def lower_right() -> Callable[[int, int], Tensor]:
@@ -258,7 +253,7 @@ class _Products:
                 matrix = group.matrix
                 if matrix.kind == "plain":
                     continue
-                dense = replace(group, dense=True, masked_bias=None)
+                dense = replace(group, dense=True)
                 tile = choose_tile(
                     arch, multiprocessors, group.in_features, group.widths, launch_kind(MAX_ROWS, dense=True), MAX_ROWS,
                     dtype, matrix.kind, matrix.group,

@@ -70,10 +70,9 @@ class BlockWeights(BlockFacts[CudaNorm]):
 
 
 class MaskKind(NamedTuple):
-    """What a group's launches depend on: whether a mask drops anything, and whether one adds something."""
+    """What a group's launches depend on: whether a mask drops anything."""
 
     dense: bool
-    biased: bool
 
 
 @dataclass(frozen=True)
@@ -310,21 +309,16 @@ def mask_kinds(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tupl
     for index in range(config.num_blocks):
         for projections, _ in _projections(config, index).values():
             mine = [mask for projection in projections if (mask := masks.get(projection.name)) is not None]
-            kinds.append(MaskKind(not any(mask.threshold for mask in mine), any(_biased(mask) for mask in mine)))
+            kinds.append(MaskKind(not any(mask.threshold for mask in mine)))
     return tuple(kinds)
 
 
 def with_kinds(weights: CudaWeights, kinds: Sequence[MaskKind]) -> CudaWeights:
     """The same weights for masks of these kinds: scales and thresholds are shared, no mask is in force."""
     rest = iter(kinds)
-
-    def of_kind(group: Group, kind: MaskKind) -> Group:
-        none = torch.zeros(group.out_features, dtype=wide_dtype(group.matrix.dtype), device=group.matrix.data.device)
-        return replace(group, dense=kind.dense, masked_bias=none if kind.biased else None)
-
     blocks = []
     for block in weights.blocks:
-        qkv, o, gate_up, down = (of_kind(group, next(rest)) for group in block.groups)
+        qkv, o, gate_up, down = (replace(group, dense=next(rest).dense) for group in block.groups)
         blocks.append(replace(block, qkv=qkv, o=o, gate_up=gate_up, down=down))
     return replace(weights, blocks=blocks)
 
@@ -336,20 +330,9 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
         for group, (projections, copies) in zip(block.groups, _projections(config, index).values(), strict=True):
             group.scales.fill_(1.0)
             thresholds = [0.0] * len(group.widths)
-            if group.masked_bias is not None:
-                group.masked_bias.zero_() if group.bias is None else group.masked_bias.copy_(group.bias)
-            first = 0
             for i, projection in enumerate(projections):
-                last = first + projection.out_features
                 mask = masks.get(projection.name)
                 if mask is not None and mask.sparsity > 0:
                     group.scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(group.scales.device)
                     thresholds[i * copies : (i + 1) * copies] = [float(mask.threshold)] * copies
-                if mask is not None and group.masked_bias is not None and _biased(mask):
-                    group.masked_bias[first:last] += mask.output_bias.to(group.scales.device)  # type: ignore[union-attr]
-                first = last
             group.thresholds.copy_(torch.tensor(thresholds, dtype=torch.float32))
-
-
-def _biased(mask: ProjectionMask) -> bool:
-    return mask.sparsity > 0 and mask.output_bias is not None

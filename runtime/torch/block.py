@@ -40,7 +40,6 @@ class MaskedLinear:
     Attributes:
         channel_scale: (K,) float32, or None for a dense projection.
         threshold: keep a channel if ``|x| * channel_scale`` is at least this.
-        output_bias: (N,) float32, added where the mask is in force; None for nothing.
         kept: () int64 while kept channels are counted, else None.
     """
 
@@ -55,8 +54,6 @@ class MaskedLinear:
         sparse = mask is not None and mask.sparsity > 0
         self.channel_scale = mask.channel_scale.contiguous().to(self._device) if mask is not None and sparse else None
         self.threshold = mask.threshold if mask is not None and sparse else 0.0
-        added = mask.output_bias if mask is not None and sparse else None
-        self.output_bias = None if added is None else added.to(self._device)
 
     @property
     def nbytes(self) -> int:
@@ -74,10 +71,7 @@ class MaskedLinear:
         keep = keep_mask(x[first_sparse:], self.channel_scale, self.threshold)
         if self.kept is not None:
             self.kept += keep.sum()
-        y = self.product(drop_channels(x, keep))
-        if self.output_bias is not None:
-            y[first_sparse:] += self.output_bias
-        return y
+        return self.product(drop_channels(x, keep))
 
 
 def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:

@@ -240,12 +240,6 @@ class WisparseConfig(QuantizationConfig):
         settings = Settings.read(current.additional_config, os.environ, self._bundle.sparsity)
         chosen = self._bundle.at(settings.sparsity)
         self._masks = chosen.masks
-        biased = next((name for name, mask in self._masks.items() if mask.output_bias is not None), None)
-        size = current.parallel_config.tensor_parallel_size
-        if biased is not None and size > 1:
-            raise UsageError(
-                f"tensor_parallel_size: expected 1 for a sparsity level with output biases ({biased} has one), found {size}"
-            )
         graphs = current.compilation_config.cudagraph_capture_sizes or [0]
         self.rows = MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
         if settings.prefill == "dense":

@@ -29,21 +29,12 @@ def channel_major(weight: Tensor) -> Tensor:
     return weight_t[:, :n].t()
 
 
-def mask_tensors(
-    masks: Sequence[ProjectionMask], widths: Sequence[int], channels: slice
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Scales (projections, K) of these channels, thresholds (projections,) and the outputs' biases (sum(widths),) or
-    None, all float32: vLLM builds models with the weights' type as torch's default, to which a threshold would be
-    rounded."""
+def mask_tensors(masks: Sequence[ProjectionMask], channels: slice) -> tuple[Tensor, Tensor]:
+    """Scales (projections, K) of these channels and thresholds (projections,), both float32: vLLM builds models with the
+    weights' type as torch's default, to which a threshold would be rounded."""
     scales = torch.stack([mask.channel_scale[channels] for mask in masks]).float()
     thresholds = torch.tensor([mask.threshold for mask in masks], dtype=torch.float32)
-    if all(mask.output_bias is None for mask in masks):
-        return scales, thresholds, None
-    biases = [
-        torch.zeros(width, dtype=torch.float32) if mask.output_bias is None else mask.output_bias.float()
-        for mask, width in zip(masks, widths, strict=True)
-    ]
-    return scales, thresholds, torch.cat(biases)
+    return scales, thresholds
 
 
 @dataclass(frozen=True)

@@ -73,10 +73,9 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         layer.weight.data = channel_major(layer.weight.data)
         # A layer split along its inputs has a slice of them here.
         first = layer.tp_rank * self._in_features if len(self._masks[0].channel_scale) != self._in_features else 0
-        scales, thresholds, added = mask_tensors(self._masks, self._widths, slice(first, first + self._in_features))
+        scales, thresholds = mask_tensors(self._masks, slice(first, first + self._in_features))
         layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
         layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
-        layer.register_buffer("wisparse_output_bias", None if added is None else added.to(device), persistent=False)
         layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
         reserve(
             Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths),
@@ -91,5 +90,5 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
             x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)
         return torch.ops.wisparse.masked_linear(
             x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,
-            self._widths, layer.wisparse_output_bias, ready,
+            self._widths, ready,
         )  # fmt: skip

@@ -50,7 +50,6 @@ def masked_linear(
     thresholds: Tensor,
     masked: Tensor,
     widths: list[int],
-    output_bias: Tensor | None = None,
     ready: bool = False,
 ) -> Tensor:
     """Projections that read the same input, over the channels that each row keeps; ``wisparse::masked_linear``.
@@ -63,7 +62,6 @@ def masked_linear(
         thresholds: (projections,) float32.
         masked: (rows or more,) float32, 1 for a row that is masked, 0 for one that keeps all its channels.
         widths: outputs of each projection.
-        output_bias: (N,) float32, added to the rows that are masked; None for nothing.
         ready: x comes from `mask_ahead`.
 
     Returns:
@@ -90,8 +88,6 @@ def masked_linear(
         y = masked_inputs(rows, layer, masked)
     else:
         y = in_torch(rows, layer, masked)
-    if output_bias is not None:
-        y = (y + masked[:, None] * output_bias).to(y.dtype)
     return y.reshape(*x.shape[:-1], weight.shape[0])
 
 

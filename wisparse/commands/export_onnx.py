@@ -19,7 +19,7 @@ from wisparse.formats.folder import check_target
 from wisparse.formats.guard import text
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.onnx.export import ADDED, DOMAIN, MODEL, RotaryTables
+from wisparse.formats.onnx.export import DOMAIN, MODEL, RotaryTables
 from wisparse.kernels.reference import keep_mask, scores
 from wisparse.runtime.decoding.rotary import attention_scaling, inverse_frequencies, switch_length
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -173,14 +173,11 @@ def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDec
     """
     import onnx
 
-    # The same model with every sparse node's input and output among its outputs, the latter with the mask's output bias
-    # where there is one; the weights stay where they are.
+    # The same model with every sparse node's input and output among its outputs; the weights stay where they are.
     model = onnx.load(str(folder / MODEL), load_external_data=False)
     nodes = [node for node in model.graph.node if node.domain == DOMAIN]
     kind = model.graph.input[-1].type.tensor_type.elem_type
-    biased = {node.name.removesuffix(ADDED): node for node in model.graph.node if node.name.endswith(ADDED)}
-    ends = {node.name: biased.get(node.name, node).output[0] for node in nodes}
-    for name in dict.fromkeys(value for node in nodes for value in (node.input[0], ends[node.name])):
+    for name in dict.fromkeys(value for node in nodes for value in (node.input[0], node.output[0])):
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     probe = folder / PROBE
     onnx.save(model, str(probe))
@@ -195,11 +192,9 @@ def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDec
         weight = bundle.checkpoint.tensor(f"{node.name}.weight").to(x.dtype).double()
         kept = torch.where(keep_mask(x, mask.channel_scale, mask.threshold), x, x.new_zeros(()))
         expected = weight @ kept.double()
-        if mask.output_bias is not None:
-            expected += mask.output_bias
         close = (scores(x, mask.channel_scale) - mask.threshold).abs() <= _ROUNDING[dtype] * mask.threshold
         undecided = weight[:, close].abs() @ x[close].double().abs()
-        difference = (torch.from_numpy(values[ends[node.name]]).flatten().double() - expected).abs() - undecided
+        difference = (torch.from_numpy(values[node.output[0]]).flatten().double() - expected).abs() - undecided
         # A projection whose channels are all dropped gives exactly nothing.
         errors.append(float(difference.max() / expected.abs().max().clamp(min=1e-30)))
     return float(np.max(errors))  # unlike max(), it lets a NaN win
