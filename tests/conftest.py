@@ -30,6 +30,16 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED_MODELS = ROOT.parent / "shared" / "models"
 
 
+# Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
+_LONG = ("test_kernels_triton", "test_every_family", "test_converter_pipeline", "test_readme", "test_packaging")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long files first (pytest-xdist hands out whole files in this order)."""
+    rank = {name: place for place, name in enumerate(_LONG)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(_LONG)))
+
+
 @pytest.fixture(autouse=True)
 def _own_logging() -> Iterator[None]:
     """Undo what a command did to the project's logger: -q in one test must not silence the next one's warnings."""

@@ -112,9 +112,15 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_pages_of_the_api_and_of_requirements_are_up_to_date() -> None:
-    for command in (["docs/make_api.py", "--check"], ["benchmarks/requirements.py"]):
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        done = subprocess.run([sys.executable, *command], cwd=ROOT, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+def test_the_requirements_page_is_up_to_date() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "benchmarks/requirements.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
+
+
+def test_the_readme_stays_short() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("\n") <= 160
+    assert len(text.split()) <= 1300
