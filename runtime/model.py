@@ -8,7 +8,8 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Unpack, overload
 
@@ -18,9 +19,11 @@ from wisparse.formats.weight_types import sparse_from
 
 from .decoding.decoder import Decoder
 from .decoding.sampling import SamplingParams
-from .generation.engine import Engine, Generation, Piece, Ticket
+from .generation.engine import Engine
 from .generation.grammar import Grammars
-from .generation.scheduler import Request, Tally
+from .generation.logits import Constraint
+from .generation.request import Chunk, Generation, Request
+from .generation.scheduler import Stats
 from .generation.settings import GenerationArguments, GenerationSettings, spelled_out
 from .text.text import Message, Prompt, Text, as_prompts, stop_ids
 
@@ -32,15 +35,13 @@ class Model:
     """A bundle on a device; make one with ``wisparse.load``.
 
     Calls from several threads are decoded together, ``max_batch`` answers at a time; each gets the tokens that it gets
-    alone. A stream that is left unfinished keeps its place among them until it is closed (``stream.close()``, or its
-    last reference goes) or the others have moved it to its end.
-
-    A prompt that begins like one that the cache still holds is read from where they part.
+    alone. A stream that is left unfinished keeps its slot until it is closed (``stream.close()``, or its last reference
+    goes) or other calls have decoded it to its end. A prompt's prefix that the KV cache still holds is not computed
+    again.
 
     Attributes:
-        config: the model's dimensions.
-        decoder: what runs it, on token ids. Whoever uses it directly does so through ``engine.call`` and
-            ``engine.forget_prefixes``, or does not use the calls below.
+        decoder: runs the model on token ids. Use it directly only through ``engine.call``, followed by
+            ``engine.scheduler.start_over``.
         engine: what all calls below go through.
         text: tokenizer and chat template; None if the bundle has no tokenizer.
         stop_ids: the tokens that end an answer.
@@ -92,11 +93,12 @@ class Model:
 
     @property
     def sparsity(self) -> float:
-        """Of the sparsity level that answers are decoded at, one of ``bundle.sparsity levels``; 0 for the dense model. Setting it takes
-        milliseconds and loads nothing. A server's requests may each name another one.
+        """The sparsity level that answers are decoded at, one of the bundle's; 0 for the dense model.
+
+        Setting it takes milliseconds and loads nothing. A server's requests may each name another level.
 
         Raises:
-            UsageError: set to a sparsity level that the bundle lacks, or while an answer is in progress.
+            UsageError: set to a level that the bundle lacks, or while an answer is in progress.
         """
         return self.bundle.sparsity
 
@@ -105,19 +107,21 @@ class Model:
         bundle = self.bundle.at(sparsity)
 
         def switch() -> None:
-            if self.engine.state.running:
+            state = self.engine.state
+            if state.running or state.waiting:
                 raise UsageError(
                     f"sparsity: an answer is in progress at {self.sparsity:g}; wait for its end or close() the stream, "
                     f"then set {bundle.sparsity:g}"
                 )
-            self.engine.set_sparsity(bundle.sparsity)
+            self.engine.scheduler.default_sparsity = bundle.sparsity
+            self.engine.restore_sparsity()
             self.bundle = bundle
 
         self.engine.call(switch)
 
     @property
     def max_seq_len(self) -> int:
-        """Tokens that prompt and answer may have together (the answer's last one needs no place)."""
+        """Tokens that prompt and answer may have together; the answer's last one takes no position."""
         return self.decoder.max_seq_len
 
     @overload
@@ -138,9 +142,8 @@ class Model:
                 a tensor of integers), or a list of any one of these.
             max_new_tokens: at most so many; None until the context is full.
             temperature, top_k, top_p, min_p, seed, repetition_penalty, frequency_penalty, presence_penalty,
-                logit_bias, logprobs: see :class:`SamplingParams`; temperature 0 is greedy. A seed that
-                is given holds for each prompt of a list, which so gets the answer it gets alone; without one each gets
-                a fresh seed of its own, to be found in its :class:`Generation`.
+                logit_bias, logprobs: see :class:`SamplingParams`; temperature 0 is greedy. A given seed holds for
+                each prompt of a list; without one each gets a fresh seed, told in its :class:`Generation`.
             json_schema: the answer is JSON that this schema describes, a mapping or its text; ``{}`` is any JSON.
                 ``max_new_tokens`` may still cut it off. Needs ``pip install 'wisparse[serve]'``.
             grammar: the answer is what this grammar describes, written as llguidance's Lark or llama.cpp's GBNF.
@@ -160,106 +163,99 @@ class Model:
             UsageError: another argument out of range.
         """
         prompts, single = as_prompts(prompt)
-        plan = self._plan(prompts, GenerationSettings(**settings))
-        answers: dict[int, Generation] = dict(self._answers(plan))
-        # All of them together: what was counted when the last one ended.
+        answers = dict(self.generate_each(prompts, **settings))
+        # Measured for all together: what was counted when the last one ended.
         total = list(answers.values())[-1].realised_sparsity
         ordered = [replace(answers[index], realised_sparsity=total) for index in range(len(answers))]
         return ordered[0] if single else ordered
 
     def generate_each(
-        self, prompts: Sequence[Prompt], *, tally: Tally | None = None, **settings: Unpack[GenerationArguments]
+        self, prompts: Sequence[Prompt], *, stats: Stats | None = None, **settings: Unpack[GenerationArguments]
     ) -> Generator[tuple[int, Generation], None, None]:
-        """Answer many prompts, as many at a time as there are slots: gives each one's index and answer as it ends.
+        """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends.
 
         Arguments are checked at once, the model starts at the first ``next``.
 
         Args:
             prompts: as for :meth:`generate`.
-            tally: what the steps gave and took is added to it in the end.
+            stats: decoded tokens and their time are added to it in the end.
             settings: as for :meth:`generate`.
         """
-        return self._answers(self._plan(prompts, GenerationSettings(**settings)), tally)
+        requests = self._requests(prompts, settings)
 
-    def _answers(self, plan: _Plan, tally: Tally | None = None) -> Generator[tuple[int, Generation], None, None]:
-        """Every prompt's index and answer, as it ends."""
-        ended: deque[tuple[int, Piece | WisparseError]] = deque()
-        before = self.engine.tally
-        with self._under_way(plan) as submit:
-            tickets = [
-                submit(index, lambda item, index=index: ended.append((index, item)), pieces=False)
-                for index in range(len(plan.requests))
-            ]
-            for _ in tickets:
-                self.engine.drive(ended.__len__)
-                index, last = ended.popleft()
-                yield index, _whole(tickets[index], last)
-        if tally is not None:
-            after = self.engine.tally
-            tally.tokens += after.tokens - before.tokens
-            tally.seconds += after.seconds - before.seconds
+        def answers() -> Generator[tuple[int, Generation], None, None]:
+            ended: deque[tuple[int, Chunk | WisparseError]] = deque()
+            before = replace(self.engine.scheduler.stats)
+            with self._submitted(requests, lambda index, item: ended.append((index, item)), final_only=True):
+                for _ in requests:
+                    self.engine.drive(ended.__len__)
+                    index, item = ended.popleft()
+                    generation = _checked(requests[index], item).generation
+                    assert generation is not None  # the last chunk has it
+                    yield index, generation
+            if stats is not None:
+                after = self.engine.scheduler.stats
+                stats.tokens += after.tokens - before.tokens
+                stats.seconds += after.seconds - before.seconds
 
-    def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Piece, None, None]:
-        """Answer piece by piece as tokens come; arguments as for :meth:`generate`, one prompt only.
+        return answers()
+
+    def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Chunk, None, None]:
+        """Answer token by token; arguments as for :meth:`generate`, one prompt only.
 
         Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
         """
-        return _one_by_one(self.stream_together(prompt, **settings))
+        stream = self.stream_together(prompt, **settings)
+
+        def chunks() -> Generator[Chunk, None, None]:
+            with contextlib.closing(stream):
+                for together in stream:
+                    yield from together
+
+        return chunks()
 
     def stream_together(
         self, prompt: Prompt, **settings: Unpack[GenerationArguments]
-    ) -> Generator[list[Piece], None, None]:
-        """:meth:`stream`, with the pieces that are there at once in one list: for what is shown or sent, which costs
-        as much for one token as for many.
-        """
-        prompts, single = as_prompts(prompt)
-        if not single:
-            raise UsageError("stream takes one prompt; use generate for a list of them")
-        return self._pieces(self._plan(prompts, GenerationSettings(**settings)))
+    ) -> Generator[list[Chunk], None, None]:
+        """:meth:`stream`, with the chunks that are there at once in one list: printing a list costs as little as
+        printing one chunk."""
+        (request,) = requests = self._requests(_one_prompt("stream", prompt), settings)
 
-    def _pieces(self, plan: _Plan) -> Generator[list[Piece], None, None]:
-        came: deque[Piece | WisparseError] = deque()
-        with self._under_way(plan) as submit:
-            ticket = submit(0, came.append)
-            together: list[Piece] = []
-            while not together or together[-1].finish_reason is None:
-                if not came:
+        def lists() -> Generator[list[Chunk], None, None]:
+            came: deque[Chunk | WisparseError] = deque()
+            with self._submitted(requests, lambda _, item: came.append(item)):
+                together: list[Chunk] = []
+                while not together or together[-1].finish_reason is None:
                     self.engine.drive(came.__len__)
-                together = [_good(ticket, came.popleft())]
-                while came and isinstance(came[0], Piece):
-                    together.append(came.popleft())  # type: ignore[arg-type]
-                yield together
+                    together = [_checked(request, came.popleft())]
+                    while came and isinstance(came[0], Chunk):
+                        together.append(came.popleft())  # type: ignore[arg-type]
+                    yield together
 
-    def astream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> AsyncGenerator[Piece, None]:
-        """:meth:`stream` for ``async for``: the event loop stays free, a thread runs the steps meanwhile."""
-        prompts, single = as_prompts(prompt)
-        if not single:
-            raise UsageError("astream takes one prompt; use generate for a list of them")
-        return self._pieces_to_come(self._plan(prompts, GenerationSettings(**settings)))
+        return lists()
 
-    async def _pieces_to_come(self, plan: _Plan) -> AsyncGenerator[Piece, None]:
-        came: deque[Piece | WisparseError] = deque()
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+    def astream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> AsyncGenerator[Chunk, None]:
+        """:meth:`stream` for ``async for``: a thread runs the steps, the event loop stays free."""
+        (request,) = requests = self._requests(_one_prompt("astream", prompt), settings)
 
-        def deliver(item: Piece | WisparseError) -> None:
-            came.append(item)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
-                loop.call_soon_threadsafe(woken.set)
+        async def chunks() -> AsyncGenerator[Chunk, None]:
+            came: asyncio.Queue[Chunk | WisparseError] = asyncio.Queue()
+            loop = asyncio.get_running_loop()
 
-        with self._under_way(plan) as submit:
-            ticket = submit(0, deliver)
-            threading.Thread(
-                target=self.engine.drive, args=(lambda: ticket.done,), name="wisparse-stream", daemon=True
-            ).start()
-            reason = None
-            while reason is None:
-                while not came:
-                    woken.clear()
-                    if not came:
-                        await woken.wait()
-                piece = _good(ticket, came.popleft())
-                reason = piece.finish_reason
-                yield piece
+            def deliver(_: int, item: Chunk | WisparseError) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is there to read it
+                    loop.call_soon_threadsafe(came.put_nowait, item)
+
+            with self._submitted(requests, deliver):
+                drive = partial(self.engine.drive, lambda: request.done)
+                threading.Thread(target=drive, name="wisparse-stream", daemon=True).start()
+                reason = None
+                while reason is None:
+                    chunk = _checked(request, await came.get())
+                    reason = chunk.finish_reason
+                    yield chunk
+
+        return chunks()
 
     def close(self) -> None:
         """Give the memory back; the model cannot be used any more. What other threads wait for ends with an error."""
@@ -273,61 +269,82 @@ class Model:
     ) -> None:
         self.close()
 
-    def _plan(self, prompts: Sequence[Prompt], settings: GenerationSettings) -> _Plan:
-        """Tokenise; the model is not touched."""
-        most, sampling, stops = settings.max_new_tokens, settings.sampling, settings.stop_texts
-        prefill, rule = settings.prefill or self.prefill, settings.rule
-        requests = []
-        for prompt in prompts:
-            token_ids = self._encode(prompt, settings.system_prompt, settings.chat_template)
-            request, texts = self.request(token_ids, most, sampling, stops, prefill)
-            if rule is not None:
-                request = replace(request, constraint=self.grammars.begin(rule))
-            requests.append((request, texts))
-            self.engine.check(requests[-1][0])
-        return _Plan(requests, settings.measure_sparsity)
-
     def request(
         self,
-        token_ids: Sequence[int],
-        max_new_tokens: int | None,
-        sampling: SamplingParams,
-        stops: Sequence[str],
-        prefill: str,
+        prompt_token_ids: Sequence[int],
+        *,
+        max_new_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[str] = (),
+        prefill: str | None = None,
         sparsity: float | None = None,
-    ) -> tuple[Request, list[str]]:
-        """What a scheduler takes for a prompt, and those of the stop strings that only the text can show.
+        constraint: Constraint | None = None,
+        score_prompt: bool = False,
+        visible_special_tokens: frozenset[int] = frozenset(),
+        measure_sparsity: bool = False,
+    ) -> Request:
+        """A validated request for ``engine.submit``; see :class:`Request`.
 
-        A stop string that is a special token's name is a token to stop at.
+        A stop string that is a special token's name becomes a stop token.
         """
-        special = [one for one in stops if self.text is not None and self.text.is_special(one)]
+        special = [one for one in stop if self.text is not None and self.text.is_special(one)]
         tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
-        ends = self.stop_ids | {token for token in tokens if token is not None}
-        request = Request(token_ids, max_new_tokens, sampling, ends, prefill, sparsity=sparsity)
-        return request, [one for one in stops if one not in special]
+        request = Request(
+            prompt_token_ids,
+            max_new_tokens,
+            SamplingParams() if sampling is None else sampling,
+            stop=[one for one in stop if one not in special],
+            stop_token_ids=self.stop_ids | {token for token in tokens if token is not None},
+            prefill=prefill or self.prefill,
+            sparsity=sparsity,
+            constraint=constraint,
+            score_prompt=score_prompt,
+            visible_special_tokens=visible_special_tokens,
+            measure_sparsity=measure_sparsity,
+        )
+        self.engine.validate(request)
+        return request
+
+    def _requests(self, prompts: Sequence[Prompt], arguments: GenerationArguments) -> list[Request]:
+        """Check and tokenise; the decoder is not used."""
+        settings = GenerationSettings(**arguments)
+        grammar = settings.parsed_grammar
+        return [
+            self.request(
+                self._encode(prompt, settings.system_prompt, settings.chat_template),
+                max_new_tokens=settings.max_new_tokens,
+                sampling=settings,
+                stop=settings.stop_texts,
+                prefill=settings.prefill,
+                constraint=None if grammar is None else self.grammars.begin(grammar),
+                measure_sparsity=settings.measure_sparsity,
+            )
+            for prompt in prompts
+        ]
 
     @contextmanager
-    def _under_way(self, plan: _Plan) -> Iterator[Callable[..., Ticket]]:
-        """Gives what submits a request of the plan by its index; what has not ended is taken back in the end."""
-        tickets = []
-
-        def submit(index: int, deliver: Callable[[Piece | WisparseError], None], **how: bool) -> Ticket:
-            request, stops = plan.requests[index]
-            tickets.append(self.engine.submit(request, stops, deliver, measure=plan.measure, **how))
-            return tickets[-1]
-
-        if plan.measure:
+    def _submitted(
+        self,
+        requests: Sequence[Request],
+        deliver: Callable[[int, Chunk | WisparseError], None],
+        *,
+        final_only: bool = False,
+    ) -> Iterator[None]:
+        """Submit requests, each delivering its index and chunks; those that are not done in the end are cancelled."""
+        measure = any(request.measure_sparsity for request in requests)
+        if measure:
             self.engine.start_measuring()
         try:
-            yield submit
+            for index, request in enumerate(requests):
+                self.engine.submit(request, partial(deliver, index), final_only=final_only)
+            yield
         finally:
-            for ticket in tickets:
-                self.engine.cancel(ticket)
-            if plan.measure:
+            for request in requests:
+                self.engine.cancel(request)
+            if measure:
                 self.engine.stop_measuring()
 
     def _encode(self, prompt: Prompt, system_prompt: str | None, chat_template: bool | None) -> list[int]:
-        """A prompt's token ids."""
         if not isinstance(prompt, str) and isinstance(prompt[0], int):
             if system_prompt is not None or chat_template:
                 raise UsageError(
@@ -347,28 +364,15 @@ class Model:
         return tokenizer.encode(tokenizer.render(messages), add_special_tokens=False, most=self.max_seq_len)
 
 
-@dataclass(frozen=True)
-class _Plan:
-    """Requests, checked and tokenised, each with the stop strings that only its text can show."""
-
-    requests: Sequence[tuple[Request, list[str]]]
-    measure: bool
-
-
-def _one_by_one(stream: Generator[list[Piece], None, None]) -> Generator[Piece, None, None]:
-    with contextlib.closing(stream):
-        for together in stream:
-            yield from together
+def _one_prompt(verb: str, prompt: Prompt) -> list[Prompt]:
+    prompts, single = as_prompts(prompt)
+    if not single:
+        raise UsageError(f"{verb} takes one prompt; use generate for a list of them")
+    return prompts
 
 
-def _good(ticket: Ticket, item: Piece | WisparseError) -> Piece:
-    """A piece, or what ended the request is raised."""
+def _checked(request: Request, item: Chunk | WisparseError) -> Chunk:
+    """The chunk, unless it is what ended the request: that is raised."""
     if isinstance(item, WisparseError):
-        raise ticket.failure or item
+        raise request.error or item
     return item
-
-
-def _whole(ticket: Ticket, last: Piece | WisparseError) -> Generation:
-    generation = _good(ticket, last).generation
-    assert generation is not None  # the last piece has it
-    return generation

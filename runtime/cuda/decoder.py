@@ -130,16 +130,25 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def prefill(
-        self, slot: int, token_ids: Tensor, sparse_from: int, *, start: int = 0, stop: int | None = None
+        self,
+        slot: int,
+        token_ids: Tensor,
+        sparse_from: int,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._forget_ahead()
         self._cache.begin(slot, start)
-        dense = stop <= sparse_from <= len(token_ids)
+        dense = stop <= sparse_from <= len(token_ids) and on_logits is None
         short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
         last = torch.empty(0, device=self.device)  # a prompt has at least one piece
         if short is None:
             for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
+                if on_logits is not None:
+                    on_logits(self._logits(hidden))
                 last = hidden[-1:]
         self._cache.lengths[slot] = stop
         self._positions[slot : slot + 1].fill_(stop)

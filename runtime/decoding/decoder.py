@@ -87,7 +87,14 @@ class Decoder(Protocol):
         ...
 
     def prefill(
-        self, slot: int, token_ids: Tensor, sparse_from: int, *, start: int = 0, stop: int | None = None
+        self,
+        slot: int,
+        token_ids: Tensor,
+        sparse_from: int,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         """Read a prompt into a slot, or a part of it; what the slot held from ``start`` on is forgotten.
 
@@ -104,6 +111,7 @@ class Decoder(Protocol):
             start: positions before it stand in the slot already: read from the same tokens, with the same positions
                 sparse and (``longrope``) the same factors. Below ``stop``.
             stop: positions from it on are left for later calls; None for T.
+            on_logits: called with the logits (n, V) of all positions read, chunk by chunk, in order.
 
         Returns:
             (V,) float32 on ``device``: logits of the last position read. Valid until the decoder's next call.

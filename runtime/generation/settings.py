@@ -1,4 +1,4 @@
-"""Everything that generating can be told, checked when it is told; and the same names for a type checker."""
+"""The options of generation, checked when they are given, and the same names for a type checker."""
 
 from __future__ import annotations
 
@@ -20,12 +20,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationSettings(SamplingParams):
-    """How prompts are continued: how tokens are chosen, and the rest; the fields are described at ``Model.generate``,
-    whose keyword arguments they are.
-
-    Raises:
-        UsageError: a value out of range.
-    """
+    """How prompts are continued: the keyword arguments of ``Model.generate``, described there."""
 
     max_new_tokens: int | None = 256
     json_schema: Mapping[str, Any] | str | None = None
@@ -38,8 +33,8 @@ class GenerationSettings(SamplingParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _ = self.stop_texts, self.rule  # which check what they are made from
-        if self.max_new_tokens is not None:  # as Python's own number, whoever's it was
+        _ = self.stop_texts, self.parsed_grammar  # which check what they are made from
+        if self.max_new_tokens is not None:  # numpy's integers become Python's
             object.__setattr__(self, "max_new_tokens", guard.integer("max_new_tokens", self.max_new_tokens, 1))
         if self.system_prompt is not None:
             guard.text("system_prompt", self.system_prompt)
@@ -50,13 +45,7 @@ class GenerationSettings(SamplingParams):
         guard.switch("measure_sparsity", self.measure_sparsity)
 
     @property
-    def sampling(self) -> SamplingParams:
-        """How the next token is chosen, and nothing else."""
-        return SamplingParams(**{field.name: getattr(self, field.name) for field in fields(SamplingParams)})
-
-    @property
-    def rule(self) -> Grammar | None:
-        """What the answer has to be."""
+    def parsed_grammar(self) -> Grammar | None:
         if self.json_schema is not None and self.grammar is not None:
             raise UsageError("grammar: expected none beside json_schema, found both")
         if self.json_schema is not None:
@@ -65,12 +54,11 @@ class GenerationSettings(SamplingParams):
 
     @property
     def stop_texts(self) -> list[str]:
-        """The texts before which an answer ends."""
         return stop_texts(self.stop)
 
 
 class GenerationArguments(TypedDict, total=False):
-    """The fields of :class:`GenerationSettings`: what a type checker holds ``**settings`` to."""
+    """The fields of :class:`GenerationSettings`, for ``Unpack``."""
 
     max_new_tokens: int | None
     temperature: float
@@ -93,7 +81,7 @@ class GenerationArguments(TypedDict, total=False):
 
 
 def spelled_out(function: F) -> F:
-    """Show ``**settings`` with the fields' names and defaults in ``help``, and to whoever asks for the signature."""
+    """Give a function that takes ``**settings`` a signature with the fields' names and defaults."""
     signature = inspect.signature(function)
     keywords = [
         inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=field.type)

@@ -7,7 +7,7 @@ the other: a sequence then meets the same matrix shapes, and so gives the same b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -93,11 +93,20 @@ class TorchDecoder(Decoder):
 
     @torch.inference_mode()
     def prefill(
-        self, slot: int, token_ids: Tensor, sparse_from: int, *, start: int = 0, stop: int | None = None
+        self,
+        slot: int,
+        token_ids: Tensor,
+        sparse_from: int,
+        *,
+        start: int = 0,
+        stop: int | None = None,
+        on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
         stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._cache.begin(slot, start)
         for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
+            if on_logits is not None:
+                on_logits(self._logits(hidden))
             last = hidden[-1:]
         self._cache.lengths[slot] = stop
         return self._logits(last)[0]

@@ -1,0 +1,109 @@
+"""Changes to a sequence's logits before sampling, and log-probabilities.
+
+    logits -> repetition penalty -> frequency and presence penalties -> bias -> grammar -> sampling.sample
+
+A request that asks for none of this is sampled by its decoder's own step, which may run on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..decoding.sampling import SamplingParams
+
+# Positions of a prompt scored together: their log-probabilities need as much memory as their logits.
+_SCORE_CHUNK = 64
+
+
+class Constraint(Protocol):
+    """What one answer may be: a grammar, at the place that the answer has reached."""
+
+    def mask(self, logits: Tensor) -> None:
+        """Set the logits (V,) float32 of what may not come next to minus infinity, in place."""
+
+    def take(self, token: int) -> None:
+        """Advance by an allowed token."""
+
+
+@dataclass(frozen=True)
+class TokenScore:
+    """A token's log-probability, and the most probable tokens in its place with theirs, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class LogitsProcessor:
+    """Penalties, bias and grammar of one sequence."""
+
+    def __init__(self, sampling: SamplingParams, prompt: Sequence[int], constraint: Constraint | None = None) -> None:
+        self.sampling = sampling
+        self._constraint = constraint
+        self._prompt = prompt
+        self._counts: Tensor | None = None  # (V,) float32: how often the answer holds each token
+        self._seen: Tensor | None = None  # (V,) bool: tokens of prompt and answer
+        self._new: list[int] = []  # not counted yet
+        self._bias: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether logits change before a token is sampled."""
+        return self._constraint is not None or self.sampling.adjusts
+
+    def process(self, logits: Tensor) -> None:
+        """Change a row of logits (V,) float32 in place."""
+        sampling, device = self.sampling, logits.device
+        if sampling.repetition_penalty != 1.0 or sampling.frequency_penalty or sampling.presence_penalty:
+            if self._counts is None or self._seen is None:
+                self._counts = torch.zeros(len(logits), device=device)
+                self._seen = torch.zeros(len(logits), dtype=torch.bool, device=device)
+                self._seen[torch.tensor(self._prompt, dtype=torch.int64, device=device)] = True
+            for token in self._new:
+                self._counts[token] += 1
+                self._seen[token] = True
+            self._new.clear()
+            if (penalty := sampling.repetition_penalty) != 1.0:
+                penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+                logits.copy_(torch.where(self._seen, penalised, logits))
+            logits -= self._counts * sampling.frequency_penalty + (self._counts > 0) * sampling.presence_penalty
+        if sampling.logit_bias is not None:
+            if self._bias is None:
+                ids, values = list(sampling.logit_bias), list(sampling.logit_bias.values())
+                self._bias = torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device)
+            logits[self._bias[0]] += self._bias[1]
+        if self._constraint is not None:
+            self._constraint.mask(logits)
+
+    def take(self, token: int) -> None:
+        """The sequence continues with this token."""
+        self._new.append(token)
+        if self._constraint is not None:
+            self._constraint.take(token)
+
+
+def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenScore]:
+    """The log-probability of each token, and the ``count`` most probable tokens in its place.
+
+    Args:
+        logits: (T, V) float32.
+        token_ids: T of them.
+        count: 0 for none.
+    """
+    scores: list[TokenScore] = []
+    for start in range(0, len(token_ids), _SCORE_CHUNK):
+        tokens = token_ids[start : start + _SCORE_CHUNK]
+        log_probs = logits[start : start + len(tokens)].float().log_softmax(dim=-1)
+        own = log_probs.gather(1, torch.tensor(tokens, device=logits.device)[:, None])[:, 0].tolist()
+        top = log_probs.topk(min(count, log_probs.shape[1]), dim=-1)
+        tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        scores += [
+            TokenScore(token, logprob, tuple(zip(ids, values, strict=True)))
+            for token, logprob, (ids, values) in zip(tokens, own, tops, strict=True)
+        ]
+    return scores

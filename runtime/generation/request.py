@@ -1,0 +1,199 @@
+"""One request on its way through the engine, and what it delivers.
+
+A request is made and validated by ``Model.request``; from ``Engine.submit`` on it belongs to the thread that runs the
+steps, until its last chunk has been delivered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+
+from wisparse.formats.errors import WisparseError
+
+from ..decoding.decoder import peak_bytes
+from ..decoding.sampling import SamplingParams
+from ..text.tokenizer import Detokenizer, StopStrings
+from .logits import Constraint, LogitsProcessor, TokenScore
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished answer.
+
+    Attributes:
+        text: the answer without special tokens and without the stop string.
+        token_ids: all generated ids, those of a stop token or stop string included.
+        finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens``, or the context is full).
+        seed: repeats a sampled answer; None for a greedy one.
+        prompt_tokens: length of the prompt.
+        prompt_seconds: wall time from the first prefill chunk to the first token.
+        generation_seconds: wall time from the first token to the last, the time a stream's reader takes included; 0 for
+            a single token. Compilation and graph capture come before the prompt and are not counted.
+        peak_memory_bytes: the most memory used so far: on a GPU the device's, else this process's.
+        realised_sparsity: share of the projections' weights not needed at the sparse positions; None unless asked for.
+            In a batch it is that of all answers together.
+        scores: log-probabilities of ``token_ids``; None unless ``logprobs`` asks for them.
+        prompt_scores: those of the prompt's tokens but the first; None unless a request asks for them.
+        cached_tokens: prompt tokens that the KV cache held already.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    seed: int | None
+    prompt_tokens: int
+    prompt_seconds: float
+    generation_seconds: float
+    peak_memory_bytes: int
+    realised_sparsity: float | None = None
+    scores: tuple[TokenScore, ...] | None = None
+    prompt_scores: tuple[TokenScore, ...] | None = None
+    cached_tokens: int = 0
+
+    @property
+    def prompt_tok_per_s(self) -> float:
+        """Prompt tokens prefilled per second; cached ones are not counted."""
+        return (self.prompt_tokens - self.cached_tokens) / self.prompt_seconds if self.prompt_seconds else 0.0
+
+    @property
+    def generation_tok_per_s(self) -> float:
+        """Tokens decoded per second; the first comes from the prefill and is not counted. 0 for a single token."""
+        return (len(self.token_ids) - 1) / self.generation_seconds if self.generation_seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """What one token adds to a streamed answer.
+
+    Attributes:
+        text: whole characters, maybe none: an incomplete character or a possible start of a stop string is held back.
+        token_id: the token.
+        finish_reason: set on the last chunk, as in ``Generation``.
+        generation: the whole answer, on the last chunk.
+        score: log-probability of the token; None unless ``logprobs`` asks for it.
+        prompt_scores: on the first chunk, those of the prompt's tokens but the first; None unless asked for.
+    """
+
+    text: str
+    token_id: int
+    finish_reason: str | None = None
+    generation: Generation | None = None
+    score: TokenScore | None = None
+    prompt_scores: Sequence[TokenScore] | None = None
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"  # it has a slot of the decoder
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt, how to continue it, and its state.
+
+    Attributes:
+        prompt_token_ids: at least one.
+        max_new_tokens: None until the context is full.
+        sampling: its seed is resolved when the scheduler queues the request.
+        stop: texts before which the answer ends.
+        stop_token_ids: a token of these ends the answer, and is its last.
+        prefill: one of ``PREFILL_POLICIES``.
+        sparsity: the level to decode at, 0 for the dense model; None: the scheduler's default, resolved when queued.
+        constraint: what the answer may be, for this request alone.
+        score_prompt: give the prompt tokens' log-probabilities too; needs ``sampling.logprobs``.
+        visible_special_tokens: special tokens that are part of the answer's text.
+        measure_sparsity: give the realised sparsity with the answer; the engine has to be measuring.
+
+        status: set by the scheduler.
+        finish_reason: None while under way; ``stop``, ``length``, ``cancelled`` or ``error``.
+        error: what ended the request, as it was raised.
+        done: nothing more will be delivered.
+        cached_tokens: prompt tokens that a slot held already.
+        num_computed_tokens: positions of the sequence (prompt and output) that its slot holds during prefill.
+    """
+
+    prompt_token_ids: Sequence[int]
+    max_new_tokens: int | None = None
+    sampling: SamplingParams = field(default_factory=SamplingParams)
+    stop: Sequence[str] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    prefill: str = "dense"
+    sparsity: float | None = None
+    constraint: Constraint | None = None
+    score_prompt: bool = False
+    visible_special_tokens: frozenset[int] = frozenset()
+    measure_sparsity: bool = False
+
+    status: Status = field(default=Status.WAITING, init=False)
+    finish_reason: str | None = field(default=None, init=False)
+    error: Exception | None = field(default=None, init=False)
+    done: bool = field(default=False, init=False)
+    output_token_ids: list[int] = field(default_factory=list, init=False)
+    scores: list[TokenScore] = field(default_factory=list, init=False)
+    prompt_scores: list[TokenScore] | None = field(default=None, init=False)
+    cached_tokens: int = field(default=0, init=False)
+    num_computed_tokens: int = field(default=0, init=False)
+    prefill_started: float = field(default=0.0, init=False)
+    first_token_time: float = field(default=0.0, init=False)
+    last_token_time: float = field(default=0.0, init=False)
+    processor: LogitsProcessor = field(init=False, repr=False)  # by the scheduler
+
+    deliver: Callable[[Chunk | WisparseError], None] = field(init=False, repr=False)  # these four by the engine
+    final_only: bool = field(default=False, init=False)
+    detokenizer: Detokenizer | None = field(default=None, init=False, repr=False)
+    stop_strings: StopStrings = field(init=False, repr=False)
+    text_parts: list[str] = field(default_factory=list, init=False, repr=False)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def needs_prompt_scores(self) -> bool:
+        """Whether the prompt's positions have to be scored when they are prefilled."""
+        return self.score_prompt and self.sampling.logprobs is not None and not self.output_token_ids
+
+    @property
+    def undelivered(self) -> int:
+        """Output tokens that no chunk was made of yet."""
+        return len(self.output_token_ids) - len(self.text_parts)
+
+    def next_chunk(self) -> Chunk:
+        """The first undelivered token as a chunk; its ``finish_reason`` is ``stop`` if it completes a stop string."""
+        index = len(self.text_parts)
+        token = self.output_token_ids[index]
+        finish_reason = self.finish_reason if self.undelivered == 1 else None
+        text = ""
+        if self.detokenizer is not None:
+            if finish_reason != "stop":  # a stop token has no text of its own
+                text = self.stop_strings.add(self.detokenizer.add(token))
+            if finish_reason is not None:
+                text += self.stop_strings.add(self.detokenizer.finish()) + self.stop_strings.finish()
+            if self.stop_strings.found:
+                finish_reason = "stop"
+        self.text_parts.append(text)
+        score = self.scores[index] if self.scores else None
+        return Chunk(text, token, finish_reason, None, score, self.prompt_scores if index == 0 else None)
+
+    def generation(self, finish_reason: str, device: torch.device, realised_sparsity: float | None) -> Generation:
+        """The answer made of the chunks so far."""
+        count = len(self.text_parts)
+        return Generation(
+            text="".join(self.text_parts),
+            token_ids=tuple(self.output_token_ids[:count]),
+            finish_reason=finish_reason,
+            seed=None if self.sampling.greedy else self.sampling.seed,
+            prompt_tokens=len(self.prompt_token_ids),
+            prompt_seconds=self.first_token_time - self.prefill_started,
+            generation_seconds=self.last_token_time - self.first_token_time,
+            peak_memory_bytes=peak_bytes(device),
+            realised_sparsity=realised_sparsity,
+            scores=None if self.sampling.logprobs is None else tuple(self.scores[:count]),
+            prompt_scores=None if self.prompt_scores is None else tuple(self.prompt_scores),
+            cached_tokens=self.cached_tokens,
+        )
