@@ -35,7 +35,7 @@ from wisparse.formats.hub import is_reachable
 from wisparse.formats.weight_types import sparse_from
 
 from .backends import load
-from .generation.scheduler import Tally
+from .generation.scheduler import Stats
 from .model import Model
 
 # The tasks that ship with the project, as the harness reads them.
@@ -78,7 +78,7 @@ class WisparseLM(TemplateLM):
         options: further arguments of `load`, for ``pretrained``.
 
     Attributes:
-        tally: what the generated answers took so far.
+        stats: what the generated answers took so far.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class WisparseLM(TemplateLM):
         self.text = model.text
         self.prefill = prefill or model.prefill
         sparse_from(self.prefill, 1)
-        self.tally = Tally()
+        self.stats = Stats()
         self._device = model.decoder.device
 
     # ------------------------------------------------------------------ text
@@ -235,7 +235,7 @@ class WisparseLM(TemplateLM):
             prompts = {index: self.tok_encode(requests[index].args[0])[-room:] for index in members}
             order = sorted(members, key=lambda index: len(prompts[index]))
             answers = self.model.generate_each(
-                [prompts[index] for index in order], prefill=self.prefill, tally=self.tally, **options
+                [prompts[index] for index in order], prefill=self.prefill, stats=self.stats, **options
             )
             for place, answer in answers:
                 index = order[place]
@@ -286,7 +286,7 @@ def evaluate_tasks(
     seed: int = 0,
     apply_chat_template: bool = False,
     confirm_run_unsafe_code: bool = False,
-    tally: Tally | None = None,
+    stats: Stats | None = None,
 ) -> dict[str, Any]:
     """Run tasks of the harness on a loaded model.
 
@@ -301,7 +301,7 @@ def evaluate_tasks(
         seed: of everything the harness draws.
         apply_chat_template: put prompts through the model's chat template.
         confirm_run_unsafe_code: allow tasks that execute what the model writes (humaneval).
-        tally: what the generated answers took is added to it.
+        stats: what the generated answers took is added to it.
 
     Returns:
         Per task its metrics, ``name -> value``, standard errors as ``name_stderr``, and under `QUESTIONS` how many
@@ -321,8 +321,8 @@ def evaluate_tasks(
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"
     os.environ.setdefault(_DRAW_HERE, "1")
     adapter = WisparseLM(model, prefill=prefill)
-    if tally is not None:
-        adapter.tally = tally
+    if stats is not None:
+        adapter.stats = stats
     offline = not _brings_its_data(tasks, manager) and not is_reachable()
     try:
         with _cache_alone() if offline else nullcontext():

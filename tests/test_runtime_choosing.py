@@ -17,7 +17,7 @@ import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation.choosing import Chooser, score_prompt
+from wisparse.runtime.generation.logits import LogitsProcessor, score_tokens
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
 
@@ -26,11 +26,11 @@ tokens = st.lists(st.integers(0, VOCABULARY - 1), max_size=200)
 
 
 def adjusted(logits: torch.Tensor, prompt: list[int], answer: list[int], **settings: Any) -> torch.Tensor:
-    chooser = Chooser(SamplingParams(**settings), prompt)
+    processor = LogitsProcessor(SamplingParams(**settings), prompt)
     for token in answer:
-        chooser.take(token)
+        processor.take(token)
     found = logits.clone()
-    chooser.adjust(found)
+    processor.process(found)
     return found
 
 
@@ -93,11 +93,11 @@ def test_an_answer_is_the_same_among_others_who_ask_for_less(model: Model) -> No
     scheduler = Scheduler(model.decoder)
     jobs = []
     for prompt, wish in zip(PROMPTS, wishes, strict=True):
-        request, _ = model.request(model.tokenizer.encode(prompt), 20, SamplingParams(**wish), [], "dense")
-        jobs.append(scheduler.submit(request))
+        request = model.request(model.tokenizer.encode(prompt), max_new_tokens=20, sampling=SamplingParams(**wish))
+        jobs.append(scheduler.add(request))
     while scheduler.busy:
         scheduler.step()
-    assert [tuple(job.token_ids) for job in jobs] == [answer.token_ids for answer in alone]
+    assert [tuple(job.output_token_ids) for job in jobs] == [answer.token_ids for answer in alone]
 
 
 def test_a_banned_token_never_comes_and_a_wanted_one_always_does(model: Model) -> None:
@@ -131,15 +131,15 @@ def test_scores_are_the_models_own(model: Model) -> None:
 
 def test_a_prompts_scores_need_no_slot_and_change_no_answer(model: Model) -> None:
     ids = model.tokenizer.encode("def f(x):\n    return x + 1\n" * 6)  # more than are scored together
-    expected = score_prompt(model.decoder.logits(torch.tensor(ids), len(ids)), ids, 1)
+    expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 1)
     assert len(ids) > 64
     assert [one.token_id for one in expected] == ids[1:]
     for count in (1, 4):
-        plain, _ = model.request(ids, count, SamplingParams(logprobs=1), [], "dense")
+        plain = model.request(ids, max_new_tokens=count, sampling=SamplingParams(logprobs=1))
         scheduler = Scheduler(model.decoder)
-        jobs = [scheduler.submit(replace(plain, score_prompt=scored)) for scored in (False, True)]
+        jobs = [scheduler.add(replace(plain, score_prompt=scored)) for scored in (False, True)]
         while scheduler.busy:
             scheduler.step()
-        assert jobs[0].token_ids == jobs[1].token_ids
+        assert jobs[0].output_token_ids == jobs[1].output_token_ids
         assert jobs[0].prompt_scores is None
         assert jobs[1].prompt_scores == expected

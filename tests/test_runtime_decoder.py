@@ -19,7 +19,8 @@ from wisparse.formats.weight_types import PREFILL_POLICIES, sparse_from
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation.scheduler import Request, Scheduler
+from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 
@@ -141,10 +142,10 @@ def test_longrope_switches_where_transformers_does(policy: str, tiny_bundle: Cal
     tokens = random_tokens(27, seed=2)
     expected = greedy_by_transformers(folder, tokens, policy, 16)  # grows beyond 32
     scheduler = Scheduler(torch_decoder(folder))
-    job = scheduler.submit(Request(tokens.tolist(), max_new_tokens=16, prefill=policy))
+    job = scheduler.add(Request(tokens.tolist(), max_new_tokens=16, prefill=policy))
     while scheduler.busy:
         scheduler.step()
-    assert job.token_ids == expected
+    assert job.output_token_ids == expected
     # The switch is seen: without it the tokens would differ, so this test can fail.
     assert greedy_by_decoder(torch_decoder(folder), tokens, policy, 16) != expected
 

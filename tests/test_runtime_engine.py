@@ -17,7 +17,8 @@ from bundle_maker import make_bundle
 import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation.engine import Engine, Piece, QueueFullError
+from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullError
+from wisparse.runtime.generation.request import Chunk
 from wisparse.runtime.model import Model
 
 GREEDY = SamplingParams()
@@ -40,13 +41,13 @@ class Reader:
     """Collects what one request delivers."""
 
     def __init__(self) -> None:
-        self.items: queue.SimpleQueue[Piece | WisparseError] = queue.SimpleQueue()
+        self.items: queue.SimpleQueue[Chunk | WisparseError] = queue.SimpleQueue()
         self.text = ""
 
-    def next(self) -> Piece | WisparseError:
+    def next(self) -> Chunk | WisparseError:
         return self.items.get(timeout=60)
 
-    def all(self) -> Piece | WisparseError:
+    def all(self) -> Chunk | WisparseError:
         """The last piece, or the error."""
         while True:
             item = self.next()
@@ -59,8 +60,8 @@ class Reader:
 
 def ask(model: Model, prompt: str, count: int, sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()):
     reader = Reader()
-    request, stops = model.request(model.tokenizer.encode(prompt), count, sampling, stop, "dense")
-    return reader, model.engine.submit(request, stops, reader.items.put)
+    request = model.request(model.tokenizer.encode(prompt), max_new_tokens=count, sampling=sampling, stop=stop)
+    return reader, model.engine.submit(request, reader.items.put)
 
 
 def test_answers_are_those_of_the_model_alone(model: Model, engine: Engine) -> None:
@@ -89,7 +90,7 @@ def test_answers_are_those_of_the_model_alone(model: Model, engine: Engine) -> N
         thread.join()
     for reader, expected in zip(readers, alone, strict=True):
         last = reader.all()
-        assert isinstance(last, Piece)
+        assert isinstance(last, Chunk)
         assert last.generation is not None
         assert reader.text == last.generation.text == expected.text
         assert last.generation.token_ids == expected.token_ids
@@ -105,7 +106,7 @@ def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> No
     for _, ticket in long:
         engine.cancel(ticket)
     last = waiting.all()
-    assert isinstance(last, Piece)
+    assert isinstance(last, Chunk)
     assert last.finish_reason == "length"
     # Nothing comes any more for those that were taken back, and they are not counted.
     assert engine.state.running == 0
@@ -113,10 +114,10 @@ def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> No
     engine.cancel(long[0][1])  # once more is as good as once
 
 
-def _drained(reader: Reader) -> Iterator[Piece]:
+def _drained(reader: Reader) -> Iterator[Chunk]:
     while not reader.items.empty():
         item = reader.items.get()
-        assert isinstance(item, Piece)
+        assert isinstance(item, Chunk)
         yield item
 
 
@@ -125,8 +126,8 @@ def test_the_queue_has_a_bound(model: Model) -> None:
     engine.start(max_queue=2)
     try:
         tickets = [ask(model, "def f(x):", 90) for _ in range(5)]
-        assert engine.state.running == 3
-        assert engine.state.waiting == 2
+        tickets[2][0].next()
+        assert engine.state == EngineState(3, 2)
         with pytest.raises(QueueFullError, match="2 requests are waiting already"):
             ask(model, "import", 1)
         for _, ticket in tickets:
@@ -144,7 +145,7 @@ def test_stopping_finishes_what_is_under_way(model: Model) -> None:
     model.engine.stop()
     for reader in readers:
         last = reader.all()
-        assert isinstance(last, Piece)
+        assert isinstance(last, Chunk)
         assert last.generation is not None
         assert len(last.generation.token_ids) == 12
     assert model.generate("import", max_new_tokens=2).token_ids  # the calling thread runs its steps again
@@ -160,10 +161,9 @@ def test_stopping_without_draining_is_quick(model: Model) -> None:
 
 def test_a_prompt_that_does_not_fit_is_refused_at_once(model: Model, engine: Engine) -> None:
     good, _ = ask(model, "def f(x):", 20)
-    request, stops = model.request([5] * 1000, 4, GREEDY, (), "dense")
     with pytest.raises(UsageError, match="1000 tokens"):
-        engine.submit(request, stops, print)
-    assert isinstance(good.all(), Piece)
+        model.request([5] * 1000, max_new_tokens=4)
+    assert isinstance(good.all(), Chunk)
 
 
 def test_no_memory_for_a_prompt_is_that_requests_failure(
@@ -181,11 +181,11 @@ def test_no_memory_for_a_prompt_is_that_requests_failure(
     good, _ = ask(model, "def f(x):", 24)
     good.text += good.next().text  # it is under way
     bad = Reader()
-    request, stops = model.request([5] * 17, 4, GREEDY, (), "dense")
-    engine.submit(request, stops, bad.items.put)
+    request = model.request([5] * 17, max_new_tokens=4)
+    engine.submit(request, bad.items.put)
     assert isinstance(bad.all(), ResourceError)
     last = good.all()  # read anew with what it had, it goes on as if nothing had been
-    assert isinstance(last, Piece)
+    assert isinstance(last, Chunk)
     assert last.generation is not None
     assert last.generation.token_ids == expected
     assert engine.state.running == 0
@@ -193,7 +193,7 @@ def test_no_memory_for_a_prompt_is_that_requests_failure(
 
 def answer_of(model: Model, prompt: str, count: int) -> tuple[int, ...]:
     last = ask(model, prompt, count)[0].all()
-    assert isinstance(last, Piece)
+    assert isinstance(last, Chunk)
     assert last.generation is not None
     return last.generation.token_ids
 
@@ -220,7 +220,7 @@ def test_a_step_that_fails_ends_the_batch_and_no_more(
 def test_unread_weights_are_told_between_steps(model: Model, engine: Engine) -> None:
     engine.start_measuring()
     answer_of(model, "def f(x):", 10)
-    unread = engine.realised_sparsity().result(timeout=30)
+    unread = engine.ask(model.decoder.realised_sparsity).result(timeout=30)
     assert unread is not None
     assert 0.3 < unread < 0.5
     engine.stop_measuring()
@@ -236,8 +236,8 @@ def test_tokens_of_slow_steps_are_handed_on_one_by_one(model: Model, monkeypatch
         return step(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(model.decoder, "step", slow)
-    request, stops = model.request(model.tokenizer.encode("import"), 8, GREEDY, (), "dense")
-    ticket = model.engine.submit(request, stops, reader.items.put)
+    request = model.request(model.tokenizer.encode("import"), max_new_tokens=8)
+    ticket = model.engine.submit(request, reader.items.put)
     model.engine.drive(lambda: ticket.done)
     assert seen == [1, 2, 3, 4, 5, 6, 7]  # each step finds every token before it handed on
 
@@ -255,8 +255,8 @@ def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
     early, late, tickets = Reader(), Reader(), []
 
     def submit(reader: Reader, prompt: str) -> None:
-        request, stops = model.request(model.tokenizer.encode(prompt), 40, GREEDY, (), "dense")
-        tickets.append(model.engine.submit(request, stops, reader.items.put))
+        request = model.request(model.tokenizer.encode(prompt), max_new_tokens=40)
+        tickets.append(model.engine.submit(request, reader.items.put))
 
     def watched(tokens: torch.Tensor, *more: object) -> torch.Tensor:
         rows.append(int((tokens >= 0).sum()))
@@ -271,7 +271,7 @@ def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
     model.engine.drive(lambda: len(tickets) == 2 and tickets[1].done)
     assert rows == [1] * 5 + [2] * 5 + [1] * 34  # in before the very next step, and out
     last = late.all()
-    assert isinstance(last, Piece)
+    assert isinstance(last, Chunk)
     assert last.generation is not None
     assert last.generation.token_ids == alone[1]
     given = [piece.token_id for piece in _drained(early)]
@@ -296,14 +296,14 @@ def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeyp
     readers = [Reader(), Reader()]
     tickets = []
     for reader, prompt in zip(readers, ("import", "def f(x):"), strict=True):
-        request, stops = model.request(model.tokenizer.encode(prompt), 6, GREEDY, (), "dense")
-        tickets.append(model.engine.submit(request, stops, reader.items.put))
+        request = model.request(model.tokenizer.encode(prompt), max_new_tokens=6)
+        tickets.append(model.engine.submit(request, reader.items.put))
     model.engine.drive(lambda: all(ticket.done for ticket in tickets))
     assert [reader.items.qsize() for reader in readers] == [6, 6]  # the failed one's error is its last item
     ended = dict(zip(expected, (reader.all() for reader in readers), strict=True))
     (error,) = (last for last in ended.values() if isinstance(last, WisparseError))
     assert "not a number" in str(error)
-    ((tokens, whole),) = ((tokens, last) for tokens, last in ended.items() if isinstance(last, Piece))
+    ((tokens, whole),) = ((tokens, last) for tokens, last in ended.items() if isinstance(last, Chunk))
     assert whole.generation is not None
     assert whole.generation.token_ids == tokens
 
@@ -322,7 +322,7 @@ def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypat
         if not inside.is_set():  # the first waits until the others have asked
             inside.set()
             until = time.monotonic() + 60
-            while model.engine.state.running < 3 and time.monotonic() < until:
+            while len(model.engine._open) < 3 and time.monotonic() < until:
                 time.sleep(0.001)
         return step(tokens, *settings)  # type: ignore[arg-type]
 
@@ -367,7 +367,7 @@ def test_pieces_for_an_event_loop(model: Model) -> None:
     prompts = ["def f(x):", "import", "class A:", "x"]
     alone = [model.generate(prompt, max_new_tokens=12) for prompt in prompts]
 
-    async def read(prompt: str) -> list[Piece]:
+    async def read(prompt: str) -> list[Chunk]:
         return [piece async for piece in model.astream(prompt, max_new_tokens=12)]
 
     async def leave(prompt: str) -> None:
@@ -375,7 +375,7 @@ def test_pieces_for_an_event_loop(model: Model) -> None:
         await anext(stream)
         await stream.aclose()
 
-    async def everything() -> list[list[Piece]]:
+    async def everything() -> list[list[Chunk]]:
         read_all = asyncio.gather(*(read(prompt) for prompt in prompts))
         await asyncio.gather(*(leave(prompt) for prompt in prompts))
         return await read_all

@@ -25,7 +25,8 @@ from wisparse.formats.errors import AccessError, BundleError, ContextLengthError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import default_max_seq_len, weight_bytes
-from wisparse.runtime.generation.scheduler import Request, Scheduler
+from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
 from wisparse.runtime.text.text import stop_ids
 
@@ -156,14 +157,14 @@ def test_seeds(model: Model) -> None:
 def test_the_context_is_filled_to_its_last_position(tiny: Bundle) -> None:
     for prompt_length in (1, 20, 31, 32):
         scheduler = tiny_scheduler(tiny)
-        job = scheduler.submit(Request([5] * prompt_length))
+        job = scheduler.add(Request([5] * prompt_length))
         run(scheduler)
         assert job.finish_reason == "length"
         # The last token needs no position: nothing is read after it.
-        assert prompt_length + len(job.token_ids) == 33
+        assert prompt_length + len(job.output_token_ids) == 33
     for prompt_length in (0, 33):
         with pytest.raises(ContextLengthError):
-            tiny_scheduler(tiny).submit(Request([5] * prompt_length))
+            tiny_scheduler(tiny).validate(Request([5] * prompt_length))
 
 
 def test_a_prompt_longer_than_the_context(bundle: Path) -> None:
@@ -177,24 +178,24 @@ def test_a_prompt_longer_than_the_context(bundle: Path) -> None:
 
 def test_a_freed_slot_takes_the_next_prompt(tiny: Bundle) -> None:
     scheduler = tiny_scheduler(tiny, max_batch=2)
-    jobs = [scheduler.submit(Request([5 + i] * 3, max_new_tokens=count)) for i, count in enumerate((2, 9, 4, 1))]
+    jobs = [scheduler.add(Request([5 + i] * 3, max_new_tokens=count)) for i, count in enumerate((2, 9, 4, 1))]
     steps = run(scheduler)
-    assert [len(job.token_ids) for job in jobs] == [2, 9, 4, 1]
+    assert [len(job.output_token_ids) for job in jobs] == [2, 9, 4, 1]
     # 4 prefills, and 8 decodes for the longest: the others fit beside it.
     assert steps == 12
 
 
 def test_jobs_can_be_taken_back(tiny: Bundle) -> None:
     scheduler = tiny_scheduler(tiny)
-    running, waiting, last = (scheduler.submit(Request([token], max_new_tokens=5)) for token in (5, 6, 7))
+    running, waiting, last = (scheduler.add(Request([token], max_new_tokens=5)) for token in (5, 6, 7))
     scheduler.step()
-    scheduler.cancel(waiting)
-    scheduler.cancel(running)
+    scheduler.finish(waiting, "cancelled")
+    scheduler.finish(running, "cancelled")
     run(scheduler)
-    assert (running.finish_reason, len(running.token_ids)) == ("cancelled", 1)
-    assert (waiting.finish_reason, waiting.token_ids) == ("cancelled", [])
+    assert (running.finish_reason, len(running.output_token_ids)) == ("cancelled", 1)
+    assert (waiting.finish_reason, waiting.output_token_ids) == ("cancelled", [])
     assert last.finish_reason == "length"
-    scheduler.cancel(last)
+    scheduler.finish(last, "cancelled")
     assert last.finish_reason == "length"
 
 
@@ -202,10 +203,10 @@ def test_stop_tokens_end_a_text_and_have_no_text(model: Model) -> None:
     free = model.generate("def f(", max_new_tokens=10)
     stop = free.token_ids[4]
     scheduler = Scheduler(model.decoder)
-    job = scheduler.submit(Request(model.text.encode("def f("), 10, stop_ids=frozenset({stop})))
+    job = scheduler.add(Request(model.text.encode("def f("), 10, stop_token_ids=frozenset({stop})))
     run(scheduler)
     assert job.finish_reason == "stop"
-    assert tuple(job.token_ids) == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert tuple(job.output_token_ids) == free.token_ids[: free.token_ids.index(stop) + 1]
 
 
 def test_a_special_token_can_be_a_stop_string(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -442,8 +443,8 @@ def test_a_closed_model_says_so(bundle: Path) -> None:
 
 def test_output_that_is_no_number_is_an_error(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler = tiny_scheduler(tiny)
-    scheduler.submit(Request([5]))
-    decoder = scheduler._decoder
+    scheduler.add(Request([5]))
+    decoder = scheduler.decoder
     monkeypatch.setattr(decoder, "prefill", lambda *args, **part: torch.full((101,), torch.nan))
     with pytest.raises(WisparseError, match="not a number"):
         scheduler.step()

@@ -15,7 +15,8 @@ from bundle_maker import make_bundle
 import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.generation.grammar import Grammar, Grammars, _added, _added_on_device
-from wisparse.runtime.generation.scheduler import Request, Scheduler
+from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
 
 SCHEMA = {
@@ -64,13 +65,13 @@ def test_one_of_a_batch_has_a_grammar(model: Model) -> None:
     prompts = ("def f(x):", "import os\n")
     alone = [model.generate(prompt, max_new_tokens=20).token_ids for prompt in prompts]
     scheduler = Scheduler(model.decoder)
-    requests = [Request(model.tokenizer.encode(prompt), 20, stop_ids=model.stop_ids) for prompt in prompts]
+    requests = [Request(model.tokenizer.encode(prompt), 20, stop_token_ids=model.stop_ids) for prompt in prompts]
     rule = model.grammars.begin(Grammar.of_text("grammar", "start: /[0-9]{12}/"))
-    ruled = Request(model.tokenizer.encode("x = "), 20, stop_ids=model.stop_ids, constraint=rule)
-    first, numbers, last = (scheduler.submit(one) for one in (requests[0], ruled, requests[1]))
+    ruled = Request(model.tokenizer.encode("x = "), 20, stop_token_ids=model.stop_ids, constraint=rule)
+    first, numbers, last = (scheduler.add(one) for one in (requests[0], ruled, requests[1]))
     run(scheduler)
-    assert [tuple(first.token_ids), tuple(last.token_ids)] == alone
-    assert len(model.tokenizer.decode(numbers.token_ids)) == 12
+    assert [tuple(first.output_token_ids), tuple(last.output_token_ids)] == alone
+    assert len(model.tokenizer.decode(numbers.output_token_ids)) == 12
     assert numbers.finish_reason == "stop"
 
 
@@ -92,14 +93,14 @@ class Failing:
 def test_a_grammar_that_fails_ends_its_own_answer(model: Model, steps: int) -> None:
     alone = model.generate("def f(x):", max_new_tokens=12).token_ids
     scheduler = Scheduler(model.decoder)
-    other = scheduler.submit(Request(model.tokenizer.encode("def f(x):"), 12, stop_ids=model.stop_ids))
-    ruled = scheduler.submit(Request([5, 6, 7], 12, constraint=Failing(steps)))
+    other = scheduler.add(Request(model.tokenizer.encode("def f(x):"), 12, stop_token_ids=model.stop_ids))
+    ruled = scheduler.add(Request([5, 6, 7], 12, constraint=Failing(steps)))
     with pytest.raises(UsageError, match="cannot be followed"):
         run(scheduler)
-    assert scheduler.give_up() == [ruled]
+    assert scheduler.fail() == [ruled]
     run(scheduler)
-    assert tuple(other.token_ids) == alone
-    assert len(ruled.token_ids) == steps
+    assert tuple(other.output_token_ids) == alone
+    assert len(ruled.output_token_ids) == steps
 
 
 NESTED = 3000

@@ -15,7 +15,7 @@ from browser import Browser, Tab, find_chromium
 from served import NAME, TEMPLATE, Running, with_template
 
 import wisparse
-from wisparse.runtime.generation.engine import Writer
+from wisparse.runtime.generation.request import Chunk, Request
 from wisparse.runtime.model import Model
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -93,8 +93,8 @@ def status(tab: Tab) -> str:
 def test_a_conversation(tab: Tab, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     start = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "what?"}]
     first = model.generate(start, max_new_tokens=20).text
-    whole = Writer.generation
-    monkeypatch.setattr(Writer, "generation", lambda *given: replace(whole(*given), generation_seconds=0.125))
+    whole = Request.generation
+    monkeypatch.setattr(Request, "generation", lambda *given: replace(whole(*given), generation_seconds=0.125))
     fill(tab, system="be brief")
     ask(tab, "what?")
     tab.until("by('status').textContent.startsWith('Answered')")
@@ -191,13 +191,12 @@ def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.M
 
 def test_what_a_model_says_is_text(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script><b>bold</b>"
-    take = Writer.take
+    next_chunk = Request.next_chunk
 
-    def spoken(self: Writer) -> str:
-        take(self)
-        return evil
+    def replaced(self: Request) -> Chunk:
+        return replace(next_chunk(self), text=evil)
 
-    monkeypatch.setattr(Writer, "take", spoken)
+    monkeypatch.setattr(Request, "next_chunk", replaced)
     fill(tab, max_tokens=1)
     ask(tab, evil)
     tab.until("by('status').textContent.startsWith('Answered')")

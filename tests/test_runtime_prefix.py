@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from wisparse.formats.errors import UsageError
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation.scheduler import Job, Prefixes, Request, Scheduler
+from wisparse.runtime.generation.request import Request
+from wisparse.runtime.generation.scheduler import PrefixCache, Scheduler
 
 # With windows, two rotary embeddings, queries that are scaled, and factors that change at 32 positions.
 VARIANTS = ("llama", "mistral-window", "gemma3", "ministral3", "phi3-long")
@@ -76,8 +78,8 @@ def test_a_prompt_in_pieces_is_the_prompt_read_at_once(
             decoder.prefill(0, prompt, sparse_from, start=start, stop=stop)
 
 
-def finish(scheduler: Scheduler, request: Request) -> Job:
-    job = scheduler.submit(request)
+def finish(scheduler: Scheduler, request: Request) -> Request:
+    job = scheduler.add(request)
     while scheduler.busy:
         scheduler.step()
     return job
@@ -92,25 +94,27 @@ def test_the_next_turn_reads_what_is_new(bundles: dict[str, Bundle], backend: st
     read: list[tuple[int, int]] = []
     prefill = decoder.prefill
 
-    def watched(slot: int, ids: torch.Tensor, dense: int, *, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def watched(
+        slot: int, ids: torch.Tensor, dense: int, *, start: int = 0, stop: int | None = None, **_: Any
+    ) -> torch.Tensor:
         read.append((start, stop or len(ids)))
         return prefill(slot, ids, dense, start=start, stop=stop)
 
     decoder.prefill = watched  # type: ignore[method-assign]
-    second = [*first, *answer.token_ids, *tokens_of(6, 1)]
+    second = [*first, *answer.output_token_ids, *tokens_of(6, 1)]
     again = finish(scheduler, Request(second, 5))
     # The prompt's whole pieces serve again. The answer was decoded with the masks: it is read again, densely.
     assert again.cached_tokens == 16
     assert read == [(16, 24), (24, 32), (32, 36)]
     decoder.prefill = prefill  # type: ignore[method-assign]
-    assert again.token_ids == finish(Scheduler(decoder), Request(second, 5)).token_ids
+    assert again.output_token_ids == finish(Scheduler(decoder), Request(second, 5)).output_token_ids
     # The same prompt once more: its last position has to be read for what follows it.
     assert finish(scheduler, Request(second[:32], 5)).cached_tokens == 24
 
 
 def test_positions_serve_only_whom_they_were_read_for() -> None:
     def length(held: list[int], held_from: int, tokens: list[int], sparse_from: int, prefix_block_size: int = 1) -> int:
-        prefixes = Prefixes(1, prefix_block_size, 30)
+        prefixes = PrefixCache(1, prefix_block_size, 30)
         prefixes.note(0, held, len(held), held_from)
         return prefixes.choose(tokens, sparse_from, [0])[2]
 
@@ -130,7 +134,7 @@ def test_positions_serve_only_whom_they_were_read_for() -> None:
 
 
 def test_the_least_recently_used_goes_first() -> None:
-    prefixes = Prefixes(3, 1, None)
+    prefixes = PrefixCache(3, 1, None)
 
     def take(tokens: list[int], idle: tuple[int, ...] = (0, 1, 2)) -> tuple[int, int, int]:
         chosen = prefixes.choose(tokens, len(tokens), idle)
@@ -146,25 +150,25 @@ def test_the_least_recently_used_goes_first() -> None:
     assert take([*system, 1, 4, 4, 4], (1, 2)) == (2, 0, 13)  # whose slot is busy
     prefixes.touch(1)
     assert take([8]) == (0, 0, 0)
-    prefixes.forget()
+    prefixes.clear()
     assert take([8, 9]) == (0, 0, 0)
 
 
 def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None:
     decoder = small_pieces(bundles["llama"], max_batch=3)
-    alone = [finish(Scheduler(decoder), Request(tokens_of(n, n), 20)).token_ids for n in (3, 40, 5)]
+    alone = [finish(Scheduler(decoder), Request(tokens_of(n, n), 20)).output_token_ids for n in (3, 40, 5)]
     scheduler = Scheduler(decoder)
-    jobs = [scheduler.submit(Request(tokens_of(3, 3), 20))]
+    jobs = [scheduler.add(Request(tokens_of(3, 3), 20))]
     scheduler.step()
-    jobs += [scheduler.submit(Request(tokens_of(n, n), 20)) for n in (40, 5)]
+    jobs += [scheduler.add(Request(tokens_of(n, n), 20)) for n in (40, 5)]
     events = []
     while scheduler.busy:
         got = [jobs.index(job) for job in scheduler.step()]
         events.append(got)
     # A piece of the long prompt, a token of whoever runs, and so on; the short one waits its turn and then goes along.
     assert events[:12] == [[], [0], [], [0], [], [0], [], [0], [1], [0, 1], [2], [0, 1, 2]]
-    assert [job.token_ids for job in jobs] == alone
-    assert all(job.prompt_seconds > 0 for job in jobs)
+    assert [job.output_token_ids for job in jobs] == alone
+    assert all(job.first_token_time > job.prefill_started > 0 for job in jobs)
 
 
 def test_pieces_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,17 +177,17 @@ def test_pieces_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
     read: list[tuple[int, int]] = []
     prefill = decoder.prefill
 
-    def reading(*arguments: object, start: int, stop: int) -> torch.Tensor:
+    def reading(*arguments: object, start: int, stop: int, **_: object) -> torch.Tensor:
         read.append((start, stop))
         return prefill(*arguments, start=start, stop=stop)  # type: ignore[arg-type]
 
     monkeypatch.setattr(decoder, "prefill", reading)
     scheduler = Scheduler(decoder)
-    first = scheduler.submit(Request(tokens_of(18, 1), 3))
+    first = scheduler.add(Request(tokens_of(18, 1), 3))
     while first.finish_reason is None:
         scheduler.step()
-        if len(read) == 3 and len(first.token_ids) == 1:
-            scheduler.submit(Request(tokens_of(21, 2), 1))
+        if len(read) == 3 and len(first.output_token_ids) == 1:
+            scheduler.add(Request(tokens_of(21, 2), 1))
     while scheduler.busy:
         scheduler.step()
     assert read == [(0, 8), (8, 16), (16, 18), (0, 4), (4, 8), (8, 16), (16, 21)]
@@ -219,7 +223,7 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     key = variant, max_batch
     decoder = decoders.setdefault(key, small_pieces(bundles[variant], max_batch=max_batch))
     scheduler = Scheduler(decoder)
-    jobs: list[Job] = []
+    jobs: list[Request] = []
     # Every turn of two conversations that begin alike, and of a third.
     shared = tokens_of(19)
     prompts = [
@@ -233,29 +237,29 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     for action, *values in actions:
         if action == "ask":
             which, count, temperature = values
-            earlier = [job for job in jobs if job.finish_reason == "length" and len(job.request.token_ids) < 30]
+            earlier = [job for job in jobs if job.finish_reason == "length" and len(job.prompt_token_ids) < 30]
             # Now and then the next turn of what was answered.
             prompt = prompts[which]
             if which == 5 and earlier:
-                prompt = [*earlier[-1].request.token_ids, *earlier[-1].token_ids, 7]
-            jobs.append(scheduler.submit(Request(prompt, count, SamplingParams(temperature, seed=3), prefill=policy)))
+                prompt = [*earlier[-1].prompt_token_ids, *earlier[-1].output_token_ids, 7]
+            jobs.append(scheduler.add(Request(prompt, count, SamplingParams(temperature, seed=3), prefill=policy)))
         elif action == "step":
             for _ in range(values[0]):
                 scheduler.step()
         elif action == "cancel" and values[0] < len(jobs):
-            scheduler.cancel(jobs[values[0]])
+            scheduler.finish(jobs[values[0]], "cancelled")
         elif action == "start over":
             scheduler.start_over()
     while scheduler.busy:
         scheduler.step()
-    assert scheduler._slots == [None] * max_batch
-    assert scheduler._reading is None
+    assert scheduler.slots == [None] * max_batch
+    assert scheduler.prefilling is None
     for job in jobs:
-        alone = finish(Scheduler(decoder), job.request).token_ids
+        alone = finish(Scheduler(decoder), replace(job)).output_token_ids
         if job.finish_reason == "cancelled":
-            assert job.token_ids == alone[: len(job.token_ids)]
+            assert job.output_token_ids == alone[: len(job.output_token_ids)]
         else:
-            assert job.token_ids == alone
+            assert job.output_token_ids == alone
 
 
 @pytest.fixture(scope="module")
@@ -274,7 +278,7 @@ def test_the_pieces_of_the_real_model(example_model: Path, tmp_path: Path) -> No
     first = torch.randint(3, 8192, (700,), generator=generator).tolist()
     scheduler = Scheduler(decoder)
     answer = finish(scheduler, Request(first, 20))
-    second = [*first, *answer.token_ids, *first[:30]]
+    second = [*first, *answer.output_token_ids, *first[:30]]
     found = finish(scheduler, Request(second, 20))
     assert found.cached_tokens == 640
-    assert found.token_ids == finish(Scheduler(decoder), Request(second, 20)).token_ids
+    assert found.output_token_ids == finish(Scheduler(decoder), Request(second, 20)).output_token_ids

@@ -29,7 +29,7 @@ import wisparse
 from wisparse.commands import serve as serve_verb
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.generation.engine import Engine
-from wisparse.runtime.generation.scheduler import Request
+from wisparse.runtime.generation.request import Request
 from wisparse.runtime.model import Model
 from wisparse.runtime.protocol.answers import Growing, Thinking, ThoughtCount
 from wisparse.runtime.protocol.errors import ApiError
@@ -977,7 +977,7 @@ def test_a_prompt_without_memory_fails_alone(server: Running, model: Model, monk
 
     def submitted(self: Engine, request: Request, *more: Any, **part: Any) -> Any:
         ticket = submit(self, request, *more, **part)
-        if request.token_ids[0] == 5:
+        if request.prompt_token_ids[0] == 5:
             there.set()
         return ticket
 

@@ -30,10 +30,10 @@ __all__ = [
     "AccessError",
     "BundleError",
     "CalibrationError",
+    "Chunk",
     "ContextLengthError",
     "Generation",
     "Model",
-    "Piece",
     "ResourceError",
     "UnsupportedModelError",
     "UploadError",
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
         WisparseError,
     )
     from .runtime.backends import load
-    from .runtime.model import Generation, Model, Piece
+    from .runtime.model import Chunk, Generation, Model
 else:
     # The same, resolved on first use: `import wisparse` must stay light. A type checker does not see this: with it,
     # every name would exist. A test compares the two.
@@ -79,7 +79,7 @@ else:
         "converter.pipeline": ("convert",),
         "formats.errors": tuple(name for name in __all__ if name.endswith("Error")),
         "runtime.backends": ("load",),
-        "runtime.model": ("Generation", "Model", "Piece"),
+        "runtime.model": ("Generation", "Model", "Chunk"),
     }
 
     def __getattr__(name: str) -> Any:

@@ -233,7 +233,8 @@ class Scheduler:
 
     def set_sparsity(self, sparsity: float | None) -> None:
         """Put another level in force while no slot is in use. Dropped channels are counted from zero again."""
-        assert self.bundle is not None and not any(self.slots)
+        assert self.bundle is not None
+        assert not any(self.slots)
         self.sparsity = None
         self.decoder.set_masks(self.bundle.at(sparsity).masks)
         if self._measuring:
@@ -336,7 +337,8 @@ class Scheduler:
 
     def _score_prompt(self, request: Request, logits: Tensor) -> None:
         """Score the next positions of a prompt, whose logits (n, V) these are, by the tokens that follow them."""
-        assert request.prompt_scores is not None and request.sampling.logprobs is not None
+        assert request.prompt_scores is not None
+        assert request.sampling.logprobs is not None
         first = len(request.prompt_scores) + 1
         following = request.prompt_token_ids[first : first + len(logits)]
         request.prompt_scores += score_tokens(logits[: len(following)], following, request.sampling.logprobs)

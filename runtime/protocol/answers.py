@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ..generation.choosing import TokenScore
-from ..generation.engine import Generation, Piece
+from ..generation.logits import TokenScore
+from ..generation.request import Chunk, Generation
 from .errors import ApiError
 from .tools import CallDelta, CallParser, call_delta, same_call, whole_calls
 
@@ -318,14 +318,14 @@ class Growing:
         role = {"role": "assistant", "content": ""}
         return b"".join(self._shape.chunk(index, role) for index in range(len(self._begun)) if self._shape.chat)
 
-    def events(self, items: Sequence[tuple[int, Piece]]) -> bytes:
+    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
         """What has come, in order: those pieces of an answer that came together as one."""
-        pieces: dict[int, list[Piece]] = {}
+        pieces: dict[int, list[Chunk]] = {}
         for index, piece in items:
             pieces.setdefault(index, []).append(piece)
         return b"".join(self.piece(index, together) for index, together in pieces.items())
 
-    def piece(self, index: int, pieces: Sequence[Piece]) -> bytes:
+    def piece(self, index: int, pieces: Sequence[Chunk]) -> bytes:
         """Some pieces of an answer; the last one has a reason, and in a chat that is a chunk of its own."""
         shape, reason = self._shape, pieces[-1].finish_reason
         text = ""
@@ -390,7 +390,7 @@ def _reason(reason: str, called: bool) -> str:
     return "tool_calls" if called and reason == "stop" else reason
 
 
-def unsaid(piece: Piece) -> Piece:
+def unsaid(piece: Chunk) -> Chunk:
     """The piece of an answer that was to have no token: without the one that ended its prompt."""
     answer = piece.generation
     if answer is not None:

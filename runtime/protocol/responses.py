@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..generation.engine import Generation, Piece
+from ..generation.request import Chunk, Generation
 from .answers import Thinking, to_json
 from .errors import ApiError, bad
 from .requests import RESPONSE, refuse_unsupported
@@ -117,7 +117,7 @@ class ResponseGrowing:
             "response.in_progress", response=response
         )
 
-    def events(self, items: Sequence[tuple[int, Piece]]) -> bytes:
+    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
         """What has come, as few events as it takes."""
         text = "".join(piece.text for _, piece in items)
         return self.add(text, ended=items[-1][1].finish_reason is not None)

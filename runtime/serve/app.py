@@ -31,8 +31,10 @@ from starlette.types import Receive, Scope, Send
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 from wisparse.formats.guard import parse_json
 
-from ..generation.choosing import Constraint
-from ..generation.engine import Engine, EngineState, Generation, Piece, Ticket
+from ..generation.engine import Engine, EngineState
+from ..generation.logits import Constraint
+from ..generation.request import Chunk, Generation
+from ..generation.request import Request as GenerationRequest
 from ..model import Model
 from ..protocol.answers import OPEN, Shape, ThoughtCount, cached_tokens, to_json, unsaid
 from ..protocol.errors import ApiError, as_api_error
@@ -199,13 +201,13 @@ class Answering:
         self._thoughts: list[ThoughtCount] = []
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._items: deque[tuple[int, Piece | WisparseError]] = deque()
+        self._items: deque[tuple[int, Chunk | WisparseError]] = deque()
         self._woken = asyncio.Event()
         # Set by the loop before it looks a last time, read by the engine's thread after it has added: one of them sees
         # the other.
         self._waiting = False
         self._taken = float("-inf")
-        self._tickets: list[Ticket] = []
+        self._requests: list[GenerationRequest] = []
 
     def submit(
         self, model: Model, call: ApiCall, prompts: Sequence[Sequence[int]], constraints: Sequence[Constraint | None]
@@ -216,15 +218,23 @@ class Answering:
                 seed = call.sampling.seed
                 sampling = call.sampling if seed is None else replace(call.sampling, seed=(seed + copy) % 2**63)
                 most = 1 if call.silent else call.max_tokens  # a prompt gives a token, wanted or not
-                request, stops = model.request(token_ids, most, sampling, call.stop, model.prefill, call.sparsity)
-                index = len(self._tickets)
+                index = len(self._requests)
                 self._thoughts.append(ThoughtCount(begun=bool(self._thinks)))
-                request = replace(request, score_prompt=call.echo, constraint=constraints[index], spoken=call.spoken)
-                self._tickets.append(self._engine.submit(request, stops, self._receiver(index, call.silent)))
+                request = model.request(
+                    token_ids,
+                    max_new_tokens=most,
+                    sampling=sampling,
+                    stop=call.stop,
+                    sparsity=call.sparsity,
+                    constraint=constraints[index],
+                    score_prompt=call.echo,
+                    visible_special_tokens=call.spoken,
+                )
+                self._requests.append(self._engine.submit(request, self._receiver(index, call.silent)))
 
-    def _receiver(self, index: int, silent: bool) -> Callable[[Piece | WisparseError], None]:
-        def deliver(item: Piece | WisparseError) -> None:
-            if silent and isinstance(item, Piece):
+    def _receiver(self, index: int, silent: bool) -> Callable[[Chunk | WisparseError], None]:
+        def deliver(item: Chunk | WisparseError) -> None:
+            if silent and isinstance(item, Chunk):
                 item = unsaid(item)
             self._items.append((index, item))
             if self._waiting or isinstance(item, WisparseError) or item.finish_reason is not None:
@@ -234,7 +244,7 @@ class Answering:
 
         return deliver
 
-    async def next(self, gather_seconds: float | None = None) -> list[tuple[int, Piece]]:
+    async def next(self, gather_seconds: float | None = None) -> list[tuple[int, Chunk]]:
         """What has come since the last call, one piece at least.
 
         Args:
@@ -272,11 +282,11 @@ class Answering:
 
     def cancel(self) -> None:
         """Take back what has not ended."""
-        for ticket in self._tickets:
-            self._engine.cancel(ticket)
+        for request in self._requests:
+            self._engine.cancel(request)
 
     def __len__(self) -> int:
-        return len(self._tickets)
+        return len(self._requests)
 
 
 _FILES = {
@@ -535,7 +545,7 @@ class Endpoints:
         return _json({"status": "ok"})
 
     async def metrics_page(self, request: Request) -> Response:
-        unread = await asyncio.wrap_future(self._running.realised_sparsity())
+        unread = await asyncio.wrap_future(self._running.ask(self._model.decoder.realised_sparsity))
         return Response(self.metrics.text(unread), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self, request: Request) -> Response:
@@ -619,7 +629,7 @@ class Endpoints:
         self.metrics.cached_tokens.inc(cached_tokens(whole, prompt_tokens))
         return _json(shape.whole(whole, prompt_tokens, answering.thought_tokens))
 
-    async def _collect(self, answering: Answering, first: list[tuple[int, Piece]]) -> list[Generation]:
+    async def _collect(self, answering: Answering, first: list[tuple[int, Chunk]]) -> list[Generation]:
         """The answers, when all have ended."""
         done: dict[int, Generation] = {}
         items = first
@@ -630,7 +640,7 @@ class Endpoints:
             items = await answering.next(_COLLECT_SECONDS)
 
     async def _chunks(
-        self, answering: Answering, first: list[tuple[int, Piece]], shape: Shape | ResponseShape, prompt_tokens: int
+        self, answering: Answering, first: list[tuple[int, Chunk]], shape: Shape | ResponseShape, prompt_tokens: int
     ) -> AsyncIterator[bytes]:
         """The stream's events, each batch of pieces as one."""
         done: dict[int, Generation] = {}
@@ -653,7 +663,7 @@ class Endpoints:
         self.metrics.cached_tokens.inc(cached_tokens(answers, prompt_tokens))
         yield growing.closing(answers, prompt_tokens, answering.thought_tokens)
 
-    def _count(self, items: Sequence[tuple[int, Piece]], done: dict[int, Generation]) -> None:
+    def _count(self, items: Sequence[tuple[int, Chunk]], done: dict[int, Generation]) -> None:
         self.metrics.tokens.inc(len(items))
         for index, piece in items:
             if piece.generation is not None:

@@ -257,15 +257,15 @@ def _on_tasks(
 ) -> dict[str, Any]:
     """Metrics with masks off and under each policy."""
     from wisparse.runtime.backends import load
-    from wisparse.runtime.generation.scheduler import Tally
+    from wisparse.runtime.generation.scheduler import Stats
     from wisparse.runtime.lm_eval import evaluate_tasks
 
     results = {}
-    tallies: dict[str, Tally] = {}
+    tallies: dict[str, Stats] = {}
 
     def run(name: str, some: Model, policy: str) -> None:
-        tallies[name] = Tally()
-        results[name] = evaluate_tasks(some, names, prefill=policy, tally=tallies[name], **task_options)
+        tallies[name] = Stats()
+        results[name] = evaluate_tasks(some, names, prefill=policy, stats=tallies[name], **task_options)
 
     with load(folder, **options) as model:
         backend = _backend(model)

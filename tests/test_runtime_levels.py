@@ -23,8 +23,9 @@ from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
-from wisparse.runtime.generation.engine import Engine, Piece, Ticket
-from wisparse.runtime.generation.scheduler import Request, Scheduler, SparsityLevels
+from wisparse.runtime.generation.engine import Engine, EngineState
+from wisparse.runtime.generation.request import Chunk, Request
+from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 LEVELS = (0.3, 0.5, 0.7)
@@ -226,11 +227,11 @@ class Bench:
         self.begun: list[int] = []
         self.failed: dict[int, WisparseError] = {}
 
-    def ask(self, request: Request) -> Ticket:
+    def ask(self, request: Request) -> Request:
         number = len(self.answers)
         self.answers.append([])
 
-        def deliver(item: Piece | WisparseError) -> None:
+        def deliver(item: Chunk | WisparseError) -> None:
             if isinstance(item, WisparseError):
                 self.failed[number] = item
                 return
@@ -238,11 +239,11 @@ class Bench:
                 self.begun.append(number)
             self.answers[number].append(item.token_id)
 
-        return self.engine.submit(request, (), deliver)
+        return self.engine.submit(request, deliver)
 
     def steps(self, most: int = 10_000) -> None:
         left = iter(range(most))
-        self.engine.drive(lambda: not self.engine.state.running or next(left, None) is None)
+        self.engine.drive(lambda: self.engine.state == EngineState(0, 0) or next(left, None) is None)
 
     def alone(self, request: Request) -> list[int]:
         level = self.bundle.sparsity if request.sparsity is None else request.sparsity
@@ -250,10 +251,10 @@ class Bench:
             if level not in self._made:
                 self._made[level] = self.make(self.bundle.at(level))
             scheduler = Scheduler(self._made[level])
-            job = scheduler.submit(replace(request, sparsity=None))
+            job = scheduler.add(replace(request, sparsity=None))
             while scheduler.busy:
                 scheduler.step()
-            self._alone[request] = job.token_ids
+            self._alone[request] = job.output_token_ids
         return self._alone[request]
 
 
@@ -294,7 +295,7 @@ def test_requests_for_any_levels_get_what_loading_at_theirs_gives(bench: Bench, 
     """And their first tokens in the order in which they came."""
     bench.renew()
     requests: list[Request] = []
-    tickets: list[Ticket] = []
+    tickets: list[Request] = []
     cancelled: set[int] = set()
     for action in actions:
         match action:
@@ -364,20 +365,20 @@ def test_a_switch_that_fails_is_that_requests_failure(bench: Bench, monkeypatch:
     assert isinstance(bench.failed[1], ResourceError)
     for number in (0, 2, 3):
         assert bench.answers[number] == bench.alone(wanted[number])
-    assert bench.engine.tally.tokens == 3 * 3  # nothing was decoded for the one that failed
+    assert bench.engine.scheduler.stats.tokens == 3 * 3  # nothing was decoded for the one that failed
 
 
 @pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])
 def test_what_was_read_dense_serves_at_every_level(bench: Bench, prefill: str, kept: int) -> None:
-    scheduler = Scheduler(bench.decoder, SparsityLevels(bench.decoder, bench.bundle))
+    scheduler = Scheduler(bench.decoder, bench.bundle)
     bench.decoder.set_masks(bench.bundle.masks)
 
     def cached(sparsity: float) -> int:
         one = wish(sparsity, 3, prefill=prefill)
-        job = scheduler.submit(one)
+        job = scheduler.add(one)
         while scheduler.busy:
             scheduler.step()
-        assert job.token_ids == bench.alone(one)
+        assert job.output_token_ids == bench.alone(one)
         return job.cached_tokens
 
     assert cached(0.7) == 0
@@ -391,15 +392,15 @@ def test_a_model_keeps_its_own_level(example: Path) -> None:
     expected = model.generate("def f", max_new_tokens=8).token_ids
     model.engine.start(max_queue=9)
     ended = threading.Event()
-    dense, stops = model.request(list(SHARED), 4, SamplingParams(), [], "dense", 0)
-    model.engine.submit(dense, stops, lambda item: ended.set(), pieces=False)
+    dense = model.request(list(SHARED), max_new_tokens=4, sparsity=0)
+    model.engine.submit(dense, lambda item: ended.set(), final_only=True)
     assert ended.wait(60)
     assert model.sparsity == 0.5
     assert model.generate("def f", max_new_tokens=8).token_ids == expected
-    model.engine.submit(dense, stops, print, pieces=False)
+    model.engine.submit(replace(dense), print, final_only=True)
     model.engine.stop()
     measured = model.engine.call(lambda: model.decoder.logits(PROMPT, 0).clone())
     assert torch.equal(measured, make(Bundle.open(example).at(0.5), "torch").logits(PROMPT, 0))
     with pytest.raises(UsageError, match=r"sparsity levels, 0\.3, 0\.5, 0\.7, or 0 for the dense model, found 0\.4"):
-        model.engine.check(wish(0.4))
+        model.engine.validate(wish(0.4))
     model.close()
