@@ -3,9 +3,6 @@
     PYTHONPATH=. python benchmarks/gpu_vllm.py              on a GPU; results in $OUT (or /tmp/gpu_vllm)
     PYTHONPATH=. python benchmarks/gpu_vllm.py --rehearse   a small model on a CPU: the same parts, no meaning
 
-A bundle with quantised weights is compared with our plain decoder in float32 (``quantised-KIND-TYPE``, once
-``convert-bf16`` and ``convert-KIND`` have run); vLLM wants the package humming-kernels for its fp8 weights, or Marlin.
-
 Every part is a process of its own with a time limit; what it found is a line of JSON in results.jsonl, and the last
 lines of this script's output sum them up. Nothing needs to be installed: vLLM finds the plug-in by a folder with its
 entry point that this script makes. ``--only dense@0+sparse@1,kernels``: parts joined by + start at once, each with
@@ -24,7 +21,6 @@ import argparse
 import fcntl
 import hashlib
 import importlib.util
-import itertools
 import json
 import os
 import statistics
@@ -66,10 +62,6 @@ TILES = ((32, 128, 5, 4), (64, 64, 6, 4), (64, 128, 4, 4), (128, 64, 5, 4), (128
 SHAPES = {"qkv": (4096, [4096, 1024, 1024]), "o": (4096, [4096]), "gate_up": (4096, [14336] * 2),
           "down": (14336, [4096])}  # fmt: skip
 REQUESTS = (1, 2, 4, 8, 32, 128)
-# Ways to make vLLM take Marlin's kernels for quantised weights; on Hopper it prefers Machete's, and humming's for fp8.
-KERNELS = {"marlin": {"VLLM_DISABLED_KERNELS": "MacheteLinearKernel,HummingFP8ScaledMMLinearKernel",
-                      "VLLM_TEST_FORCE_FP8_MARLIN": "1"}}  # fmt: skip
-WEIGHTS = ("bf16", "int8", "int4", "fp8")
 PROMPT, TOKENS = 5, 200
 
 
@@ -473,92 +465,6 @@ def part_tokens(arguments: argparse.Namespace) -> None:
     )  # fmt: skip
 
 
-def part_convert_quantised(arguments: argparse.Namespace) -> None:
-    """A real model converted ``--weights kind``; ``bf16`` keeps it as it is."""
-    kind, out = arguments.kind, WORK / f"quantised-{arguments.kind}"
-    weights = [] if kind == "bf16" else ["--weights", kind]
-    script = f"""
-from wisparse.cli import main
-from wisparse.converter.quality import figures
-figures.render_figures = lambda report: {{}}  # matplotlib may be missing there
-main(["convert", {arguments.source!r}, "-o", {str(out)!r}, "--overwrite", "-q", *{weights!r}, "--method", "teal",
-      "--search", "uniform", "--rotation", "none", "--num-samples", "4", "--seq-len", "64", "--device", "cpu",
-      "--calibration", {str(Path(__file__))!r}])
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, env={**os.environ, "OMP_NUM_THREADS": "2"})
-
-
-def part_quantised(arguments: argparse.Namespace) -> None:
-    """A bundle's dense weights in vLLM without the plug-in, and in our plain decoder in float32, token by token.
-
-    vLLM's kernels for quantised weights take activations of 16 bits only, so no two logits are equal. What rounding
-    alone does is said by the row of ``bf16`` weights, and by float16, whose steps are an eighth of bfloat16's; what
-    another weight would do, by the distance to the decoder with the weights that were not quantised.
-    """
-    import torch
-    from gpu_vllm_inside import linear_kernels
-    from tokenizers import Tokenizer
-    from vllm import SamplingParams
-
-    bundle = WORK / f"quantised-{arguments.kind}"
-    # apply_model sends a function.
-    os.environ.update({"VLLM_PLUGINS": "", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"})
-    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"  # what is imported here has asked for the GPU
-    os.environ.update(KERNELS.get(arguments.kernels, {}))
-    changes: dict[str, Any] = {"max_model_len": 256, "max_num_seqs": 20, "enforce_eager": True}
-    if not arguments.rehearse:
-        # The cut-down FlashAttention has no heads of 32; Triton's attention multiplies float32 in TF32.
-        attention = "FLEX_ATTENTION" if arguments.dtype == "float32" else "TRITON_ATTN"
-        changes |= {"attention_backend": attention, "kv_cache_memory_bytes": 1 << 30, "gpu_memory_utilization": 0.1}
-    began = time.perf_counter()
-    llm = engine(arguments, bundle, dtype=arguments.dtype, **changes)
-    started = round(time.perf_counter() - began, 1)
-    method = llm.llm_engine.vllm_config.model_config.quantization
-    kernels = llm.apply_model(linear_kernels)[0]
-    print(f"{arguments.kind} {arguments.dtype}: started after {started} s, {method}, {kernels}", flush=True)
-    ids = Tokenizer.from_file(str(bundle / "tokenizer.json")).encode(Path(statistics.__file__).read_text("utf-8")).ids
-    prompts = [ids[96 * i : 96 * i + length] for i, length in enumerate([1, 2, 7, 16, 31, 64, 80, 96, 33, 48] * 2)]
-    sampling = SamplingParams(
-        temperature=0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=20, prompt_logprobs=20
-    )
-    answers = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
-    import wisparse
-
-    def reference(name: str) -> list[torch.Tensor]:
-        """Log-probabilities after every token of each sequence, in float32, on the CPU."""
-        own = wisparse.load(WORK / name, dtype="float32", device="cpu", backend="torch", sparsity=0)
-        found = []
-        for answer, prompt in zip(answers, prompts, strict=True):
-            tokens = torch.tensor([*prompt, *answer.outputs[0].token_ids])
-            found.append(own.decoder.logits(tokens[:-1], len(tokens) - 1).log_softmax(-1))
-        return found
-
-    own = reference(bundle.name)
-    same, short = 0, []
-    for rows, answer, prompt in zip(own, answers, prompts, strict=True):
-        for place, token in enumerate(answer.outputs[0].token_ids, len(prompt) - 1):
-            short.append(float(rows[place].max() - rows[place, token]))
-            same += int(rows[place].argmax()) == token
-
-    def distance(reference: list[torch.Tensor]) -> dict[str, float]:
-        """Of the 20 most likely tokens at every place, in nats."""
-        apart = []
-        for rows, answer in zip(reference, answers, strict=True):
-            likely = [*answer.prompt_logprobs[1:], *answer.outputs[0].logprobs]
-            for row, place in zip(rows, likely, strict=True):
-                apart += [abs(float(row[token]) - value.logprob) for token, value in place.items()]
-        apart.sort()
-        sizes = {"mean": statistics.mean(apart), "99%": apart[len(apart) * 99 // 100], "max": apart[-1]}
-        return {name: float(f"{size:.3g}") for name, size in sizes.items()}
-
-    found: dict[str, Any] = {"logprobs": distance(own)}
-    if arguments.kind != "bf16":
-        found["logprobs_to_unquantised"] = distance(reference("quantised-bf16"))
-    say(f"quantised {arguments.kind}{'-' if arguments.kernels else ''}{arguments.kernels} {arguments.dtype}",
-        method=str(method), kernels=kernels, start_s=started, tokens=len(short), own_choice=round(same / len(short), 4),
-        worst_logprob_short=float(f"{max(short):.3g}"), **found)  # fmt: skip
-
-
 # --- the driver
 
 
@@ -645,8 +551,6 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, default=len(REQUESTS), help="how many of the numbers of requests")
     parser.add_argument("--beside", type=int, default=1, help="engines that start at once")
     parser.add_argument("--alone", action="store_true", help="on a GPU that no other part uses")
-    parser.add_argument("--kind", default="int8", choices=WEIGHTS, help="how a bundle's weights are stored")
-    parser.add_argument("--kernels", default="", choices=["", *KERNELS], help="those for quantised weights")
     parser.add_argument("--seconds", type=int, default=3600, help="for all parts together")
     arguments = parser.parse_args()
     if importlib.util.find_spec("vllm") is None:
@@ -679,15 +583,7 @@ def main() -> None:
         "sparse-again": (100, "start", "--model", "bundle", *extra),
         "dense-again": (80, "start", "--model", "dense", *extra),
         "kernels": (90, "kernels"),
-        **{f"convert-{kind}": (120, "convert_quantised", "--kind", kind, *source) for kind in WEIGHTS},
-        "quantised-bf16-float32": (150, "quantised", "--kind", "bf16", "--dtype", "float32", *source),
     }
-    for kind, kernels, dtype in itertools.product(WEIGHTS, ("", *KERNELS), ("bfloat16", "float16")):
-        if kind != "bf16" or not kernels:
-            # humming compiles its kernels when they are first used.
-            seconds = 400 if kind == "fp8" and not kernels else 150
-            command = ("quantised", "--kind", kind, "--kernels", kernels, "--dtype", dtype, *source)
-            parts["-".join(filter(None, ("quantised", kind, kernels, dtype)))] = (seconds, *command)
     needs_gpu = ("tune", "tokens", "kernels", "sparse-tp2", "dense-tp2") if arguments.rehearse else ()
     wanted = arguments.only.split(",") if arguments.only else [name for name in parts if name not in needs_gpu]
     end = time.perf_counter() + arguments.seconds
