@@ -41,11 +41,3 @@ def watched(model: Any) -> list[float]:
     dropped: list[float] = product.functional.dropped
     product.functional = torch.nn.functional
     return dropped
-
-
-def linear_kernels(model: Any) -> list[str]:
-    """The names of the kernels that multiply with a model's quantised weights."""
-    schemes = [module.scheme for module in model.modules() if getattr(module, "scheme", None) is not None]
-    # Schemes name theirs differently.
-    kernels = [getattr(scheme, "linear_kernel", None) or getattr(scheme, "kernel", None) for scheme in schemes]
-    return sorted({type(kernel).__name__ for kernel in kernels})
