@@ -1,10 +1,8 @@
-"""The folder that somebody gave for a model, and, if it is none, what it is and what to give instead.
-
-Looks at names and a few small files only. A sentence here is for a person who downloaded the wrong thing.
-"""
+"""Checks of what comes from outside: arguments, paths, files, JSON, and the folder that was given for a model."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import hashlib
@@ -25,68 +23,49 @@ from typing import Any
 from .errors import AccessError, UsageError, WisparseError
 
 # Longer than any path that a system takes, and than any Hub id.
-_LONGEST_PLACE = 4096
+_MAX_PATH_BYTES = 4096
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 
 
 def quoted(value: Any) -> str:
-    """A value as an error message shows it: on one line, and not all of a long one."""
+    """A value as an error message shows it: on one line and shortened."""
     return " ".join(_short.repr(value).split())
 
 
 def integer(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer of at least ``least`` and at most ``most``; numpy's and torch's are integers too.
-
-    Raises:
-        UsageError: it is none, or out of range.
-    """
-    try:
-        plain = None if isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool" else value
-        plain = operator.index(plain)  # type: ignore[arg-type]  # what is no integer has none
-    except TypeError:
-        plain = None
-    if plain is None or plain < least or (most is not None and plain > most):
+    """Require an integer in a range; numpy's and torch's integers count, bools do not."""
+    found: int | None = None
+    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
+        with contextlib.suppress(TypeError):
+            found = operator.index(value)
+    if found is None or found < least or (most is not None and found > most):
         if most is None:
             words = {0: "an integer, 0 or more", 1: "a positive integer"}.get(least, f"an integer of at least {least}")
         else:
             words = f"an integer from {least} to {most:,}"
         raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
-    return plain
+    return found
 
 
 def number(name: str, value: Any, low: float, high: float, words: str, *, above: bool = False) -> float:
-    """A number from ``low`` to ``high``, which are never NaN; ``above``: ``low`` itself is not one of them.
-
-    Raises:
-        UsageError: it is none, or out of range; ``words`` say what was expected.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
-    # NaN is not less than anything, and not at most anything.
-    if value < low or not value <= high or (above and value == low):
+    """Require a number from ``low`` to ``high``, with ``above`` one greater than ``low``; ``words`` say so."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    # The comparisons are False for NaN.
+    if not is_number or not low <= value <= high or (above and value == low):
         raise UsageError(f"{name}: expected {words}, found {quoted(value)}")
     return float(value)
 
 
 def switch(name: str, value: Any) -> bool:
-    """True or False.
-
-    Raises:
-        UsageError: something else, also what Python would count as true.
-    """
     if not isinstance(value, bool):
         raise UsageError(f"{name}: expected True or False, found {quoted(value)}")
     return value
 
 
 def choice(name: str, value: Any, known: Sequence[str]) -> str:
-    """One of some words.
-
-    Raises:
-        UsageError: another; a close one is suggested.
-    """
+    """Require one of some words; a close one is suggested."""
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(value[:80], known, n=1) if isinstance(value, str) else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -95,11 +74,7 @@ def choice(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def text(name: str, value: Any, *, empty: bool = True) -> str:
-    """A text that can be written as UTF-8.
-
-    Raises:
-        UsageError: no str, one with half of a surrogate pair in it, or an ``empty`` one where that means nothing.
-    """
+    """Require a str that UTF-8 can encode."""
     if not isinstance(value, str):
         raise UsageError(f"{name}: expected a text (str), found {quoted(value)}")
     try:
@@ -115,11 +90,7 @@ def text(name: str, value: Any, *, empty: bool = True) -> str:
 
 
 def place(name: str, value: Any) -> str:
-    """A folder's path or a Hub id, as a str; nothing is looked up.
-
-    Raises:
-        UsageError: no str and no path, empty, or nothing that a file system could hold.
-    """
+    """Require a folder's path or a Hub id; nothing is looked up."""
     given = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(given, str):
         raise UsageError(f"{name}: expected a path or a Hub id (str or pathlib.Path), found {quoted(value)}")
@@ -131,87 +102,66 @@ def place(name: str, value: Any) -> str:
         raise UsageError(f"{name}: expected a path or a Hub id, found half of a surrogate pair in it") from None
     if b"\0" in encoded:
         raise UsageError(f"{name}: expected a path or a Hub id, found a null character in {quoted(given)}")
-    if len(encoded) > _LONGEST_PLACE:
+    if len(encoded) > _MAX_PATH_BYTES:
         raise UsageError(f"{name}: expected a path or a Hub id, found {len(given):,} characters: {quoted(given)}")
     return given
 
 
-_COMMIT = re.compile("[0-9a-f]{40}")
-
-# Ends the name of what is being written and not yet whole.
+# Ends the name of what is being written and not yet complete.
 PARTIAL = ".partial"
 
 
 @dataclass(frozen=True)
 class FileIdentity:
-    """Which file it was and when it was last written; another one under the same name means that it was replaced."""
+    """Which file it was and when it was last written; tells whether the file was replaced or changed."""
 
     device: int
     inode: int
     size: int
     modified_ns: int
 
-
-def _identity_of(status: os.stat_result) -> FileIdentity:
-    return FileIdentity(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileIdentity:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def resolve_inside(folder: Path, name: str, error: type[WisparseError]) -> Path:
-    """The real path of ``folder/name``.
+    """The real path of ``folder/name``; ``error`` for a name or a symlink that leaves the folder.
 
-    Raises:
-        error: the name leaves the folder, or nothing is there.
+    A snapshot in the Hub's cache, ``models--OWNER--NAME/snapshots/COMMIT``, may link to its own ``blobs`` folder.
     """
-    if not name or "\0" in name or name.startswith(("/", "\\")) or ".." in name.replace("\\", "/").split("/"):
+    if not name or "\0" in name or name.startswith("/") or ".." in name.split("/"):
         raise error(f"{name!r:.100}: expected a file inside the folder, found a path that leaves it")
-    root = os.path.realpath(folder)
+    root = Path(os.path.realpath(folder))
     try:
-        real = os.path.realpath(os.path.join(root, name), strict=True)
+        real = Path(os.path.realpath(root / name, strict=True))
     except OSError as reason:
         raise _unreadable(name, reason, error) from None
-    if os.path.commonpath([root, real]) == root:
-        return Path(real)
-    if os.path.dirname(real) == _hub_blobs(root):
-        return Path(real)
+    if real.is_relative_to(root):
+        return real
+    repository = root.parent.parent
+    is_snapshot = root.parent.name == "snapshots" and re.fullmatch("[0-9a-f]{40}", root.name)
+    if is_snapshot and repository.name.startswith("models--") and real.parent == repository / "blobs":
+        return real
     raise error(f"{name}: a symlink that leaves the folder; copy the file itself into {Path(folder).name}")
-
-
-def _hub_blobs(root: str) -> str | None:
-    """Where the files of a snapshot in the Hub's cache really lie: ``models--OWNER--NAME/blobs``, its own and no other.
-
-    The snapshot is ``models--OWNER--NAME/snapshots/COMMIT``; a folder called ``blobs`` anywhere else is just a folder.
-    """
-    snapshots, commit = os.path.split(root)
-    repository, name = os.path.split(snapshots)
-    if name == "snapshots" and _COMMIT.fullmatch(commit) and os.path.basename(repository).startswith("models--"):
-        return os.path.join(repository, "blobs")
-    return None
 
 
 def open_regular(
     folder: Path, name: str, error: type[WisparseError], expected: FileIdentity | None = None
 ) -> io.FileIO:
-    """Open ``folder/name`` for reading, unbuffered.
-
-    Args:
-        expected: what ``identity`` said before; a file that changed since is refused.
-
-    Raises:
-        error: not a regular file inside the folder, or not the expected one.
-        AccessError: no permission to read it.
-    """
+    """Open ``folder/name`` for reading, unbuffered; ``error`` unless it is a regular file, and the expected one."""
     path = resolve_inside(folder, name, error)
     try:
-        # Looked at before it is opened: opening a device can already have an effect.
-        _require_regular(name, os.stat(path, follow_symlinks=False), error)
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        # Before it is opened: opening a device can already have an effect.
+        _require_regular(name, path.lstat(), error)
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except OSError as reason:
         raise _unreadable(name, reason, error) from None
     file = io.FileIO(descriptor, "rb", closefd=True)
     try:
         status = os.fstat(descriptor)
         _require_regular(name, status, error)
-        if expected is not None and _identity_of(status) != expected:
+        if expected is not None and FileIdentity.of(status) != expected:
             raise error(f"{name}: changed on disk since it was checked; open it again")
     except BaseException:
         file.close()
@@ -220,25 +170,20 @@ def open_regular(
 
 
 def identity(file: io.FileIO) -> FileIdentity:
-    """The identity of an open file."""
-    return _identity_of(os.fstat(file.fileno()))
+    return FileIdentity.of(os.fstat(file.fileno()))
 
 
 def read_bounded(folder: Path, name: str, limit: int, error: type[WisparseError]) -> bytes:
-    """The whole of a small file.
-
-    Raises:
-        error: missing, not a regular file inside the folder, or longer than ``limit`` bytes.
-    """
+    """The whole of a regular file of at most ``limit`` bytes."""
     with open_regular(folder, name, error) as file:
         size = identity(file).size
         if size > limit:
             raise error(f"{name}: expected at most {limit:,} bytes, found {size:,}")
         try:
-            # A file of /proc says it is empty and is not, so ask for one byte more than allowed, not for the size.
+            # Until the end, not to the size: files of /proc have size 0 and content.
             data = bytearray()
-            while len(data) <= limit and (piece := file.read(min(1 << 20, limit + 1 - len(data)))):
-                data += piece
+            while len(data) <= limit and (chunk := file.read(min(1 << 20, limit + 1 - len(data)))):
+                data += chunk
         except OSError as reason:
             raise _unreadable(name, reason, error) from None
     if len(data) > limit:
@@ -253,14 +198,9 @@ def file_digest(path: Path) -> str:
 
 
 def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bool = False) -> list[str]:
-    """Names of everything in ``folder`` that is not a folder, sorted.
+    """Sorted names of everything in ``folder`` that is not a folder, at most ``limit`` entries.
 
-    Args:
-        deep: also what lies in its folders, as ``folder/name``; those that are symlinks or hidden are not entered.
-
-    Raises:
-        AccessError: no such folder.
-        error: more than ``limit`` of them.
+    ``deep``: also what lies in its folders, as ``folder/name``; symlinks and hidden folders are not entered.
     """
     require_folder(folder)
     found: list[str] = []
@@ -268,7 +208,7 @@ def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bo
     entries = 0
     while pending:
         prefix = pending.pop()
-        with os.scandir(os.path.join(folder, prefix)) as scan:
+        with os.scandir(folder / prefix) as scan:
             for entry in scan:
                 entries += 1
                 if entries > limit:
@@ -292,11 +232,9 @@ def require_folder(folder: Path) -> None:
 
 
 def _require_regular(name: str, status: os.stat_result, error: type[WisparseError]) -> None:
-    if stat.S_ISREG(status.st_mode):
-        return
-    kinds = ((stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"))
-    found = next((kind for test, kind in kinds if test(status.st_mode)), "a device")
-    raise error(f"{name}: expected a regular file, found {found}")
+    if not stat.S_ISREG(status.st_mode):
+        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+        raise error(f"{name}: expected a regular file, found {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}")
 
 
 def _unreadable(name: str, reason: OSError, error: type[WisparseError]) -> WisparseError:
@@ -308,9 +246,6 @@ def _unreadable(name: str, reason: OSError, error: type[WisparseError]) -> Wispa
 
 
 _MAX_DEPTH = 32
-# Every value but the first is announced by one of these bytes; counting them is quick, and commas inside strings only
-# err on the strict side.
-_MAX_VALUES = 500_000
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -319,16 +254,10 @@ def read_json(folder: Path, name: str, limit: int, error: type[WisparseError]) -
     return parse_json(read_bounded(folder, name, limit, error), name, error)
 
 
-def parse_json(data: bytes, where: str, error: type[WisparseError], most_values: int = _MAX_VALUES) -> dict[str, Any]:
-    """Parse a JSON object.
+def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str, Any]:
+    """Parse a JSON object. The caller limits its size, which bounds the number of values.
 
-    Args:
-        data: the text.
-        where: what the text is, for messages.
-        most_values: more of them are a bomb.
-
-    Raises:
-        error: not UTF-8, not JSON, not an object, a key twice, NaN or Infinity, half a surrogate pair, or a bomb.
+    Refused: not UTF-8, not JSON, not an object, a key twice, NaN or infinity, half a surrogate pair, deep nesting.
     """
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -349,50 +278,31 @@ def parse_json(data: bytes, where: str, error: type[WisparseError], most_values:
         text = data.decode("utf-8")
     except UnicodeDecodeError as reason:
         raise error(f"{where}: expected UTF-8, found a wrong byte at {reason.start}") from None
-    if data.count(b",") + data.count(b"[") + data.count(b"{") > most_values:
-        raise error(f"{where}: expected at most {most_values:,} values, found more")
     try:
         value = json.loads(text, object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
-    except (json.JSONDecodeError, RecursionError, ValueError) as reason:
+    except (RecursionError, ValueError) as reason:
         raise error(f"{where}: expected JSON, found something else ({reason!s:.100})") from None
     if not isinstance(value, dict):
         raise error(f"{where}: expected a JSON object, found {type(value).__name__}")
-    _refuse_deep(value, where, error)
+    level: list[Any] = [value]
+    for _ in range(_MAX_DEPTH):
+        children = [parent.values() if isinstance(parent, dict) else parent for parent in level]
+        level = [child for several in children for child in several if isinstance(child, (dict, list))]
+    if level:
+        raise error(f"{where}: expected at most {_MAX_DEPTH} levels, found more")
     if _SURROGATE.search(data):
-        _refuse_surrogates(value, where, error)
+        # Half of a surrogate pair can be neither printed nor written nor hashed.
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as reason:
+            half = ascii(reason.object[reason.start])
+            raise error(f"{where}: expected characters, found {half}, half of a surrogate pair") from None
     return value
 
 
 def dump_json(value: Mapping[str, Any]) -> bytes:
-    """Readable JSON with the keys in their order; equal values give equal bytes.
-
-    Raises:
-        ValueError, TypeError: NaN, or something that is not JSON.
-    """
+    """Readable JSON with the keys in their order; equal values give equal bytes. NaN is a ValueError."""
     return (json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
-
-
-def _refuse_deep(value: Any, where: str, error: type[WisparseError]) -> None:
-    level = [value]
-    for _ in range(_MAX_DEPTH):
-        level = [
-            child
-            for parent in level
-            for child in (parent.values() if isinstance(parent, dict) else parent)
-            if isinstance(child, (dict, list))
-        ]
-        if not level:
-            return
-    raise error(f"{where}: expected at most {_MAX_DEPTH} levels, found more")
-
-
-def _refuse_surrogates(value: Any, where: str, error: type[WisparseError]) -> None:
-    """Half of a surrogate pair is no character: such a text can be neither printed nor written nor hashed."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError as reason:
-        half = ascii(reason.object[reason.start])
-        raise error(f"{where}: expected characters, found {half}, half of a surrogate pair") from None
 
 
 _WANTED = "give a folder with config.json, safetensors weights and a tokenizer"
@@ -441,9 +351,7 @@ _FOLDERS = (
 def find_folder(model: str | os.PathLike[str]) -> Path | None:
     """The folder of this machine that ``model`` names, ``~`` resolved; None if it has to be a Hub id.
 
-    Raises:
-        UsageError: nothing that can be a path (`place`).
-        AccessError: a file, a path that leads nowhere, or one that may not be looked at.
+    AccessError for a file, or for a path that may not be looked at.
     """
     # An empty string, as an unset shell variable leaves one, would be the current folder to pathlib.
     typed = place("model", model)
@@ -455,7 +363,9 @@ def find_folder(model: str | os.PathLike[str]) -> Path | None:
     except OSError as error:
         raise AccessError(f"{typed!r:.200}: cannot be opened as a folder: {error.strerror}") from None
     if is_file:
-        raise AccessError(f"{typed!r:.200} is {_file_kind(path)}")
+        name = path.name.lower()
+        kind = next((words for ends, words in _FILES if name.endswith(ends)), f"a file, not a folder: {_WANTED}")
+        raise AccessError(f"{typed!r:.200} is {kind}")
     return None
 
 
@@ -468,21 +378,11 @@ def shown(folder: str | os.PathLike[str]) -> str:
 
 
 def expand(path: str) -> Path:
-    """A path with its ``~`` resolved.
-
-    Raises:
-        AccessError: of a user whom this machine does not know.
-    """
+    """A path with its ``~`` resolved."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
         raise AccessError(f"{path!r:.200}: no user of this machine has that home folder") from None
-
-
-def _file_kind(path: Path) -> str:
-    """What a file is that was given for a model, as the end of a sentence that begins with its name."""
-    name = path.name.lower()
-    return next((words for ends, words in _FILES if name.endswith(ends)), f"a file, not a folder: {_WANTED}")
 
 
 def folder_kind(folder: Path) -> str | None:
@@ -492,7 +392,17 @@ def folder_kind(folder: Path) -> str | None:
     files = {entry.name.lower() for entry in entries if not os.path.isdir(entry.path)}
     folders = sorted(entry.name for entry in entries if os.path.isdir(entry.path))
     if "adapter_config.json" in files and not {"model.safetensors", "model.safetensors.index.json"} & files:
-        return _adapter(folder)
+        try:
+            base = read_json(folder, "adapter_config.json", _MAX_JSON_BYTES, WisparseError).get(
+                "base_model_name_or_path"
+            )
+        except WisparseError:
+            base = None
+        of = f" of {base!r:.120}" if isinstance(base, str) and base else ""
+        return (
+            f"a LoRA (PEFT) adapter{of}, not a whole model: merge the two with peft's merge_and_unload(), save them "
+            "with save_pretrained(), and give that folder"
+        )
     if "config.json" in files:
         return None
     if "snapshots" in folders:
@@ -507,16 +417,3 @@ def folder_kind(folder: Path) -> str | None:
     if not entries:
         return f"an empty folder: {_WANTED}"
     return f"no model: config.json is missing; {_WANTED}"
-
-
-def _adapter(folder: Path) -> str:
-    try:
-        settings = read_json(folder, "adapter_config.json", _MAX_JSON_BYTES, WisparseError)
-    except WisparseError:
-        settings = {}  # what it says is only for the sentence below
-    base = settings.get("base_model_name_or_path")
-    of = f" of {base!r:.120}" if isinstance(base, str) and base else ""
-    return (
-        f"a LoRA (PEFT) adapter{of}, not a whole model: merge the two with peft's merge_and_unload(), save them with "
-        "save_pretrained(), and give that folder"
-    )

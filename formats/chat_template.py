@@ -1,0 +1,226 @@
+"""Chat templates: messages to text, rendered as transformers does.
+
+A template is a program that came with the model. It runs in Jinja's immutable sandbox, without access to Python's
+objects, files or network, and its size, input and output are limited. Time and memory are limited only for one trial
+on a small conversation, in a child process when the template is loaded: a template that never ends is refused there,
+one that never ends for certain messages only is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from .errors import BundleError, UsageError
+
+_MAX_SOURCE = 1 << 20
+_MAX_INPUT = 64 << 20
+# A rendered conversation is its messages, tools and documents, each maybe indented or repeated, between fixed words.
+_MAX_OUTPUT = 200_000
+_MAX_GROWTH = 8
+_TRIAL_SECONDS = 2
+_TRIAL_BYTES = 1 << 30
+# For a child process that waits for a core, or sleeps.
+_TRIAL_TIMEOUT = 60
+_TRIAL = "import sys; sys.path[:] = {path!r}; from wisparse.formats.chat_template import _run_trial; _run_trial()"
+
+
+class _Refusal(Exception):
+    """Raised by a template through ``raise_exception``."""
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks an assistant's words for training; the text is unchanged."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A scope of its own: what is set inside is not seen behind it.
+        return nodes.CallBlock(self.call_method("_same"), [], [], body).set_lineno(line)
+
+    def _same(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _compile(source: str, variables: Mapping[str, str]) -> Template:
+    """The template in transformers' environment (``transformers.utils.chat_template_utils``)."""
+
+    def raise_exception(message: Any) -> None:
+        raise _Refusal(str(message))
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes <, > and & for HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals |= {
+        "raise_exception": raise_exception,
+        "strftime_now": lambda pattern: datetime.datetime.now().strftime(pattern),
+    }
+    environment.globals |= variables
+    return environment.from_string(source)
+
+
+class ChatTemplate:
+    """A template's Jinja source and the variables it sees beside the messages (``bos_token``, ``eos_token``, …).
+
+    The trial runs beside whatever the caller does next; the first rendering, or :meth:`check`, waits for it.
+    """
+
+    def __init__(self, source: str, variables: Mapping[str, str]) -> None:
+        if len(source) > _MAX_SOURCE:
+            raise BundleError(f"the chat template has {len(source):,} characters, expected at most {_MAX_SOURCE:,}")
+        self._source, self._variables = source, dict(variables)
+        self._lock = threading.Lock()
+        self._template: Template | None = None
+        self._trial = _start_trial(source, self._variables)
+
+    def check(self) -> Template:
+        """Wait for the trial; BundleError if the template does not compile, or takes too much time or memory."""
+        with self._lock:
+            if self._template is None:
+                _finish_trial(self._trial)
+                self._template = _compile(self._source, self._variables)
+            return self._template
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
+        """The conversation as text.
+
+        Args:
+            messages: each with ``role`` and ``content``; texts, numbers, lists and mappings, as in JSON.
+            add_generation_prompt: end with the opening of an assistant's turn.
+            more: further variables that the template may know (``enable_thinking``, ``tools``, …).
+
+        Raises:
+            UsageError: the template refuses these messages, or they hold something else than JSON has.
+            BundleError: the template fails, or makes far more text than it was given.
+        """
+        template = self.check()
+        values = {"messages": list(messages), "tools": None, "documents": None, **more}
+        given = _length(values)
+        if given > _MAX_INPUT:
+            raise UsageError(f"messages: expected at most {_MAX_INPUT:,} characters, found {given:,}")
+        most = _MAX_OUTPUT + _MAX_GROWTH * given
+        chunks, length = [], 0
+        try:
+            for chunk in template.generate(add_generation_prompt=add_generation_prompt, **values):
+                chunks.append(chunk)
+                length += len(chunk)
+                if length > most:
+                    raise BundleError(
+                        f"the chat template fails (it makes more than {most:,} characters); use --ignore-chat-template"
+                    )
+        except _Refusal as error:
+            raise UsageError(f"the model's chat template refuses these messages: {error!s:.300}") from error
+        except BundleError:
+            raise
+        except Exception as error:  # a template can raise whatever its expressions do
+            raise BundleError(
+                f"the chat template fails ({type(error).__name__}: {error!s:.300}); use --ignore-chat-template"
+            ) from error
+        return "".join(chunks)
+
+
+def _length(value: Any) -> int:
+    """Characters of all texts in ``value``; UsageError for what JSON cannot hold."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_length(key) + _length(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return sum(map(_length, value))
+    if value is not None and not isinstance(value, (bool, int, float)) and not hasattr(value, "item"):
+        raise UsageError(f"messages: expected texts, numbers, lists and mappings, found {type(value).__name__}")
+    return 8
+
+
+def _start_trial(source: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    with tempfile.TemporaryFile() as given:
+        given.write(json.dumps([source, variables]).encode())
+        given.seek(0)
+        return subprocess.Popen(
+            [sys.executable, "-I", "-c", _TRIAL.format(path=[os.path.abspath(entry) for entry in sys.path])],
+            stdin=given,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG") if name in os.environ},
+            start_new_session=True,  # Ctrl-C is for this process
+        )
+
+
+def _run_trial() -> None:
+    """In the child process: compile, render a small conversation, and print why it does not compile."""
+    source, variables = json.load(sys.stdin.buffer)
+    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
+    limit = int(used) + _TRIAL_SECONDS + (1 if used % 1 > 0.5 else 0)  # whole seconds
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # macOS has no limit of address space
+        resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))
+    try:
+        template = _compile(source, variables)
+    except MemoryError:
+        raise
+    except Exception as error:  # beside TemplateError: SyntaxError, RecursionError, OverflowError, …
+        kind = "" if type(error) is TemplateError else f"{type(error).__name__}: "
+        print(f"{kind}{error!s:.300}")
+        return
+    messages = [{"role": "user", "content": "hi"}]
+    values = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+    try:
+        length = 0
+        for chunk in template.generate(values):
+            length += len(chunk)
+            if length > 10 * _MAX_OUTPUT:
+                break
+    except MemoryError:
+        raise
+    except Exception:
+        pass  # the template may want other messages
+
+
+def _finish_trial(trial: subprocess.Popen[bytes]) -> None:
+    try:
+        output, _ = trial.communicate(timeout=_TRIAL_TIMEOUT)
+    except subprocess.TimeoutExpired:
+        trial.kill()
+        trial.communicate()
+    if trial.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise BundleError(
+            f"the chat template takes more than {_TRIAL_SECONDS} seconds for a message of two letters; convert again "
+            "without it"
+        )
+    if trial.returncode:
+        raise BundleError(
+            f"the chat template crashes, or needs more than {_TRIAL_BYTES >> 20:,} MB of memory, for a message of two "
+            "letters; convert again without it"
+        )
+    if output:
+        reason = output.decode(errors="replace").strip()
+        raise BundleError(f"the chat template is no valid Jinja: {reason}; convert again without it")

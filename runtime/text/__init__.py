@@ -1,1 +1,0 @@
-"""Between text and token ids: prompts, chat template, tokenizer, and ids back to text."""

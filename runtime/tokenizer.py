@@ -1,0 +1,323 @@
+"""Text to token ids and back: tokenizer.json, the chat template, stop strings, and the ids that end a text.
+
+Uses the ``tokenizers`` library in this process. The size of tokenizer.json is limited, the library's time is not: what
+can keep it busy (a pattern that backtracks, say) is not detected. Whether a beginning-of-text token is put before a
+prompt is for tokenizer.json to say (its post-processor), as in transformers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from tokenizers.decoders import DecodeStream
+
+from wisparse.formats.chat_template import ChatTemplate
+from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
+from wisparse.formats.guard import parse_json, quoted, shown
+
+if TYPE_CHECKING:
+    from wisparse.formats.bundle import Bundle
+
+_FILE = "tokenizer.json"
+# For scale: Gemma's, with 262,144 tokens and 515,000 merges, has 33 MB.
+_MAX_BYTES = 96 << 20
+# A character of text is a token at least this often, so longer texts are tried in part first.
+_CHARACTERS_PER_TOKEN = 8
+# How many tokens at the end of a text can become others, and fewer, when the text goes on.
+_UNSETTLED = 1024
+# Characters of a closing turn that are looked at: it is a token or two.
+_CLOSING = 1000
+
+
+@contextlib.contextmanager
+def _library_errors(action: str) -> Iterator[None]:
+    """Failures of the library as BundleError; of its own it raises bare Exceptions, and panics."""
+    try:
+        yield
+    except BaseException as error:
+        # The class of panics, a BaseException, is in no module that could be imported.
+        if type(error) in (Exception, ValueError) or type(error).__name__ == "PanicException":
+            raise BundleError(f"{_FILE}: {action}: {error!s:.200}") from error
+        raise
+
+
+class Tokenizer:
+    """A bundle's tokenizer and chat template.
+
+    Attributes:
+        template: None if there is none.
+        template_source: of the template that is given tools.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: bytes,
+        tokenizer_config: Mapping[str, Any],
+        template: str | None,
+        vocab_size: int,
+    ) -> None:
+        if len(tokenizer_json) > _MAX_BYTES:
+            raise BundleError(f"{_FILE}: expected at most {_MAX_BYTES:,} bytes, found {len(tokenizer_json):,}")
+        with _library_errors("not a tokenizer of the tokenizers library"):
+            self._library = tokenizers.Tokenizer.from_buffer(tokenizer_json)
+            # Left over from training, either would change a prompt silently.
+            self._library.no_truncation()
+            self._library.no_padding()
+        self._vocab_size = vocab_size
+        self._special_ids = {i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
+        self.special_tokens: dict[str, str] = {}
+        for key, value in tokenizer_config.items():
+            # Older files hold an object with the text under ``content``.
+            content = value.get("content") if isinstance(value, dict) else value
+            if key.endswith("_token") and isinstance(content, str):
+                self.special_tokens[key] = content
+        named = _templates_of(tokenizer_config) if template is None else {"default": template}
+        source = named.get("default")
+        self.template = None if source is None else ChatTemplate(source, self.special_tokens)
+        # Some models have a template of its own for conversations with tools.
+        self.template_source = named.get("tool_use", source)
+        self._tool_template = self.template
+        if self.template_source is not None and self.template_source != source:
+            self._tool_template = ChatTemplate(self.template_source, self.special_tokens)
+
+    @classmethod
+    def from_bundle(cls, bundle: Bundle) -> Tokenizer:
+        """Read tokenizer.json, tokenizer_config.json and chat_template.jinja."""
+        tokenizer_json = bundle.read_bytes(_FILE)
+        if tokenizer_json is None:
+            raise BundleError(
+                f"{shown(bundle.folder)}: no tokenizer.json; save the source's fast tokenizer into it and convert "
+                "again, or give token ids instead of text"
+            )
+        template = bundle.read_bytes("chat_template.jinja")
+        try:
+            source = template.decode() if template is not None else None
+        except UnicodeDecodeError as error:
+            raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
+        if source is None:
+            source = _read_json(bundle, "chat_template.json").get("chat_template")
+        if source is not None and not isinstance(source, str):
+            raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
+        return cls(tokenizer_json, _read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
+        """Token ids of a text; special tokens written out in it are recognised.
+
+        Args:
+            add_special_tokens: let the post-processor add its own (beginning of text, say); not for a rendered chat
+                template, which has them.
+            most: what the context holds; a text that is far too long for it is a ContextLengthError, a few tokens
+                more may still be returned.
+        """
+        if not isinstance(text, str):
+            raise UsageError(f"the prompt is not valid text: expected a str, found {quoted(text)}")
+        try:
+            size = len(text) if most is None else _CHARACTERS_PER_TOKEN * (most + _UNSETTLED)
+            while size < len(text):
+                found = len(self._encode(text[:size], add_special_tokens))
+                if most is not None and found > most + _UNSETTLED:
+                    raise ContextLengthError(
+                        f"the prompt has {len(text):,} characters, the first {size:,} of them are {found:,} tokens "
+                        f"already, and the context holds {most:,}: shorten it, or load with a larger max_seq_len if "
+                        "the model allows one"
+                    )
+                size *= 4
+            ids = self._encode(text, add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                "the prompt is not valid text: expected a str without halves of surrogate pairs"
+            ) from error
+        if ids and max(ids) >= self._vocab_size:
+            raise BundleError(f"{_FILE} gives id {max(ids)}, but the model's vocabulary has {self._vocab_size}")
+        return ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        with _library_errors("the tokenizers library cannot run it"):
+            # Without the offsets of the tokens in the text: that takes less than half as long.
+            (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = found.ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of token ids; ids that the tokenizer does not know give nothing."""
+        ids = list(token_ids)
+        try:
+            with _library_errors("the tokenizers library cannot run it"):
+                text: str = self._library.decode(ids, skip_special_tokens=skip_special_tokens)
+        except (OverflowError, TypeError) as error:
+            wrong = [one for one in ids if not hasattr(one, "__index__") or not 0 <= one < 2**32]
+            raise UsageError(f"token ids: expected integers from 0 to {2**32 - 1:,}, found {quoted(wrong)}") from error
+        return text
+
+    def detokenizer(self, visible_special_tokens: frozenset[int] = frozenset()) -> Detokenizer:
+        """A decoder for one growing sequence; these special tokens are part of its text."""
+        return Detokenizer(self._library, self._special_ids, visible_special_tokens)
+
+    def token_id(self, token: str) -> int | None:
+        """Id of a token that is a whole vocabulary entry; None if there is no such."""
+        found: int | None = self._library.token_to_id(token)
+        return found
+
+    def is_special(self, token: str) -> bool:
+        """Whether ``decode`` leaves this token out."""
+        return self.token_id(token) in self._special_ids
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **more: Any) -> str:
+        """The conversation through the chat template; see :meth:`ChatTemplate.render`."""
+        template = self._tool_template if more.get("tools") else self.template
+        if template is None:
+            raise UsageError("this model has no chat template: give it plain text to continue")
+        return template.render(messages, **more)
+
+    def check(self) -> None:
+        """Wait for the trials of the chat templates; BundleError if one does not compile or takes too much."""
+        for template in (self.template, self._tool_template):
+            if template is not None:
+                template.check()
+
+    def template_ends_turns(self, stops: frozenset[int]) -> bool:
+        """Whether the template closes an assistant's turn with a token that ends generation.
+
+        An instruction-tuned model has to, or its answers would not end. A base model that ships a template none the
+        less (Qwen's do) does not: it ends texts with another token, and a prompt is best continued as it stands.
+        """
+        if self.template is None:
+            return False
+        marker = "wisparse"
+        turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
+        try:
+            _, _, closing = self.template.render(turns, add_generation_prompt=False).rpartition(marker)
+        except (BundleError, UsageError):
+            return True  # it wants something else; the prompt's own rendering will say so
+        return not stops.isdisjoint(self.encode(closing[:_CLOSING], add_special_tokens=False))
+
+
+class Detokenizer:
+    """Decodes a growing sequence in chunks that join to the text of the whole, special tokens left out.
+
+    Text between two visible special tokens is decoded by itself.
+    """
+
+    def __init__(self, library: tokenizers.Tokenizer, special: Collection[int], visible: Collection[int]) -> None:
+        self._library, self._special, self._visible = library, special, visible
+        self._begin()
+
+    def _begin(self) -> None:
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._length = 0
+
+    def add(self, token_id: int) -> str:
+        """The text that this id completes; often all of its own, empty while a character is incomplete."""
+        if token_id in self._visible:
+            before = self.finish()
+            self._begin()
+            with _library_errors("the tokenizers library cannot run it"):
+                return before + self._library.decode([token_id], skip_special_tokens=False)
+        if token_id in self._special:
+            return ""
+        self._ids.append(token_id)
+        with _library_errors("the tokenizers library cannot run it"):
+            chunk = self._stream.step(self._library, token_id) or ""
+        self._length += len(chunk)
+        return chunk
+
+    def finish(self) -> str:
+        """What is still held back: bytes that never became a character, as replacement characters."""
+        with _library_errors("the tokenizers library cannot run it"):
+            text: str = self._library.decode(self._ids)
+        held, self._length = text[self._length :], len(text)
+        return held
+
+
+class StopStrings:
+    """Cuts a text off before the first stop string, wherever the chunks' borders fall.
+
+    Of several stop strings the one that is complete first wins, the longest of those that end together.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._longest = max((len(stop) for stop in self._stops), default=0)
+        self._held = ""
+        self.found = False
+
+    def add(self, chunk: str) -> str:
+        """The text that is certain not to belong to a stop string; nothing any more once one was found."""
+        if self.found:
+            return ""
+        if not self._stops:
+            return chunk
+        text = self._held + chunk
+        ends = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return text[: min(ends)[1]]
+        # The longest end of the text that begins a stop string is held back.
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                self._held = text[-length:]
+                return text[:-length]
+        self._held = ""
+        return text
+
+    def finish(self) -> str:
+        """What was held back, at the end of the text: it did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+def check_tokenizer(bundle: Bundle) -> None:
+    """Try a bundle's tokenizer and chat template, if it has them."""
+    if bundle.read_bytes(_FILE) is None:
+        return
+    tokenizer = Tokenizer.from_bundle(bundle)
+    tokenizer.check()
+    prompt = "hi"
+    if tokenizer.template is not None:
+        with contextlib.suppress(UsageError):  # it may want other messages
+            prompt = tokenizer.render([{"role": "user", "content": prompt}])
+    tokenizer.decode(tokenizer.encode(prompt))
+
+
+def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
+    """The ids that end a text: the union of what config, generation config and tokenizer call end-of-text."""
+    found: set[int] = set()
+    for name, config in (
+        ("config.json", bundle.config_dict),
+        ("generation_config.json", _read_json(bundle, "generation_config.json")),
+    ):
+        value = config.get("eos_token_id")
+        for item in value if isinstance(value, list) else [value]:
+            if item is None:
+                continue
+            if isinstance(item, bool) or not isinstance(item, int):
+                raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
+            found.add(item)
+    if tokenizer is not None:
+        token = tokenizer.token_id(tokenizer.special_tokens.get("eos_token", ""))
+        if token is not None:
+            found.add(token)
+    return frozenset(found)
+
+
+def _read_json(bundle: Bundle, name: str) -> dict[str, Any]:
+    data = bundle.read_bytes(name)
+    return {} if data is None else parse_json(data, name, BundleError)
+
+
+def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """The templates inside tokenizer_config.json, by name: a text is the default one, a list has names."""
+    given = config.get("chat_template")
+    entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
+    found = {}
+    for entry in entries:
+        if isinstance(entry, dict) and entry.get("name") in ("default", "tool_use"):
+            template = entry.get("template")
+            if not isinstance(template, str):
+                raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
+            found[entry["name"]] = template
+    return found
