@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wisparse.formats.chat_template import ChatTemplate
 from wisparse.formats.errors import AccessError, BundleError, CalibrationError, UsageError, first_line, printable
 from wisparse.formats.hub import check_read_access
-from wisparse.formats.sandbox import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -74,11 +74,11 @@ class CalibrationTokens:
 
 
 class TemplateError(Exception):
-    """The template refuses the messages, fails, or takes more time or memory than it may; says which."""
+    """The template refuses the messages, or fails; says which."""
 
 
 class Conversations:
-    """The chat template of a tokenizer of transformers', rendered in a process apart (``formats.guard.sandbox``).
+    """The chat template of a tokenizer of transformers'.
 
     Attributes:
         source: the template's text; None without one.

@@ -25,7 +25,6 @@ from torch import Tensor
 
 from wisparse.formats.errors import CalibrationError
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.sandbox import together
 
 from .documents import CalibrationTokens, Conversations, TemplateError
 from .flow import input_device
@@ -222,9 +221,8 @@ def _turns(tokenizer: Any, first: int, ends: frozenset[int]) -> tuple[list[int],
     question_asked = [{"role": "user", "content": _PLACEHOLDER}]
     turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
     try:
-        with together():
-            text = conversations.render(question_asked, add_generation_prompt=True)
-            closing = conversations.render(turns).rpartition(_PLACEHOLDER)[2]
+        text = conversations.render(question_asked, add_generation_prompt=True)
+        closing = conversations.render(turns).rpartition(_PLACEHOLDER)[2]
     except TemplateError as error:
         # It wants something else than a user turn (a system prompt, tools), or does not work: documents alone will do.
         _log.warning("the model writes documents and no conversations: its chat template says %.200s", error)

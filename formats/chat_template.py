@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -177,9 +178,9 @@ def _start_trial(source: str, variables: Mapping[str, str]) -> subprocess.Popen[
 def _run_trial() -> None:
     """In the child process: compile, render a small conversation, and print why it does not compile."""
     source, variables = json.load(sys.stdin.buffer)
-    used = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-    limit = int(used) + _TRIAL_SECONDS + (1 if used % 1 > 0.5 else 0)  # whole seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+    # Processor time is counted from the start of the process; the signal of the soft limit ends it.
+    limit = int(time.process_time()) + _TRIAL_SECONDS
+    resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no limit of address space
         resource.setrlimit(resource.RLIMIT_AS, (_TRIAL_BYTES, _TRIAL_BYTES))

@@ -15,13 +15,12 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine import choose_device
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.sandbox import together
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
 from .decoding.decoder import Decoder, default_max_seq_len, memory_errors, weight_bytes
 from .model import Model
-from .text.text import Text
+from .tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +122,6 @@ def _implementation(name: str) -> type[Any]:
 _LARGEST_BATCH = 2**16
 
 
-@together()
 def load(
     bundle: str | os.PathLike[str],
     *,
@@ -177,7 +175,7 @@ def load(
     if sparsity is not None:
         opened = opened.at(sparsity)
     chosen = pick_dtype(opened, dtype)
-    text = Text.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
+    text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     if max_seq_len is None:
         implementation, _ = choose_decoder(opened.config, target, chosen, backend, weights)
         needed = weight_bytes(opened, chosen, weights, implementation.keeps)

@@ -25,7 +25,8 @@ from .generation.logits import Constraint
 from .generation.request import Chunk, Generation, Request
 from .generation.scheduler import Stats
 from .generation.settings import GenerationArguments, GenerationSettings, spelled_out
-from .text.text import Message, Prompt, Text, as_prompts, stop_ids
+from .prompts import Message, Prompt, as_prompts
+from .tokenizer import Tokenizer, stop_ids
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
@@ -48,7 +49,7 @@ class Model:
         grammars: compiles what answers have to be.
     """
 
-    def __init__(self, bundle: Bundle, decoder: Decoder, text: Text | None, prefill: str = "dense") -> None:
+    def __init__(self, bundle: Bundle, decoder: Decoder, text: Tokenizer | None, prefill: str = "dense") -> None:
         sparse_from(prefill, 1)
         self.bundle = bundle
         self.decoder = decoder
@@ -73,7 +74,7 @@ class Model:
         return self.decoder.config
 
     @property
-    def tokenizer(self) -> Text:
+    def tokenizer(self) -> Tokenizer:
         """The bundle's tokenizer: ``encode`` gives a text's token ids, ``decode`` the text of token ids.
 
         Raises:

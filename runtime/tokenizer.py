@@ -112,8 +112,6 @@ class Tokenizer:
             most: what the context holds; a text that is far too long for it is a ContextLengthError, a few tokens
                 more may still be returned.
         """
-        if not isinstance(text, str):
-            raise UsageError(f"the prompt is not valid text: expected a str, found {quoted(text)}")
         try:
             size = len(text) if most is None else _CHARACTERS_PER_TOKEN * (most + _UNSETTLED)
             while size < len(text):
@@ -126,7 +124,7 @@ class Tokenizer:
                     )
                 size *= 4
             ids = self._encode(text, add_special_tokens)
-        except UnicodeEncodeError as error:
+        except (TypeError, UnicodeEncodeError) as error:
             raise UsageError(
                 "the prompt is not valid text: expected a str without halves of surrogate pairs"
             ) from error
@@ -135,6 +133,8 @@ class Tokenizer:
         return ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        if not isinstance(text, str):
+            raise TypeError("expected a str")  # the library takes a pair of texts too
         with _library_errors("the tokenizers library cannot run it"):
             # Without the offsets of the tokens in the text: that takes less than half as long.
             (found,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -186,6 +186,7 @@ class Tokenizer:
         """
         if self.template is None:
             return False
+        self.check()
         marker = "wisparse"
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": marker}]
         try:
@@ -297,8 +298,8 @@ def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
             found.add(item)
-    if tokenizer is not None:
-        token = tokenizer.token_id(tokenizer.special_tokens.get("eos_token", ""))
+    if tokenizer is not None and "eos_token" in tokenizer.special_tokens:
+        token = tokenizer.token_id(tokenizer.special_tokens["eos_token"])
         if token is not None:
             found.add(token)
     return frozenset(found)

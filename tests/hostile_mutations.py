@@ -16,7 +16,6 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from hostile_text import hostile_template, hostile_tokenizer
 from tiny_bundle import join_safetensors, split_safetensors
 
 Mutation = Callable[[Random, Path], str]
@@ -618,20 +617,6 @@ def bad_template(random: Random, folder: Path) -> str:
     return text[:60]
 
 
-def wild_template(random: Random, folder: Path) -> str:
-    text = hostile_template(random)
-    _plain(folder / "chat_template.jinja").write_text(text)
-    return text[:300]
-
-
-def wild_tokenizer(random: Random, folder: Path) -> str:
-    file = _plain(folder / "tokenizer.json")
-    document = json.loads(file.read_bytes())
-    kinds = hostile_tokenizer(random, document)
-    file.write_text(json.dumps(document))
-    return kinds
-
-
 MUTATIONS: dict[str, Mutation] = {
     mutation.__name__: mutation
     for mutation in (
@@ -641,7 +626,4 @@ MUTATIONS: dict[str, Mutation] = {
         *(odd_json, json_bomb, bad_index, bad_tokenizer, bad_template),
         *(lying_scheme, lying_dimensions, lying_levels, odd_codes, lying_findings),
     )
-}
-TEXT_MUTATIONS: dict[str, Mutation] = {
-    mutation.__name__: mutation for mutation in (bad_tokenizer, bad_template, wild_template, wild_tokenizer)
 }

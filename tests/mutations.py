@@ -42,8 +42,8 @@ MUTATIONS = (
     Mutation(
         "a symlink into any sibling `blobs/` is followed",
         "formats/guard.py",
-        'and os.path.basename(repository).startswith("models--"):',
-        "and repository:",
+        'and repository.name.startswith("models--")',
+        "",
         "tests/test_formats_checkpoint.py",
     ),
     Mutation(
@@ -68,18 +68,18 @@ MUTATIONS = (
         "tests/test_kernels_triton.py -k quick_cases",
     ),
     Mutation(
-        "a template's loops are not metered",
-        "formats/sandbox_worker.py",
-        "signal.setitimer(signal.ITIMER_PROF, seconds)",
-        "signal.setitimer(signal.ITIMER_PROF, 0)",
-        "tests/test_runtime_sandbox.py -k processor_time",
+        "a template's trial is not limited",
+        "formats/chat_template.py",
+        "resource.setrlimit(resource.RLIMIT_CPU, (limit, limit + 1))",
+        "",
+        "tests/test_runtime_tokenizer.py -k takes_too_much",
     ),
     Mutation(
         "the preflight does not see a container's limit",
         "formats/machine.py",
-        "return max(0, min([_machine(root), *_groups(root)]))",
-        "return max(0, _machine(root))",
-        "tests/test_formats_memory.py",
+        "free = min(free, int(limit) - max(0, int(usage) - cache))",
+        "pass",
+        "tests/test_formats_machine.py",
     ),
     # Twenty more.
     Mutation(
@@ -190,7 +190,7 @@ MUTATIONS = (
     Mutation(
         "a file may change between its check and its reading",
         "formats/guard.py",
-        "if expected is not None and _identity_of(status) != expected:",
+        "if expected is not None and FileIdentity.of(status) != expected:",
         "if expected is not None and status.st_size != expected.size:",
         "tests/test_formats_bundle.py",
     ),

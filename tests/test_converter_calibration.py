@@ -16,7 +16,6 @@ from wisparse.converter.calibration import describe_spec, load_calibration
 from wisparse.converter.documents import CalibrationTokens, Conversations, document_of, is_dataset_id, path_documents
 from wisparse.converter.self_calibration import _draw, _Writer
 from wisparse.converter.source import load_source, load_tokenizer
-from wisparse.formats import sandbox
 from wisparse.formats.errors import AccessError, CalibrationError
 
 BOS, EOS = 256, 257
@@ -314,20 +313,19 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_sources_hostile_template_is_ended(
-    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kind: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a bundle's is: a conversation of the data is refused, and the model writes documents alone."""
-    monkeypatch.setattr(sandbox, "_SECONDS", 0.5)
     source = load_source(folder, device="cpu")
     source.tokenizer.chat_template = None
     expected = load_calibration("self", source.tokenizer, source.model, 2, 16, 0)
     assert caplog.text == ""
     source.tokenizer.chat_template = HOSTILE[kind]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 99}]}))
-    with pytest.raises(CalibrationError, match=r"template refuses a conversation .*: it (takes|needs|makes) more than"):
+    with pytest.raises(CalibrationError, match=r"template refuses a conversation .*(takes|needs|makes) more than"):
         load_calibration(str(tmp_path / "a.jsonl"), source.tokenizer)
     assert load_calibration("self", source.tokenizer, source.model, 2, 16, 0).digest == expected.digest
-    assert "the model writes documents and no conversations: its chat template says it " in caplog.text
+    assert "the model writes documents and no conversations: its chat template says " in caplog.text
 
 
 def test_conversations_are_rendered_as_in_transformers(folder: Path) -> None:

@@ -18,7 +18,7 @@ from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.model import Generation, Model
-from wisparse.runtime.text.text import Text
+from wisparse.runtime.tokenizer import Tokenizer
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 pytestmark = [
@@ -52,7 +52,7 @@ def plain_answers(bundle: Path, max_batch: int = 1, device: str = "cuda", **sett
     decoder = make_decoder(
         opened, device=torch.device(device), dtype=torch.float64, max_seq_len=256, backend="torch", max_batch=max_batch
     )
-    with Model(opened, decoder, Text.from_bundle(opened)) as model:
+    with Model(opened, decoder, Tokenizer.from_bundle(opened)) as model:
         return model.generate(PROMPTS, max_new_tokens=64, **settings)
 
 

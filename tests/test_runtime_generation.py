@@ -28,7 +28,7 @@ from wisparse.runtime.decoding.decoder import default_max_seq_len, weight_bytes
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
-from wisparse.runtime.text.text import stop_ids
+from wisparse.runtime.tokenizer import stop_ids
 
 
 @pytest.fixture(scope="module")

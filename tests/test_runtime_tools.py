@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from served import NAME, TEMPLATE, Running
 from tool_templates import PUBLISHED
 
-from wisparse.formats.sandbox import ChatTemplate
+from wisparse.formats.chat_template import ChatTemplate
 from wisparse.runtime.protocol.errors import ApiError
 from wisparse.runtime.protocol.requests import Defaults, read_chat, short_ids
 from wisparse.runtime.protocol.tools import HERMES, LLAMA, MISTRAL, CallDelta, CallParser, Syntax, read_offer, syntax_of
@@ -582,7 +582,7 @@ def test_a_response_calls_and_goes_on(
     assert json.loads(found.output[0].arguments)["city"] in ("Rome", "Oslo")
 
 
-def test_special_tokens_that_are_spoken(server: Running, syntax: str) -> None:
+def test_visible_special_tokens(server: Running, syntax: str) -> None:
     """They stand where they were written, whatever the tokens around them; others stay out."""
     if syntax == "hermes":
         assert not server.text.is_special("<tool_call>")

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, TypeVar
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 
 from ..decoding.decoder import Decoder, memory_errors
-from ..text.text import Text
-from ..text.tokenizer import StopStrings
+from ..tokenizer import StopStrings, Tokenizer
 from .request import Chunk, Request, Status
 from .scheduler import Scheduler
 
@@ -49,7 +48,7 @@ class EngineState:
 class Engine:
     """Runs requests on one decoder, which nobody else may use but through :meth:`call`."""
 
-    def __init__(self, decoder: Decoder, text: Text | None, bundle: Bundle) -> None:
+    def __init__(self, decoder: Decoder, text: Tokenizer | None, bundle: Bundle) -> None:
         self.decoder = decoder
         self.scheduler = Scheduler(decoder, bundle)
         self.closed = False

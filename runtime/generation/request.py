@@ -16,7 +16,7 @@ from wisparse.formats.errors import WisparseError
 
 from ..decoding.decoder import peak_bytes
 from ..decoding.sampling import SamplingParams
-from ..text.tokenizer import Detokenizer, StopStrings
+from ..tokenizer import Detokenizer, StopStrings
 from .logits import Constraint, LogitsProcessor, TokenScore
 
 

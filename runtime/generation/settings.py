@@ -12,7 +12,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
 from ..decoding.sampling import SamplingParams
-from ..text.text import stop_texts
+from ..prompts import stop_texts
 from .grammar import Grammar
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -258,7 +258,7 @@ class ApiCall:
         echo: put the prompt before its answer.
         grammar: what the answer has to be.
         offer: the functions that the answer may call.
-        spoken: special tokens that are part of an answer's text.
+        visible_special_tokens: those that are part of the text.
         sparsity: the sparsity level that the answer is to be decoded at, as it was given: which there are the engine knows. None:
             the server's.
     """
@@ -275,7 +275,7 @@ class ApiCall:
     echo: bool = False
     grammar: Grammar | None = None
     offer: Offer | None = None
-    spoken: frozenset[int] = frozenset()
+    visible_special_tokens: frozenset[int] = frozenset()
     sparsity: float | None = None
 
     @property

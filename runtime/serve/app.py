@@ -139,7 +139,7 @@ class Encoder:
                 param="tools", code="unsupported_parameter",
             )  # fmt: skip
         grammar = call.offer.grammar(self._syntax, self._markers) if call.offer.forced else call.grammar
-        return replace(call, grammar=grammar, spoken=frozenset(self._markers.values()))
+        return replace(call, grammar=grammar, visible_special_tokens=frozenset(self._markers.values()))
 
     def echo(self, call: ApiCall, prompts: Sequence[Sequence[int]]) -> list[tuple[str, int]]:
         """Of each answer to come its prompt's text and first token, where they are told."""
@@ -228,7 +228,7 @@ class Answering:
                     sparsity=call.sparsity,
                     constraint=constraints[index],
                     score_prompt=call.echo,
-                    visible_special_tokens=call.spoken,
+                    visible_special_tokens=call.visible_special_tokens,
                 )
                 self._requests.append(self._engine.submit(request, self._receiver(index, call.silent)))
 

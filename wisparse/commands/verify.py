@@ -11,7 +11,7 @@ import click
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.verify import verify_bundle
-from wisparse.runtime.text.text import check_text
+from wisparse.runtime.tokenizer import check_tokenizer
 
 from ..options import FOLDER_OR_ID, revision_option
 
@@ -29,7 +29,7 @@ def command(bundle: str, revision: str | None, as_json: bool) -> None:
     """
     folder = fetch_bundle(bundle, revision)
     report = verify_bundle(folder)
-    check_text(Bundle.open(folder))
+    check_tokenizer(Bundle.open(folder))
     if not Path(bundle).is_dir():
         # Pictures are not fetched, so that they are not there says nothing about the repository.
         report = replace(report, notes=tuple(note for note in report.notes if not note.endswith(": missing")))

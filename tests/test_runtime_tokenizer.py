@@ -1,36 +1,38 @@
-"""Text at the runtime's edge: tokenizer, streaming, stop strings, chat templates as transformers renders them."""
+"""Tokenizer, streaming, stop strings, and chat templates as transformers renders them."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tiny_bundle import write_tiny_bundle, write_tiny_model
+from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
 
-from wisparse.formats import sandbox
-from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.sandbox import ChatTemplate
-from wisparse.runtime.text.text import Text
-from wisparse.runtime.text.tokenizer import Detokenizer, StopStrings
+from wisparse.formats import chat_template
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.chat_template import ChatTemplate
+from wisparse.formats.errors import BundleError, ContextLengthError, UsageError, WisparseError
+from wisparse.runtime.backends import load
+from wisparse.runtime.tokenizer import Detokenizer, StopStrings, Tokenizer, check_tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def byte_level() -> Tokenizer:
-    return Tokenizer.from_file(str(ROOT / "examples" / "pycode-llama-6m" / "tokenizer.json"))
+def byte_level() -> Library:
+    return Library.from_file(str(ROOT / "examples" / "pycode-llama-6m" / "tokenizer.json"))
 
 
-def byte_fallback() -> Tokenizer:
+def byte_fallback() -> Library:
     """Llama 2's kind: words with a leading space, bytes where no word fits, the first space dropped."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁cat", "s", "▁"]
-    tokenizer = Tokenizer(
-        models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    chunks = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁the", "▁cat", "s", "▁"]
+    tokenizer = Library(
+        models.BPE(vocab={piece: i for i, piece in enumerate(chunks)}, merges=[], byte_fallback=True, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence(
@@ -44,8 +46,9 @@ def byte_fallback() -> Tokenizer:
     return tokenizer
 
 
-def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(lambda some: tokenizer.decode(list(some)))
+def chunks_of(tokenizer: Library, ids: list[int], visible: frozenset[int] = frozenset()) -> list[str]:
+    special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    detokenizer = Detokenizer(tokenizer, special, visible)
     return [*(detokenizer.add(token) for token in ids), detokenizer.finish()]
 
 
@@ -53,49 +56,25 @@ BYTE_LEVEL = byte_level()
 
 
 @given(st.text(max_size=60))
-def test_pieces_join_to_the_text_and_split_no_character(text: str) -> None:
+def test_chunks_join_to_the_text_and_split_no_character(text: str) -> None:
     ids = BYTE_LEVEL.encode(text).ids
-    pieces = pieces_of(BYTE_LEVEL, ids)
-    assert "".join(pieces) == BYTE_LEVEL.decode(ids)
+    chunks = chunks_of(BYTE_LEVEL, ids)
+    assert "".join(chunks) == BYTE_LEVEL.decode(ids)
     if "\ufffd" not in text:
-        assert not any("\ufffd" in piece for piece in pieces)
+        assert not any("\ufffd" in chunk for chunk in chunks)
 
 
 @given(st.lists(st.integers(0, 8191), max_size=60))
 def test_any_ids_join_to_what_decoding_them_at_once_gives(ids: list[int]) -> None:
-    assert "".join(pieces_of(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+    assert "".join(chunks_of(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
 
 
 def test_text_is_not_held_longer_than_a_character_needs() -> None:
     ids = BYTE_LEVEL.encode("añb€c𝄞d").ids
-    pieces = pieces_of(BYTE_LEVEL, ids)
-    assert pieces[0] == "a"
-    assert pieces[-1] == ""
-    assert len([piece for piece in pieces if piece]) >= 7
-
-
-@pytest.mark.parametrize("token", ["</s>", "ÿ"], ids=["special tokens", "wrong bytes"])
-@pytest.mark.parametrize("kind", [byte_level, byte_fallback])
-def test_ids_that_become_no_text_take_no_more_time_the_more_they_are(kind: Callable[[], Tokenizer], token: str) -> None:
-    tokenizer = kind()
-    tokenizer.add_special_tokens(["</s>"])
-    if kind is byte_level:
-        wrong, words = tokenizer.token_to_id(token), tokenizer.encode("the cats").ids
-    else:  # no bytes among the words: a run of bytes is decoded as one
-        wrong = tokenizer.token_to_id(token.replace("ÿ", "<0xFF>"))
-        words = [tokenizer.token_to_id(piece) for piece in ("▁the", "▁cat", "s")]
-    ids = [*words, *[wrong] * 2000, *words]
-    decoded = []
-
-    def decode(some: Sequence[int]) -> str:
-        decoded.append(len(some))
-        return tokenizer.decode(list(some))
-
-    detokenizer = Detokenizer(decode)
-    pieces = [detokenizer.add(token) for token in ids]
-    assert "".join([*pieces, detokenizer.finish()]) == tokenizer.decode(ids)
-    assert pieces[-1], "the last token's text came late"
-    assert sum(decoded) < 150 * len(ids)
+    chunks = chunks_of(BYTE_LEVEL, ids)
+    assert chunks[0] == "a"
+    assert chunks[-1] == ""
+    assert len([chunk for chunk in chunks if chunk]) >= 7
 
 
 @given(
@@ -107,24 +86,22 @@ def test_ids_that_become_no_text_take_no_more_time_the_more_they_are(kind: Calla
 def test_long_runs_join_to_what_decoding_them_at_once_gives(runs: list[tuple[str, int]]) -> None:
     tokenizer = BYTE_LEVEL
     ids = [tokenizer.token_to_id(token) or 0 for token, count in runs for _ in range(count)]
-    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+    assert "".join(chunks_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
-def test_endless_wrong_bytes_come_out_all_the_same() -> None:
-    # 0xFF begins no character: a model that repeats it must not stall the stream for ever.
-    token = BYTE_LEVEL.token_to_id("ÿ")
-    pieces = pieces_of(BYTE_LEVEL, [token] * 50)
-    assert "".join(pieces) == "\ufffd" * 50
-    assert "".join(pieces[:20])
+def test_wrong_bytes_come_out_with_what_follows_or_at_the_end() -> None:
+    token = BYTE_LEVEL.token_to_id("ÿ")  # 0xFF begins no character
+    assert "".join(chunks_of(BYTE_LEVEL, [token] * 50)) == "\ufffd" * 50
+    assert chunks_of(BYTE_LEVEL, [token, *BYTE_LEVEL.encode("a").ids])[1:] == ["\ufffda", ""]
 
 
 def test_byte_fallback_and_leading_spaces() -> None:
     tokenizer = byte_fallback()
     euro = [1 + byte for byte in "€".encode()]
     ids = [257, 258, 259, 260, *euro, 258]
-    pieces = pieces_of(tokenizer, ids)
-    assert pieces == ["the", " cat", "s", " ", "", "", "€", " cat", ""]
-    assert "".join(pieces) == tokenizer.decode(ids)
+    chunks = chunks_of(tokenizer, ids)
+    assert chunks == ["the", " cat", "s", " ", "", "", "€", " cat", ""]
+    assert "".join(chunks) == tokenizer.decode(ids)
 
 
 @given(
@@ -208,53 +185,77 @@ def test_a_template_may_refuse_messages() -> None:
         ChatTemplate(MISTRAL, {}).render([{"role": "assistant", "content": "x"}])
 
 
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
 @pytest.mark.parametrize(
     "source",
     [
         "{{ 1 / 0 }}",
         "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ cycler.__init__.__globals__ }}",
         "{{ messages.append(1) }}",
-        "{{ 'a' * 99999999999 }}",
-        "{{ [0] * 99999999999 }}",
-        "{{ 9 ** (9 ** 9) }}",
-        "{{ (messages | length) * 9 ** (9 ** 9) }}",
-        "{{ (['x' * 10 ** 7] * 1000) | string }}",
-        "{{ (messages[0].role[0] * 10 ** 7).rfind('ux' + 'u' * 5000000) }}",
-        "{{ ('f' * 2 ** 20) | int(0, 16) // ('e' * 2 ** 19) | int(0, 16) }}",
-        "{{ ('f' * 2 ** 20) | int(0, 16) is divisibleby(('e' * 2 ** 19) | int(0, 16)) }}",
-        "{{ (messages[0].role ~ ' <a ' * 10 ** 6) | striptags }}",
-        "{{ (messages[0].role * 10 ** 8) | title }}",
-        "{{ '%99999999999d' % 1 }}",
         "{% for i in range(99999999) %}{% endfor %}",
         "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ undefined_thing.attribute }}",
         "{% for i in range(99999) %}{{ 'aaaaaaaaaa' * 1000 }}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
-        "{% set n = namespace(s=[1]) %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
-        "{% set n = namespace(s=9) %}{% for i in range(60) %}{% set n.s = n.s * n.s %}{% endfor %}",
-        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s | replace('a', 'aa') %}{% endfor %}",
-        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s.replace('a', 'aa') %}{% endfor %}",
-        "{% set n = namespace(s='aa') %}{% for i in range(60) %}{% set n.s = n.s | list | join('aa') %}{% endfor %}",
-        "{{ 'a'.center(99999999999) }}",
-        "{{ 'a' | center(99999999999) }}",
-        "{{ messages | tojson(indent=99999999999) }}",
-        "{{ '{:>99999999999}'.format('a') }}",
-        "{{ '%*d' % (99999999999, 1) }}",
-        "{{ '%99999999999d' | format(1) }}",
-        "{{ 'a\tb'.expandtabs(99999999999) }}",
-        "{{ lipsum(99999999) }}",
+        "{% include '/etc/passwd' %}",
     ],
 )
-def test_a_hostile_template_ends_in_one_sentence(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "_SECONDS", 0.5)
-    # Jinja works out what is constant while it compiles.
-    with pytest.raises(BundleError, match=r"the chat template (fails|is no valid Jinja)") as caught:
+def test_a_hostile_template_fails_in_one_sentence(source: str) -> None:
+    with pytest.raises(BundleError, match="the chat template fails") as caught:
         ChatTemplate(source, {}).render(CONVERSATION)
     assert str(caught.value).isprintable()
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (ENDLESS, "takes more than 2 seconds"),
+        ("{{ 9 ** (9 ** 9) }}", "takes more than 2 seconds"),  # while it is compiled
+        ("{{ (messages | length) * 10 ** 10 * 'x' }}", "(crashes, or needs more than 1,024 MB of memory|fails)"),
+        ("{{ 'a'.center(99999999999) }}", "(crashes, or needs more than 1,024 MB of memory|fails)"),
+        ("x" * 2_000_000, "2,000,000 characters, expected at most"),
+    ],
+)
+def test_a_template_that_takes_too_much_is_refused_when_it_is_loaded(source: str, message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        ChatTemplate(source, {}).check()
+
+
+def test_loading_a_bundle_tries_its_templates(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    named = [{"name": "default", "template": "{{ messages }}"}, {"name": "tool_use", "template": ENDLESS}]
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": named}))
+    folder = write_tiny_bundle(tmp_path / "bundle", model)
+    for opened in (lambda: load(folder, device="cpu", backend="torch"), lambda: check_tokenizer(Bundle.open(folder))):
+        with pytest.raises(BundleError, match="the chat template takes more than 2 seconds"):
+            opened()
+
+
+def test_the_trial_sees_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    seen = {}
+    monkeypatch.setattr(chat_template.subprocess, "Popen", lambda *_, **given: seen.update(given))
+    ChatTemplate("", {})
+    assert "PATH" in seen["env"]
+    assert "HF_TOKEN" not in seen["env"]
+
+
+def test_input_and_output_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = ChatTemplate("{% for i in range(99999) %}{{ messages[0].content }}{% endfor %}", {})
+    with pytest.raises(BundleError, match=r"it makes more than 200,\d+ characters"):
+        template.render(CONVERSATION)
+    plain, long = ChatTemplate("{{ messages[0].content }}", {}), "x" * 1_000_000
+    assert plain.render([{"role": "user", "content": long}]) == long
+    monkeypatch.setattr(chat_template, "_MAX_INPUT", 1000)
+    with pytest.raises(UsageError, match=r"messages: expected at most 1,000 characters, found 1,000,"):
+        plain.render([{"role": "user", "content": long}])
+    with pytest.raises(UsageError, match="messages: expected texts, numbers, lists and mappings, found object"):
+        plain.render([{"role": "user", "content": object()}])
 
 
 @pytest.mark.parametrize(
@@ -262,23 +263,19 @@ def test_a_hostile_template_ends_in_one_sentence(source: str, monkeypatch: pytes
     [
         "{% for %}",
         "{% for a in b %}{% continue %}{% block c %}{% continue %}{% endblock %}{% endfor %}",  # SyntaxError
-        "{{ x" + ".y" * 300_000 + " }}",
         "{{ " + "(" * 3000 + "1" + ")" * 3000 + " }}",
-        "{{ 0x" + "f" * 10 + " }}{{ '\\N{' }}",
         "{% macro m(a, a) %}{% endmacro %}",
         "{{ 1" + "0" * 9999 + " }}",
-        "{% set a.b.c = 1 %}",
-        "{% for a in " * 200 + "b" + " %}{% endfor %}" * 200,
     ],
 )
 def test_a_template_that_does_not_compile(source: str) -> None:
     with pytest.raises(BundleError, match="no valid Jinja"):
-        ChatTemplate(source, {})
+        ChatTemplate(source, {}).check()
 
 
-def make_text(template: str | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192) -> Text:
+def make_text(template: str | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192) -> Tokenizer:
     data = (ROOT / "examples" / "pycode-llama-6m" / "tokenizer.json").read_bytes()
-    return Text(data, {"eos_token": "<|endoftext|>", **(config or {})}, template, vocab_size)
+    return Tokenizer(data, {"eos_token": "<|endoftext|>", **(config or {})}, template, vocab_size)
 
 
 def test_the_template_is_found_where_it_may_stand() -> None:
@@ -322,7 +319,7 @@ def test_encode_leaves_the_beginning_to_the_post_processor() -> None:
     assert plain.encode(">>> 1") == BYTE_LEVEL.encode(">>> 1").ids
     tokenizer = byte_level()
     tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
-    with_start = Text(tokenizer.to_str().encode(), {}, None, 8192)
+    with_start = Tokenizer(tokenizer.to_str().encode(), {}, None, 8192)
     assert with_start.encode(">>> 1") == [1, *plain.encode(">>> 1")]
     assert with_start.encode(">>> 1", add_special_tokens=False) == plain.encode(">>> 1")
 
@@ -338,60 +335,81 @@ def test_special_tokens_are_left_out_of_text() -> None:
 def test_a_saved_truncation_is_not_applied() -> None:
     document = json.loads((ROOT / "examples/pycode-llama-6m/tokenizer.json").read_text())
     document["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    assert len(Text(json.dumps(document).encode(), {}, None, 8192).encode("a b c d e f g h")) > 3
+    assert len(Tokenizer(json.dumps(document).encode(), {}, None, 8192).encode("a b c d e f g h")) > 3
 
 
 def test_bad_tokenizers() -> None:
     for data in (b"", b"{}", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "BPE"}}'):
         with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|expected JSON|expected UTF-8)"):
-            Text(data, {}, None, 8192)
+            Tokenizer(data, {}, None, 8192)
     document = json.loads(byte_level().to_str())
     document["model"]["merges"].append(["a", "no such"])
     with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer.*out of vocabulary"):
-        Text(json.dumps(document).encode(), {}, None, 8192)
+        Tokenizer(json.dumps(document).encode(), {}, None, 8192)
     with pytest.raises(BundleError, match="vocabulary has 10"):
         make_text(vocab_size=10).encode("hello world")
     with pytest.raises(UsageError, match="surrogate"):
         make_text().encode("\ud800")
 
 
-def panicking(kind: str) -> bytes:
-    """The example's tokenizer, changed so that the library's Rust part would panic while it reads or encodes."""
-    document = json.loads(byte_level().to_str())
-    if kind == "merges":
-        document["model"]["continuing_subword_prefix"] = "##"
-    elif kind == "template":
-        document["post_processor"] = {
+PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+MISSING = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
+PANICS: dict[str, dict[str, Any]] = {
+    "merges": {"model": json.loads(BYTE_LEVEL.to_str())["model"] | {"continuing_subword_prefix": "##"}},
+    "template": {
+        "post_processor": {
             "type": "Sequence",
             "processors": [
-                {
-                    "type": "TemplateProcessing",
-                    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-                    "special_tokens": {},
-                }
+                {"type": "TemplateProcessing", "single": MISSING, "pair": MISSING, "special_tokens": {}},
             ],
         }
-    else:
-        pattern = {"empty pattern": {"String": ""}, "empty match": {"Regex": "x*"}}[kind]
-        replace = {"type": "Replace", "pattern": pattern, "content": "\u2581"}
-        document["normalizer"] = {
+    },
+    "empty pattern": {
+        "normalizer": {
             "type": "Sequence",
-            "normalizers": [{"type": "Prepend", "prepend": "\u2581"}, replace],
+            "normalizers": [PREPEND, {"type": "Replace", "pattern": {"String": ""}, "content": "\u2581"}],
         }
-    return json.dumps(document).encode()
+    },
+}
 
 
-@pytest.mark.parametrize("kind", ["merges", "template", "empty pattern", "empty match"])
-def test_what_would_panic_is_refused_when_it_is_loaded(kind: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("kind", PANICS)
+def test_a_panic_of_the_library_is_an_error(kind: str) -> None:
+    document = json.loads(BYTE_LEVEL.to_str()) | PANICS[kind]
     with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|.* cannot run it)"):
-        Text(panicking(kind), {}, None, 8192)
-    assert capfd.readouterr().err == ""
+        Tokenizer(json.dumps(document).encode(), {}, None, 8192).encode("def f(x):")
 
 
 def test_what_fails_only_when_it_runs_is_an_error_too() -> None:
     document = json.loads(byte_fallback().to_str())
     document["model"] |= {"unk_token": "<nothing>", "byte_fallback": False}
-    text = Text(json.dumps(document).encode(), {}, None, 8192)
+    tokenizer = Tokenizer(json.dumps(document).encode(), {}, None, 8192)
     with pytest.raises(BundleError, match="Unk token `<nothing>` not found"):
-        text.encode("the dog")
+        tokenizer.encode("the dog")
+
+
+@pytest.mark.parametrize("ids", [[2**32], [-1], [1, 10**30], ["x"], [None]])
+def test_ids_that_no_tokenizer_has_are_a_usage_error(ids: list[Any]) -> None:
+    with pytest.raises(WisparseError, match=r"token ids: expected integers from 0 to 4,294,967,295, found \["):
+        make_text().decode(ids)
+    assert make_text().decode([2**32 - 1]) == ""
+
+
+def test_visible_special_tokens_are_part_of_the_text() -> None:
+    ids = [*BYTE_LEVEL.encode(" a").ids, 1, 2, *BYTE_LEVEL.encode("b").ids, 1]
+    user = BYTE_LEVEL.id_to_token(1)
+    assert "".join(chunks_of(BYTE_LEVEL, ids, frozenset({1}))) == f" a{user}b{user}"
+    assert "".join(chunks_of(BYTE_LEVEL, ids)) == " ab"
+
+
+def test_a_text_far_too_long_is_not_tokenised_to_its_end() -> None:
+    tokenizer = make_text()
+    with pytest.raises(ContextLengthError, match=r"the first .* of them are"):
+        tokenizer.encode("a b " * 50_000, most=100)
+    assert len(tokenizer.encode("a b " * 20, most=100)) <= 100
+
+
+def test_the_size_of_tokenizer_json_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wisparse.runtime.tokenizer._MAX_BYTES", 1000)
+    with pytest.raises(BundleError, match=r"tokenizer\.json: expected at most 1,000 bytes"):
+        make_text()
