@@ -35,7 +35,7 @@ from wisparse.converter.pipeline import convert
 from wisparse.formats.bundle import Bundle
 from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
-from wisparse.runtime.tasks.interpreter_lines import make_problems
+from wisparse.runtime.tasks.generators import make_problems
 
 ROOT = Path(__file__).resolve().parent.parent
 POLICIES = ("dense", "half", "all")

@@ -24,7 +24,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
-from wisparse.runtime.tasks.interpreter_lines import COUNT, SEED, make_problems
+from wisparse.runtime.tasks.generators import NUM_LINES, SEED, make_problems
 
 VOCABULARY = 11
 
@@ -208,12 +208,12 @@ def test_interpreter_lines_on_the_example_model(bundle: Path) -> None:
 def test_problems_are_right_and_repeat() -> None:
     problems = make_problems(60, 3)
     assert problems == make_problems(60, 3) != make_problems(60, 4)
-    for problem in [*problems, *make_problems(COUNT, SEED)]:
+    for problem in [*problems, *make_problems(NUM_LINES, SEED)]:
         lines = [*problem.prompt.splitlines(), problem.answer]
         assert len(lines) == 18
         for source, answer in zip(lines[::2], lines[1::2], strict=True):
             assert repr(eval(source.removeprefix(">>> "), {})) == answer
-    asked = make_problems(COUNT, SEED)
+    asked = make_problems(NUM_LINES, SEED)
     assert len({problem.prompt for problem in asked}) == 500
     digest = "6df8436c660f292cd9c4a204f6434fe66884a58d2c26a4965ab9598edb0049a4"
     assert hashlib.sha256(json.dumps(asked).encode()).hexdigest() == digest, "figures are of these very problems"

@@ -29,9 +29,16 @@ from wisparse.formats.verify import verify_bundle
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
-from wisparse.runtime.tasks.greedy_loops import MAX_NEW_TOKENS, loops, make_prompts
-from wisparse.runtime.tasks.interpreter_chains import COUNT, SEED, STEPS, make_chains
-from wisparse.runtime.tasks.interpreter_lines import make_problems
+from wisparse.runtime.tasks.generators import (
+    NUM_CHAINS,
+    NUM_LOOPS,
+    SEED,
+    STEPS,
+    loops,
+    make_chains,
+    make_problems,
+    make_prompts,
+)
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
 
@@ -42,7 +49,7 @@ import lm_eval.tasks
 from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
-from wisparse.runtime import lm_eval
+from wisparse.runtime import lm_eval as adapter
 from wisparse.runtime.lm_eval import PAPER_TASKS, QUESTIONS, WisparseLM, _questions, _task_manager, evaluate_tasks
 
 
@@ -208,12 +215,12 @@ def test_no_slot_waits_for_another_answer(model: Model, monkeypatch: pytest.Monk
     lm = WisparseLM(model, prefill="all")
     found = lm.generate_until(asked("generate_until", *((prompt, settings) for prompt in prompts)), disable_tqdm=True)
     assert found == [one.text for one in alone]
-    assert rows == sum(lengths) - len(lengths) == lm.tally.tokens
+    assert rows == sum(lengths) - len(lengths) == lm.stats.tokens
     # Two slots: only what runs last may run alone, and that is one answer at most.
     assert 2 * steps - rows < max(lengths)
     by_index = sum(max(lengths[i : i + 2]) - 1 for i in range(0, len(lengths), 2))
     assert steps < by_index
-    assert lm.tally.seconds > 0
+    assert lm.stats.seconds > 0
 
 
 def test_generation_settings(model: Model) -> None:
@@ -278,7 +285,7 @@ def test_interpreter_lines(model: Model) -> None:
 def test_interpreter_chains(model: Model) -> None:
     """A program counts if the model, going on from its own values, gets every line right."""
     found = evaluate_tasks(model, ["interpreter_chains"], prefill="all", limit=2)["interpreter_chains"]
-    chains = make_chains(COUNT, SEED)[:2]
+    chains = make_chains(NUM_CHAINS, SEED)[:2]
     lines = []
     for chain in chains:
         session = chain.session
@@ -301,7 +308,7 @@ def test_the_metrics_of_our_tasks_are_not_looked_up(
     """The harness asks the Hub for a metric that it does not know, and says as an error that it found none."""
     asked: list[str] = []
     monkeypatch.setattr(evaluate, "load", lambda name, *_, **__: asked.append(name))
-    evaluate_tasks(model, list(lm_eval.OWN_TASKS), limit=1)
+    evaluate_tasks(model, list(adapter.OWN_TASKS), limit=1)
     assert asked == []
     assert "evaluate library" not in capfd.readouterr().err + caplog.text.lower()
 
@@ -323,8 +330,8 @@ def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
 
     def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
-        assert [request.args[0] for request in requests] == make_prompts(COUNT, SEED)[:3]
-        wanted = {"until": [], "max_gen_toks": MAX_NEW_TOKENS, "do_sample": False}
+        assert [request.args[0] for request in requests] == make_prompts(NUM_LOOPS, SEED)[:3]
+        wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
         assert [request.args[1] for request in requests] == 3 * [wanted]
         return [64 * "round ", "ends.", 64 * "and "]
 
@@ -396,7 +403,7 @@ def test_without_a_network_it_ends_in_one_sentence(
         logging.getLogger("huggingface_hub.utils").warning("thrown while requesting HEAD; retrying in 1s [Retry 1/5].")
         raise failure
 
-    monkeypatch.setattr(lm_eval, "is_reachable", lambda: True)  # it goes away later
+    monkeypatch.setattr(adapter, "is_reachable", lambda: True)  # it goes away later
     monkeypatch.setattr(lm_eval, "simple_evaluate", unreachable)
     with pytest.raises(SystemExit) as exit_info:
         main(["eval", str(bundle), "--tasks", "gsm8k,mmlu", "--backend", "torch", "--device", "cpu"])
@@ -446,7 +453,7 @@ def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
         raise ValueError("Couldn't find cache for openai/gsm8k for config 'main'\nAvailable configs in the cache: []")
 
     before = switches()
-    monkeypatch.setattr(lm_eval, "is_reachable", lambda: False)
+    monkeypatch.setattr(adapter, "is_reachable", lambda: False)
     monkeypatch.setattr(lm_eval, "simple_evaluate", cached)
     with pytest.raises(AccessError, match=r"gsm8k \(openai/gsm8k\) are not in the cache"):
         evaluate_tasks(model, ["gsm8k"])
@@ -454,7 +461,7 @@ def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
 
 
 def test_a_task_that_brings_its_data_asks_nobody(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm_eval, "is_reachable", lambda: pytest.fail("asks the Hub"))
+    monkeypatch.setattr(adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
     assert evaluate_tasks(model, ["interpreter_lines"], limit=1)["interpreter_lines"]["num_questions"] == 1
 
 

@@ -1,0 +1,203 @@
+"""Questions of the tasks that ship with the project, made from a seed with the standard library alone.
+
+- ``interpreter_lines``: eight solved lines of a Python session and a ninth to solve; the answer is what Python prints.
+- ``interpreter_chains``: eight lines of a program, each from the value of the one before. A line is asked for after the
+  right values of those before it; a program is right only if every line is.
+- ``greedy_loops``: openings of code and prose; counts the greedy answers that end in a loop.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+SEED = 0
+NUM_LINES, NUM_CHAINS, NUM_LOOPS = 500, 100, 100  # what the harness asks
+STEPS = 8  # lines of a chain, and solved lines before it
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+class Draw:
+    """``random.random`` alone is promised to be the same in every version of Python."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def below(self, limit: int) -> int:
+        return int(self._random.random() * limit)
+
+    def word(self, longest: int) -> str:
+        return "".join(_LETTERS[self.below(26)] for _ in range(2 + self.below(longest - 1)))
+
+
+class Problem(NamedTuple):
+    """``prompt`` ends with a line break, ``answer`` has none; ``kind`` is one of the twelve kinds of expression."""
+
+    prompt: str
+    answer: str
+    kind: str
+
+
+_KINDS = ("add", "subtract", "multiply", "compare", "join", "upper", "len", "sum", "max", "sorted", "index", "reverse")
+
+
+def _expression(draw: Draw) -> tuple[str, str, object]:
+    """An expression's kind, source and value."""
+    kind = _KINDS[draw.below(len(_KINDS))]
+    if kind in ("add", "subtract", "compare", "multiply"):
+        left, right = draw.below(100), 1 + draw.below(9) if kind == "multiply" else draw.below(100)
+        values = {"add": left + right, "subtract": left - right, "compare": left > right, "multiply": left * right}
+        sign = {"add": "+", "subtract": "-", "compare": ">", "multiply": "*"}[kind]
+        return kind, f"{left} {sign} {right}", values[kind]
+    if kind in ("join", "upper", "len"):
+        text = draw.word(6)
+        back = text[::-1]
+        sources = {"join": f"{text!r} + {back!r}", "upper": f"{text!r}.upper()", "len": f"len({text!r})"}
+        return kind, sources[kind], {"join": text + back, "upper": text.upper(), "len": len(text)}[kind]
+    items = [draw.below(21) for _ in range(2 + draw.below(2 if kind == "sum" else 5))]
+    if kind == "index":
+        place = draw.below(len(items))
+        return kind, f"{items}[{place}]", items[place]
+    if kind == "reverse":
+        return kind, f"{items}[::-1]", items[::-1]
+    return kind, f"{kind}({items})", {"sum": sum(items), "max": max(items), "sorted": sorted(items)}[kind]
+
+
+def make_problems(count: int, seed: int, solved: int = 8) -> list[Problem]:
+    """The same arguments give the same problems on every machine; ``solved`` lines stand before each."""
+    draw = Draw(seed)
+    problems = []
+    for _ in range(count):
+        lines = [_expression(draw) for _ in range(solved + 1)]
+        session = "".join(f">>> {source}\n{value!r}\n" for _, source, value in lines[:-1])
+        kind, source, value = lines[-1]
+        problems.append(Problem(f"{session}>>> {source}\n", repr(value), kind))
+    return problems
+
+
+class Chain(NamedTuple):
+    """A program and its trace.
+
+    Attributes:
+        session: solved lines to begin with; ends with a line break.
+        sources: the program's lines, without ``>>>``.
+        answers: what the interpreter prints after each.
+        kind: ``arithmetic``, ``list`` or ``word``.
+    """
+
+    session: str
+    sources: list[str]
+    answers: list[str]
+    kind: str
+
+    def questions(self) -> Iterator[str]:
+        """For each line: the lines before it with their right values, then the line itself."""
+        before = ""
+        for source, answer in zip(self.sources, self.answers, strict=True):
+            yield f"{before}>>> {source}\n"
+            before += f">>> {source}\n{answer}\n"
+
+
+def make_chains(count: int, seed: int, solved: int = STEPS) -> list[Chain]:
+    """The same arguments give the same chains on every machine; ``solved`` lines stand before each program."""
+    draw = Draw(seed)
+    chains = []
+    for _ in range(count):
+        lines = make_problems(1, draw.below(1 << 30), solved)[0].prompt
+        session = lines[: lines.rindex(">>> ")]
+        kind = ("arithmetic", "list", "word")[draw.below(3)]
+        steps: list[tuple[str, object]] = []
+        if kind == "arithmetic":
+            value = draw.below(100)
+        elif kind == "list":
+            items = [draw.below(21) for _ in range(5 + draw.below(2))]
+            for place in range(4):
+                source, items = (f"sorted({items})", sorted(items)) if place % 2 else (f"{items}[::-1]", items[::-1])
+                steps.append((source, items))
+            place = draw.below(len(items))
+            source, value = (f"max({items})", max(items)) if draw.below(2) else (f"{items}[{place}]", items[place])
+            steps.append((source, value))
+        else:
+            word = draw.word(3)
+            joined, value = word + word[::-1], 2 * len(word)
+            steps.append((f"{word!r} + {word[::-1]!r}", joined))
+            steps.append((f"{joined!r}.upper()", joined.upper()))
+            steps.append((f"len({joined.upper()!r})", value))
+        while len(steps) < STEPS:  # sums, differences and products of a number that stays within 0 and 99
+            sign = "+-*"[draw.below(3)]
+            if sign == "*" and not 0 < value < 50:
+                sign = "-+"[value == 0]
+            if sign == "+":
+                right = draw.below(100 - value)
+                after = value + right
+            elif sign == "-":
+                right = draw.below(value + 1)
+                after = value - right
+            else:
+                right = 2 + draw.below(min(9, 99 // value) - 1)
+                after = value * right
+            steps.append((f"{value} {sign} {right}", after))
+            value = after
+        chains.append(Chain(session, [source for source, _ in steps], [repr(found) for _, found in steps], kind))
+    return chains
+
+
+_TAIL, _LONGEST_PERIOD = 192, 64
+_OPENINGS = (
+    'def {verb}_{noun}(self, {other}):\n    """',
+    "def {verb}_{noun}({other}, {noun}=None):\n    {other} = ",
+    'class {Noun}{Other}:\n    """{Verb} the {noun} of a {other}.',
+    "import os\nimport sys\n\n\ndef {verb}_{noun}s({other}s):\n    for {other} in {other}s:\n",
+    "class Test{Noun}(unittest.TestCase):\n    def test_{verb}_{other}(self):\n",
+    "# How to {verb} a {noun} when there is no {other}.\n",
+    "The {noun} of a {other} is",
+    "How do I {verb} a {noun}?\n\n",
+    "Once there was a {noun} that wanted to {verb} every {other}.",
+    "Here is a list of things to {verb}:\n1. The {noun}\n2. The {other}\n",
+)
+_VERBS = ["read", "write", "open", "close", "find", "sort", "merge", "split", "send", "copy", "parse", "count", "build"]
+_NOUNS = [
+    "file",
+    "record",
+    "message",
+    "table",
+    "user",
+    "letter",
+    "garden",
+    "window",
+    "queue",
+    "token",
+    "image",
+    "number",
+    "list",
+    "house",
+    "cache",
+    "server",
+    "river",
+    "field",
+    "book",
+    "engine",
+    "clock",
+    "color",
+    "market",
+    "signal",
+]
+
+
+def make_prompts(count: int, seed: int) -> list[str]:
+    """Openings of functions, classes, tests, questions and stories; none twice, at most 10,000."""
+    draw = Draw(seed)
+    found: dict[str, None] = {}
+    while len(found) < count:
+        opening, verb, noun, other = (words[draw.below(len(words))] for words in (_OPENINGS, _VERBS, _NOUNS, _NOUNS))
+        words = {"verb": verb, "noun": noun, "other": other}
+        capitals = {word.capitalize(): value.capitalize() for word, value in words.items()}
+        found[opening.format(**words, **capitals)] = None
+    return list(found)
+
+
+def loops(answer: str) -> bool:
+    """Whether the last 192 characters of an answer have a period of at most 64; a shorter answer does not loop."""
+    tail = answer[-_TAIL:]
+    return len(tail) == _TAIL and any(tail[period:] == tail[:-period] for period in range(1, _LONGEST_PERIOD + 1))
