@@ -163,7 +163,7 @@ def main() -> None:
         ConvertSettings(
             model=str(model),
             output_dir=out,
-            sparsities=tuple(args.sparsity),
+            sparsity=tuple(args.sparsity),
             search=args.search,
             weights=args.weights,
             num_samples=args.num_samples,

@@ -38,8 +38,6 @@ from torch import Tensor
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.machine import Place, torchrun_place
 
-from .state import Store
-
 _log = logging.getLogger("wisparse")
 
 
@@ -205,7 +203,7 @@ ALONE = Processes()
 class LeadersStore:
     """The first process's state, as all of them see it: it alone touches the disk."""
 
-    def __init__(self, own: Store, processes: Processes) -> None:
+    def __init__(self, own: Any, processes: Processes) -> None:
         self._own, self._processes = own, processes
 
     def load(self, key: str) -> bytes | None:

@@ -1,20 +1,21 @@
-"""Everything a conversion can be told, in one place, and what contradicts what. Light: imports no torch."""
+"""The settings of a conversion: one table for the command line, `wisparse.convert` and every check. Imports no torch.
+
+A field's metadata holds what `wisparse convert --help` shows (``help``, ``group``, ``metavar``, ``shown``) and what a
+value may be (``kind``, ``choices``, ``low``, ``high``, ``expected``). Values are checked when an instance is made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
-from wisparse.formats.guard import find_folder
 from wisparse.formats.manifest import MAX_LEVELS, MAX_SPARSITY
 
 METHODS = ("wisparse", "teal", "wina", "wina-code")
-# What these need beside masks no bundle holds.
-_MEASURED = ("cats", "rsparse")
 SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
 REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -25,179 +26,140 @@ ROTATIONS = ("auto", "pca", "none")
 USUAL, USUAL_DEFAULT = (0.3, 0.4, 0.5), 0.4
 
 # TEAL spreads each block's sparsity greedily, the others take the same everywhere.
-_OWN_SEARCH = {"wisparse": "refine", "teal": "greedy"} | dict.fromkeys(METHODS[2:], "uniform")
+_OWN_SEARCH = {"wisparse": "refine", "teal": "greedy", "wina": "uniform", "wina-code": "uniform"}
 
-# Sequences need a first token that is left out and enough others; a sample of fewer tokens says little.
-_SHORTEST = 8
 _LARGEST = 2**63 - 1
-_LARGEST_KL = 1e6
+_FRACTION = f"a number from 0 to {MAX_SPARSITY}"
+
+
+def _option(kind: str, default: Any, group: str, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "group": group, "help": help, **more})
 
 
 @dataclass(frozen=True)
 class ConvertSettings:
-    """What to convert, how, and where to.
+    """What to convert, how, and where to; ``None`` stands for a default that depends on the model or the device."""
 
-    Attributes:
-        model: a folder, or a Hub id.
-        output_dir: the bundle's folder.
-        sparsities: the bundle's sparsity levels, fractions of the projections' parameters to leave unread, ascending, in
-            [0, 0.95]; none: `USUAL`, or what a budget allows.
-        default: the sparsity level that is in force unless another is asked for; None is `USUAL_DEFAULT`, or the sparsity level nearest to
-            it.
-        max_kl, min_top1: a budget: the one sparsity level is the highest sparsity whose KL(dense || sparse), in nats per token,
-            and share of tokens with the dense model's first choice stay within it.
-        method: what the score is and who is sparse (`METHODS`).
-        search: how the sparsity is spread over the projections (`SEARCHES`); ``auto`` is the method's own: the best
-            for its time for ``wisparse``, what its authors do for the others.
-        num_generations, num_offspring: of an evolutionary search; None is the search's own default.
-        calibration: ``self``, ``paper``, a Hub data set, or paths.
-        num_samples, seq_len: how many sequences of how many tokens; a length of None is `auto_seq_len`'s.
-        seed: of everything that is drawn.
-        rotation: ``pca`` turns the weights to the principal directions of what flows through them (`rotate`), ``none``
-            leaves them as they are; ``auto``, settled by the preflight, turns them where that is possible and
-            ``wisparse`` is the method: the others are what their authors have.
-        weights: how the projections are stored: ``native`` as the source has them, ``int8`` and ``fp8`` rounded with a
-            scale a row, ``int4`` fitted to the calibration text in groups.
-        dtype: of the bundle's weights; ``auto`` copies the source's bytes.
-        device: to compute on.
-        revision: branch, tag or commit of a Hub model.
-        max_shard_size: bytes per weight file, as a number or as a text such as ``5GB``.
-        work_dir: where the state lies; None is ``OUT.work`` beside the output.
-        resume: keep state, and go on from it.
-        overwrite: replace an existing bundle after success.
-        report: ``full`` measures for a figure of the report how much each block minds being sparse alone, ``brief``
-            leaves that out; ``auto`` is full on a GPU, where it takes seconds, and brief on a CPU. Nothing is decided
-            by it.
-        upload_repo: Hub repository to push to afterwards.
-        private: make that repository private.
-    """
-
-    model: str
-    output_dir: Path
-    sparsities: tuple[float, ...] = ()
-    default: float | None = None
-    max_kl: float | None = None
-    min_top1: float | None = None
-    method: str = "wisparse"
-    search: str = "auto"
-    num_generations: int | None = None
-    num_offspring: int | None = None
-    calibration: tuple[str, ...] = ("self",)
-    num_samples: int = 16
-    seq_len: int | None = None
-    seed: int = 0
-    rotation: str = "auto"
-    weights: str = "native"
-    dtype: str = "auto"
-    device: str = "auto"
-    revision: str | None = None
-    max_shard_size: str = "5GB"
-    work_dir: Path | None = None
-    resume: bool = True
-    overwrite: bool = False
-    report: str = "auto"
-    upload_repo: str | None = None
-    private: bool = False
+    model: str = field(metadata={"kind": "place"})
+    output_dir: Path = _option(  # noqa: RUF009
+        "folder", None, "Output", "Folder to write the bundle to.", letter="-o",
+        shown="MODEL's name and -wisparse, with one sparsity its percentage",
+    )  # fmt: skip
+    sparsity: tuple[float, ...] = _option(
+        "fractions", (), "Sparsity",
+        "Fraction of the weights in the blocks' linear layers to leave unread, 0 to 0.95. Several are sparsity levels "
+        "of one bundle: choose among them when you load it.",
+        low=0.0, high=MAX_SPARSITY, expected=_FRACTION, metavar="FRACTION[,…]", shown=",".join(map(str, USUAL)),
+    )  # fmt: skip
+    default: float | None = _option(
+        "float", None, "Sparsity", "The sparsity level in force unless another is asked for.",
+        low=0.0, high=MAX_SPARSITY, expected=_FRACTION, metavar="FRACTION", shown="0.4, or the nearest to it",
+    )  # fmt: skip
+    max_kl: float | None = _option(
+        "float", None, "Sparsity",
+        "Find the highest sparsity whose KL(dense || sparse), in nats per token, is at most this, on text that neither "
+        "the calibration nor the search has seen.",
+        low=0.0, high=1e6, expected="a number of nats per token, 0 or more", metavar="NATS",
+    )  # fmt: skip
+    min_top1: float | None = _option(
+        "float", None, "Sparsity",
+        "The same for the share of tokens where dense and sparse choose the same: at least this, such as 0.95.",
+        low=0.0, high=1.0, expected="a share of tokens, from 0 to 1", metavar="SHARE",
+    )  # fmt: skip
+    method: str = _option("choice", "wisparse", "Search", "How channels are scored.", choices=METHODS)
+    search: str = _option(
+        "choice", "auto", "Search",
+        "How the sparsity is spread over the layers. auto: refine; for other methods, their authors' way. fisher: "
+        "nearly as good, in less time.", choices=("auto", *SEARCHES),
+    )  # fmt: skip
+    num_generations: int | None = _option(
+        "int", None, "Search", "Generations of --search paper. The paper has 400.", low=1
+    )
+    num_offspring: int | None = _option(
+        "int", None, "Search", "Candidates per generation of --search paper. The paper has 64.", low=1
+    )
+    calibration: tuple[str, ...] = _option(
+        "places", ("self",), "Calibration",
+        "self: the model writes its own text. paper: the paper's mixture, from the Hub. Or a text, JSONL or source "
+        "file, a folder of them, or a Hub data set (USER/NAME). Repeat it for several.", metavar="SOURCE",
+    )  # fmt: skip
+    num_samples: int = _option("int", 16, "Calibration", "Calibration sequences.", low=1)
+    # A sequence needs a first token, which is left out, and enough others.
+    seq_len: int | None = _option(
+        "int", None, "Calibration", "Tokens per calibration sequence.", low=8, shown="2048 on a GPU, 512 on a CPU"
+    )
+    seed: int = _option("int", 0, "Calibration", "The same seed gives the same bundle.", low=0)
+    rotation: str = _option(
+        "choice", "auto", "Weights",
+        "pca: rotate the weights to the principal directions of what flows through them, where leaving channels out "
+        "costs far less; the dense model stays the same but for rounding. none: the source's bytes. auto: pca where "
+        "the model allows it.", choices=ROTATIONS,
+    )  # fmt: skip
+    weights: str = _option(
+        "choice", "native", "Weights",
+        "How the bundle stores the layers' weights. native: as the source does. int8, fp8: rounded, with a scale a "
+        "row. int4: fitted to the calibration text (GPTQ), in groups of 128. As compressed-tensors, which others load.",
+        choices=WEIGHTS,
+    )  # fmt: skip
+    dtype: str = _option(
+        "choice", "auto", "Weights", "Of the bundle's weights; auto copies the source's bytes.", choices=DTYPES
+    )
+    device: str = _option("any", "auto", "Run", "auto, cpu, cuda or cuda:N.")
+    revision: str | None = _option("text", None, "Run", "Branch, tag or commit of a model on the Hub.")
+    max_shard_size: str = _option("size", "5GB", "Output", "Largest weight file.")
+    work_dir: Path | None = _option(  # noqa: RUF009
+        "folder", None, "Run", "Folder for the state of an unfinished conversion.", shown="OUTPUT_DIR.work"
+    )
+    resume: bool = _option(
+        "switch", True, "Run", "Keep the results of finished stages, and go on after the last one.", no="--no-resume"
+    )
+    overwrite: bool = _option("switch", False, "Output", "Replace an existing bundle, once the new one is complete.")
+    report: str = _option(
+        "choice", "auto", "Output",
+        "full: the report shows how sensitive each block is alone. brief leaves that out: nothing is decided by it, "
+        "and on a CPU it takes time. auto: full on a GPU, brief on a CPU.", choices=REPORTS,
+    )  # fmt: skip
+    upload_repo: str | None = _option(
+        "text", None, "Output", "Push the bundle to the Hub afterwards.", metavar="USER/NAME"
+    )
+    private: bool = _option("switch", False, "Output", "Make that repository private.")
 
     def __post_init__(self) -> None:
-        # Here and not in `check`: what lies beside the output folder is named after it, by whoever asks first.
+        """Check every value, then what contradicts what; raises UsageError before anything is read."""
+        for one in fields(self):
+            object.__setattr__(self, one.name, _checked(one, getattr(self, one.name)))
+        if self.output_dir is None:
+            object.__setattr__(self, "output_dir", default_output(self.model, self.sparsity))
         if not self.output_dir.name or self.output_dir.name == "..":
             raise UsageError(
                 f"--output-dir: expected the name of a folder to be made, found {str(self.output_dir)!r}; "
                 "name one inside it"
             )
-
-    @property
-    def has_budget(self) -> bool:
-        """Whether the sparsity is to be found."""
-        return self.max_kl is not None or self.min_top1 is not None
-
-    @property
-    def levels(self) -> tuple[float, ...]:
-        """The sparsities, ascending; none where a budget is to find one."""
-        return () if self.has_budget else self.sparsities or USUAL
-
-    def default_of(self, levels: Iterable[float]) -> float:
-        """The default among these; of two equally near to the usual one the lower."""
-        if self.default is not None:
-            return self.default
-        return min(levels, key=lambda level: (round(abs(level - USUAL_DEFAULT), 9), level))
-
-    @property
-    def length(self) -> int:
-        """``seq_len`` where it is settled: given, or filled in by the preflight."""
-        if self.seq_len is None:
-            raise ValueError("seq_len is settled by the preflight, which knows the device")
-        return self.seq_len
-
-    @property
-    def chosen_search(self) -> str:
-        """The search that ``auto`` stands for, or the one asked for."""
-        return _OWN_SEARCH[self.method] if self.search == "auto" else self.search
-
-    @property
-    def state_dir(self) -> Path:
-        """Where the state of an unfinished conversion lies."""
-        return self.work_dir or self.output_dir.with_name(self.output_dir.name + ".work")
-
-    def full_report(self, device_type: str) -> bool:
-        """Whether the report tells how much each block minds being sparse alone."""
-        return self.report == "full" or (self.report == "auto" and device_type == "cuda")
-
-    def deciding(self) -> dict[str, Any]:
-        """The settings that the numbers in a recipe depend on, by the names of their options."""
-        names = ("method", "search", "num_generations", "num_offspring", "num_samples", "seq_len", "seed")
-        settings = asdict(self)
-        target: dict[str, Any]
+        if len(set(self.sparsity)) < len(self.sparsity):
+            names = ", ".join(f"{sparsity:g}" for sparsity in self.sparsity)
+            raise UsageError(f"--sparsity: expected one or several different numbers, found {names}")
+        if len(self.sparsity) > MAX_LEVELS:
+            raise UsageError(f"--sparsity: a bundle holds at most {MAX_LEVELS} of them, found {len(self.sparsity)}")
         if self.has_budget:
-            target = {"max_kl": self.max_kl, "min_top1": self.min_top1}
-        else:
-            target = {"sparsity": list(self.levels), "default": self.default_of(self.levels)}
-        # Native weights are named by no state that was kept before there were others.
-        stored = {} if self.weights == "native" else {"weights": self.weights}
-        turned = {} if self.rotation == "none" else {"rotation": self.rotation}
-        return {**target, **turned, **stored, **{name: settings[name] for name in names}, "search": self.chosen_search}
-
-    def check(self) -> None:
-        """Find every contradiction, before anything is read.
-
-        Raises:
-            UsageError: an argument out of range, unknown, or at odds with another.
-        """
-        self._check_target()
-        check_method(self.method)
-        guard.choice("--search", self.search, ("auto", *SEARCHES))
+            budget = "--max-kl" if self.max_kl is not None else "--min-top1"
+            for option, given in (("--sparsity", bool(self.sparsity)), ("--default", self.default is not None)):
+                if given:
+                    raise UsageError(f"{budget} finds the sparsity, so there is none to give: leave {option} out")
+        elif self.default is not None and self.default not in self.levels:
+            levels = ", ".join(f"{sparsity:g}" for sparsity in self.levels)
+            raise UsageError(f"--default: expected one of the sparsities {levels}, found {self.default!r:.40}")
         if self.search in ("fisher", "refine") and self.method != "wisparse":
             raise UsageError(
                 f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
-                "choose additive, greedy or uniform"
+                "choose greedy, paper or uniform"
             )
-        guard.choice("--dtype", self.dtype, DTYPES)
-        guard.choice("--weights", self.weights, WEIGHTS)
-        guard.choice("--rotation", self.rotation, ROTATIONS)
-        if self.weights != "native" and self.dtype != "auto":
-            raise UsageError(
-                f"--weights {self.weights} stores the layers in codes and the rest as it is; leave --dtype out"
-            )
-        guard.integer("--num-samples", self.num_samples, 1, _LARGEST)
-        guard.integer("--seed", self.seed, 0, _LARGEST)
-        for option, value, least in (
-            ("--seq-len", self.seq_len, _SHORTEST),
-            ("--num-generations", self.num_generations, 1),
-            ("--num-offspring", self.num_offspring, 1),
-        ):
-            if value is not None:
-                guard.integer(option, value, least, _LARGEST)
         for option, given in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
             if given is not None and self.chosen_search != "paper":
                 raise UsageError(f"{option} belongs to --search paper, but the search is {self.chosen_search!r}")
-        for option, flag in (("resume", self.resume), ("overwrite", self.overwrite), ("private", self.private)):
-            guard.switch(option, flag)
-        for option, name in (("--revision", self.revision), ("--upload-repo", self.upload_repo)):
-            if name is not None:
-                guard.text(option, name, empty=False)
-        for source in self.calibration:
-            guard.place("--calibration", source)
+        if self.weights != "native" and self.dtype != "auto":
+            raise UsageError(
+                f"--weights {self.weights} stores the layers quantized and the rest as it is; leave --dtype out"
+            )
         if not self.calibration:
             raise UsageError("--calibration: expected self, paper, a Hub data set or paths, found nothing")
         if len(self.calibration) > 1 and {"self", "paper"} & set(self.calibration):
@@ -211,41 +173,86 @@ class ConvertSettings:
             if work == out or out in work.parents or work in out.parents:
                 raise UsageError(f"--work-dir {self.work_dir} and the output {self.output_dir} lie within each other")
 
-    def _check_target(self) -> None:
-        for sparsity in self.sparsities:
-            guard.number("--sparsity", sparsity, 0.0, MAX_SPARSITY, f"a number from 0 to {MAX_SPARSITY}")
-        if list(self.sparsities) != sorted(set(self.sparsities)):
-            names = ", ".join(f"{sparsity:g}" for sparsity in self.sparsities)
-            raise UsageError(f"--sparsity: expected one or several different numbers, found {names}")
-        if len(self.sparsities) > MAX_LEVELS:
-            raise UsageError(f"--sparsity: a bundle holds at most {MAX_LEVELS} of them, found {len(self.sparsities)}")
-        if self.max_kl is not None:
-            guard.number("--max-kl", self.max_kl, 0.0, _LARGEST_KL, "a number of nats per token, 0 or more")
-        if self.min_top1 is not None:
-            guard.number("--min-top1", self.min_top1, 0.0, 1.0, "a share of tokens, from 0 to 1")
+    @property
+    def has_budget(self) -> bool:
+        """Whether the sparsity is to be found."""
+        return self.max_kl is not None or self.min_top1 is not None
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """The sparsities, ascending; none where a budget is to find one."""
+        return () if self.has_budget else self.sparsity or USUAL
+
+    def default_of(self, levels: Iterable[float]) -> float:
+        """The default among these; of two equally near to the usual one the lower."""
+        if self.default is not None:
+            return self.default
+        return min(levels, key=lambda level: (round(abs(level - USUAL_DEFAULT), 9), level))
+
+    @property
+    def length(self) -> int:
+        """``seq_len``, given or filled in by the preflight."""
+        assert self.seq_len is not None
+        return self.seq_len
+
+    @property
+    def chosen_search(self) -> str:
+        """The search that ``auto`` stands for, or the one asked for."""
+        return _OWN_SEARCH[self.method] if self.search == "auto" else self.search
+
+    @property
+    def state_dir(self) -> Path:
+        """Where the state of an unfinished conversion lies."""
+        return self.work_dir or self.output_dir.with_name(self.output_dir.name + ".work")
+
+    def full_report(self, device_type: str) -> bool:
+        """Whether the report tells how sensitive each block is."""
+        return self.report == "full" or (self.report == "auto" and device_type == "cuda")
+
+    def fingerprint(self) -> dict[str, Any]:
+        """The settings that a recipe's numbers depend on, by the names of their options."""
+        target: dict[str, Any] = {"max_kl": self.max_kl, "min_top1": self.min_top1}
         if not self.has_budget:
-            if self.default is not None and self.default not in self.levels:
-                levels = ", ".join(f"{sparsity:g}" for sparsity in self.levels)
-                raise UsageError(f"--default: expected one of the sparsities {levels}, found {self.default!r:.40}")
-            return
-        budget = "--max-kl" if self.max_kl is not None else "--min-top1"
-        for option, given in (("--sparsity", bool(self.sparsities)), ("--default", self.default is not None)):
-            if given:
-                raise UsageError(f"{budget} finds the sparsity, so there is none to give: leave {option} out")
+            target = {"sparsity": list(self.levels), "default": self.default_of(self.levels)}
+        names = ("rotation", "weights", "method", "num_generations", "num_offspring", "num_samples", "seq_len", "seed")
+        return {**target, **{name: getattr(self, name) for name in names}, "search": self.chosen_search}
 
 
-def check_method(method: str) -> str:
-    """A method, if it is one that a bundle is written with.
-
-    Raises:
-        UsageError: it is not.
-    """
-    if isinstance(method, str) and method in _MEASURED:
-        raise UsageError(
-            f"--method {method} is measured by benchmarks/methods.py and no longer written; choose "
-            f"{', '.join(METHODS[:-1])} or {METHODS[-1]}"
-        )
-    return guard.choice("--method", method, METHODS)
+def _checked(option: Field[Any], value: Any) -> Any:
+    """The value of an option, as its field has it; UsageError for one that it cannot be."""
+    about = option.metadata
+    name = "model" if option.name == "model" else "--" + option.name.replace("_", "-")
+    if about["kind"] in ("fractions", "places"):
+        several = list(value) if isinstance(value, (list, tuple)) else [value]
+        if about["kind"] == "places":
+            return tuple(guard.place(name, one) for one in several)
+        if value is None or value == ():
+            return ()
+        expected = f"{about['expected']}, or several"
+        if not several:
+            raise UsageError(f"{name}: expected {expected}, found none")
+        return tuple(sorted(guard.number(name, one, about["low"], about["high"], expected) for one in several))
+    if value is None and option.default is None:
+        return None
+    match about["kind"]:
+        case "float":
+            return guard.number(name, value, about["low"], about["high"], about["expected"])
+        case "int":
+            return guard.integer(name, value, about["low"], _LARGEST)
+        case "switch":
+            return guard.switch(name, value)
+        case "choice":
+            return guard.choice(name, value, about["choices"])
+        case "text":
+            return guard.text(name, value, empty=False)
+        case "place":
+            return guard.place(name, value)
+        case "folder":
+            return guard.expand(guard.place(name, value))
+        case "size" if not isinstance(value, str):
+            return str(guard.integer(name, value, 1))
+        case _:  # checked where it is used, which knows the machine
+            return value
 
 
 def auto_seq_len(device_type: str, context: int) -> int:
@@ -253,13 +260,9 @@ def auto_seq_len(device_type: str, context: int) -> int:
     return min(2048 if device_type == "cuda" else 512, context)
 
 
-def default_output(model: str, sparsities: tuple[float, ...] = ()) -> Path:
+def default_output(model: str, sparsity: tuple[float, ...] = ()) -> Path:
     """``<model-name>-wisparse`` in the current folder; with one sparsity level of 50%, ``<model-name>-wisparse-50``."""
-    percent = f"-{_percent(sparsities[0])}" if len(sparsities) == 1 else ""
-    folder = find_folder(model)
+    percent = "-" + f"{100 * sparsity[0]:.4g}".replace(".", "p") if len(sparsity) == 1 else ""
+    folder = guard.find_folder(model)
     name = folder.resolve().name if folder else model.rsplit("/", 1)[-1]
     return Path(f"{name or 'model'}-wisparse{percent}")
-
-
-def _percent(sparsity: float) -> str:
-    return f"{100 * sparsity:.4g}".replace(".", "p")

@@ -278,7 +278,7 @@ def test_threads_are_no_more_than_the_quota_unless_the_user_says_so(monkeypatch:
     for given, quota, found in ((None, 2, "2"), ("7", 2, "7"), (None, 64, None)):
         monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
         monkeypatch.setattr(cli, "usable_cores", lambda quota=quota: quota)
-        cli._give_way()
+        cli._limit_threads()
         assert os.environ.get("OMP_NUM_THREADS") == found
 
 

@@ -130,7 +130,7 @@ def test_default_output_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("sparsity", [-0.1, 0.96, 1.0, 50.0, float("nan"), float("inf")])
 def test_sparsity_out_of_range(sparsity: float, settings: ConvertSettings) -> None:
-    assert "0 to 0.95" in refused(settings, UsageError, sparsities=(sparsity,))
+    assert "0 to 0.95" in refused(settings, UsageError, sparsity=(sparsity,))
 
 
 @pytest.mark.parametrize(
@@ -141,10 +141,10 @@ def test_sparsity_out_of_range(sparsity: float, settings: ConvertSettings) -> No
         ({"max_kl": float("inf")}, "--max-kl: expected"),
         ({"min_top1": 1.01}, "--min-top1: expected a share of tokens, from 0 to 1, found 1.01"),
         ({"min_top1": float("nan")}, "--min-top1: expected"),
-        ({"max_kl": 0.1, "sparsities": (0.4,)}, "leave --sparsity out"),
+        ({"max_kl": 0.1, "sparsity": (0.4,)}, "leave --sparsity out"),
         ({"min_top1": 0.9, "default": 0.4}, "leave --default out"),
         ({"default": 0.35}, "--default: expected one of the sparsities 0.3, 0.4, 0.5, found 0.35"),
-        ({"sparsities": (0.4, 0.3)}, "different numbers, found 0.4, 0.3"),
+        ({"sparsity": (0.4, 0.4)}, "different numbers, found 0.4, 0.4"),
     ],
 )
 def test_a_target_that_cannot_be(changes: dict[str, Any], words: str, settings: ConvertSettings) -> None:
@@ -160,7 +160,7 @@ def test_the_plan_knows_levels_and_budgets(settings: ConvertSettings) -> None:
 
 @pytest.mark.parametrize("sparsity", [0.0, 0.95])
 def test_sparsity_at_the_ends(sparsity: float, settings: ConvertSettings) -> None:
-    preflight(replace(settings, sparsities=(sparsity,)))
+    preflight(replace(settings, sparsity=(sparsity,)))
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,8 @@ from tiny_bundle import tiny_config, write_tiny_model
 
 HARNESS = Path(__file__).with_name("kill_conversion.py")
 SEARCHES: dict[str, dict[str, Any]] = {
-    "fisher": {"max_kl": 5e-3},
     "refine": {"sparsity": [0.4, 0.5], "num_samples": 24},  # enough tokens for three steps
-    "additive": {"sparsity": 0.5},
+    "fisher": {"max_kl": 5e-3},
     "paper": {"sparsity": 0.5, "num_generations": 3, "num_offspring": 3},
 }
 
@@ -64,36 +63,36 @@ def settings_for(model: Path, out: Path, search: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("search", SEARCHES)
-def test_killed_runs_end_with_the_same_bytes(search: str, conversions: Any, model: Path, tmp_path: Path) -> None:
+def check_kills(search: str, num_kills: int, conversions: Any, model: Path, tmp_path: Path) -> None:
+    """Kill a conversion at so many points of each kind, and compare what the last run ends with."""
     [reference] = conversions(settings_for(model, tmp_path / "undisturbed", search), [None])
     assert reference["status"] == 0
     # Seeded points in the order in which a run passes them, so that every attempt comes further than the one before:
-    # three while results are saved and one once the rotation is, one while the bundle is written, one while the state
-    # is removed.
+    # while stages are saved, while the bundle is written, and while the state is removed.
     labels = list(dict.fromkeys(reference["labels"]))
-    written = next(index for index, label in enumerate(labels) if label.startswith("after rename"))
-    # After the last trace is gone the conversion is over, not killed.
-    over = labels.index("after unlink OUT.finished")
-    saves = [label for label in labels[:written] if "OUT.work/units" in label and ".state" in label]
-    bundle = [label for label in labels[:written] if "OUT.partial" in label]
+    placed = labels.index("after rename OUT.partial")
+    over = labels.index("after unlink OUT.work/state.json")  # from there on it is over, not killed
+    kinds = (
+        [label for label in labels[:placed] if ".stage" in label],
+        [label for label in labels[:placed] if "OUT.partial" in label],
+        labels[placed:over],
+    )
     choose = random.Random(f"kill {search}")
-    turned = [label for label in saves if "/rotation.state" in label][-1]
-    saves.remove(turned)
-    chosen = [*choose.sample(saves, 3), turned, choose.choice(bundle), choose.choice(labels[written:over])]
-    chosen.sort(key=labels.index)
+    chosen = sorted({label for kind in kinds for label in choose.sample(kind, num_kills)}, key=labels.index)
     attempts = conversions(settings_for(model, tmp_path / "killed", search), [*chosen, None])
-    assert [one["status"] for one in attempts] == [-signal.SIGKILL] * 6 + [0], chosen
+    assert [one["status"] for one in attempts] == [-signal.SIGKILL] * len(chosen) + [0], chosen
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {"killed", "undisturbed"}, "neither state nor partial folders stay"
 
 
-@pytest.mark.slow
-def test_killed_by_any_signal_at_any_time_over_an_old_bundle_too() -> None:
-    """A few of the kills that benchmarks/kills.py counts."""
-    script = Path(__file__).parent.parent / "benchmarks" / "kills.py"
-    done = subprocess.run([sys.executable, script, "--kills", "12"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert json.loads(done.stdout)["failed trials"] == 0
+def test_killed_runs_end_with_the_same_bytes(conversions: Any, model: Path, tmp_path: Path) -> None:
+    check_kills("refine", 1, conversions, model, tmp_path)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("search", SEARCHES)
+def test_runs_killed_more_often_end_with_the_same_bytes(
+    search: str, conversions: Any, model: Path, tmp_path: Path
+) -> None:
+    check_kills(search, 3, conversions, model, tmp_path)

@@ -127,10 +127,10 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     plan, config = preflight(settings), Checkpoint.open(source).config
     assert plan.settings.rotation == "pca"
     assert plan.not_rotated is None
-    assert plan.apart_bytes == config.vocab_size * config.hidden_size * 4
+    assert plan.untied_bytes == config.vocab_size * config.hidden_size * 4
     bare = preflight(replace(settings, rotation="none"))
-    assert (bare.settings.rotation, bare.not_rotated, bare.apart_bytes) == ("none", None, 0)
-    assert plan.bundle_bytes - bare.bundle_bytes == plan.memory_bytes - bare.memory_bytes == plan.apart_bytes
+    assert (bare.settings.rotation, bare.not_rotated, bare.untied_bytes) == ("none", None, 0)
+    assert plan.bundle_bytes - bare.bundle_bytes == plan.memory_bytes - bare.memory_bytes == plan.untied_bytes
     for changes, why in (({"method": "teal"}, "--method teal"), ({"sparsities": (0.0,)}, "nothing")):
         other = preflight(replace(settings, **changes))
         assert other.settings.rotation == "none"

@@ -5,186 +5,165 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from wisparse.converter.state import NO_STATE, StateStore
+from wisparse.converter.state import NO_STATE, Stages, check_folder, placed_bundle, remove_state
 from wisparse.formats.errors import ResourceError, UsageError
 
-FINGERPRINT = {"model": "abc", "sparsity": 0.5}
+FINGERPRINT = {"model": "abc", "sparsity": [0.5]}
+VALUE = {"scale": torch.arange(3.0), "rows": [[1, 2], [3]], "name": "x"}
 
 
-def test_saved_results_are_there_again(tmp_path: Path) -> None:
-    with StateStore.open(tmp_path / "work", FINGERPRINT) as store:
-        assert store.load("alpha/0") is None
-        store.save("alpha/0", b"x\n\0y")
-        store.save("alpha/0", b"second\n")
-        store.save("empty", b"")
-    with StateStore.open(tmp_path / "work", FINGERPRINT) as store:
-        assert store.load("alpha/0") == b"second\n"
-        assert store.load("empty") == b""
-        assert store.resumed == 2
-        assert store.changed == ()
+def fail() -> Any:
+    raise AssertionError("computed again")
 
 
-def test_changed_setting_starts_over_and_is_named(tmp_path: Path) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.save("a", b"1")
-    with StateStore.open(tmp_path, FINGERPRINT | {"sparsity": 0.4, "seed": 1}) as store:
-        assert store.load("a") is None
-        assert store.changed == ("sparsity: was 0.5, is 0.4", "seed: was None, is 1")
-    with StateStore.open(tmp_path, FINGERPRINT | {"sparsity": 0.4, "seed": 1}) as store:
-        assert store.changed == ()
+def saved(folder: Path, fingerprint: dict[str, Any] = FINGERPRINT, **stages: Any) -> Stages:
+    """A state with these results, closed."""
+    state = Stages.open(folder, fingerprint)
+    for name, value in stages.items():
+        state.run(name, lambda value=value: value)
+    state.close()
+    return state
+
+
+def test_finished_stages_are_not_computed_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path / "work", first=VALUE, second=None)
+    state = Stages.open(tmp_path / "work", FINGERPRINT)
+    found = state.run("first", fail)
+    assert torch.equal(found.pop("scale"), VALUE["scale"])
+    assert found == {"rows": [[1, 2], [3]], "name": "x"}
+    assert state.run("second", fail) is None
+    assert state.run("third", lambda: 3) == 3
+    assert "(finished: first, second)" in caplog.text
+
+
+def test_changed_setting_starts_over_and_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, a=1)
+    state = Stages.open(tmp_path, {"model": "abc", "sparsity": [0.4], "seed": 1})
+    assert "this differs from the interrupted run: model" not in caplog.text
+    assert "sparsity: was [0.5], is [0.4]; seed: was None, is 1" in caplog.text
+    assert state.run("a", lambda: 2) == 2
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "empty", "headless", "swap"])
-def test_damaged_result_counts_as_not_done(damage: str, tmp_path: Path) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.save("a", b"x" * 100)
-        store.save("b", b"y" * 100)
-    path, other = (tmp_path / "units" / f"{key}.state" for key in "ab")
+def test_damaged_result_counts_as_not_done(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved(tmp_path, a="x" * 100, b="y" * 100)
+    path, other = tmp_path / "a.stage", tmp_path / "b.stage"
     content = path.read_bytes()
-    path.write_bytes(
-        {
-            "flip": content[:-5] + b"z" + content[-4:],
-            "cut": content[:-1],
-            "empty": b"",
-            "headless": content.partition(b"\n")[2],
-            "swap": other.read_bytes(),
-        }[damage]
-    )
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        assert store.load("a") is None
-        assert store.load("b") == b"y" * 100
-        store.save("a", b"again")
-        assert store.load("a") == b"again"
+    changed = {"flip": content[:-5] + b"z" + content[-4:], "cut": content[:-1], "empty": b"", "headless": content[64:]}
+    path.write_bytes(changed.get(damage, other.read_bytes()))
+    state = Stages.open(tmp_path, FINGERPRINT)
+    assert state.run("b", fail) == "y" * 100
+    assert state.run("a", lambda: "again") == "again"
+    assert "the state of stage a is damaged" in caplog.text
+    assert state.run("a", fail) == "again"
 
 
-def test_damaged_fingerprint_starts_over(tmp_path: Path) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.save("a", b"1")
-    (tmp_path / "fingerprint.json").write_text('{"model": ')
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        assert store.load("a") is None
-        assert store.changed
+@pytest.mark.parametrize("content", ['{"fingerprint": ', "[]", '{"fingerprint": {}}'])
+def test_damaged_fingerprint_starts_over(content: str, tmp_path: Path) -> None:
+    saved(tmp_path, a=1)
+    (tmp_path / "state.json").write_text(content)
+    assert Stages.open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
 
 
 def test_kill_between_emptying_and_fingerprint_leaves_nothing_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.save("a", b"1")
+    saved(tmp_path, a=1)
 
     def killed(source: object, target: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        StateStore.open(tmp_path, {"model": "other"})
-    monkeypatch.undo()
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        assert store.load("a") is None
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Stages.open(tmp_path, {"model": "other"})
+    assert Stages.open(tmp_path, FINGERPRINT).run("a", lambda: 2) == 2
 
 
-def test_half_written_file_is_no_result(tmp_path: Path) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        (tmp_path / "units" / "a.state.partial").write_bytes(b"wisparse-state 1 ")
-        assert store.load("a") is None
-        store.save("a", b"1")
-        assert store.load("a") == b"1"
+def test_disk_full_loses_only_the_stage_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = Stages.open(tmp_path, FINGERPRINT)
+    state.run("a", lambda: 1)
 
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-def test_disk_full_loses_only_the_unit_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.save("a", b"1")
-
-        def full(descriptor: int) -> None:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", full)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
         with pytest.raises(ResourceError, match="everything computed before is kept"):
-            store.save("b", b"2")
-        with pytest.raises(ResourceError):
-            store.save("a", b"2")
-        monkeypatch.undo()
-        assert store.load("a") == b"1"
-        assert store.load("b") is None
+            state.run("b", lambda: 2)
+    assert state.run("a", fail) == 1
+    assert state.run("b", lambda: 3) == 3
     assert not list(tmp_path.rglob("*.partial"))
 
 
 def test_two_conversions_in_one_folder(tmp_path: Path) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT), pytest.raises(UsageError, match="another conversion"):
-        StateStore.open(tmp_path, FINGERPRINT)
-    StateStore.open(tmp_path, FINGERPRINT).close()
+    state = Stages.open(tmp_path, FINGERPRINT)
+    with pytest.raises(UsageError, match="another conversion"):
+        Stages.open(tmp_path, FINGERPRINT)
+    with pytest.raises(UsageError, match="another conversion"):
+        remove_state(tmp_path, default=True)
+    state.close()
+    Stages.open(tmp_path, FINGERPRINT).close()
 
 
-@pytest.mark.parametrize("name", ["thesis.tex", "units/thesis.tex", "units/a/thesis.tex", ".git/HEAD"])
-def test_a_strangers_file_is_never_removed(name: str, tmp_path: Path) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.save("a/b", b"1")
+@pytest.mark.parametrize("name", ["thesis.tex", "units/thesis.tex", ".git/HEAD"])
+def test_other_files_are_never_removed(name: str, tmp_path: Path) -> None:
+    saved(tmp_path, a=1)
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("years of work")
-    for fingerprint in (FINGERPRINT, {"seed": 1}, None):
+    for action in (
+        lambda: Stages.open(tmp_path, FINGERPRINT),
+        lambda: Stages.open(tmp_path, {"seed": 1}),
+        lambda: remove_state(tmp_path, default=True),
+        lambda: check_folder(tmp_path),
+    ):
         with pytest.raises(UsageError, match=f"found '{name}'"):
-            StateStore.open(tmp_path, fingerprint)
-    assert (tmp_path / name).read_text() == "years of work"
-
-
-def test_a_folder_of_the_users_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(UsageError, match=r"thesis\.tex"):
-        StateStore.open(tmp_path, FINGERPRINT)
+            action()
     with pytest.raises(UsageError, match="found a file"):
-        StateStore.open(tmp_path / "thesis.tex", FINGERPRINT)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-
-
-def test_remove(tmp_path: Path) -> None:
-    store = StateStore.open(tmp_path / "work", FINGERPRINT)
-    store.save("a/b", b"1")
-    store.remove()
-    assert not (tmp_path / "work").exists()
+        check_folder(tmp_path / name)
+    assert (tmp_path / name).read_text() == "years of work"
 
 
 def test_a_folder_that_was_there_before_stays(tmp_path: Path) -> None:
     """Also if the run that found it was killed, and another one finishes; the default place is always ours."""
-    mine, link, default = tmp_path / "mine", tmp_path / "link", tmp_path / "out.work"
+    mine, link, default, made = (tmp_path / name for name in ("mine", "link", "out.work", "made"))
     for folder in (mine, default, tmp_path / "linked"):
         folder.mkdir()
     link.symlink_to("linked")
-    for folder in (mine, link, default):
+    for folder in (mine, link, default, made):
         for _ in range(2):
-            with StateStore.open(folder, FINGERPRINT, default=folder == default) as store:
-                store.save("a/b", b"1")
-        StateStore.open(folder, None, default=folder == default).remove()
+            saved(folder, a=1)
+        remove_state(folder, default=folder == default)
+    remove_state(tmp_path / "never", default=True)
     assert link.is_symlink()
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["link", "linked", "mine"]
 
 
 @pytest.mark.parametrize("survived", range(5))
 def test_removal_that_is_killed(survived: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    work = tmp_path / "work"
-    store = StateStore.open(work, FINGERPRINT)
-    store.save("a/b", b"1")
-    store.save("c", b"2")
-    original, done = Path.unlink, []
+    work, original, done = tmp_path / "work", Path.unlink, []
+    saved(work, a=1, b=2)
 
     def unlink(path: Path, missing_ok: bool = False) -> None:
         if len(done) == survived:
             raise KeyboardInterrupt
-        done.append(path)
+        done.append(path.name)
         original(path, missing_ok)
 
-    monkeypatch.setattr(Path, "unlink", unlink)
-    if survived < 4:
-        with pytest.raises(KeyboardInterrupt):
-            store.remove()
-    else:
-        store.remove()
-    monkeypatch.undo()
-    store.close()
-    with StateStore.open(work, None, default=True) as again:
-        again.remove()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", unlink)
+        if survived < 4:
+            with pytest.raises(KeyboardInterrupt):
+                remove_state(work, default=True)
+        else:
+            remove_state(work, default=True)
+            assert done == ["a.stage", "b.stage", "lock", "state.json"], "what tells of the bundle goes last"
+    remove_state(work, default=True)
     assert not work.exists()
 
 
@@ -195,29 +174,25 @@ def test_a_read_only_file_system_is_one_sentence(tmp_path: Path, monkeypatch: py
     with monkeypatch.context() as patched:
         patched.setattr(os, "access", lambda path, mode: False)
         with pytest.raises(UsageError, match=r"--work-dir .*; choose another --work-dir"):
-            StateStore.check(tmp_path / "work")
+            check_folder(tmp_path / "work")
     with monkeypatch.context() as patched:
         patched.setattr(os, "mkdir", refuse)
         with pytest.raises(UsageError, match=r"--work-dir .*Read-only file system.*choose another"):
-            StateStore.open(tmp_path / "work", FINGERPRINT)
+            Stages.open(tmp_path / "work", FINGERPRINT)
 
 
-def test_hashes_outlive_the_fingerprint(tmp_path: Path) -> None:
-    assert StateStore.hashes(tmp_path) == {}
-    with StateStore.open(tmp_path, FINGERPRINT) as store:
-        store.keep_hashes({"a": [1, "x"]})
-    with StateStore.open(tmp_path, FINGERPRINT | {"seed": 1}):
-        assert StateStore.hashes(tmp_path) == {"a": [1, "x"]}
-    (tmp_path / "hashes.json").write_text("{")
-    assert "a" not in StateStore.hashes(tmp_path)
-
-
-@pytest.mark.parametrize("key", ["", "/a", "a/", "../a", "a/../b", "a b", "a//b"])
-def test_keys_stay_inside(key: str, tmp_path: Path) -> None:
-    with StateStore.open(tmp_path, FINGERPRINT) as store, pytest.raises(ValueError, match="key"):
-        store.save(key, b"")
+def test_the_bundle_in_place_is_known_by_its_manifest(tmp_path: Path) -> None:
+    out, work = tmp_path / "out", tmp_path / "out.work"
+    assert placed_bundle(work, out) is None
+    state = Stages.open(work, FINGERPRINT)
+    state.mark_bundle("ab" * 32)
+    assert placed_bundle(work, out) is None, "not in its place yet"
+    out.mkdir()
+    (out / "wisparse.json").write_text("{}")
+    assert placed_bundle(work, out) is None, "another bundle"
+    state.mark_bundle("44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a")  # sha256 of {}
+    assert placed_bundle(work, out) == FINGERPRINT
 
 
 def test_no_state_keeps_nothing() -> None:
-    NO_STATE.save("a", b"1")
-    assert NO_STATE.load("a") is None
+    assert [NO_STATE.run("a", lambda value=value: value) for value in (1, 2)] == [1, 2]

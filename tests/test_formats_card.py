@@ -11,10 +11,16 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from wisparse.formats.card import Evaluation, Inherited, read_inherited, render_card
+from wisparse.formats.card import Inherited, read_inherited, render_card
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
 
-EVALUATION = Evaluation(0.5, "held-out library source", 24576, "every token sparse", 7.957, 8.37, 0.0513, 0.826, 0.5)
+_SPARSE = {"num_tokens": 24576, "kl": 0.0513, "dense_perplexity": 7.957, "perplexity": 8.37, "top1_agreement": 0.826}
+REPORT = {
+    "verdict": "At 50% sparsity, KL 0.05 nats/token: close to dense.",
+    "sparsity": {"expect": "50.0% of the weights are left unread on the calibration text."},
+    "quality": {"text": "held-out library source", "sparse": _SPARSE, "realised_sparsity": 0.5},
+    "levels": [{}],
+}
 LLAMA = "---\nlicense: llama3.1\nlanguage:\n- en\n- de\nbase_model: x/y\nextra_gated_prompt: secret\n---\n# Llama\n"
 
 
@@ -64,9 +70,7 @@ def test_a_full_card(tmp_path: Path) -> None:
     (tmp_path / "USE_POLICY.md").write_text("text")
     (tmp_path / "chat_template.jinja").write_text("x")
     figures = [("figures/sparsity.png", "Sparsity by block")]
-    text = render_card(
-        recipe(), read_inherited(tmp_path), evaluations=[EVALUATION], figures=figures, repo_id="me/Llama-wisparse-50"
-    )
+    text = render_card(recipe(), read_inherited(tmp_path), REPORT, figures=figures, repo_id="me/Llama-wisparse-50")
     metadata = check(text)
     assert metadata["base_model"] == "org/Llama-3.1-8B-Instruct"
     assert metadata["library_name"] == "wisparse"
@@ -93,13 +97,11 @@ def test_a_full_card(tmp_path: Path) -> None:
 
 
 def test_a_card_of_a_local_model_without_anything(tmp_path: Path) -> None:
-    text = render_card(recipe("my-model", None), read_inherited(tmp_path))
+    text = render_card(recipe("my-model", None), read_inherited(tmp_path), REPORT)
     metadata = check(text)
     assert "base_model" not in metadata  # a folder's name would link to a stranger's model
     assert "license" not in metadata
-    assert "model-index" not in metadata
     assert "names no licence" in text
-    assert "Nothing yet" in text
     assert "wisparse chat" not in text
 
 
@@ -107,22 +109,19 @@ def test_a_card_says_how_to_install_what_to_cite_which_search_and_how_good(tmp_p
     tags = "tags:\n- code\n- Math\n- safetensors\n- 'a b'\n- wisparse\n"
     (tmp_path / "README.md").write_text(f"---\nlicense: mit\n{tags}---\n")
     found = replace(recipe(), search={"settings": {"search": "refine"}})
-    judged = replace(
-        EVALUATION, verdict="At 50% sparsity, KL 0.5 nats/token: clearly damaged: choose a lower sparsity."
-    )
-    text = render_card(found, read_inherited(tmp_path), evaluations=[judged])
+    text = render_card(found, read_inherited(tmp_path), REPORT)
     assert check(text)["tags"] == ["wisparse", "activation-sparsity", "code", "Math"]
     for expected in (
         "pip install wisparse\n",
         "- search: refine\n",
         "arXiv:2602.14452",
-        f"**{judged.verdict}**\n\n| |",
+        f"**{REPORT['verdict']}**\n\n| |",
     ):
         assert expected in text, expected
 
 
 def test_equal_arguments_give_equal_bytes() -> None:
-    assert render_card(recipe(), evaluations=[EVALUATION]) == render_card(recipe(), evaluations=[EVALUATION])
+    assert render_card(recipe(), Inherited(), REPORT) == render_card(recipe(), Inherited(), REPORT)
 
 
 @pytest.mark.parametrize(
@@ -150,15 +149,15 @@ def test_the_licence_is_inherited(
         (tmp_path / name).write_text("text")
     inherited = read_inherited(tmp_path)
     assert (inherited.licence, inherited.licence_name, inherited.licence_link) == expected
-    check(render_card(recipe(), inherited))
+    check(render_card(recipe(), inherited, REPORT))
 
 
 def test_other_without_a_licence_file_points_at_the_source(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: other\n---\n")
     inherited = read_inherited(tmp_path)
-    metadata = check(render_card(recipe(), inherited))
+    metadata = check(render_card(recipe(), inherited, REPORT))
     assert metadata["license_link"] == "https://huggingface.co/org/Llama-3.1-8B-Instruct"
-    assert "license" not in check(render_card(recipe("folder", None), inherited))
+    assert "license" not in check(render_card(recipe("folder", None), inherited, REPORT))
 
 
 def test_only_valid_languages_are_inherited(tmp_path: Path) -> None:
@@ -169,8 +168,8 @@ def test_only_valid_languages_are_inherited(tmp_path: Path) -> None:
 
 
 def test_the_checks_can_fail() -> None:
-    text = render_card(recipe(), Inherited("other", "a-name", "https://x.org"))
+    text = render_card(recipe(), Inherited("other", "a-name", "https://x.org"), REPORT)
     with pytest.raises(KeyError):
         check(text.replace("license_name", "pipeline_tag"))
     with pytest.raises(AssertionError):
-        check(render_card(recipe()).replace("org/Llama-3.1-8B-Instruct", "folder"))
+        check(render_card(recipe(), Inherited(), REPORT).replace("org/Llama-3.1-8B-Instruct", "folder"))

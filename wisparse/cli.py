@@ -27,7 +27,7 @@ from wisparse.formats.machine import torchrun_place, usable_cores
 from . import __version__
 from .formats.errors import WisparseError
 
-# Verb -> module that defines it. A verb is imported when it is used: `wisparse --help` must not cost a second.
+# A verb's module is imported when it is used: `wisparse --help` must not cost a second.
 _VERBS = {
     "convert": "Convert a Hugging Face model into a sparse bundle.",
     "inspect": "Show what a bundle holds.",
@@ -41,7 +41,6 @@ _VERBS = {
     "push": "Upload a bundle to the Hugging Face Hub.",
 }
 
-
 # Rounds of OpenMP's waiting loop, about 20 to 50 ns each; its own choice is 300,000. A little longer than the time from
 # one decode step to the next, so that these find their threads awake; two threads on one core spin it out every time.
 _SPIN_COUNT = "3000"
@@ -52,11 +51,7 @@ class _Verbs(click.Group):
         return list(_VERBS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _VERBS:
-            return None
-        module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
-        command: click.Command = module.command
-        return command
+        return _load_verb(name) if name in _VERBS else None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         # click would import every verb for its help text.
@@ -75,6 +70,12 @@ class _Verbs(click.Group):
             hint = f" Did you mean {close[0]!r}?" if close else ""
             raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
         return super().resolve_command(ctx, args)
+
+
+def _load_verb(name: str) -> click.Command:
+    module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
+    command: click.Command = module.command
+    return command
 
 
 @click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,23 +100,17 @@ def convert_main(args: Sequence[str] | None = None) -> None:
 
 
 def _convert_program() -> click.Command:
-    """The verb as a program of its own: it has a version, and the help option as the group gives it to its verbs."""
-    verb: click.Command = importlib.import_module(".commands.convert", __package__).command
+    """The verb as a program of its own, with a version and the group's help options."""
+    verb = _load_verb("convert")
     # Not a copy: click keeps the help option that a command made once, and the group's has other names.
-    program = type(verb)(
-        verb.name,
-        callback=verb.callback,
-        params=list(verb.params),
-        help=verb.help,
-        epilog=verb.epilog,
-        short_help=verb.short_help,
-        context_settings={**cli.context_settings, **verb.context_settings},
-    )
+    given = {name: getattr(verb, name) for name in ("callback", "help", "epilog", "short_help")}
+    settings = {**cli.context_settings, **verb.context_settings}
+    program = type(verb)(verb.name, params=list(verb.params), context_settings=settings, **given)
     return click.version_option(__version__, prog_name="wisparse-convert")(program)
 
 
 def _open_closed_streams() -> None:
-    """A standard stream that the shell closed (``>&-``) is as /dev/null.
+    """Make a standard stream that the shell closed (``>&-``) /dev/null.
 
     Python has None for it, and the next file that is opened would get its number: a library's message would end up
     inside a bundle.
@@ -133,27 +128,43 @@ def _open_closed_streams() -> None:
         setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (as long as the process)
 
 
-def _encodable(error: UnicodeError) -> tuple[str | bytes, int]:
-    """The bytes of a file's name that is no text come out as they came in, other letters that do not fit as escapes."""
-    assert isinstance(error, UnicodeEncodeError)
-    error.end = error.start + 1  # the rest may be of the other kind
-    escape = "surrogateescape" if "\udc80" <= error.object[error.start] <= "\udcff" else "backslashreplace"
-    return codecs.lookup_error(escape)(error)
-
-
 def _encode_everything() -> None:
-    """No letter of an answer, and no name of a folder, is one that standard output cannot take."""
-    codecs.register_error("wisparse", _encodable)
+    """Print bytes of a file's name that are no text as they came in, other letters that do not fit as escapes."""
+
+    def encodable(error: UnicodeError) -> tuple[str | bytes, int]:
+        assert isinstance(error, UnicodeEncodeError)
+        error.end = error.start + 1  # the rest may be of the other kind
+        escape = "surrogateescape" if "\udc80" <= error.object[error.start] <= "\udcff" else "backslashreplace"
+        return codecs.lookup_error(escape)(error)
+
+    codecs.register_error("wisparse", encodable)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="wisparse")
+
+
+def _limit_threads() -> None:
+    """Give torch's threads no more than the usable cores, and let none of them spin for milliseconds.
+
+    A thread that spins keeps its core from the very thread it waits for, wherever other programs run too; threads
+    beyond a container's quota stand still for a part of every period. OpenMP reads both settings once, when torch is
+    imported: so here, and only where the user has not said otherwise.
+    """
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    cores = usable_cores()
+    if cores < (os.cpu_count() or 1):
+        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 
 
 def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     _open_closed_streams()
     _encode_everything()
-    _give_way()
+    _limit_threads()
     try:
-        _require_place()
+        os.getcwd()  # torch would end the process with a word about its own files
+    except FileNotFoundError:
+        _fail("the folder that this was started in is there no more; go to another one", 2)
+    try:
         # Without standalone mode click hands back what ctx.exit() was given, and None after a normal return.
         sys.exit(command.main(args=args, prog_name=name, standalone_mode=False))
     except click.ClickException as error:
@@ -178,28 +189,6 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
         if isinstance(error, PermissionError) or error.errno == errno.EROFS:
             _fail(f"no permission: {error.filename}", 4)
         raise
-
-
-def _require_place() -> None:
-    """torch, started in a folder that is gone, ends the process with a word about its own files."""
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        _fail("the folder that this was started in is there no more; go to another one", 2)
-
-
-def _give_way() -> None:
-    """Let torch's threads fit the machine: no more than its cores, and none that spins for milliseconds.
-
-    A thread that spins keeps its core from the very thread it waits for, wherever other programs run too; threads
-    beyond a container's quota stand still for a part of every period. OpenMP reads both settings once, when torch is
-    imported: so here, and only where the user has not said otherwise.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
-    cores = usable_cores()
-    if cores < (os.cpu_count() or 1):
-        os.environ.setdefault("OMP_NUM_THREADS", str(cores))
 
 
 def _fail(message: str, code: int) -> None:

@@ -3,52 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 import sys
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
-from wisparse.formats.guard import expand, place
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
-from wisparse.runtime.backends import load
-from wisparse.runtime.generation.settings import GenerationSettings
-from wisparse.runtime.model import Generation, Model
 
+from .console import FILE_OR_ID, FOLDER, FOLDER_OR_ID, NEW_FOLDER  # noqa: F401  (for the verbs)
 
-class _Place(click.types.StringParamType):
-    def __init__(self, kind: str) -> None:
-        self._kind = kind
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        return [CompletionItem(incomplete, type=self._kind)]
-
-
-class _NewFolder(click.Path):
-    """A folder to be made: a path, and never the current folder because a variable was empty."""
-
-    def convert(
-        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
-    ) -> str | bytes | os.PathLike[str]:
-        name = max(param.opts, key=len) if param is not None else "folder"
-        return expand(place(name.upper() if isinstance(param, click.Argument) else name, value))
-
-
-FOLDER = _Place("dir")
-FOLDER_OR_ID = _Place("dir")
-FILE_OR_ID = _Place("file")
-NEW_FOLDER = _NewFolder()
-
-revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
-
+if TYPE_CHECKING:
+    from wisparse.runtime.model import Generation, Model
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# A model's words are a stranger's text: on a terminal no escape sequence of it is obeyed.
+
+# Text of a model may hold escape sequences; on a terminal none of them is obeyed.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -61,34 +34,38 @@ def _stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
     return decorate
 
 
+def _option(*names: str, shown: bool = True, **settings: Any) -> Callable[[_F], _F]:
+    return click.option(*names, show_default=shown, **settings)
+
+
+revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
+
 # Where and how a bundle runs.
 device_options = _stacked(
-    click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."),
-    click.option(
+    _option("--device", default="auto", help="auto, cpu, cuda or cuda:N."),
+    _option(
         "--dtype",
         type=click.Choice(["auto", *DTYPES]),
         default="auto",
-        show_default=True,
         help="Type of the weights in memory; auto is that of the files.",
     ),
-    click.option(
+    _option(
         "--backend",
         type=click.Choice(["auto", *BACKENDS]),
         default="auto",
-        show_default=True,
         help="What multiplies; auto is the fastest that can run this model here.",
     ),
-    click.option(
+    _option(
         "--weights",
         type=click.Choice(list(WEIGHT_TYPES)),
         default="native",
-        show_default=True,
         help="Round the weights at load, where the back end can.",
     ),
     click.option(
         "--sparsity",
         type=float,
-        help="A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]",
+        help="A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  "
+        "[default: the bundle's own]",
     ),
     click.option(
         "--max-seq-len",
@@ -102,36 +79,28 @@ device_options = _stacked(
 # The same for the verbs that generate text, which follow one prefill policy.
 loading_options = _stacked(
     device_options,
-    click.option(
+    _option(
         "--prefill",
         type=click.Choice(PREFILL_POLICIES),
         default="dense",
-        show_default=True,
         help="Which part of the prompt runs sparse: none, the last half, all. The answer always does.",
     ),
 )
 
+_FRACTION = {"max": 1, "min": 0}
 sampling_options = _stacked(
-    click.option(
-        "--max-new-tokens",
-        type=click.IntRange(min=1),
-        default=256,
-        show_default=True,
-        help="Longest answer, in tokens.",
-    ),
-    click.option(
-        "--temperature", type=click.FloatRange(min=0), default=0.0, show_default=True, help="0 is greedy decoding."
-    ),
+    _option("--max-new-tokens", type=click.IntRange(min=1), default=256, help="Longest answer, in tokens."),
+    _option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy decoding."),
     click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample from the K likeliest tokens."),
     click.option(
         "--top-p",
-        type=click.FloatRange(min=0, min_open=True, max=1),
+        type=click.FloatRange(**_FRACTION, min_open=True),
         default=1.0,
         help="Sample from the likeliest tokens that reach this probability together.",
     ),
     click.option(
         "--min-p",
-        type=click.FloatRange(min=0, max=1),
+        type=click.FloatRange(**_FRACTION),
         default=0.0,
         help="Drop tokens below this share of the likeliest one's probability.",
     ),
@@ -143,6 +112,9 @@ sampling_options = _stacked(
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
+    from wisparse.runtime.backends import load
+    from wisparse.runtime.generation.settings import GenerationSettings
+
     loading = ("device", "dtype", "backend", "weights", "sparsity", "prefill", "max_seq_len", "revision")
     given = {name: options.pop(name) for name in loading}
     GenerationSettings(**options)
@@ -164,6 +136,7 @@ def show(text: str) -> None:
 def footer(answer: Generation, model: Model) -> str:
     """What an answer cost, in one line."""
     cached = f" ({answer.cached_tokens} cached)" if answer.cached_tokens else ""
+    decoder = model.decoder
     parts = [
         f"prompt {answer.prompt_tokens} tokens{cached}, {answer.prompt_tok_per_s:,.1f} tok/s",
         f"generation {len(answer.token_ids)} tokens, {answer.generation_tok_per_s:,.1f} tok/s",
@@ -171,6 +144,4 @@ def footer(answer: Generation, model: Model) -> str:
     ]
     if answer.realised_sparsity is not None:
         parts.append(f"realised sparsity {answer.realised_sparsity:.1%}")
-    decoder = model.decoder
-    parts.append(f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}")
-    return " | ".join(parts)
+    return " | ".join([*parts, f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import click
 from rich.console import Console
@@ -13,7 +12,6 @@ from rich.text import Text
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError, printable
 from wisparse.formats.hub import fetch_bundle
-from wisparse.formats.manifest import ProjectionRecipe
 
 from ..options import FOLDER_OR_ID, revision_option
 
@@ -38,39 +36,23 @@ def command(bundle: str, revision: str | None, show: str, sparsity: float | None
         opened = opened.at(sparsity)
         if opened.sparsity not in opened.levels:
             raise UsageError("sparsity: 0 is the dense model, which has no masks to show")
+    recipe, config, calibration = opened.recipe, opened.config, opened.recipe.calibration
+    num_bytes = opened.checkpoint.nbytes
+    dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in opened.checkpoint.tensors.values()})
     if as_json:
-        click.echo(json.dumps({"model": _model(opened), **opened.recipe.to_dict()}, indent=2))
+        names = ("model_type", "num_blocks", "hidden_size", "intermediate_size")
+        model = {**{name: getattr(config, name) for name in names}, "num_bytes": num_bytes, "dtypes": dtypes}
+        click.echo(json.dumps({"model": model, **recipe.to_dict()}, indent=2))
         return
-    # Wide enough for every column where the output is no terminal and so has no width.
-    console = Console(width=None if Console().is_terminal else 120, highlight=False)
-    for name, value in _summary(opened):
-        console.print(Text(f"{name:<12} {printable(value)[:500]}"))
-    console.print(_table(opened, show))
-
-
-def _model(bundle: Bundle) -> dict[str, Any]:
-    config = bundle.config
-    return {
-        "model_type": config.model_type,
-        "num_blocks": config.num_blocks,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_bytes": bundle.checkpoint.nbytes,
-        "dtypes": sorted({str(info.dtype).removeprefix("torch.") for info in bundle.checkpoint.tensors.values()}),
-    }
-
-
-def _summary(bundle: Bundle) -> list[tuple[str, str]]:
-    recipe, model, calibration = bundle.recipe, _model(bundle), bundle.recipe.calibration
-    revision = f" at {recipe.base_revision}" if recipe.base_revision else ""
-    return [
-        ("base model", f"{recipe.base_model}{revision}"),
+    revised = f" at {recipe.base_revision}" if recipe.base_revision else ""
+    rows = [
+        ("base model", f"{recipe.base_model}{revised}"),
         *([("left out", recipe.text_only)] if recipe.text_only else []),
         ("rotation", str(recipe.rotation or "none: the weights are the source's")),
         (
             "model",
-            f"{model['model_type']}, {model['num_blocks']} blocks, hidden {model['hidden_size']}, "
-            f"MLP {model['intermediate_size']}, {model['num_bytes'] / 1e6:,.1f} MB {'/'.join(model['dtypes'])}",
+            f"{config.model_type}, {config.num_blocks} blocks, hidden {config.hidden_size}, "
+            f"MLP {config.intermediate_size}, {num_bytes / 1e6:,.1f} MB {'/'.join(dtypes)}",
         ),
         ("method", recipe.method),
         ("levels", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
@@ -80,28 +62,25 @@ def _summary(bundle: Bundle) -> list[tuple[str, str]]:
             f"tokens ({calibration.num_tokens:,} in all), seed {calibration.seed}",
         ),
     ]
+    # Wide enough for every column where the output is no terminal and so has no width.
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    for name, value in rows:
+        console.print(Text(f"{name:<12} {printable(value)[:500]}"))
+    console.print(_table(opened, show))
 
 
 def _table(bundle: Bundle, show: str) -> Table:
-    roles = [projection.role for projection in bundle.config.projections(0)]
-    table = Table(
-        title=f"{show} per projection at {bundle.sparsity:.1%}", title_justify="left", box=None, pad_edge=False
-    )
-    table.add_column("block", justify="right")
-    for role in roles:
-        table.add_column(role, justify="right")
-    table.add_column("block sparsity", justify="right")
+    title = f"{show} per projection at {bundle.sparsity:.1%}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("block", *(projection.role for projection in bundle.config.projections(0)), "block sparsity"):
+        table.add_column(column, justify="right")
+    value = {"alpha": "{0.alpha:.2f}", "threshold": "{0.threshold:.4g}", "sparsity": "{0.sparsity:.1%}"}
     level = bundle.recipe.at(bundle.sparsity)
     entries = {entry.name: entry for entry in level.projections}
     for block, sparsity in enumerate(level.block_sparsities):
-        cells = [_cell(entries[projection.name], show) for projection in bundle.config.projections(block)]
+        cells = [
+            value.get(show, "{0.realised_sparsity:.1%}").format(entries[projection.name])
+            for projection in bundle.config.projections(block)
+        ]
         table.add_row(str(block), *cells, f"{sparsity:.1%}")
     return table
-
-
-def _cell(entry: ProjectionRecipe, show: str) -> str:
-    if show == "alpha":
-        return f"{entry.alpha:.2f}"
-    if show == "threshold":
-        return f"{entry.threshold:.4g}"
-    return f"{entry.sparsity if show == 'sparsity' else entry.realised_sparsity:.1%}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import click
 
@@ -42,26 +41,21 @@ def command(bundle: str, repo: str, private: bool, as_json: bool) -> None:
     if folder is None:
         raise AccessError(f"{quoted(bundle)}: there is no such folder")
     try:
-        _push(folder, repo, private, as_json)
+        check_write_access(repo)
+        if private and is_public(repo):
+            raise AccessError(public_repository(folder, repo))
+        verify_bundle(folder)
+        plan = plan_push(folder, repo)
+        for name in plan.left_out:
+            click.echo(f"left out, not part of the bundle: {printable(name)}", err=True)
+        num_bytes = sum(plan.send.values())
+        what = f"nothing to upload: {repo} holds all {plan.num_files} files already"
+        if plan.send:
+            what = f"uploading {len(plan.send)} of {plan.num_files} files, {num_bytes / 1e6:,.1f} MB, to {repo}"
+        click.echo(what, err=True)
+        url = push_bundle(folder, repo, private=private)
     except KeyboardInterrupt as interruption:
         again = push_command(folder, repo, private)
         raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {again}") from None
-
-
-def _push(bundle: Path, repo: str, private: bool, as_json: bool) -> None:
-    check_write_access(repo)
-    if private and is_public(repo):
-        raise AccessError(public_repository(bundle, repo))
-    verify_bundle(bundle)
-    plan = plan_push(bundle, repo)
-    for name in plan.left_out:
-        click.echo(f"left out, not part of the bundle: {printable(name)}", err=True)
-    num_bytes = sum(plan.send.values())
-    if plan.send:
-        what = f"{len(plan.send)} of {plan.num_files} files, {num_bytes / 1e6:,.1f} MB"
-        click.echo(f"uploading {what}, to {repo}", err=True)
-    else:
-        click.echo(f"nothing to upload: {repo} holds all {plan.num_files} files already", err=True)
-    url = push_bundle(bundle, repo, private=private)
     document = {"url": url, "num_files": len(plan.send), "num_bytes": num_bytes, "left_out": list(plan.left_out)}
     click.echo(json.dumps(document, indent=2) if as_json else url)

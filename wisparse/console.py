@@ -1,0 +1,51 @@
+"""Types of arguments, and tables: what every verb may use. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+
+import click
+from click.shell_completion import CompletionItem
+
+from wisparse.formats.errors import printable
+from wisparse.formats.guard import expand, place
+
+
+class _Place(click.types.StringParamType):
+    """A path or a Hub id; the shell completes names of files or folders."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        return [CompletionItem(incomplete, type=self._kind)]
+
+
+class _NewFolder(click.Path):
+    """A folder to be made: a path, and never the current folder because a variable was empty."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | os.PathLike[str]:
+        name = max(param.opts, key=len) if param is not None else "folder"
+        return expand(place(name.upper() if isinstance(param, click.Argument) else name, value))
+
+
+FOLDER = FOLDER_OR_ID = _Place("dir")
+FILE_OR_ID = _Place("file")
+NEW_FOLDER = _NewFolder()
+
+
+def print_rows(title: str, rows: list[tuple[str, str]]) -> None:
+    """A table of names and values, at least 100 columns wide where the output is no terminal."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, printable(value))
+    console = Console(highlight=False, markup=False)
+    console.width = max(console.width, 100) if not console.is_terminal else console.width
+    console.print(table)
