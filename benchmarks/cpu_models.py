@@ -14,9 +14,8 @@ from safetensors.torch import save_file
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.config import expected_tensors
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.write import write_bundle
 
 # The dimensions of Llama-3.2-1B.

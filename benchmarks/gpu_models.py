@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.config import expected_tensors
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.prefill import read_sequence

@@ -91,9 +91,9 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
 
     from wisparse.formats.bundle import ProjectionMask
     from wisparse.formats.checkpoint import TensorInfo
-    from wisparse.formats.config import expected_tensors
     from wisparse.formats.errors import BundleError
     from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
+    from wisparse.formats.model_config import expected_tensors
     from wisparse.formats.write import write_bundle
     from wisparse.runtime.cuda.decoder import CudaDecoder
 

@@ -293,9 +293,8 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
     import torch
 
     from wisparse.formats.bundle import Bundle, ProjectionMask
-    from wisparse.formats.config import expected_tensors
     from wisparse.formats.manifest import CalibrationRecord, Manifest, ProjectionRecipe, Recipe, SparsityLevel
-    from wisparse.formats.model_config import ModelConfig
+    from wisparse.formats.model_config import ModelConfig, expected_tensors
     from wisparse.formats.safetensors_header import build_header
     from wisparse.formats.sidecar import sidecar_bytes
 

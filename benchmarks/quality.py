@@ -29,6 +29,7 @@ from wisparse.converter.masking import MaskedModel
 from wisparse.converter.rotation import rotate
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.source_config import full_config
 from wisparse.formats.checkpoint import Checkpoint
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
@@ -72,7 +73,7 @@ def turned(source: SourceModel, folder: Path, tokens: CalibrationTokens, seed: i
     """``source``, in place, in the principal directions of other passages of the calibration files, half as many as
     ``tokens``: as a conversion turns it."""
     text = partial(stdlib_tokens, source, "calibration", -(-tokens.num_samples // 2), tokens.seq_len, seed)
-    return rotate(source, Checkpoint.open(folder), tokens, text).source
+    return rotate(source, Checkpoint.open(folder, complete=full_config), tokens, text).source
 
 
 @dataclass(frozen=True)

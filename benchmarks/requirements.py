@@ -15,8 +15,7 @@ import torch
 
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
-from wisparse.formats.config import expected_tensors
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
 
 _LLAMA = dict(model_type="llama", vocab_size=128256, max_position_embeddings=131072)

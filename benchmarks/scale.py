@@ -30,8 +30,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from wisparse.converter.pipeline import run
 from wisparse.converter.processes import Progress, Stage
 from wisparse.converter.settings import ConvertSettings
-from wisparse.formats.config import expected_tensors
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 
 _LLAMA = dict(
     architectures=["LlamaForCausalLM"], model_type="llama", max_position_embeddings=131072, rms_norm_eps=1e-5,

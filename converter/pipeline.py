@@ -48,6 +48,7 @@ from .rotation import Turned, rotate
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
 from .settings import MAX_SPARSITY, ConvertSettings
 from .source import SourceModel, load_source, small_digests, weight_digests
+from .source_config import full_config
 from .state import Stages, placed_bundle, remove_state
 
 _log = logging.getLogger("wisparse")
@@ -140,7 +141,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
     with progress.stage("Fetching weights"):
         fetched = fetch_source(settings.model, plan.source.commit) if processes.leads else plan.source
         fetched = processes.broadcast(fetched)
-        checkpoint = Checkpoint.open(fetched.folder)
+        checkpoint = Checkpoint.open(fetched.folder, complete=full_config)
     stages, small_files = Stages(processes=processes), {}
     if processes.leads:
         small_files = small_digests(checkpoint.folder, checkpoint.error)

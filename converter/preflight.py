@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
+from wisparse.formats.architectures import WRAPPERS
 from wisparse.formats.checkpoint import Checkpoint, read_config
-from wisparse.formats.config import expected_tensors, is_wrapper, text_config
 from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import Source, check_read_access, check_write_access, download_bytes, fetch_source, is_public
 from wisparse.formats.machine import available_bytes, choose_device
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.quantization import read_quantisation
 from wisparse.formats.write import check_output, copied_files, parse_size
 
@@ -32,6 +32,7 @@ from .rotation import why_fixed
 from .sensitivity import LARGEST_LOGITS
 from .settings import ConvertSettings, auto_seq_len
 from .source import choose_dtype, lacks_accelerate, load_tokenizer
+from .source_config import full_config
 from .state import check_folder, placed_bundle
 
 # What a Python process with torch and transformers takes before it holds a model.
@@ -105,8 +106,9 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         read = read_config(source.folder)
-        config = ModelConfig.from_dict(text_config(read))
-        quantised = bool(read_quantisation(text_config(read), config))
+        stated = full_config(read)
+        config = ModelConfig.from_dict(stated)
+        quantised = bool(read_quantisation(stated, config))
         _check_weight_options(settings, config, quantised)
         if settings.seq_len is None:
             settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
@@ -116,7 +118,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
             pass  # reading says whether the bundle can have them
         stage.advance()
         if source.commit is None:
-            Checkpoint.open(source.folder)  # every header, no weight
+            Checkpoint.open(source.folder, complete=full_config)  # every header, no weight
         tokenizer = load_tokenizer(source.folder)
         stage.advance()
         tokens = _read_calibration(settings, config, tokenizer, progress)
@@ -137,7 +139,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         settings=settings,
         source=source,
         config=config,
-        text_of=read["model_type"] if is_wrapper(read) else None,
+        text_of=read["model_type"] if read["model_type"] in WRAPPERS else None,
         num_parameters=num_parameters,
         projection_parameters=sum(projection.num_parameters for projection in config.projections()),
         device=device,

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.config import LM_HEAD
 from wisparse.formats.derived_checkpoint import Remade, remade
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.manifest import RotationRecord
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import LM_HEAD, ModelConfig
 
 from .documents import CalibrationTokens
 from .flow import BlockFlow

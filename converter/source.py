@@ -22,16 +22,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wisparse.formats.architectures import RENAMED
 from wisparse.formats.bundle import SMALL_FILES
 from wisparse.formats.checkpoint import INDEX, Checkpoint
-from wisparse.formats.config import RENAMED, expected_tensors
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
 from wisparse.formats.guard import identity, list_files, open_regular, read_bounded, shown
 from wisparse.formats.machine import choose_device
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.write import copied_files
 
 from .flow import input_device
+from .source_config import full_config
 
 # File name -> what the system says of it, and its digest at that time.
 Hashes = dict[str, list[int | str]]
@@ -178,7 +179,7 @@ def load_source(
     folder = Path(folder)
     device = choose_device(device)
     # Every header is checked, and its messages are better than a loader's.
-    checkpoint = Checkpoint.open(folder, error=BundleError if bundle else UnsupportedModelError)
+    checkpoint = Checkpoint.open(folder, error=BundleError) if bundle else Checkpoint.open(folder, complete=full_config)
     config = checkpoint.config
     with _quiet_transformers():
         try:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .config import LM_HEAD, expected_tensors, is_derived, is_wrapper, text_config, text_name
+from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
 from .guard import FileIdentity, folder_kind, open_regular, read_json, require_folder, shown
 from .manifest import has_masks
-from .model_config import ModelConfig
+from .model_config import LM_HEAD, ModelConfig, expected_tensors, is_derived
 from .packings import Packing, Part
 from .quantization import read_quantisation
 from .safetensors_header import DTYPES, STORED_DTYPES, Entry, Header, combine_crc32, read_header
@@ -116,6 +116,7 @@ class Checkpoint:
         *,
         error: type[WisparseError] = UnsupportedModelError,
         checksums: Mapping[str, int] | None = None,
+        complete: Callable[..., dict[str, Any]] | None = None,
     ) -> Checkpoint:
         """Read and check ``config.json``, the index and the headers; no weight is read.
 
@@ -124,6 +125,8 @@ class Checkpoint:
             error: what to raise for a checkpoint that cannot be used: UnsupportedModelError for a source model,
                 BundleError for a bundle (which always has an index and never a second copy of tied embeddings).
             checksums: crc32 per tensor, checked whenever one is read.
+            complete: makes a source's ``config.json``, and the names of its tensors once they are known, into one that
+                states every field; None where it does.
 
         Raises:
             error: damaged, quantised in a way not known, pickled, already sparse, or tensors that do not fit the
@@ -136,9 +139,9 @@ class Checkpoint:
         stored_config = (
             read_json(folder, "config.json", MAX_CONFIG_BYTES, error) if is_bundle else read_config(folder, error)
         )
-        wrapped = not is_bundle and is_wrapper(stored_config)
+        wrapped = complete is not None and stored_config.get("model_type") in (*WRAPPERS,)
         try:
-            config_dict = stored_config if is_bundle else text_config(stored_config)
+            config_dict = stored_config if complete is None else complete(stored_config)
             config = ModelConfig.from_dict(config_dict)
             packings = read_quantisation(config_dict, config)
         except UnsupportedModelError as reason:
@@ -146,8 +149,8 @@ class Checkpoint:
         weight_map = _weight_map(folder, is_bundle, error)
         headers = {name: read_header(folder, name, error) for name in dict.fromkeys(weight_map.values())}
         stored = _stored_names(weight_map, wrapped, error)
-        if wrapped:
-            config_dict = text_config(stored_config, stored)
+        if wrapped and complete is not None:
+            config_dict = complete(stored_config, stored)
             config = ModelConfig.from_dict(config_dict)
         expected = expected_tensors(config)
         quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}

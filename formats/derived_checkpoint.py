@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from .checkpoint import Checkpoint, StoredWeight, TensorInfo, is_finite
-from .config import LM_HEAD
-from .model_config import ModelConfig
+from .model_config import LM_HEAD, ModelConfig
 from .packings import Packed, Packing, Plain
 from .weight_types import QuantizedMatrix
 

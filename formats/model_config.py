@@ -1,17 +1,75 @@
-"""A model as its ``config.json`` describes it: dimensions, blocks, rotary embeddings and multipliers, all checked."""
+"""A model as its ``config.json`` describes it: dimensions, blocks, rotary embeddings and multipliers, all checked.
+
+Read here is a config that states every field, in transformers 5's spelling, as a bundle's does: the converter has
+transformers' own configuration class fill in what a source leaves out.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .architectures import ARCHITECTURES, Activation, Architecture, Power, why_refused
-from .blocks import Block, DeltaNet, RopeConfig, dimension, number, read_blocks, read_delta_net, read_rope, switch
 from .errors import UnsupportedModelError
 
+LM_HEAD = "lm_head.weight"
 # Far above any model there is; keeps a hostile config from asking for absurd memory before a tensor was looked at.
-_LARGEST_NUM_BLOCKS = 10_000
+_LARGEST_DIMENSION = 2**27
+LARGEST_NUM_BLOCKS = 10_000
+# The numbers that each rotary scaling computes with; all have to be positive. The second ones may be missing or null.
+_ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": ((), ("alpha",)),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "longrope": (("original_max_position_embeddings", "max_position_embeddings"), ("factor", "attention_factor")),
+    "yarn": (
+        ("factor", "original_max_position_embeddings"),
+        ("attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow"),
+    ),
+    "proportional": ((), ("factor",)),
+}
+
+
+def _expected(key: str, what: str, found: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: {key}: expected {what}, found {found!r:.80}")
+
+
+def dimension(
+    config: Mapping[str, Any], key: str, default: int | None = None, largest: int = _LARGEST_DIMENSION
+) -> int:
+    """A positive integer; ``default`` where the config has none."""
+    value = default if config.get(key) is None else config[key]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _expected(key, "a positive integer", value)
+    if value > largest:
+        raise UnsupportedModelError(f"config.json: {key}: expected at most {largest:,}, found {value!r:.40}")
+    return value
+
+
+def _switch(config: Mapping[str, Any], key: str) -> bool:
+    value = config.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise _expected(key, "true or false", value)
+    return bool(value)
+
+
+def _number(config: Mapping[str, Any], key: str, low: float = 1e-12, high: float = 1e12, where: str = "") -> float:
+    """A positive number; the bounds keep sums, powers and quotients of it finite, and NaN fails every comparison."""
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
+        raise _expected(where + key, "a positive number", value)
+    return float(value)
+
+
+def _listed(config: Mapping[str, Any], key: str, num_blocks: int) -> list[Any]:
+    """A list with an entry for every block."""
+    values = config.get(key)
+    if not isinstance(values, list) or len(values) != num_blocks:
+        raise _expected(key, f"{num_blocks} entries", values)
+    return values
 
 
 @dataclass(frozen=True)
@@ -27,24 +85,108 @@ class Projection:
 
     @property
     def num_parameters(self) -> int:
-        """Weights of the projection, without its bias: the unit in which sparsities are averaged."""
+        """Without the bias: the unit in which sparsities are averaged."""
         return self.in_features * self.out_features
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """Dimensions of a model's recurrent blocks.
+
+    Attributes:
+        key_heads, value_heads: value heads share the keys and queries of one key head in groups.
+        key_dim, value_dim: of a head; the state of a value head is (key_dim, value_dim).
+        taps: positions that the convolution sees, the current one included.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+
+    @property
+    def key_size(self) -> int:
+        """Width of the keys, and of the queries."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Width of the values, of the gate, and of what ``out_proj`` reads."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def mixed_size(self) -> int:
+        """Width of queries, keys and values together, which the convolution goes over."""
+        return 2 * self.key_size + self.value_size
+
+    def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
+        """Name below ``linear_attn.`` -> shape of all that is not a projection in scope: too small to be worth a mask,
+        and it decides how long the state remembers."""
+        return {
+            "in_proj_b.weight": (self.value_heads, hidden_size),
+            "in_proj_a.weight": (self.value_heads, hidden_size),
+            "conv1d.weight": (self.mixed_size, 1, self.taps),
+            "dt_bias": (self.value_heads,),
+            "A_log": (self.value_heads,),
+            "norm.weight": (self.value_dim,),
+        }
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One rotary embedding.
+
+    Attributes:
+        rotary_dim: how many of a head's dimensions are rotated, the first ones.
+        parameters: what a scaled ``rope_type`` needs, under Hugging Face's keys.
+        interleaved: pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2).
+    """
+
+    theta: float
+    rope_type: str
+    rotary_dim: int
+    parameters: Mapping[str, Any]
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
+class Block:
+    """What tells one block of a model from another.
+
+    Attributes:
+        window: positions it attends to, itself included; None for all.
+        rotary: index into ``ModelConfig.rotaries``; None without a rotary embedding.
+        recurrent: it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding.
+        shared_values: it has no ``v_proj``; its values are the output of ``k_proj``.
+    """
+
+    window: int | None
+    rotary: int | None
+    head_dim: int
+    num_kv_heads: int
+    recurrent: bool = False
+    shared_values: bool = False
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys and of the values."""
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True)
 class ModelConfig:
-    """A causal LM's dimensions and its blocks, from its ``config.json`` (transformers 4 or 5 spelling).
+    """A causal LM's dimensions and its blocks.
 
     Attributes:
         num_kv_heads, head_dim: of blocks that have none of their own (``Block``).
-        blocks: one entry a block, in order.
         rotaries: the rotary embeddings that blocks use, one or two.
         attention_scale: what scores are multiplied by.
         attention_softcap, logits_softcap: c in c * tanh(x / c), or None.
-        embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each half's output (before it is
-            added) and logits are multiplied by. The first is rounded to the activations' type before it is used.
-        delta_net: of the recurrent blocks; None where there are none.
+        embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each sublayer's output (before it
+            is added) and logits are multiplied by. The first is rounded to the activations' type before it is used.
         query_scaling: (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
+        delta_net: of the recurrent blocks; None where there are none.
     """
 
     model_type: str
@@ -83,41 +225,42 @@ class ModelConfig:
         """Width of a block's queries; also K of its ``o_proj``."""
         return self.num_heads * self.blocks[block].head_dim
 
+    def qkv(self, block: int) -> tuple[str, ...]:
+        """Roles of the projections that read the input of a block's attention; not for recurrent blocks."""
+        return tuple(one for one in self.architecture.qkv if one != "v_proj" or not self.blocks[block].shared_values)
+
     def projections(self, block: int | None = None) -> Iterator[Projection]:
         """The projections in scope, in the order of execution: all of them, or one block's.
 
         In scope are all linear layers inside the blocks, never ``lm_head`` nor the embeddings.
         """
-        arch = self.architecture
-        mlp_sizes = {
-            "gate_proj": self.intermediate_size,
-            "up_proj": self.intermediate_size,
-            "gate_up_proj": 2 * self.intermediate_size,
-        }
+        arch, hidden, inner, delta = self.architecture, self.hidden_size, self.intermediate_size, self.delta_net
         for index in range(self.num_blocks) if block is None else (block,):
-            attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
-            if self.delta_net is not None and self.blocks[index].recurrent:
-                yield from self._recurrent_projections(index, self.delta_net)
+            q, kv = self.q_size(index), self.blocks[index].kv_size
+            if delta is not None and self.blocks[index].recurrent:
+                part = "linear_attn"
+                sizes = [
+                    ("in_proj_qkv", hidden, delta.mixed_size, False),
+                    ("in_proj_z", hidden, delta.value_size, False),
+                    ("out_proj", delta.value_size, hidden, False),
+                ]
             else:
-                q_size, kv_size = self.q_size(index), self.blocks[index].kv_size
-                sizes = {
-                    "q_proj": q_size * (2 if arch.attention_gate else 1),
-                    "k_proj": kv_size,
-                    "v_proj": kv_size,
-                    "qkv_proj": q_size + 2 * kv_size,
+                part = "self_attn"
+                outputs = {
+                    "q_proj": q * (2 if arch.attention_gate else 1),
+                    "k_proj": kv,
+                    "v_proj": kv,
+                    "qkv_proj": q + 2 * kv,
                 }
-                for role in self.qkv(index):
-                    yield Projection(attention + role, index, role, self.hidden_size, sizes[role], self.qkv_bias)
-                yield Projection(attention + "o_proj", index, "o_proj", q_size, self.hidden_size, self.o_bias)
+                sizes = [(role, hidden, outputs[role], self.qkv_bias) for role in self.qkv(index)]
+                sizes.append(("o_proj", q, hidden, self.o_bias))
+            for role, inputs, rows, bias in sizes:
+                yield Projection(f"model.layers.{index}.{part}.{role}", index, role, inputs, rows, bias)
+            mlp = f"model.layers.{index}.mlp."
             for role in arch.gate_up:
-                yield Projection(mlp + role, index, role, self.hidden_size, mlp_sizes[role], self.mlp_bias)
-            yield Projection(
-                mlp + "down_proj", index, "down_proj", self.intermediate_size, self.hidden_size, self.mlp_bias
-            )
-
-    def qkv(self, block: int) -> tuple[str, ...]:
-        """Roles of the projections that read the input of a block's attention; not for recurrent blocks."""
-        return tuple(one for one in self.architecture.qkv if one != "v_proj" or not self.blocks[block].shared_values)
+                rows = 2 * inner if role == "gate_up_proj" else inner
+                yield Projection(mlp + role, index, role, hidden, rows, self.mlp_bias)
+            yield Projection(mlp + "down_proj", index, "down_proj", inner, hidden, self.mlp_bias)
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
         """A block's projections by the input that they read, in the order of execution."""
@@ -128,17 +271,9 @@ class ModelConfig:
             found[-1].append(projection)
         return found
 
-    def _recurrent_projections(self, index: int, delta: DeltaNet) -> Iterator[Projection]:
-        for role, inputs, outputs in (
-            ("in_proj_qkv", self.hidden_size, delta.mixed_size),
-            ("in_proj_z", self.hidden_size, delta.value_size),
-            ("out_proj", delta.value_size, self.hidden_size),
-        ):
-            yield Projection(f"model.layers.{index}.linear_attn.{role}", index, role, inputs, outputs, False)
-
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read the dimensions from a parsed ``config.json``.
+        """Read a parsed ``config.json``.
 
         Raises:
             UnsupportedModelError: unknown ``model_type``, an activation or rotary scaling this project does not
@@ -154,25 +289,26 @@ class ModelConfig:
                 "whose tokens see those that follow, and which writes no text"
             )
         arch = ARCHITECTURES[model_type]
-        config = {**arch.defaults, **config}
 
         def fixed(value: bool | str) -> bool:
-            return switch(config, value) if isinstance(value, str) else value
+            return _switch(config, value) if isinstance(value, str) else value
 
         def power(value: Power | None, default: float) -> float:
-            return default if value is None else number(config, value[0]) ** value[1]
+            return default if value is None else _number(config, value[0]) ** value[1]
 
         def optional(key: str | None) -> float | None:
-            return None if key is None or config.get(key) is None else number(config, key)
+            if key is not None and key not in config:
+                raise UnsupportedModelError(f"config.json: {key}: expected a number or null, found no such key")
+            return None if key is None or config[key] is None else _number(config, key)
 
-        if arch.full_heads and (reason := _why_not_plain(config)):
-            raise UnsupportedModelError(f"unsupported architecture: model_type {model_type!r} with {reason}")
+        if arch.full_heads:
+            _refuse_other_gemma4(config)
         hidden_size = dimension(config, "hidden_size")
         num_heads = dimension(config, "num_attention_heads")
         num_kv_heads = dimension(config, "num_key_value_heads", default=num_heads)
-        num_blocks = dimension(config, "num_hidden_layers", largest=_LARGEST_NUM_BLOCKS)
+        num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
         head_dim = dimension(config, "head_dim", default=hidden_size // num_heads)
-        blocks = read_blocks(config, arch, num_blocks, head_dim, num_kv_heads)
+        blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
         for heads, width in {(num_kv_heads, head_dim), *((one.num_kv_heads, one.head_dim) for one in blocks)}:
             if num_heads % heads:
                 raise UnsupportedModelError(
@@ -180,9 +316,30 @@ class ModelConfig:
                 )
             if width % 2:
                 raise UnsupportedModelError(f"head_dim: expected an even number, found {width}")
-        eps = config.get("rms_norm_eps", 1e-6)
+        eps = config.get("rms_norm_eps")
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
-            raise UnsupportedModelError(f"config.json: rms_norm_eps: expected a small number, found {eps!r:.80}")
+            raise _expected("rms_norm_eps", "a small number", eps)
+        activation = config.get(arch.activation)
+        if not isinstance(activation, str) or activation not in arch.activations:
+            known = " or ".join(repr(name) for name in arch.activations)
+            raise UnsupportedModelError(f"{arch.activation}: expected {known}, found {activation!r:.80}")
+        rope = config.get("rope_parameters")
+        if not isinstance(rope, Mapping):
+            raise _expected("rope_parameters", "an object", rope)
+        if arch.local_rope:
+            full_dim = next((block.head_dim for block in blocks if block.rotary == 0), head_dim)
+            rotaries: tuple[RopeConfig, ...] = (
+                _rope(config, rope.get("full_attention"), full_dim, arch.interleaved),
+                _rope(config, rope.get("sliding_attention"), head_dim, arch.interleaved),
+            )
+        else:
+            rotaries = (_rope(config, rope, head_dim, arch.interleaved),)
+        query_scaling = None
+        if arch.query_scaling and rope.get("llama_4_scaling_beta") is not None:
+            query_scaling = (
+                _number(rope, "llama_4_scaling_beta"),
+                dimension(rope, "original_max_position_embeddings"),
+            )
         return cls(
             model_type=model_type,
             hidden_size=hidden_size,
@@ -194,67 +351,202 @@ class ModelConfig:
             vocab_size=dimension(config, "vocab_size"),
             rms_norm_eps=float(eps),
             max_position_embeddings=dimension(config, "max_position_embeddings"),
-            tie_word_embeddings=switch(config, "tie_word_embeddings"),
+            tie_word_embeddings=_switch(config, "tie_word_embeddings"),
             qkv_bias=fixed(arch.qkv_bias),
             o_bias=fixed(arch.o_bias),
             mlp_bias=fixed(arch.mlp_bias),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            activation=_activation(config, arch),
+            activation=arch.activations[activation],
             blocks=blocks,
-            rotaries=_rotaries(config, arch, head_dim, next((b.head_dim for b in blocks if b.rotary == 0), head_dim)),
+            rotaries=rotaries,
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
             embedding_multiplier=power(arch.embedding_multiplier, 1.0),
             residual_multiplier=power(arch.residual_multiplier, 1.0),
             logits_multiplier=power(arch.logits_multiplier, 1.0),
-            query_scaling=_query_scaling(config) if arch.query_scaling else None,
-            delta_net=read_delta_net(config) if any(block.recurrent for block in blocks) else None,
+            query_scaling=query_scaling,
+            delta_net=_delta_net(config) if any(block.recurrent for block in blocks) else None,
         )
 
 
-def _activation(config: Mapping[str, Any], arch: Architecture) -> Activation:
-    given = config.get(arch.activation) or arch.defaults.get(arch.activation, "silu")
-    if not isinstance(given, str) or given not in arch.activations:
-        known = " or ".join(repr(name) for name in arch.activations)
-        raise UnsupportedModelError(f"{arch.activation}: expected {known}, found {given!r:.80}")
-    return arch.activations[given]
-
-
-def _why_not_plain(config: Mapping[str, Any]) -> str | None:
-    """What a smaller or sparser Gemma 4 has that the large dense one has not."""
+def _refuse_other_gemma4(config: Mapping[str, Any]) -> None:
+    """Refuse what a smaller or sparser Gemma 4 has that the large dense one has not."""
+    why = None
     if config.get("enable_moe_block"):
-        return "enable_moe_block is a mixture-of-experts model, which reads only some of its weights at a token already"
+        why = "enable_moe_block is a mixture-of-experts model, which reads only some of its weights at a token already"
     for key, what in (
         ("hidden_size_per_layer_input", "every block has an embedding of its own"),
         ("num_kv_shared_layers", "some blocks have no keys and values of their own"),
     ):
-        if config.get(key):
-            return f"{key} {config[key]!r:.20} is not supported: {what}; of this family the dense models without are"
-    return None
+        if config.get(key) and why is None:
+            why = f"{key} {config[key]!r:.20} is not supported: {what}; of this family the dense models without are"
+    if why is not None:
+        raise UnsupportedModelError(f"unsupported architecture: model_type {config['model_type']!r} with {why}")
 
 
-def _rotaries(
-    config: Mapping[str, Any], arch: Architecture, head_dim: int, full_head_dim: int
-) -> tuple[RopeConfig, ...]:
-    # transformers 5 keeps everything in rope_parameters; 4 kept rope_theta beside rope_scaling.
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    theta = config.get("rope_theta", 10000.0)
-    if arch.local_theta is None:
-        return (read_rope(config, given, theta, head_dim, interleaved=arch.interleaved),)
-    local: Any = {}
-    if isinstance(given, Mapping) and ("full_attention" in given or "sliding_attention" in given):
-        given, local = given.get("full_attention") or {}, given.get("sliding_attention") or {}
-    local_theta = config.get(arch.local_theta, theta)
-    return (
-        read_rope(config, given, theta, full_head_dim, interleaved=arch.interleaved),
-        read_rope(config, local, local_theta, head_dim, interleaved=arch.interleaved),
+def _blocks(
+    config: Mapping[str, Any], arch: Architecture, num_blocks: int, head_dim: int, num_kv_heads: int
+) -> tuple[Block, ...]:
+    window = None if config.get("sliding_window") is None else dimension(config, "sliding_window")
+    other = "linear_attention" if arch.recurrent else "sliding_attention"
+    kinds: list[Any] = [other] * num_blocks
+    if arch.layer_types:
+        kinds = _listed(config, "layer_types", num_blocks)
+        for kind in kinds:
+            if kind not in (other, "full_attention"):
+                raise _expected("layer_types", f"{other} or full_attention", kind)
+    if arch.recurrent:
+        return tuple(Block(None, None if kind == other else 0, head_dim, num_kv_heads, kind == other) for kind in kinds)
+    rotated: list[Any] = [True] * num_blocks
+    if arch.unrotated == "listed":
+        rotated = _listed(config, "no_rope_layers", num_blocks)
+    elif arch.unrotated == "full" and window is not None:
+        rotated = [kind == other for kind in kinds]
+    blocks = []
+    for kind, has_rotary in zip(kinds, rotated, strict=True):
+        own = window if kind == other else None
+        rotary = 1 if arch.local_rope and own is not None else 0
+        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads))
+    return tuple(_with_full_heads(config, arch, blocks) if arch.full_heads else blocks)
+
+
+def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list[Block]) -> list[Block]:
+    """The same with heads of their own where there is no window: Gemma 4's."""
+    shared = arch.shared_values is not None and _switch(config, arch.shared_values)
+    # transformers before 5.20 states them once, later ones block by block.
+    own = {"head_dim": config.get("global_head_dim")}
+    if shared:
+        own["num_key_value_heads"] = config.get("num_global_key_value_heads")
+    default = {index: own for index, block in enumerate(blocks) if block.window is None}
+    given = config.get("per_layer_config", default)
+    if not isinstance(given, Mapping):
+        raise _expected("per_layer_config", "an object", given)
+    # The keys are numbers as JSON has them: "5", and "05" in a model of more than ten blocks.
+    names = {int(key) if re.fullmatch("[0-9]{1,5}", str(key)) else -1: key for key in given}
+    if unknown := set(names) - set(range(len(blocks))):
+        raise _expected("per_layer_config", "blocks", names[min(unknown)])
+    found = []
+    for index, block in enumerate(blocks):
+        stated = given[names[index]] if index in names else {}
+        if not isinstance(stated, Mapping) or not set(stated) <= {"head_dim", "num_key_value_heads"}:
+            raise _expected("per_layer_config", "head_dim and num_key_value_heads", stated)
+        found.append(
+            replace(
+                block,
+                head_dim=dimension(stated, "head_dim", default=block.head_dim),
+                num_kv_heads=dimension(stated, "num_key_value_heads", default=block.num_kv_heads),
+                shared_values=shared and block.window is None,
+            )
+        )
+    widths = [{block.head_dim for block in found if (block.window is None) == full} for full in (True, False)]
+    if any(len(of_kind) > 1 for of_kind in widths):
+        raise UnsupportedModelError("config.json: per_layer_config: expected one head_dim for blocks of a kind")
+    return found
+
+
+def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
+    found = DeltaNet(
+        key_heads=dimension(config, "linear_num_key_heads"),
+        value_heads=dimension(config, "linear_num_value_heads"),
+        key_dim=dimension(config, "linear_key_head_dim"),
+        value_dim=dimension(config, "linear_value_head_dim"),
+        taps=dimension(config, "linear_conv_kernel_dim", largest=64),
     )
+    if found.value_heads % found.key_heads:
+        raise UnsupportedModelError(
+            f"config.json: linear_num_value_heads ({found.value_heads}) is not a multiple of linear_num_key_heads "
+            f"({found.key_heads})"
+        )
+    if found.taps < 2:
+        raise UnsupportedModelError("config.json: linear_conv_kernel_dim: expected 2 or more, found 1")
+    return found
 
 
-def _query_scaling(config: Mapping[str, Any]) -> tuple[float, int] | None:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    beta = given.get("llama_4_scaling_beta") if isinstance(given, Mapping) else None
-    if beta is None:
-        return None
-    return number(given, "llama_4_scaling_beta"), dimension(given, "original_max_position_embeddings")
+def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: bool) -> RopeConfig:
+    """One rotary embedding from its ``rope_parameters``."""
+    if not isinstance(given, Mapping):
+        raise _expected("rope_parameters", "an object", given)
+    parameters, rope_type = dict(given), given.get("rope_type")
+    if not isinstance(rope_type, str) or rope_type not in _ROPE_NUMBERS:
+        known = ", ".join(_ROPE_NUMBERS)
+        raise UnsupportedModelError(f"rotary scaling: expected one of {known}, found {rope_type!r:.80}")
+
+    def positive(key: str) -> float:
+        return _number(parameters, key, 0, 1e30, "rope_parameters.")
+
+    theta = positive("rope_theta")
+    parameters.setdefault("partial_rotary_factor", 1.0)
+    partial = parameters["partial_rotary_factor"] = min(positive("partial_rotary_factor"), 1.0)
+    # Proportional: the whole head is in pairs, and those beyond the factor are not rotated.
+    rotary_dim = head_dim if rope_type == "proportional" else int(head_dim * partial)
+    if rotary_dim < 2 or rotary_dim % 2:
+        raise UnsupportedModelError(f"rotary embedding: expected an even number of dimensions, found {rotary_dim}")
+    # As in transformers, the config's own number comes first.
+    maximum = config.get("max_position_embeddings")
+    parameters["original_max_position_embeddings"] = (
+        config.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or maximum
+    )
+    parameters.setdefault("max_position_embeddings", maximum)
+    if rope_type == "yarn" and parameters.get("factor") is None:
+        parameters["factor"] = positive("max_position_embeddings") / positive("original_max_position_embeddings")
+    required, optional = _ROPE_NUMBERS[rope_type]
+    for key in (*required, *(key for key in optional if parameters.get(key) is not None)):
+        positive(key)
+    if rope_type == "llama3" and parameters["low_freq_factor"] == parameters["high_freq_factor"]:
+        raise UnsupportedModelError("config.json: rope_parameters: low_freq_factor equals high_freq_factor")
+    if rope_type == "dynamic" and rotary_dim < 4:
+        raise UnsupportedModelError(f"rotary embedding: dynamic scaling needs 4 dimensions or more, found {rotary_dim}")
+    if rope_type == "yarn" and not isinstance(parameters.get("truncate", True), bool):
+        raise _expected("rope_parameters.truncate", "true or false", parameters["truncate"])
+    if rope_type == "longrope":
+        if parameters["original_max_position_embeddings"] < 2:
+            raise UnsupportedModelError("config.json: original_max_position_embeddings: expected more than 1")
+        for key in ("short_factor", "long_factor"):
+            values = parameters.get(key)
+            if not isinstance(values, list) or len(values) != rotary_dim // 2:
+                raise _expected(f"rope_parameters.{key}", f"{rotary_dim // 2} numbers", values)
+            for value in values:
+                _number({key: value}, key, 0, 1e30, "rope_parameters.")
+    return RopeConfig(theta, rope_type, rotary_dim, parameters, interleaved)
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name -> shape of every tensor, in the order of execution; weights are (out, in). With tied embeddings there is no
+    ``lm_head.weight``."""
+    hidden, vocab = (config.hidden_size,), (config.vocab_size, config.hidden_size)
+    expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": vocab}
+    arch = config.architecture
+    # The norm before each of these projections, and after.
+    first, last = arch.norms.attention_input, arch.norms.attention_output
+    before = {arch.qkv[0]: first, "in_proj_qkv": first, arch.gate_up[0]: arch.norms.mlp_input}
+    after = {"o_proj": last, "out_proj": last, "down_proj": arch.norms.mlp_output}
+    for index, block in enumerate(config.blocks):
+        prefix = f"model.layers.{index}."
+        for projection in config.projections(index):
+            if norm := before.get(projection.role):
+                expected[f"{prefix}{norm}.weight"] = hidden
+            if projection.role == "o_proj" and arch.qk_norm is not None:
+                for name, size in zip(arch.qk_norm.names, (config.q_size(index), block.kv_size), strict=True):
+                    expected[f"{prefix}self_attn.{name}.weight"] = (block.head_dim if arch.qk_norm.per_head else size,)
+            if projection.role == "out_proj" and config.delta_net is not None:
+                others = config.delta_net.tensors(config.hidden_size)
+                expected |= {f"{prefix}linear_attn.{name}": shape for name, shape in others.items()}
+            expected[projection.name + ".weight"] = (projection.out_features, projection.in_features)
+            if projection.bias:
+                expected[projection.name + ".bias"] = (projection.out_features,)
+            if norm := after.get(projection.role):
+                expected[f"{prefix}{norm}.weight"] = hidden
+        if arch.block_scalar is not None:
+            expected[prefix + arch.block_scalar] = (1,)
+    expected["model.norm.weight"] = hidden
+    if not config.tie_word_embeddings:
+        expected[LM_HEAD] = vocab
+    return expected
+
+
+def is_derived(name: str) -> bool:
+    """Whether a tensor adds nothing to what decoding computes: rotary frequencies in old Llama checkpoints, and
+    Qwen3.5's block that guesses several tokens at once, which transformers leaves out as well."""
+    repeated = name.startswith("model.layers.") and name.endswith(".self_attn.rotary_emb.inv_freq")
+    return repeated or name.startswith("mtp.")

@@ -9,10 +9,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from .blocks import dimension
-from .config import LM_HEAD
 from .errors import UnsupportedModelError
-from .model_config import ModelConfig
+from .model_config import LM_HEAD, ModelConfig, dimension
 from .packings import Awq, Gptq, Packed, Packing, Plain
 
 _KEY = "quantization_config"

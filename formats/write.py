@@ -23,7 +23,6 @@ import torch
 from .bundle import SMALL_FILES
 from .card import LICENCE_FILE
 from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
-from .config import LM_HEAD
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .folder import check_target, replaced_folder
 from .guard import dump_json, file_digest, list_files, read_bounded
@@ -38,7 +37,7 @@ from .manifest import (
     check_levels,
     is_file_name,
 )
-from .model_config import ModelConfig
+from .model_config import LM_HEAD, ModelConfig
 from .safetensors_header import build_header
 from .sidecar import ProjectionMask, check_mask, sidecar_bytes
 from .verify import verify_files

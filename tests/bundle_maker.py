@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from wisparse.converter.source_config import full_config
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
@@ -23,7 +24,7 @@ def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_
     """
     from transformers import AutoModelForCausalLM
 
-    checkpoint = Checkpoint.open(source)
+    checkpoint = Checkpoint.open(source, complete=full_config)
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     sparsities = sparsities or (0.5,)

@@ -21,6 +21,7 @@ from wisparse.converter.preflight import preflight
 from wisparse.converter.rotation import find_rotation, rotate
 from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.source import load_source
+from wisparse.converter.source_config import full_config
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
@@ -43,7 +44,7 @@ TURNED = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) fo
 def test_a_turned_model_says_the_same(variant: str, tmp_path: Path) -> None:
     """The model in memory, and the bundle that is written of it, read by transformers and by the runtime."""
     folder = make_source(variant, tmp_path / "source")
-    source, checkpoint = load_source(folder, device="cpu"), Checkpoint.open(folder)
+    source, checkpoint = load_source(folder, device="cpu"), Checkpoint.open(folder, complete=full_config)
     calibration = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
     tokens = torch.randint(3, VOCAB, (1, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
@@ -82,7 +83,7 @@ def _copy_of(checkpoint: Checkpoint, source: Path, out: Path) -> Path:
 def test_directions_are_principal(tmp_path: Path) -> None:
     """Turned, what a block's o_proj reads has no correlations within a group of heads, nor has the hidden state."""
     folder = make_source("qwen2", tmp_path / "source")
-    source, checkpoint = load_source(folder, device="cpu"), Checkpoint.open(folder)
+    source, checkpoint = load_source(folder, device="cpu"), Checkpoint.open(folder, complete=full_config)
     rows = torch.randint(3, VOCAB, (4, 48), generator=torch.Generator().manual_seed(1)).tolist()
     tokens = CalibrationTokens.from_rows(rows, "numbers", 1)
     rotation = find_rotation(source, checkpoint, tokens.input_ids, tokens.keep)
@@ -124,7 +125,7 @@ def test_what_ties_a_model_to_its_coordinates(variant: str, tmp_path: Path) -> N
 def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source("llama-tied", tmp_path / "source")
     settings = ConvertSettings(str(source), tmp_path / "out", num_samples=1, seq_len=16, device="cpu")
-    plan, config = preflight(settings), Checkpoint.open(source).config
+    plan, config = preflight(settings), Checkpoint.open(source, complete=full_config).config
     assert plan.settings.rotation == "pca"
     assert plan.not_rotated is None
     assert plan.untied_bytes == config.vocab_size * config.hidden_size * 4
@@ -149,7 +150,7 @@ def test_a_model_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("wisparse.converter.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))
     tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
     with pytest.raises(UnsupportedModelError, match=r"rotated, the model is .* --rotation none"):
-        rotate(load_source(folder, device="cpu"), Checkpoint.open(folder), tokens, lambda: tokens)
+        rotate(load_source(folder, device="cpu"), Checkpoint.open(folder, complete=full_config), tokens, lambda: tokens)
 
 
 def test_weights_beyond_their_type_are_refused(tmp_path: Path) -> None:
@@ -160,7 +161,7 @@ def test_weights_beyond_their_type_are_refused(tmp_path: Path) -> None:
     save_file(tensors, path, {"format": "pt"})
     tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
     with pytest.raises(UnsupportedModelError, match=r"lm_head.weight: .* beyond torch.float16's range"):
-        rotate(load_source(folder, device="cpu"), Checkpoint.open(folder), tokens, lambda: tokens)
+        rotate(load_source(folder, device="cpu"), Checkpoint.open(folder, complete=full_config), tokens, lambda: tokens)
 
 
 @pytest.mark.parametrize("weights", ["native", "int8"])
@@ -180,6 +181,6 @@ def test_a_conversion_turns_first(weights: str, tmp_path: Path) -> None:
     assert (found - expected).abs().max() < (1e-3 if weights == "native" else 0.2 * expected.abs().max())
     bare = convert(folder, tmp_path / "bare", rotation="none", **common)
     assert Bundle.open(bare).recipe.rotation is None
-    before, after = Checkpoint.open(folder), Bundle.open(bare).checkpoint
+    before, after = Checkpoint.open(folder, complete=full_config), Bundle.open(bare).checkpoint
     for name in after.tensors:
         assert torch.equal(before.tensor(name), after.tensor(name))

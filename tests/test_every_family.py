@@ -20,7 +20,7 @@ import wisparse
 from wisparse.cli import convert_main
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.config import expected_tensors
+from wisparse.formats.model_config import expected_tensors
 from wisparse.formats.verify import verify_bundle
 
 # The default search goes backward and forward through the masked model, the other one from block to block.

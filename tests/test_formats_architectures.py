@@ -1,7 +1,8 @@
-"""The table of facts: dimensions read from both spellings of a config, and configs that must be refused."""
+"""The table of architectures: dimensions read from a config, and configs that must be refused."""
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,22 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 128,
     "rms_norm_eps": 1e-5,
     "max_position_embeddings": 256,
+    "hidden_act": "silu",
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
 # Without what its smaller models have more, which is refused.
-GEMMA4 = {"model_type": "gemma4_text", "hidden_size_per_layer_input": 0, "head_dim": 16}
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size_per_layer_input": 0,
+    "head_dim": 16,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": None,
+    "rope_parameters": dict.fromkeys(("full_attention", "sliding_attention"), LLAMA["rope_parameters"]),
+}
 
 
 def test_example_model(example_model: Path) -> None:
@@ -49,7 +62,7 @@ def test_projections_of_transformers_models_are_found() -> None:
         settings = {**LLAMA, "head_dim": 16 if model_type == "helium" else 24, "pad_token_id": 0}
         if model_type == "gemma4_text":
             settings |= GEMMA4 | {"attention_k_eq_v": True}
-        hf_config = AutoConfig.for_model(**{**settings, "model_type": model_type})
+        hf_config = AutoConfig.for_model(**copy.deepcopy({**settings, "model_type": model_type}))
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
         assert type(model).__name__ == ARCHITECTURES[model_type].class_name
@@ -69,53 +82,14 @@ def test_projections_of_transformers_models_are_found() -> None:
             assert found == (*linear.weight.shape, linear.bias is not None), name
 
 
-def test_keys_left_out_mean_what_they_mean_to_transformers() -> None:
-    from transformers import AutoConfig
-
-    optional = ("num_key_value_heads", "rms_norm_eps")
-    silent = {key: value for key, value in LLAMA.items() if key not in optional} | {
-        "num_attention_heads": 160,
-        "hidden_size": 320,
-    }
-    for model_type in ARCHITECTURES:
-        for more in ({}, {"use_sliding_window": True, "num_hidden_layers": 30}):
-            source = {**silent, **more, "model_type": model_type, "pad_token_id": 0}
-            if model_type == "gemma4_text":
-                source |= {"hidden_size_per_layer_input": 0}  # refused otherwise
-            theirs = AutoConfig.for_model(**source)
-            theirs.allow_global_per_layer_attribute_access = True  # what blocks without a word of their own have
-            ours = ModelConfig.from_dict(source)
-            assert ours.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
-            assert ours.head_dim == (getattr(theirs, "head_dim", None) or 2)
-            assert ours.rms_norm_eps == theirs.rms_norm_eps
-            rotaries = theirs.rope_parameters
-            if "full_attention" in rotaries:
-                assert [rope.theta for rope in ours.rotaries] == [
-                    rotaries[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")
-                ]
-            else:
-                assert [rope.theta for rope in ours.rotaries] == [rotaries["rope_theta"]]
-                assert ours.rotaries[0].rope_type == rotaries["rope_type"]
-            rotated = getattr(theirs, "no_rope_layers", None)
-            if rotated is not None:
-                assert [block.rotary is not None for block in ours.blocks] == [bool(one) for one in rotated]
-            kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
-            window = getattr(theirs, "sliding_window", None)
-            assert tuple(block.window for block in ours.blocks) == tuple(
-                window if kind == "sliding_attention" else None for kind in kinds
-            )
+def test_rotary_scaling_is_read() -> None:
+    rope = {"rope_type": "llama3", "rope_theta": 5e5, **LLAMA3}
+    (found,) = ModelConfig.from_dict({**LLAMA, "rope_parameters": rope}).rotaries
+    assert (found.theta, found.rope_type, found.rotary_dim) == (5e5, "llama3", 16)
+    assert all(found.parameters[key] == value for key, value in LLAMA3.items())
 
 
-def test_rope_of_both_spellings_is_the_same() -> None:
-    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
-    old = {**LLAMA, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
-    new = {**LLAMA, "rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **scaling}}
-    (first,), (second,) = ModelConfig.from_dict(old).rotaries, ModelConfig.from_dict(new).rotaries
-    assert (first.theta, first.rope_type, first.rotary_dim) == (second.theta, second.rope_type, second.rotary_dim)
-    assert all(first.parameters[key] == second.parameters[key] == value for key, value in scaling.items())
-
-
-@pytest.mark.parametrize("given", [{}, {"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}])
+@pytest.mark.parametrize("given", [{"hidden_act": "gelu"}, {"hidden_act": "gelu_pytorch_tanh"}])
 def test_the_first_gemma_means_gelu_by_tanh_by_whatever_name(given: dict[str, str]) -> None:
     assert ModelConfig.from_dict({**LLAMA, **given, "model_type": "gemma"}).activation == "gelu_tanh"
 
@@ -126,29 +100,21 @@ def test_sliding_windows() -> None:
 
     assert windows(model_type="mistral", sliding_window=32) == (32,) * 4
     assert windows(model_type="mistral", sliding_window=None) == (None,) * 4
-    assert windows(model_type="qwen2", sliding_window=32, use_sliding_window=False) == (None,) * 4
-    qwen = {"model_type": "qwen2", "sliding_window": 32, "use_sliding_window": True}
-    assert windows(**qwen, max_window_layers=3) == (None, None, None, 32)
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
-    assert windows(**qwen, layer_types=kinds) == (32, None, 32, None)
+    assert windows(model_type="qwen2", sliding_window=32, layer_types=kinds) == (32, None, 32, None)
 
 
 def test_heads_of_blocks_without_a_window() -> None:
-    from transformers import AutoConfig
-
-    given = {**LLAMA, **GEMMA4, "num_hidden_layers": 7, "global_head_dim": 32, "num_global_key_value_heads": 1}
     for shared in (False, True):
-        config = ModelConfig.from_dict({**given, "attention_k_eq_v": shared})
-        full = [block.window is None for block in config.blocks]
-        assert full == [False, False, False, False, False, True, True]  # the last one, whatever the period says
-        expected = [((32, 1) if shared else (32, 2)) if one else (16, 2) for one in full]
+        stated = {"attention_k_eq_v": shared, "global_head_dim": 32, "num_global_key_value_heads": 1}
+        config = ModelConfig.from_dict({**LLAMA, **GEMMA4, **stated})
+        expected = [(16, 2), (32, 1 if shared else 2)] * 2
         assert [(block.head_dim, block.num_kv_heads) for block in config.blocks] == expected
-        assert [block.shared_values for block in config.blocks] == [one and shared for one in full]
+        assert [block.shared_values for block in config.blocks] == [False, shared] * 2
         assert [rope.rotary_dim for rope in config.rotaries] == [32, 16]
-        # transformers writes them block by block.
-        theirs = AutoConfig.for_model(**{**given, "attention_k_eq_v": shared, "pad_token_id": 0}).to_dict()
-        assert "global_head_dim" not in theirs
-        assert ModelConfig.from_dict(theirs).blocks == config.blocks
+        own = {"head_dim": 32} | ({"num_key_value_heads": 1} if shared else {})
+        by_block = {"attention_k_eq_v": shared, "per_layer_config": {"01": own, "3": own}}
+        assert ModelConfig.from_dict({**LLAMA, **GEMMA4, **by_block}).blocks == config.blocks
 
 
 @pytest.mark.parametrize(
@@ -159,7 +125,7 @@ def test_heads_of_blocks_without_a_window() -> None:
         ({"model_type": None}, "unsupported architecture"),
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "encoder"),
         (
-            {"model_type": "gemma4_text"},
+            {**GEMMA4, "hidden_size_per_layer_input": 256},
             "hidden_size_per_layer_input 256 is not supported: every block has an embedding",
         ),
         ({**GEMMA4, "num_kv_shared_layers": 2}, "num_kv_shared_layers 2 is not supported: some blocks have no keys"),
@@ -180,11 +146,24 @@ def test_heads_of_blocks_without_a_window() -> None:
         ({"num_key_value_heads": 3}, "not a multiple"),
         ({"head_dim": 3}, "even"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps"),
-        ({"rope_scaling": {"rope_type": "ntk"}}, "rotary scaling"),
-        ({"rope_scaling": [1]}, "rope_parameters"),
-        ({"rope_theta": -1}, "rope_theta"),
+        ({"rope_parameters": {"rope_type": "ntk"}}, "rotary scaling"),
+        ({"rope_parameters": [1]}, "rope_parameters: expected an object"),
+        ({"rope_parameters": None, "rope_theta": 1e4}, "rope_parameters: expected an object, found None"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1}}, "rope_theta: expected a positive number"),
+        ({"model_type": "qwen2"}, "layer_types: expected 4 entries, found None"),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"] * 3 + ["x"]}, "layer_types: expected sliding_att"),
+        ({"model_type": "ernie4_5", "rms_norm_eps": None}, "rms_norm_eps: expected a small number, found None"),
+        (
+            {
+                **GEMMA4,
+                "model_type": "gemma2",
+                "query_pre_attn_scalar": 16,
+                "rope_parameters": LLAMA["rope_parameters"],
+            },
+            "attn_logit_softcapping: expected a number or null, found no such key",
+        ),
         ({"model_type": "mistral", "sliding_window": -4}, "sliding_window"),
-        ({"model_type": "mistral", "sliding_window": 4, "layer_types": ["full_attention"]}, "layer_types"),
+        ({"model_type": "qwen2", "sliding_window": 4, "layer_types": ["full_attention"]}, "layer_types"),
     ],
 )
 def test_refused(change: dict[str, Any], words: str) -> None:
@@ -197,14 +176,14 @@ _junk = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=5,
 )
-_keys = [*LLAMA, "head_dim", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "layer_types", "dtype"]
+_keys = [*LLAMA, "head_dim", "sliding_window", "layer_types", "dtype"]
 _keys += ["per_layer_config", "global_head_dim", "attention_k_eq_v", "hidden_size_per_layer_input"]
 
 
 @given(change=st.dictionaries(st.sampled_from(_keys), _junk, max_size=3), model_type=st.sampled_from([*ARCHITECTURES]))
 def test_any_config_is_read_or_refused(change: dict[str, Any], model_type: str) -> None:
     try:
-        config = ModelConfig.from_dict({**LLAMA, "model_type": model_type, **change})
+        config = ModelConfig.from_dict({**LLAMA, **GEMMA4, "model_type": model_type, **change})
     except UnsupportedModelError:
         return
     assert all(projection.num_parameters > 0 for projection in config.projections(0))
@@ -214,11 +193,11 @@ def test_any_config_is_read_or_refused(change: dict[str, Any], model_type: str) 
     "value", ["a" * 5000, ["a" * 5000], {"a" * 5000: 1}, 10**4000], ids=["text", "list", "object", "number"]
 )
 def test_a_refusal_is_one_sentence_whatever_was_found(value: object) -> None:
-    keys = [*LLAMA, "hidden_act", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "head_dim"]
-    keys += ["attention_bias", "sliding_window", "original_max_position_embeddings", "partial_rotary_factor"]
+    keys = [*LLAMA, "tie_word_embeddings", "head_dim", "attention_bias", "sliding_window"]
+    keys += ["original_max_position_embeddings", "partial_rotary_factor"]
     messages = []
     for key in keys:
-        for change in ({key: value}, {"rope_parameters": {"rope_type": "longrope", key: value}}):
+        for change in ({key: value}, {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, key: value}}):
             try:
                 ModelConfig.from_dict(LLAMA | change)
             except UnsupportedModelError as error:

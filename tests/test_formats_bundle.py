@@ -246,7 +246,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
         "quantised",
     ),
     "config-rope": (
-        lambda f: _json(f, "config.json", lambda d: d.update(rope_parameters={"rope_type": "linear", "factor": "x"})),
+        lambda f: _json(
+            f,
+            "config.json",
+            lambda d: d.update(rope_parameters={"rope_type": "linear", "rope_theta": 1, "factor": "x"}),
+        ),
         "rope_parameters.factor: expected a positive number, found 'x'",
     ),
     "recipe-missing": (

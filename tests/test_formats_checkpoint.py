@@ -141,23 +141,27 @@ def test_config_that_does_not_fit(changes: dict, message: str, tmp_path: Path) -
         Checkpoint.open(tmp_path)
 
 
-_LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
+_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
+_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         (
-            {"rope_parameters": {"rope_type": "linear"}},
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
             "rope_parameters.factor: expected a positive number, found None",
         ),
         ({"rope_parameters": _LLAMA3 | {"factor": -1}}, "rope_parameters.factor: expected a positive number"),
         ({"rope_parameters": _LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor equals high_freq_factor"),
         ({"rope_parameters": _LONGROPE | {"long_factor": [1.0]}}, "long_factor: expected 2 numbers"),
         ({"rope_parameters": _LONGROPE | {"short_factor": [1, "x"]}}, "short_factor: expected a positive number"),
-        ({"rope_parameters": {"rope_theta": 1e40}}, "rope_theta: expected a positive number"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.3}}, "expected an even number of dimensions, found 1"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e40}}, "rope_theta: expected a positive number"),
+        (
+            {"rope_parameters": _DEFAULT | {"partial_rotary_factor": 0.3}},
+            "expected an even number of dimensions, found 1",
+        ),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false, found 'false'"),
         ({"sliding_window": -3}, "sliding_window: expected a positive integer"),
         ({"max_position_embeddings": 2**40}, "max_position_embeddings: expected at most"),

@@ -11,6 +11,7 @@ import torch
 from bundle_maker import make_bundle
 from transformers import AutoModelForCausalLM
 
+from wisparse.converter.source_config import full_config
 from wisparse.formats import architectures
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
@@ -28,7 +29,7 @@ def test_the_row_in_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     source = runtime_models.make_checkpoint(name, tmp_path / "source")
     message = re.search(r"^wisparse: (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
     with pytest.raises(UnsupportedModelError) as refused:
-        Checkpoint.open(source)
+        Checkpoint.open(source, complete=full_config)
     assert message is not None
     assert str(refused.value) == message[1]
 

@@ -18,9 +18,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.config import expected_tensors
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.write import write_bundle
 
 VOCAB = 258  # 256 bytes, <s>, </s>
@@ -55,7 +54,13 @@ def tiny_config(model_type: str = "llama", **changes: Any) -> dict[str, Any]:
         "eos_token_id": 257,
         "pad_token_id": 257,
     }
-    return {key: value for key, value in (config | changes).items() if value is not ...}
+    arch = ARCHITECTURES[model_type]
+    config |= {arch.activation: "silu", "sliding_window": None}
+    config |= {key: None for key in (arch.attention_softcap, arch.logits_softcap) if key}
+    config |= changes
+    if arch.layer_types:
+        config.setdefault("layer_types", ["full_attention"] * config["num_hidden_layers"])
+    return {key: value for key, value in config.items() if value is not ...}
 
 
 def write_tiny_model(

@@ -15,8 +15,7 @@ import torch
 from runtime_models import FAMILIES, HYBRIDS
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.formats.config import expected_tensors
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.cuda.step import DecodeStep, Places
 from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.decoding.cache import KVCache

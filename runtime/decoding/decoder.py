@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from wisparse.formats.config import LM_HEAD, expected_tensors
 from wisparse.formats.errors import ContextLengthError, ResourceError, UsageError, first_line
 from wisparse.formats.machine import available_bytes
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 from wisparse.kernels.reference import activation_dtype
 

@@ -13,8 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from wisparse.formats.blocks import RopeConfig
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.blocks import DeltaNet
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import DeltaNet, ModelConfig
 
 from ..decoding.cache import DeltaState
 

@@ -1,4 +1,4 @@
-"""A wrapper's text model, read as if it stood alone: its config, its tensors in every spelling, what is refused."""
+"""A source's config with every field stated; the text model of a wrapper, its tensors in every spelling, what is refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from tiny_bundle import byte_tokenizer
 
 from wisparse.converter.source import load_source
-from wisparse.formats.architectures import ARCHITECTURES
+from wisparse.converter.source_config import full_config
+from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, text_name
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.config import WRAPPERS, expected_tensors, text_config, text_name
 from wisparse.formats.errors import UnsupportedModelError
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 
 # As published, without the vision tower's settings.
 MISTRAL_SMALL: dict[str, Any] = {
@@ -89,19 +89,19 @@ QWEN: dict[str, Any] = {
 
 
 def test_published_configs_are_read_as_their_text_models() -> None:
-    found = text_config(MISTRAL_SMALL)
+    found = full_config(MISTRAL_SMALL)
     assert (found["model_type"], found["architectures"]) == ("mistral", ["MistralForCausalLM"])
     config = ModelConfig.from_dict(found)
     assert (config.num_blocks, config.q_size(0), config.rotaries[0].theta, config.dtype) == (40, 4096, 1e9, "bfloat16")
     assert {block.window for block in config.blocks} == {None}
 
-    found = text_config(GEMMA)
+    found = full_config(GEMMA)
     config = ModelConfig.from_dict(found)
     assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
     assert [rope.rope_type for rope in config.rotaries] == ["linear", "default"]
     assert found["eos_token_id"] == [1, 106]
 
-    found = text_config(QWEN)
+    found = full_config(QWEN)
     config = ModelConfig.from_dict(found)
     assert (found["model_type"], config.num_blocks, config.qkv_bias, config.o_bias) == ("qwen2", 36, True, False)
     assert config.tie_word_embeddings
@@ -112,38 +112,61 @@ def test_published_configs_are_read_as_their_text_models() -> None:
 
 def test_another_scaling_of_positions_stays() -> None:
     scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
-    found = text_config({**QWEN, "rope_scaling": {**scaling, "mrope_section": [16, 24, 24]}})
+    found = full_config({**QWEN, "rope_scaling": {**scaling, "mrope_section": [16, 24, 24]}})
     assert found["rope_scaling"] == scaling
 
 
-@pytest.mark.parametrize("model_type", WRAPPERS)
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *WRAPPERS])
 def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> None:
+    """Every field is stated, in the spelling that is read, and a bundle of the result is read by transformers alike."""
     from transformers import AutoConfig
 
-    for inner, plain in WRAPPERS[model_type].text_types.items():
-        given = {"model_type": inner}
-        if not WRAPPERS[model_type].defaults:  # published with all of their dimensions
-            given |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8}
-            given |= {"vocab_size": 128, "max_position_embeddings": 256, "rms_norm_eps": 1e-5}
-        if inner == "gemma4_text":
-            given |= {"hidden_size_per_layer_input": 0}  # refused otherwise
-        theirs = AutoConfig.for_model(model_type, text_config=dict(given)).text_config.to_dict()
-        ours = text_config({"model_type": model_type, "text_config": given})
-        for key in ("bos_token_id", "eos_token_id"):
-            assert key not in ours or ours[key] == theirs[key]
-        ours["tie_word_embeddings"] = theirs["tie_word_embeddings"] = False  # the weights tell, see below
-        ours["dtype"] = theirs["dtype"] = "float32"
-        found = ModelConfig.from_dict(ours)
-        expected = ModelConfig.from_dict(text_config({"model_type": model_type, "text_config": theirs}))
-        assert found.blocks == expected.blocks
-        assert [(rope.theta, rope.rope_type) for rope in found.rotaries] == [
-            (rope.theta, rope.rope_type) for rope in expected.rotaries
-        ]
-        for name in ("hidden_size", "intermediate_size", "num_blocks", "num_heads", "num_kv_heads", "head_dim"):
-            assert getattr(found, name) == getattr(expected, name), name
-        for name in ("vocab_size", "rms_norm_eps", "max_position_embeddings", "qkv_bias", "o_bias", "activation"):
-            assert getattr(found, name) == getattr(expected, name), name
-        assert plain in ARCHITECTURES
+    source: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": 7, "num_attention_heads": 160}
+    source |= {"hidden_size": 320, "use_sliding_window": True, "max_window_layers": 3}
+    source |= {"hidden_size_per_layer_input": 0, "head_dim": 8} if model_type == "gemma4_text" else {}
+    if model_type in WRAPPERS:
+        inner = next(iter(WRAPPERS[model_type]))
+        source = {"model_type": model_type, "text_config": {**source, "model_type": inner}}
+        source["text_config"] |= {"hidden_size_per_layer_input": 0} if inner == "gemma4_text" else {}
+    found = full_config(source)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "_sliding_window_pattern", "id2label"):
+        assert key not in found
+    config = ModelConfig.from_dict(found)
+    theirs = AutoConfig.for_model(**{**found, "pad_token_id": 0})
+    theirs.allow_global_per_layer_attribute_access = True  # what blocks without a word of their own have
+    assert type(theirs).__name__.startswith(config.architecture.class_name.removesuffix("ForCausalLM"))
+    assert config.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert (config.rms_norm_eps, config.vocab_size) == (theirs.rms_norm_eps, theirs.vocab_size)
+    kinds = ("full_attention", "sliding_attention") if config.architecture.local_rope else (None,)
+    ropes = [theirs.rope_parameters[kind] if kind else theirs.rope_parameters for kind in kinds]
+    read = [(rope.theta, rope.rope_type) for rope in config.rotaries]
+    assert read == [(rope["rope_theta"], rope["rope_type"]) for rope in ropes]
+    if (rotated := getattr(theirs, "no_rope_layers", None)) is not None:
+        assert [block.rotary is not None for block in config.blocks] == [bool(one) for one in rotated]
+    layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 7
+    window = getattr(theirs, "sliding_window", None)
+    assert [block.window for block in config.blocks] == [
+        window if kind == "sliding_attention" else None for kind in layers
+    ]
+    assert [block.recurrent for block in config.blocks] == [kind == "linear_attention" for kind in layers]
+    assert full_config(found) == found
+
+
+def test_older_spellings_stay_beside_the_new_ones() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    source = {"model_type": "llama", "torch_dtype": "bfloat16", "eos_token_id": [7, 8], "num_labels": 3}
+    source |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    found = full_config(source)
+    assert found.items() >= source.items()
+    assert found["rope_parameters"] == {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    assert found["dtype"] == "bfloat16"
+    assert "bos_token_id" not in found
+
+
+def test_a_model_of_absurdly_many_blocks_is_refused_before_transformers_lists_them() -> None:
+    with pytest.raises(UnsupportedModelError, match="num_hidden_layers: expected at most 10,000"):
+        full_config({"model_type": "qwen2", "num_hidden_layers": 10**12})
 
 
 @pytest.mark.parametrize(
@@ -167,7 +190,7 @@ def test_tied_embeddings_are_what_configs_say_and_else_what_the_weights_hold(
         if value is not None:
             place["tie_word_embeddings"] = value
     names = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if stored else set())
-    assert text_config(config, names)["tie_word_embeddings"] is tied
+    assert full_config(config, names)["tie_word_embeddings"] is tied
 
 
 SPELLINGS: dict[str, Callable[[str], str]] = {
@@ -203,7 +226,7 @@ def test_tensors_are_found_under_every_name_they_were_published_with(
     spelling: str, wrapper: Path, tmp_path: Path
 ) -> None:
     source, others = respelled(wrapper, tmp_path / "respelled", SPELLINGS[spelling])
-    checkpoint = Checkpoint.open(source)
+    checkpoint = Checkpoint.open(source, complete=full_config)
     assert checkpoint.vision_tensors == others > 0
     assert list(checkpoint.tensors) == list(expected_tensors(checkpoint.config))
     stored = {text_name(name): tensor for name, tensor in load_file(wrapper / "model.safetensors").items()}
@@ -239,7 +262,7 @@ def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> 
     tensors["language_model.model.norm.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UnsupportedModelError, match="the same tensor under two names"):
-        Checkpoint.open(source)
+        Checkpoint.open(source, complete=full_config)
 
 
 @pytest.mark.parametrize(
@@ -261,7 +284,7 @@ def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> 
 )
 def test_refused_by_its_right_name(config: dict[str, Any], words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
-        ModelConfig.from_dict(text_config(config))
+        ModelConfig.from_dict(full_config(config))
 
 
 def test_every_mixture_of_experts_that_transformers_has_is_called_one() -> None:
@@ -277,7 +300,7 @@ def test_every_mixture_of_experts_that_transformers_has_is_called_one() -> None:
     for name in mixtures:
         config = AutoConfig.for_model(name).to_dict()
         with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
-            text_config(config)
+            full_config(config)
 
 
 _junk = st.recursive(
@@ -297,7 +320,7 @@ def test_any_config_is_read_or_refused(base: dict[str, Any], change: dict[str, A
         config["text_config"] = {**config["text_config"], **inside}
     for names in (None, ["lm_head.weight"], []):
         try:
-            read = ModelConfig.from_dict(text_config(config, names))
+            read = ModelConfig.from_dict(full_config(config, names))
         except UnsupportedModelError:
             continue
         assert all(projection.num_parameters > 0 for projection in read.projections(0))
