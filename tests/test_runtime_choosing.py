@@ -143,3 +143,27 @@ def test_a_prompts_scores_need_no_slot_and_change_no_answer(model: Model) -> Non
         assert jobs[0].output_token_ids == jobs[1].output_token_ids
         assert jobs[0].prompt_scores is None
         assert jobs[1].prompt_scores == expected
+
+
+def test_a_prompts_logits_are_never_held_at_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = (model.tokenizer.encode("def f(x):\n    return x + 1\n") * 12)[:120]
+    expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 2)
+    rows, compute = [], model.decoder._logits  # type: ignore[attr-defined]
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return compute(hidden)
+
+    monkeypatch.setattr(model.decoder, "_logits", counted)
+    monkeypatch.setattr(model.decoder, "logits", lambda *_: pytest.fail("(T, V) float32"))
+    monkeypatch.setattr(model.decoder, "prefill_chunk", 16)
+    scheduler = Scheduler(model.decoder)
+    request = scheduler.add(
+        model.request(ids, max_new_tokens=1, sampling=SamplingParams(logprobs=2), score_prompt=True)
+    )
+    while scheduler.busy:
+        scheduler.step()
+    assert max(rows) == 16
+    assert request.prompt_scores is not None
+    assert [one.token_id for one in request.prompt_scores] == ids[1:]
+    assert [one.logprob for one in request.prompt_scores] == pytest.approx([one.logprob for one in expected], abs=1e-4)

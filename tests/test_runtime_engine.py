@@ -18,8 +18,9 @@ import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullError
-from wisparse.runtime.generation.request import Chunk
+from wisparse.runtime.generation.request import Chunk, Request
 from wisparse.runtime.model import Model
+from wisparse.runtime.tokenizer import Detokenizer
 
 GREEDY = SamplingParams()
 
@@ -308,6 +309,96 @@ def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeyp
     assert whole.generation.token_ids == tokens
 
 
+def test_a_request_taken_back_while_others_are_taken_back_leaves_nothing(
+    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Submitted and cancelled between two loops of the thread that handles both."""
+    scheduler, late = engine.scheduler, []
+    finish = scheduler.finish
+
+    def hooked(request: Request, reason: str) -> None:
+        finish(request, reason)
+        if reason == "cancelled" and not late:
+            late.append(ask(model, "import", 80)[1])
+            engine.cancel(late[0])
+
+    monkeypatch.setattr(scheduler, "finish", hooked)
+    reader, request = ask(model, "def f(x):", 80)
+    reader.next()
+    engine.cancel(request)
+    assert len(answer_of(model, "import", 3)) == 3
+    assert late[0].done
+    engine.call(lambda: None)
+    assert scheduler.slots == [None] * 3
+    assert not scheduler.waiting
+
+
+def test_what_fails_twice_ends_one_request_and_not_the_engine(
+    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step fails, and so does the text of the tokens that it left behind."""
+    monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 1e9)
+    step, steps = model.decoder.step, 0
+
+    def broken(*arguments: object) -> torch.Tensor:
+        nonlocal steps
+        steps += 1
+        if steps == 4:
+            raise RuntimeError("the device is lost")
+        return step(*arguments)  # type: ignore[arg-type]
+
+    add = Detokenizer.add
+
+    def unreadable(self: Detokenizer, token: int) -> str:
+        if steps:
+            raise WisparseError("no text")
+        return add(self, token)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.decoder, "step", broken)
+        patch.setattr(Detokenizer, "add", unreadable)
+        error = ask(model, "def f(x):", 20)[0].all()
+    assert isinstance(error, WisparseError)
+    assert "no text" in str(error)
+    assert len(answer_of(model, "import", 5)) == 5
+
+
+def test_a_failure_of_one_request_spares_its_neighbours(
+    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = answer_of(model, "def f(x):", 60)
+    good, _ = ask(model, "def f(x):", 60)
+    good.next()
+    # A receiver that fails, a future that nobody waits for any more, and a tokenizer that fails in any way.
+    bad = Reader()
+
+    def refuse(item: Chunk | WisparseError) -> None:
+        bad.items.put(item)
+        raise ValueError("no reader")
+
+    engine.submit(model.request(model.tokenizer.encode("import"), max_new_tokens=5), refuse)
+    assert isinstance(bad.next(), Chunk)
+    forgotten = engine.ask(lambda: time.sleep(0.01))
+    forgotten.cancel()
+    add = Detokenizer.add
+
+    def failing(self: Detokenizer, token: int) -> str:
+        if self in broken:
+            raise ZeroDivisionError("a bug")
+        return add(self, token)
+
+    monkeypatch.setattr(Detokenizer, "add", failing)
+    broken: list[Detokenizer] = []
+    make = model.text.detokenizer
+    monkeypatch.setattr(model.text, "detokenizer", lambda visible: broken.append(make(visible)) or broken[-1])
+    assert isinstance(ask(model, "class A:", 5)[0].all(), WisparseError)
+    last = good.all()
+    assert isinstance(last, Chunk)
+    assert last.generation is not None
+    assert last.generation.token_ids == expected
+    assert isinstance(bad.all(), WisparseError)
+
+
 # ---------------------------------------------------------------------- without a server: the callers run the steps
 
 
@@ -438,6 +529,20 @@ def test_a_model_that_is_closed_ends_what_is_under_way(example_model: Path, tmp_
     with pytest.raises(UsageError, match="the model was closed: load it again"):
         model.generate("x")
     model.close()
+
+
+def test_closing_ends_a_servers_thread(example_model: Path, tmp_path: Path) -> None:
+    model = wisparse.load(make_bundle(example_model, tmp_path / "bundle", 0.4), backend="torch", max_seq_len=64)
+    model.engine.start(max_queue=5)
+    thread = model.engine._thread
+    assert thread is not None
+    reader, _ = ask(model, "def f(x):", 50)
+    reader.next()
+    model.close()
+    assert isinstance(reader.all(), UsageError)
+    thread.join(20)
+    assert not thread.is_alive()
+    model.engine.stop()
 
 
 def test_what_later_requests_need_is_there_before_a_server_runs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -328,6 +328,7 @@ def test_who_waits_for_another_level_is_not_overtaken(bench: Bench) -> None:
     # A place is free, and the third could run along with the first: it waits behind the second.
     assert len(bench.answers[0]) > 2
     assert bench.answers[1:] == [[], [], []]
+    assert bench.engine.state == EngineState(1, 3)
     bench.steps()
     assert bench.begun == [0, 1, 2, 3]
     assert bench.answers == [bench.alone(one) for one in wanted]
