@@ -1,4 +1,4 @@
-"""What a device needs for a known piece of work: the ground that every measured speed is held against."""
+"""Measured read bandwidth, which every speed is held against."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import torch
 
 
 def read_bandwidth_gbps(device: torch.device) -> float:
-    """GB/s at which ``device`` reads memory: the best of several sums over a buffer far larger than any cache."""
-    count = (1 << 30) if device.type == "cuda" else (1 << 27)
-    buffer = torch.ones(count, dtype=torch.float32, device=device)
+    """GB/s at which a device reads memory: the best of several sums over a buffer far larger than any cache."""
+    buffer = torch.ones((1 << 30) if device.type == "cuda" else (1 << 27), dtype=torch.float32, device=device)
     buffer.sum()
     best = float("inf")
     for _ in range(6):

@@ -18,8 +18,7 @@ from wisparse.commands.bench import command, compiled_rates, time_compiled
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.runtime.backends import load
-from wisparse.runtime.benchmark import Workload, compare, prompts
-from wisparse.runtime.timing import read_bandwidth_gbps
+from wisparse.runtime.benchmark import Workload, compare, prompts, read_bandwidth_gbps
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 
 import click
 from click.shell_completion import CompletionItem
@@ -49,3 +50,25 @@ def print_rows(title: str, rows: list[tuple[str, str]]) -> None:
     console = Console(highlight=False, markup=False)
     console.width = max(console.width, 100) if not console.is_terminal else console.width
     console.print(table)
+
+
+def print_table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, left: int = 1, note: str = ""
+) -> None:
+    """A table whose first ``left`` columns are text and whose others are figures, and a note below it.
+
+    160 columns wide where the output is no terminal.
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for index, head in enumerate(heads):
+        table.add_column(head, justify="left" if index < left else "right", no_wrap=index < left)
+    for row in rows:
+        table.add_row(*row)
+    console = Console(highlight=False, markup=False)
+    console.width = console.width if console.is_terminal else 160
+    console.print(table)
+    if note:
+        console.print(note)

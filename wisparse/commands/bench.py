@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 import torch
@@ -16,23 +16,17 @@ from torch import Tensor
 from wisparse.converter.source import load_source
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError, first_line
-from wisparse.runtime.benchmark import Workload, prompts
+from wisparse.formats.machine import choose_device
+from wisparse.runtime.backends import load
+from wisparse.runtime.benchmark import Comparison, Workload, compare_weights, prompts
 from wisparse.runtime.decoding.decoder import memory_errors
 from wisparse.runtime.timing import wait
 
+from ..console import print_table
 from ..options import FOLDER_OR_ID, device_options, set_up_logging
 from . import saving
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from rich.console import Console
-
-    from wisparse.runtime.benchmark import Comparison, Workload
-    from wisparse.runtime.model import Model
-
-NAME = "torch.compile"
-_MODE = "reduce-overhead"
+_BASELINE, _MODE = "torch.compile", "reduce-overhead"
 
 
 @dataclass(frozen=True)
@@ -43,7 +37,7 @@ class CompiledSpeed:
     tok_per_s: float
     step_ms: float
     runs: tuple[float, ...]
-    name: str = NAME
+    name: str = _BASELINE
     mode: str = _MODE
 
 
@@ -58,7 +52,7 @@ def check_compiler(device: torch.device) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler as error:
         raise UsageError(
-            f"--baseline {NAME} needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
+            f"--baseline {_BASELINE} needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
         ) from error
 
 
@@ -71,10 +65,6 @@ def compiled_rates(
     Args:
         prefill: empties the cache, reads the prompts, and gives the first ids (B, 1).
         step: ids (B, 1) and their position (1,), int64, to the next ids (B, 1).
-        workload: ``prompt_length`` is the first position of a step, ``new_tokens`` their number.
-
-    Raises:
-        UnsupportedModelError: the step cannot be compiled whole.
     """
     compiled = torch.compile(step, mode=_MODE, fullgraph=True)
     first = workload.prompt_length
@@ -92,7 +82,7 @@ def compiled_rates(
                 rates.append(workload.batch * workload.new_tokens / (time.perf_counter() - began))
     except torch._dynamo.exc.TorchDynamoException as error:
         raise UnsupportedModelError(
-            f"--baseline {NAME}: this model cannot be compiled whole here: {first_line(error)}; go without"
+            f"--baseline {_BASELINE}: this model cannot be compiled whole here: {first_line(error)}; go without"
         ) from error
     finally:
         torch._dynamo.reset()  # gives back the graphs' memory
@@ -100,15 +90,10 @@ def compiled_rates(
 
 
 def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtype: torch.dtype) -> CompiledSpeed:
-    """A bundle's dense model, its weights as numbers of ``dtype`` whatever they are stored as; ids as `compare` has.
-
-    Raises:
-        BundleError, UnsupportedModelError: the weights cannot be loaded, or the model cannot be compiled whole.
-        ResourceError: not enough memory.
-    """
+    """Time the bundle's dense model in transformers, its weights as numbers of ``dtype``."""
     from transformers import StaticCache
 
-    with memory_errors(device, f"for the dense model under {NAME}"):
+    with memory_errors(device, f"for the dense model under {_BASELINE}"):
         model = load_source(bundle.folder, dtype, device, bundle=True).model
         length = workload.prompt_length + workload.new_tokens
         cache = StaticCache(config=model.config, max_cache_len=length)
@@ -137,7 +122,7 @@ def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtyp
 @click.option("--all-weights", is_flag=True, help="One table of all that weights can be held as there: native, int8, …")
 @click.option(
     "--baseline",
-    type=click.Choice(["torch.compile"]),
+    type=click.Choice([_BASELINE]),
     help="Time the dense model in transformers too, compiled, with a static cache and CUDA graphs.",
 )
 @click.option("--tune", is_flag=True, help="First measure tiles for this GPU and model, and keep the best.")
@@ -176,10 +161,6 @@ def command(
     if all_weights and (loading["weights"] != "native" or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
     folders = saving.folders_to_save([bundle], loading["sparsity"]) if save else []
-    from wisparse.formats.machine import choose_device
-    from wisparse.runtime.backends import load
-    from wisparse.runtime.benchmark import Workload, compare_weights
-
     if baseline:
         check_compiler(choose_device(loading["device"]))
     if loading["max_seq_len"] is None:
@@ -192,53 +173,55 @@ def command(
         model.close()
         model = load(bundle, max_batch=batch, **loading)
     workload = Workload(prompt_length, max_new_tokens, batch, runs)
-    held = loading["weights"]
-    models = {held: model}
+    models = {loading["weights"]: model}
     if all_weights:
-        others = [name for name in model.decoder.weight_types if name != held]
+        others = [name for name in model.decoder.weight_types if name != loading["weights"]]
         models |= {name: load(bundle, max_batch=batch, **{**loading, "weights": name}) for name in others}
-    table = compare_weights(models, workload, kernels=kernels)
-    compiled = _time_baseline(models, workload) if baseline else None
+    found = compare_weights(models, workload, kernels=kernels)
+    compiled = None
+    if baseline:
+        device, dtype = model.decoder.device, model.decoder.dtype
+        for one in models.values():  # a GPU need not have room for both
+            one.close()
+        compiled = time_compiled(model.bundle, workload, device, dtype)
     if not as_json:
-        if all_weights:
-            _show_all(table, compiled)
-        else:
-            _show(table[held], compiled)
-    document = {name: found.to_dict() for name, found in table.items()} if all_weights else table[held].to_dict()
+        (_print_all if all_weights else _print_one)(found, compiled)
+    documents = {name: one.to_dict() for name, one in found.items()}
+    document = documents if all_weights else documents[loading["weights"]]
     click.echo(json.dumps({**document, "baseline": asdict(compiled)} if compiled else document))
     for folder in folders:
-        saving.save(folder, [saving.speed_finding(table[held])])
+        saving.save(folder, [saving.speed_finding(found[loading["weights"]])])
 
 
-def _time_baseline(models: Mapping[str, Model], workload: Workload) -> CompiledSpeed:
-    """Of the same bundle, on the same device. The models are closed first: a GPU need not have room for both."""
+def _print_conditions(found: Comparison, weights: str) -> None:
+    work = found.workload
+    click.echo(", ".join(f"{key} {value}" for key, value in found.machine.items()))
+    click.echo(
+        f"{found.backend}, {found.dtype}, weights {weights}, sparsity {found.sparsity:g}; "
+        f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
+        f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
+    )
 
-    model = next(iter(models.values()))
-    device, dtype = model.decoder.device, model.decoder.dtype
-    for one in models.values():
-        one.close()
-    return time_compiled(model.bundle, workload, device, dtype)
+
+def _baseline_note(compiled: CompiledSpeed) -> str:
+    return (
+        f"\n{compiled.name}: the same dense model in transformers, static cache, mode {compiled.mode}; after the "
+        "others, alone; no token is read between steps"
+    )
 
 
-def _show_all(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) -> None:
+def _print_all(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) -> None:
     """Every way to hold the weights, dense and sparse, and the baseline."""
-    from rich.table import Table
-
     native = table["native"]
-    console = _console(native, ", ".join(table))
-    rows = Table(box=None, pad_edge=False)
-    rows.add_column("weights", no_wrap=True)
-    over = f"over {compiled.name}" if compiled else "over native dense"
-    for name in ("sparsity", "tok/s", "ms/step", over, "over own dense", "MB/step", "share", "unread"):
-        rows.add_column(name, justify="right")
+    _print_conditions(native, ", ".join(table))
     ground = compiled or native.dense
+    rows = []
     if compiled:
-        rows.add_row(*_baseline_row(compiled), "1.00x")
+        name = f"{compiled.name}, {compiled.dtype}"
+        rows.append((name, "dense", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}", "1.00x"))
     for name, found in table.items():
         for label, speed in (("dense", found.dense), (f"{found.sparsity:.3g}", found.sparse)):
-            rows.add_row(
-                name,
-                label,
+            cells = (
                 f"{speed.tok_per_s:,.1f}",
                 f"{speed.step_ms:.3f}",
                 f"{speed.tok_per_s / ground.tok_per_s:.2f}x",
@@ -247,55 +230,24 @@ def _show_all(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) -
                 f"{speed.ideal_ms / speed.step_ms:.0%}",
                 f"{speed.realised_sparsity:.1%}",
             )
-    console.print(rows)
-    console.print(
-        f"native: as the bundle has them, in {native.dtype}; others are rounded at load, which costs quality:\n"
+            rows.append((name, label, *cells))
+    over = f"over {compiled.name}" if compiled else "over native dense"
+    print_table(
+        ("weights", "sparsity", "tok/s", "ms/step", over, "over own dense", "MB/step", "share", "unread"),
+        rows,
+        note=f"native: as the bundle has them, in {native.dtype}; others are rounded at load, which costs quality:\n"
         "`wisparse eval --weights` tells how much. MB/step: what a step reads; share: of the speed that they allow"
-        + (f"\n{_baseline_note(compiled)}" if compiled else "")
+        + (_baseline_note(compiled) if compiled else ""),
     )
 
 
-def _baseline_row(compiled: CompiledSpeed) -> tuple[str, str, str, str]:
-    """The first cells of a table's row: name, sparsity, tok/s, ms/step."""
-    return f"{compiled.name}, {compiled.dtype}", "dense", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"
-
-
-def _baseline_note(compiled: CompiledSpeed) -> str:
-    return (
-        f"{compiled.name}: the same dense model in transformers, static cache, mode {compiled.mode}; after the others, "
-        "alone; no token is read between steps"
-    )
-
-
-def _console(found: Comparison, weights: str) -> Console:
-    """Where the table goes, with what was measured on what already written."""
-    from rich.console import Console
-
-    console = Console(highlight=False, markup=False)
-    # Without a terminal there is no width to fit into.
-    console.width = console.width if console.is_terminal else 160
-    console.print(", ".join(f"{key} {value}" for key, value in found.machine.items()))
-    work = found.workload
-    console.print(
-        f"{found.backend}, {found.dtype}, weights {weights}, sparsity {found.sparsity:g}; "
-        f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
-        f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
-    )
-    return console
-
-
-def _show(found: Comparison, compiled: CompiledSpeed | None) -> None:
-    from rich.table import Table
-
-    console, work = _console(found, found.weights), found.workload
-    table = Table(box=None, pad_edge=False)  # 80 columns are enough
-    table.add_column("", no_wrap=True)
-    for name in ("tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB"):
-        table.add_column(name, justify="right", no_wrap=True)
+def _print_one(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) -> None:
+    (found,) = table.values()
+    _print_conditions(found, found.weights)
+    rows: list[tuple[str, ...]] = []
     for name, speed in (("dense", found.dense), (f"{found.sparsity:.3g}", found.sparse)):
-        ceiling = work.batch / speed.ideal_ms * 1e3
-        table.add_row(
-            name,
+        ceiling = found.workload.batch / speed.ideal_ms * 1e3
+        cells = (
             f"{speed.tok_per_s:,.1f}",
             f"{speed.step_ms:.3f}",
             f"{ceiling:,.1f}",
@@ -305,23 +257,18 @@ def _show(found: Comparison, compiled: CompiledSpeed | None) -> None:
             f"{speed.prefill_tok_per_s:,.0f}",
             f"{speed.peak_memory_bytes / 1e9:.2f}",
         )
+        rows.append((name, *cells))
+    note = f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the weights"
     if compiled:
-        name, _, *speed_cells = _baseline_row(compiled)
-        table.add_row(name, *speed_cells)
-    console.print(table)
-    console.print(
-        f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the weights"
-    )
-    if compiled:
-        ratios = (speed.tok_per_s / compiled.tok_per_s for speed in (found.dense, found.sparse))
-        console.print("over {}: dense {:.2f}x, sparse {:.2f}x".format(compiled.name, *ratios))
-        console.print(_baseline_note(compiled))
+        rows.append((f"{compiled.name}, {compiled.dtype}", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"))
+        dense, sparse = (speed.tok_per_s / compiled.tok_per_s for speed in (found.dense, found.sparse))
+        note += f"\nover {compiled.name}: dense {dense:.2f}x, sparse {sparse:.2f}x{_baseline_note(compiled)}"
+    heads = ("", "tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB")
+    print_table(heads, rows, note=note)  # 80 columns are enough
     if found.kernels:
-        rows = Table(box=None, pad_edge=False)
-        for name in ("kernel", "us", "ideal us", "share"):
-            rows.add_column(name, justify="left" if name == "kernel" else "right")
+        timed = []
         for role, row in found.kernels.items():
             ideal = row.get("ideal_us")
-            share = f"{ideal / row['us']:.0%}" if ideal else ""
-            rows.add_row(role, f"{row['us']:.2f}", f"{ideal:.2f}" if ideal else "", share)
-        console.print(rows)
+            cells = (f"{ideal:.2f}", f"{ideal / row['us']:.0%}") if ideal else ("", "")
+            timed.append((role, f"{row['us']:.2f}", *cells))
+        print_table(("kernel", "us", "ideal us", "share"), timed)
