@@ -84,7 +84,6 @@ def endless_source(folder: Path, vocab_size: int | None = None, end: int | None 
 
 def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end: int | None = None) -> None:
     """A bundle of a published shape: random weights, thresholds calibrated on the device as ``gpu_decode.py`` does."""
-    import math
 
     import torch
     from gpu_models import SHAPES, calibrate, random_bundle
@@ -119,7 +118,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
             self.config, self.config_dict, self.folder = config, config_dict, folder
             self.tied, self.error, self.quantised = config.tie_word_embeddings, BundleError, {}
             self.tensors = {
-                name: TensorInfo(name, "none", size, torch.bfloat16, 0, 2 * math.prod(size))
+                name: TensorInfo(name, "none", name, size, torch.bfloat16)
                 for name, size in expected_tensors(config).items()
             }
 

@@ -21,8 +21,7 @@ from .errors import BundleError, UsageError
 from .guard import PARTIAL, folder_kind, list_files, parse_json, read_bounded, read_json, require_folder, shown
 from .manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, Recipe, require_version
 from .model_config import ModelConfig, Projection
-from .safetensors_header import read_header
-from .sidecar import ProjectionMask, check_header, read_masks
+from .sidecar import ProjectionMask, read_masks
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
 # For scale: Llama 3's tokenizer.json has 17 MB.
@@ -135,7 +134,7 @@ def _open(folder: Path) -> Bundle:
     manifest = Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
     config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
     _check_config_entry(config_dict, manifest)
-    checkpoint = Checkpoint.open(folder, error=BundleError, checksums=manifest.crc32)
+    checkpoint = Checkpoint.open(folder, error=BundleError)
     _check_names(folder, checkpoint, manifest)
     for name in (INDEX, *SMALL_FILES):
         if name in manifest.sha256:
@@ -145,7 +144,7 @@ def _open(folder: Path) -> Bundle:
                 raise BundleError(f"{name}: changed while the bundle was opened; open it again")
     projections = {projection.name: projection for projection in checkpoint.config.projections()}
     _check_recipe(projections, checkpoint.config, manifest.recipe)
-    levels = _read_levels(folder, projections, manifest)
+    levels = read_masks(_read_checked(folder, SIDECAR, manifest), projections, manifest)
     recipe = manifest.recipe
     return Bundle(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
@@ -183,10 +182,6 @@ def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> No
     for name in sorted(set(manifest.sha256) - needed):
         if _WEIGHTS.fullmatch(name):
             raise BundleError(f"{MANIFEST}: files: {name} is not among the files of {INDEX}")
-    if set(manifest.crc32) != set(checkpoint.tensors):
-        odd = min(set(manifest.crc32) ^ set(checkpoint.tensors))
-        found = "an entry" if odd in manifest.crc32 else "no entry"
-        raise BundleError(f"{MANIFEST}: tensors: {found} for {odd!r:.200}, unlike {INDEX}")
     present = list_files(folder, _MAX_FILES, BundleError)
     for name in present:
         # Other tools prefer such a file to the ones of the index and would run different weights.
@@ -213,15 +208,3 @@ def _check_recipe(projections: Mapping[str, Projection], config: ModelConfig, re
                 f"{MANIFEST}: block_sparsities{at}: expected {config.num_blocks} values, "
                 f"found {len(level.block_sparsities)}"
             )
-
-
-def _read_levels(
-    folder: Path, projections: Mapping[str, Projection], manifest: Manifest
-) -> dict[float, dict[str, ProjectionMask]]:
-    header = read_header(folder, SIDECAR, BundleError)
-    check_header(header, projections, manifest)
-    # Checked once more on exactly these bytes, so that nothing can change between the check and the use.
-    data = _read_checked(folder, SIDECAR, manifest)
-    if header.identity.size != len(data):
-        raise BundleError(f"{SIDECAR}: changed while it was read; open it again")
-    return read_masks(header, data, manifest)

@@ -1,18 +1,17 @@
 """A Hugging Face checkpoint on disk, read without trusting it.
 
-Headers are checked against the table of what the architecture holds before anything is allocated; a tensor is read
-with plain reads into memory of its known size. Nothing is memory-mapped: a file truncated meanwhile is then an error
-and not a crash. Pickle is never loaded.
+Headers are checked against the table of what the architecture holds before anything is allocated, and weights for NaN
+and infinity when they are read. Pickle is never loaded.
 
-Of a quantised checkpoint some weights are stored as several tensors (`quantisation`). ``tensors``, ``chunks`` and what
+Of a quantised checkpoint some weights are stored as several tensors (`quantization`). ``tensors``, ``chunks`` and what
 else deals in bytes know what is stored; ``shape``, ``matrix`` and ``tensor`` know the weights it stands for.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,12 +23,12 @@ from torch import Tensor
 
 from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
-from .guard import FileIdentity, folder_kind, open_regular, read_json, require_folder, shown
+from .guard import FileIdentity, folder_kind, read_json, require_folder, shown
 from .manifest import has_masks
 from .model_config import LM_HEAD, ModelConfig, expected_tensors, is_derived
 from .packings import Packing, Part
 from .quantization import read_quantisation
-from .safetensors_header import DTYPES, STORED_DTYPES, Entry, Header, combine_crc32, read_header
+from .safetensors_file import DTYPES, STORED_DTYPES, TensorFile
 from .weight_types import QuantizedMatrix
 
 INDEX = "model.safetensors.index.json"
@@ -49,20 +48,23 @@ _OF_QUANTISED = (
     *("weight_packed", "weight_scale", "weight_scale_inv", "weight_shape", "weight_zero_point", "weight_g_idx"),
     *("qweight", "qzeros", "scales", "g_idx", "input_scale"),
 )
-# Small enough that the bytes are still in the cache when their checksum is taken.
-_READ_BYTES = 1 << 20
+# Small enough that the bytes are still in the cache when they are looked at.
+_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a checkpoint: bytes ``start`` to ``start + nbytes`` of ``file``, a name inside the folder."""
+    """One tensor of a checkpoint, stored in ``file`` of its folder under the name ``stored``."""
 
     name: str
     file: str
+    stored: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    start: int
-    nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -74,11 +76,7 @@ class StoredWeight:
     columns: int
 
     def parts(self) -> dict[str, Part]:
-        """Last part of a tensor's name -> what it has to look like.
-
-        Raises:
-            ValueError: a weight of this shape cannot be stored so.
-        """
+        """Last part of a tensor's name -> what it has to look like; ValueError for a shape that cannot be so."""
         return self.packing.parts(self.rows, self.columns)
 
 
@@ -87,16 +85,13 @@ class Checkpoint:
     """A checked checkpoint; make one with ``Checkpoint.open``.
 
     Attributes:
-        folder: where it lies.
-        config_dict: ``config.json`` as it stands; of a wrapper (`wrappers`) what its text model's would be.
-        config: the dimensions read from it.
+        config_dict: ``config.json``; of a wrapper (vision and text) what its text model's would be.
         tensors: name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight``
             where a tied checkpoint stores it nevertheless. Names are those of a plain text model. Where a weight is
             stored in few bits, the tensors that stand for it take its place.
         quantised: name of every weight that is stored in few bits -> how.
         vision_tensors: how many tensors of a wrapper are not the text model's; 0 for a plain model.
         error: class of the error raised for a file that turns out damaged.
-        checksums: name -> crc32 the bytes of a tensor must have; empty where nothing is known.
     """
 
     folder: Path
@@ -106,8 +101,7 @@ class Checkpoint:
     quantised: Mapping[str, StoredWeight]
     vision_tensors: int
     error: type[WisparseError]
-    checksums: Mapping[str, int]
-    _identities: Mapping[str, FileIdentity]
+    _files: Mapping[str, TensorFile]
 
     @classmethod
     def open(
@@ -115,23 +109,13 @@ class Checkpoint:
         folder: str | os.PathLike[str],
         *,
         error: type[WisparseError] = UnsupportedModelError,
-        checksums: Mapping[str, int] | None = None,
         complete: Callable[..., dict[str, Any]] | None = None,
     ) -> Checkpoint:
         """Read and check ``config.json``, the index and the headers; no weight is read.
 
-        Args:
-            folder: a checkpoint in one file or several with an index.
-            error: what to raise for a checkpoint that cannot be used: UnsupportedModelError for a source model,
-                BundleError for a bundle (which always has an index and never a second copy of tied embeddings).
-            checksums: crc32 per tensor, checked whenever one is read.
-            complete: makes a source's ``config.json``, and the names of its tensors once they are known, into one that
-                states every field; None where it does.
-
-        Raises:
-            error: damaged, quantised in a way not known, pickled, already sparse, or tensors that do not fit the
-                config.
-            AccessError: no such folder, or no permission.
+        ``error`` is raised for a checkpoint that cannot be used: UnsupportedModelError for a source model, BundleError
+        for a bundle (which always has an index and never a second copy of tied embeddings). ``complete`` makes a
+        source's ``config.json``, and the names of its tensors once they are known, into one that states every field.
         """
         folder = Path(folder)
         require_folder(folder)
@@ -146,15 +130,43 @@ class Checkpoint:
             packings = read_quantisation(config_dict, config)
         except UnsupportedModelError as reason:
             raise error(str(reason)) from None
-        weight_map = _weight_map(folder, is_bundle, error)
-        headers = {name: read_header(folder, name, error) for name in dict.fromkeys(weight_map.values())}
-        stored = _stored_names(weight_map, wrapped, error)
+        weight_map, files = _open_files(folder, is_bundle, error)
+        # Plain name of every tensor of the text model -> the name it is stored under.
+        stored: dict[str, str] = {}
+        for name in weight_map:
+            plain = text_name(name) if wrapped else name
+            if plain is not None and stored.setdefault(plain, name) != name:
+                raise error(f"{name!r:.200} and {stored[plain]!r:.200} are the same tensor under two names")
         if wrapped and complete is not None:
             config_dict = complete(stored_config, stored)
             config = ModelConfig.from_dict(config_dict)
+        if config.num_blocks > len(stored):
+            raise error(
+                f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(stored)} tensors"
+            )
         expected = expected_tensors(config)
         quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
-        tensors = _tensors(config, quantised, weight_map, stored, headers, is_bundle, error)
+        if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
+            expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
+        parts = _expected_parts(expected, quantised, stored, error)
+        missing = [name for name in parts if name not in stored]
+        extra = [name for name in stored if name not in parts and (is_bundle or not is_derived(name))]
+        if missing or extra:
+            differs = [
+                f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
+                for what, names in (("missing", missing), ("unexpected", extra))
+                if names
+            ]
+            # A weight that the config has in few bits and the files do not, or the reverse.
+            lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
+            but = "; quantization_config does not say what the files hold" if lies else ""
+            raise error(
+                f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(differs)}{but}"
+            )
+        tensors = {
+            name: _checked_info(name, weight_map[stored[name]], stored[name], files, part, error)
+            for name, part in parts.items()
+        }
         opened = cls(
             folder=folder,
             config_dict=config_dict,
@@ -163,11 +175,13 @@ class Checkpoint:
             quantised=quantised,
             vision_tensors=len(weight_map) - len(stored),
             error=error,
-            checksums=checksums or {},
-            _identities={name: header.identity for name, header in headers.items()},
+            _files=files,
         )
-        for name in quantised:
-            opened._check_first(name)
+        for name, weight in quantised.items():
+            try:
+                weight.packing.check(opened._parts_of(name, _READ_FIRST), weight.rows, weight.columns)
+            except ValueError as reason:
+                raise error(f"{name}: {reason}") from None
         return opened
 
     @property
@@ -183,26 +197,11 @@ class Checkpoint:
     @property
     def identities(self) -> Mapping[str, FileIdentity]:
         """File -> which one it was when it was opened; reading from another raises."""
-        return self._identities
+        return {name: file.identity for name, file in self._files.items()}
 
     def files(self) -> tuple[Path, ...]:
         """The files that hold the weights."""
-        return tuple(self.folder / name for name in self._identities)
-
-    def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
-        """The tensor's elements in order, flat, at most ``chunk_bytes`` at a time; each chunk is valid until the next.
-
-        Raises:
-            error: truncated, changed, NaN or infinity, or not the bytes its checksum stands for (after the last chunk).
-        """
-        info = self.tensors[name]
-        buffer = np.empty(min(chunk_bytes, info.nbytes), np.uint8)
-        checksum = 0
-        for offset in range(0, info.nbytes, chunk_bytes):
-            chunk = buffer[: info.nbytes - offset]
-            checksum = self._fill(chunk, info, offset, checksum)
-            yield torch.from_numpy(chunk).view(info.dtype)
-        self._require(name, checksum)
+        return tuple(self.folder / name for name in self._files)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -218,40 +217,41 @@ class Checkpoint:
         stored = self.quantised.get(name)
         return self.tensors[name].shape if stored is None else (stored.rows, stored.columns)
 
-    def matrix(self, name: str, device: str | torch.device = "cpu") -> Tensor | QuantizedMatrix:
-        """A weight as it is stored: in codes if it is quantised, else as `tensor` gives it; on ``device``.
+    def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
+        """A stored tensor's elements in order, flat and read-only, at most ``chunk_bytes`` at a time."""
+        info = self.tensors[name]
+        source = self._bytes(info)
+        for offset in range(0, info.nbytes, chunk_bytes):
+            chunk = source[offset : offset + chunk_bytes]
+            for start in range(0, len(chunk), _COPY_BYTES):
+                self._require_finite(info, chunk[start : start + _COPY_BYTES].numpy())
+            yield chunk.view(info.dtype)
 
-        Raises:
-            error: as `tensor`, or codes and scales that make no weight.
-            ResourceError: not enough memory.
-        """
+    def read_part(self, name: str, offset: int, memory: Tensor) -> None:
+        """Fill ``memory``, (n,) uint8 on the CPU, with a stored tensor's bytes from ``offset`` on; thread-safe."""
+        info, target = self.tensors[name], memory.numpy()
+        source = self._bytes(info)[offset : offset + len(target)].numpy()
+        for start in range(0, len(target), _COPY_BYTES):
+            piece = target[start : start + _COPY_BYTES]
+            np.copyto(piece, source[start : start + _COPY_BYTES])
+            self._require_finite(info, piece)
+
+    def matrix(self, name: str, device: str | torch.device = "cpu") -> Tensor | QuantizedMatrix:
+        """A weight as it is stored, in fresh memory on ``device``: in codes if it is quantised."""
         return self._decode(name, device) if name in self.quantised else self._stored(name).to(device)
 
-    def require_matrix(self, name: str) -> None:
-        """Raise as `tensor` does for a quantised weight that makes none; nothing is kept."""
-        matrix = self._decode(name)
-        for first in range(0, matrix.shape[0], 1024):
-            self._widened(name, matrix.rows(first, first + 1024))
-
     def tensor(self, name: str, device: str | torch.device = "cpu") -> Tensor:
-        """Read one tensor into fresh memory; a quantised weight is widened to float32.
-
-        Raises:
-            error: no such tensor, truncated, changed, NaN or infinity, or not the bytes its checksum stands for.
-            ResourceError: not enough memory.
-        """
+        """Read one tensor into fresh memory; a quantised weight is dequantised to float32."""
         found = self.matrix(name)
-        if isinstance(found, Tensor):
-            return found.to(device)
-        return self._widened(name, found).to(device)
+        return (found if isinstance(found, Tensor) else self._dequantised(name, found)).to(device)
+
+    def require_matrix(self, name: str) -> None:
+        """Raise ``error`` for a quantised weight whose codes and scales make infinite numbers."""
+        for _ in self.row_pieces(name, 1024):
+            pass
 
     def row_pieces(self, name: str, rows: int) -> Iterator[Tensor]:
-        """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in float32. Each
-        piece is valid until the next.
-
-        Raises:
-            error: as `chunks` and `matrix`.
-        """
+        """A weight (N, K) from its first row to its last, at most ``rows`` at a time; quantised ones in float32."""
         if name not in self.quantised:
             info = self.tensors[name]
             for flat in self.chunks(name, rows * info.shape[1] * info.dtype.itemsize):
@@ -259,9 +259,9 @@ class Checkpoint:
             return
         matrix = self._decode(name)
         for first in range(0, matrix.shape[0], rows):
-            yield self._widened(name, matrix.rows(first, first + rows))
+            yield self._dequantised(name, matrix.rows(first, first + rows))
 
-    def _widened(self, name: str, matrix: QuantizedMatrix) -> Tensor:
+    def _dequantised(self, name: str, matrix: QuantizedMatrix) -> Tensor:
         # Not in the type that the config states: whoever uses another rounds once, not twice.
         weight = matrix.dequantise(torch.float32)
         if not is_finite(weight):
@@ -270,23 +270,14 @@ class Checkpoint:
 
     def _decode(self, name: str, device: str | torch.device = "cpu") -> QuantizedMatrix:
         weight = self.quantised[name]
-        parts = {part: tensor.to(device) for part, tensor in self._parts_of(name).items()}
+        parts = {part: tensor.to(device) for part, tensor in self._parts_of(name, weight.parts()).items()}
         try:
             return weight.packing.decode(parts, weight.rows, weight.columns)
         except ValueError as reason:
             raise self.error(f"{name}: {reason}") from None
 
-    def _check_first(self, name: str) -> None:
-        """Look at the small tensors that say how a weight is to be read, before any weight is."""
-        weight = self.quantised[name]
-        try:
-            weight.packing.check(self._parts_of(name, _READ_FIRST), weight.rows, weight.columns)
-        except ValueError as reason:
-            raise self.error(f"{name}: {reason}") from None
-
-    def _parts_of(self, name: str, only: Iterable[str] | None = None) -> dict[str, Tensor]:
+    def _parts_of(self, name: str, parts: Iterable[str]) -> dict[str, Tensor]:
         prefix = name.removesuffix("weight")
-        parts = self.quantised[name].parts() if only is None else only
         return {part: self._stored(prefix + part) for part in parts if prefix + part in self.tensors}
 
     def _stored(self, name: str) -> Tensor:
@@ -295,66 +286,22 @@ class Checkpoint:
             raise self.error(f"{name}: not among the tensors of {self.folder.name}")
         try:
             # numpy's large arrays ask for huge pages: several times cheaper to touch first than torch's.
-            buffer = np.empty(info.nbytes, np.uint8)
+            memory = torch.from_numpy(np.empty(info.nbytes, np.uint8))
         except MemoryError:
             raise ResourceError(f"{name}: not enough memory for {info.nbytes:,} bytes") from None
-        self._require(name, self._fill(buffer, info, 0, 0))
-        return torch.from_numpy(buffer).view(info.dtype).reshape(info.shape)
+        self.read_part(name, 0, memory)
+        return memory.view(info.dtype).reshape(info.shape)
 
-    def read_part(self, name: str, offset: int, memory: Tensor) -> int:
-        """Fill ``memory``, (n,) uint8 on the CPU, with the tensor's bytes from ``offset`` on; for several readers at
-        once. The reader of the last part has to call :meth:`check_parts`.
+    def _bytes(self, info: TensorInfo) -> Tensor:
+        return self._files[info.file].read_bytes(info.stored)
 
-        Returns:
-            Their crc32.
-
-        Raises:
-            error: truncated, changed, NaN or infinity.
-        """
-        return self._fill(memory.numpy(), self.tensors[name], offset, 0)
-
-    def check_parts(self, name: str, parts: Iterable[tuple[int, int]]) -> None:
-        """Require that parts which cover the tensor, (crc32, bytes) in their order, have the tensor's checksum.
-
-        Raises:
-            error: not the bytes its checksum stands for.
-        """
-        checksum = 0
-        for part, count in parts:
-            checksum = combine_crc32(checksum, part, count)
-        self._require(name, checksum)
-
-    def _fill(self, buffer: np.ndarray[Any, np.dtype[np.uint8]], info: TensorInfo, offset: int, checksum: int) -> int:
-        """Fill ``buffer`` with the tensor's bytes from ``offset`` on; the crc32 continued over them."""
-        with open_regular(self.folder, info.file, self.error, self._identities[info.file]) as file:
-            file.seek(info.start + offset)
-            for start in range(0, len(buffer), _READ_BYTES):
-                piece = buffer[start : start + _READ_BYTES]
-                view = piece.data
-                while len(view):
-                    count = file.readinto(view)
-                    if not count:
-                        raise self.error(f"{info.file}: truncated while {info.name} was read")
-                    view = view[count:]
-                checksum = zlib.crc32(piece.data, checksum)
-                if not _finite(piece, info.dtype):
-                    raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
-        return checksum
-
-    def _require(self, name: str, checksum: int) -> None:
-        expected = self.checksums.get(name, checksum)
-        if checksum != expected:
-            raise self.error(
-                f"{name}: expected crc32 {expected:08x}, found {checksum:08x}; the file is damaged: fetch it again"
-            )
+    def _require_finite(self, info: TensorInfo, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
+        if not _finite(data, info.dtype):
+            raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
 
 
 def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:
-    """``config.json`` of a dense model.
-
-    Raises:
-        error: the folder is something else (a GGUF file's, say, or a sparse bundle), or the file is damaged.
-    """
+    """``config.json`` of a dense model; ``error`` if the folder is something else (a GGUF file's, a bundle)."""
     if (kind := folder_kind(folder)) is not None:
         raise error(f"{shown(folder)} is {kind}")
     config = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
@@ -378,11 +325,14 @@ def _finite(data: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> bo
     return bool(positive < infinity and every < infinity + 2 ** (bits - 1))
 
 
-def _weight_map(folder: Path, is_bundle: bool, error: type[WisparseError]) -> dict[str, str]:
-    """Tensor name -> file name, from the index or from the only file's header."""
+def _open_files(
+    folder: Path, is_bundle: bool, error: type[WisparseError]
+) -> tuple[dict[str, str], dict[str, TensorFile]]:
+    """Tensor name -> file name, from the index or the only file's header; and the opened files, which agree with it."""
     # Both at once: transformers takes the single file, and a bundle must not mean two things.
     if os.path.lexists(folder / _SINGLE) and not is_bundle:
-        return dict.fromkeys(read_header(folder, _SINGLE, error).entries, _SINGLE)
+        single = TensorFile(folder, _SINGLE, error)
+        return dict.fromkeys(single.entries, _SINGLE), {_SINGLE: single}
     if not os.path.lexists(folder / INDEX):
         pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
         if pickles:
@@ -402,74 +352,15 @@ def _weight_map(folder: Path, is_bundle: bool, error: type[WisparseError]) -> di
             raise error(
                 f"{INDEX}: {name!r:.200}: expected the name of a .safetensors file in the folder, found {file!r:.200}"
             )
-    return weight_map
-
-
-def _stored_names(weight_map: Mapping[str, str], wrapped: bool, error: type[WisparseError]) -> dict[str, str]:
-    """Plain name of every tensor of the text model -> the name it is stored under."""
-    if not wrapped:
-        return {name: name for name in weight_map}
-    stored: dict[str, str] = {}
-    for name in weight_map:
-        plain = text_name(name)
-        if plain is not None and stored.setdefault(plain, name) != name:
-            raise error(f"{name!r:.200} and {stored[plain]!r:.200} are the same tensor under two names")
-    return stored
-
-
-def _expected(config: ModelConfig, is_bundle: bool, has_head: bool) -> dict[str, tuple[int, ...]]:
-    """What the architecture holds, and the second copy of tied embeddings that a source may have."""
-    expected = expected_tensors(config)
-    if config.tie_word_embeddings and has_head and not is_bundle:
-        expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    return expected
-
-
-def _tensors(
-    config: ModelConfig,
-    quantised: Mapping[str, StoredWeight],
-    weight_map: Mapping[str, str],
-    stored: Mapping[str, str],
-    headers: Mapping[str, Header],
-    is_bundle: bool,
-    error: type[WisparseError],
-) -> dict[str, TensorInfo]:
-    """Everything the architecture expects, found where the index says, in the order expected."""
-    for file, header in headers.items():
-        for name in header.entries:
+    files = {name: TensorFile(folder, name, error) for name in dict.fromkeys(weight_map.values())}
+    for file, opened in files.items():
+        for name in opened.entries:
             if weight_map.get(name) != file:
                 raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
-    if config.num_blocks > len(stored):
-        raise error(f"config.json: num_hidden_layers is {config.num_blocks}, but there are only {len(stored)} tensors")
-    parts = _parts(_expected(config, is_bundle, LM_HEAD in stored), quantised, stored, error)
-    missing = [name for name in parts if name not in stored]
-    extra = [name for name in stored if name not in parts and not (is_derived(name) and not is_bundle)]
-    if missing or extra:
-        what_differs = [
-            f"{what} {len(names)} tensor{'s' * (len(names) > 1)} ({names[0]!r:.200}{', …' * (len(names) > 1)})"
-            for what, names in (("missing", missing), ("unexpected", extra))
-            if names
-        ]
-        # A weight that the config has in few bits and the files do not, or the reverse.
-        lies = any(name.rpartition(".")[2] in _OF_QUANTISED for name in (*missing, *extra))
-        but = "; quantization_config does not say what the files hold" if lies else ""
-        raise error(
-            f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(what_differs)}{but}"
-        )
-    found: dict[str, TensorInfo] = {}
-    for name, part in parts.items():
-        file = weight_map[stored[name]]
-        entry = headers[file].entries.get(stored[name])
-        if entry is None:
-            raise error(f"{file}: {stored[name]} is missing, the index places it there")
-        _check_entry(name, entry, part, error)
-        found[name] = TensorInfo(
-            name, file, entry.shape, STORED_DTYPES[entry.code], entry.start, entry.end - entry.start
-        )
-    return found
+    return weight_map, files
 
 
-def _parts(
+def _expected_parts(
     expected: Mapping[str, tuple[int, ...]],
     quantised: Mapping[str, StoredWeight],
     stored: Mapping[str, str],
@@ -491,7 +382,12 @@ def _parts(
     return found
 
 
-def _check_entry(name: str, entry: Entry, part: Part, error: type[WisparseError]) -> None:
+def _checked_info(
+    name: str, file: str, stored: str, files: Mapping[str, TensorFile], part: Part, error: type[WisparseError]
+) -> TensorInfo:
+    entry = files[file].entries.get(stored)
+    if entry is None:
+        raise error(f"{file}: {stored} is missing, the index places it there")
     if entry.code not in part.codes:
         if part.codes == tuple(DTYPES):
             raise error(
@@ -502,3 +398,4 @@ def _check_entry(name: str, entry: Entry, part: Part, error: type[WisparseError]
     if entry.shape not in part.shapes:
         expected = " or ".join(str(shape) for shape in part.shapes)
         raise error(f"{name}: expected shape {expected}, found {entry.shape}; config.json and weights do not fit")
+    return TensorInfo(name, file, stored, entry.shape, STORED_DTYPES[entry.code])

@@ -71,8 +71,7 @@ def in_codes(source: Checkpoint, matrices: Mapping[str, QuantizedMatrix], scale_
         for part, tensor in packing.encode(matrix, scale_dtype).items():
             stored = name.removesuffix("weight") + part
             made[stored] = partial(_same, tensor)
-            nbytes = tensor.numel() * tensor.dtype.itemsize
-            tensors[stored] = TensorInfo(stored, "", tuple(tensor.shape), tensor.dtype, 0, nbytes)
+            tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), tensor.dtype)
     config = {**source.config_dict, "quantization_config": _config(source.config, first, form)}
     return remade(source, made, config_dict=config, tensors=tensors, quantised=quantised)
 

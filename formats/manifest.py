@@ -1,7 +1,7 @@
-"""``wisparse.json``: the recipe, the sha256 of every file and the crc32 of every weight tensor. FORMAT.md has the keys.
+"""``wisparse.json``: the recipe and the sha256 of every file. FORMAT.md has the keys.
 
-``verify`` checks the sha256; the crc32 are checked on the bytes that a tensor is loaded from, which takes a fifth of the
-time. They detect damage. They are no signatures: whoever can rewrite a bundle can rewrite them.
+``verify`` checks the sha256 of all files, opening a bundle those of all but the weights. They detect damage. They are no
+signatures: whoever can rewrite a bundle can rewrite them.
 """
 
 from __future__ import annotations
@@ -209,18 +209,16 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Manifest:
-    """``sha256``: file name -> hex digest, of every file but ``wisparse.json``. ``crc32``: weight tensor -> of its bytes."""
+    """``sha256``: file name -> hex digest, of every file but ``wisparse.json``."""
 
     recipe: Recipe
     sha256: Mapping[str, str]
-    crc32: Mapping[str, int]
 
     def to_bytes(self) -> bytes:
         """The file; equal manifests give equal bytes."""
         return dump_json(
             {
                 **self.recipe.to_dict(),
-                "tensors": {name: {"crc32": f"{value:08x}"} for name, value in self.crc32.items()},
                 "files": {name: {"sha256": self.sha256[name]} for name in sorted(self.sha256)},
             }
         )
@@ -230,9 +228,7 @@ class Manifest:
         """Read a parsed ``wisparse.json``. Raises BundleError for another version, or a missing or ill-typed value."""
         require_version(document.get("format_version"), MANIFEST)
         recipe, sha256 = Recipe.from_dict(document), _files(document)
-        tensors = _object(document, "tensors")
-        crc32 = {name: int(_hex(tensors, name, "crc32", 8, "tensors"), 16) for name in tensors}
-        return cls(recipe, sha256, crc32)
+        return cls(recipe, sha256)
 
 
 def listed_files(folder: Path) -> dict[str, str]:

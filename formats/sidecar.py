@@ -23,7 +23,7 @@ from .manifest import (
     require_version,
 )
 from .model_config import Projection
-from .safetensors_header import DTYPES, Header, build_header
+from .safetensors_file import build_header, parse_tensors
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
@@ -43,9 +43,15 @@ class ProjectionMask:
     sparsity: float
 
 
-def check_header(header: Header, projections: Mapping[str, Projection], manifest: Manifest) -> None:
-    """Raise BundleError unless a sidecar belongs to ``manifest`` and holds the tensors of these projections alone."""
-    metadata = header.metadata
+def read_masks(
+    data: bytes, projections: Mapping[str, Projection], manifest: Manifest
+) -> dict[float, dict[str, ProjectionMask]]:
+    """The masks of every sparsity level, from the bytes of a sidecar.
+
+    Raises BundleError unless it belongs to ``manifest``, holds the tensors of these projections alone, and every value
+    is in its range and the manifest's.
+    """
+    tensors, metadata = parse_tensors(data, SIDECAR, BundleError)
     if metadata.get("format") != "wisparse":
         raise BundleError(f"{SIDECAR}: format: expected 'wisparse', found {metadata.get('format')!r:.80}")
     version = metadata.get("format_version", "")
@@ -63,36 +69,28 @@ def check_header(header: Header, projections: Mapping[str, Projection], manifest
         }
     for tensor, shape in expected.items():
         name, _, what = tensor.rpartition(".")
-        entry = header.entries.get(tensor)
-        if entry is None:
+        if tensor not in tensors:
             raise BundleError(f"{name}: expected {what} {shape}, found nothing in {SIDECAR}; convert again")
+        entry, _ = tensors[tensor]
         if entry.shape != shape:
             raise BundleError(f"{name}: expected {what} {shape}, found {entry.shape}; convert again")
-        if DTYPES.get(entry.code) is not torch.float32:
+        if entry.code != "F32":
             raise BundleError(f"{name}: expected {what} in F32, found {entry.code}; convert again")
-    for tensor in header.entries:
+    for tensor in tensors:
         if tensor not in expected:
             raise BundleError(f"{SIDECAR}: unexpected tensor {tensor!r:.200}; convert again")
-
-
-def read_masks(header: Header, data: bytes, manifest: Manifest) -> dict[float, dict[str, ProjectionMask]]:
-    """The masks of every sparsity level, from the bytes of a sidecar whose header was checked.
-
-    Raises BundleError for a value out of its range, or unlike the manifest's.
-    """
+    values = {name: torch.from_numpy(np.frombuffer(raw, "<f4").reshape(rows, -1)) for name, (_, raw) in tensors.items()}
     return {
-        level.sparsity: {entry.name: _mask(header, data, index, entry) for entry in level.projections}
+        level.sparsity: {entry.name: _mask(values, index, entry) for entry in level.projections}
         for index, level in enumerate(manifest.recipe.levels)
     }
 
 
-def _mask(header: Header, data: bytes, level: int, recipe: ProjectionRecipe) -> ProjectionMask:
-    def row(field: str) -> Tensor:
-        entry = header.entries[f"{recipe.name}.{field}"]
-        width = entry.shape[1] if len(entry.shape) > 1 else 1
-        return torch.from_numpy(np.frombuffer(data, "<f4", width, entry.start + 4 * width * level).astype(np.float32))
-
-    mask = ProjectionMask(row("channel_scale"), float(row("threshold")), float(row("sparsity")))
+def _mask(values: Mapping[str, Tensor], level: int, recipe: ProjectionRecipe) -> ProjectionMask:
+    scale, threshold, sparsity = (
+        values[f"{recipe.name}.{field}"][level] for field in ("channel_scale", "threshold", "sparsity")
+    )
+    mask = ProjectionMask(scale.clone(), float(threshold), float(sparsity))
     check_mask(recipe.name, mask, BundleError)
     for key, found in (("threshold", mask.threshold), ("sparsity", mask.sparsity)):
         wanted = getattr(recipe, key)
@@ -137,7 +135,7 @@ def sidecar_bytes(
             f"{name}.threshold": np.array([mask.threshold for mask in masks]),
             f"{name}.sparsity": np.array([mask.sparsity for mask in masks]),
         }
-    header, _ = build_header(
+    header = build_header(
         {name: (torch.float32, array.shape) for name, array in arrays.items()},
         {"format": "wisparse", "format_version": str(FORMAT_VERSION), "recipe_sha256": recipe_digest(recipe)},
     )

@@ -38,15 +38,9 @@ class VerifyReport:
 
 
 def verify_bundle(folder: str | os.PathLike[str]) -> VerifyReport:
-    """Check a bundle completely: structure, sha256 of every file, every weight finite.
-
-    Raises:
-        BundleError: the first thing found wrong.
-        AccessError: no such folder, or no permission.
-    """
+    """Check a bundle completely: structure, sha256 of every file, every weight finite; BundleError at the first fault."""
     started = time.monotonic()
-    bundle = Bundle.open(folder)
-    return _verify(bundle, started)
+    return _verify(Bundle.open(folder), started)
 
 
 def verify_files(folder: Path) -> VerifyReport:
@@ -59,10 +53,14 @@ def _verify(bundle: Bundle, started: float) -> VerifyReport:
     checkpoint = bundle.checkpoint
     names = list(bundle.manifest.sha256)
     weights = {path.name for path in checkpoint.files()}
+
+    def require_finite(name: str) -> None:
+        for _ in checkpoint.chunks(name):
+            pass
+
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         sizes = list(pool.map(lambda name: _check_file(bundle, name, weights, notes), names))
-        list(pool.map(lambda name: _check_tensor(bundle, name), checkpoint.tensors))
-        # Scales, and codes that are no number.
+        list(pool.map(require_finite, checkpoint.tensors))
         list(pool.map(checkpoint.require_matrix, checkpoint.quantised))
     known = {*names, MANIFEST}
     notes += [
@@ -82,32 +80,26 @@ def _verify(bundle: Bundle, started: float) -> VerifyReport:
 
 
 def _check_file(bundle: Bundle, name: str, weights: Collection[str], notes: list[str]) -> int:
-    """sha256 of one file; its size."""
-    lenient = is_document(name)
+    """Check the sha256 of one file; returns its size. A document that is missing or edited is a note."""
     try:
         with open_regular(bundle.folder, name, BundleError) as file:
             size = identity(file).size
             if name not in weights and size > MAX_FILE_BYTES:
                 raise BundleError(f"{name}: expected at most {MAX_FILE_BYTES:,} bytes, found {size:,}")
             digest = hashlib.sha256()
-            while piece := file.read(_READ_BYTES):
-                digest.update(piece)
+            while data := file.read(_READ_BYTES):
+                digest.update(data)
     except BundleError as reason:
-        if not lenient:
+        if not is_document(name):
             raise
         notes.append(str(reason))
         return 0
     expected = bundle.manifest.sha256[name]
     if digest.hexdigest() != expected:
-        if not lenient:
+        if not is_document(name):
             raise BundleError(
                 f"{name}: expected sha256 {expected:.16}…, found {digest.hexdigest():.16}…; the file is damaged or was "
                 "edited: fetch it again"
             )
         notes.append(f"{name}: was edited after the conversion")
     return size
-
-
-def _check_tensor(bundle: Bundle, name: str) -> None:
-    for _ in bundle.checkpoint.chunks(name):
-        pass  # reading checks: crc32, finite

@@ -379,9 +379,6 @@ def test_flipped_bit_in_a_weight(bundle: Path) -> None:
     data = bytearray((bundle / SHARD).read_bytes())
     data[-100] ^= 1
     (bundle / SHARD).write_bytes(data)
-    opened = Bundle.open(bundle)
-    with pytest.raises(BundleError, match=r"expected crc32 .* found .*; the file is damaged"):
-        [opened.checkpoint.tensor(name) for name in opened.checkpoint.tensors]
     with pytest.raises(BundleError, match=f"{SHARD}: expected sha256"):
         verify_bundle(bundle)
 

@@ -321,15 +321,15 @@ def test_bad_loading_arguments(bundle: Path, tmp_path: Path) -> None:
         wisparse.load(tmp_path)
 
 
-def test_a_damaged_weight_is_seen_at_load(bundle: Path, tmp_path: Path) -> None:
+def test_a_weight_that_is_no_number_is_seen_at_load(bundle: Path, tmp_path: Path) -> None:
     copy = tmp_path / "bundle"
     copy.mkdir()
     for file in bundle.iterdir():
         data = bytearray(file.read_bytes())
         if file.name.startswith("model-"):
-            data[-1000] ^= 1
+            data[-1000:-992] = b"\xff" * 8
         (copy / file.name).write_bytes(data)
-    with pytest.raises(BundleError, match="crc32"):
+    with pytest.raises(BundleError, match="NaN or infinity"):
         wisparse.load(copy, backend="torch")
 
 

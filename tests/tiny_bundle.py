@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -167,19 +166,13 @@ def resign(folder: Path, *, recipe: bool = True) -> None:
     manifest = json.loads((folder / "wisparse.json").read_text())
     sidecar = folder / "wisparse.safetensors"
     if recipe:
-        plain = {key: value for key, value in manifest.items() if key not in ("files", "tensors")}
+        plain = {key: value for key, value in manifest.items() if key != "files"}
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         header, data = split_safetensors(sidecar.read_bytes())
         header["__metadata__"]["recipe_sha256"] = hashlib.sha256(text.encode()).hexdigest()
         sidecar.write_bytes(join_safetensors(header, data))
     for name in manifest["files"]:
         manifest["files"][name] = {"sha256": hashlib.sha256((folder / name).read_bytes()).hexdigest()}
-    for file in folder.glob("model-*.safetensors"):
-        header, data = split_safetensors(file.read_bytes())
-        for name, entry in header.items():
-            if name != "__metadata__":
-                start, end = entry["data_offsets"]
-                manifest["tensors"][name] = {"crc32": f"{zlib.crc32(data[start:end]):08x}"}
     (folder / "wisparse.json").write_text(json.dumps(manifest, indent=1))
 
 

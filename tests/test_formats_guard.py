@@ -1,4 +1,4 @@
-"""What somebody gives for a model and is none gets a sentence that says what it is and what to give instead."""
+"""What is given for a model and is none gets a sentence that says what it is; JSON that is refused."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
 from wisparse.formats.architectures import ARCHITECTURES, why_refused
 from wisparse.formats.errors import AccessError, BundleError, UnsupportedModelError
-from wisparse.formats.guard import shown
+from wisparse.formats.guard import dump_json, parse_json, shown
 from wisparse.formats.hub import fetch_source
 from wisparse.formats.model_config import ModelConfig
 
@@ -116,3 +118,44 @@ def test_errors_name_what_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(BundleError, match=r"^up/model: not a bundle: .* make one with wisparse-convert up/model$"):
         wisparse.load("up/model")
     assert shown("/cache/models--org--name/snapshots/0123abc") == "org/name"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'{"a": 1, "a": 2}', "the key 'a' stands there twice"),
+        (b"[" * 100_000, "expected JSON"),
+        (b'{"a":' * 900 + b"1" + b"}" * 900, "expected at most 32 levels"),
+        (b'{"a": NaN}', "expected finite numbers, found NaN"),
+        (b'{"a": -Infinity}', "expected finite numbers"),
+        (b'{"a": 1e999}', "expected finite numbers"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "expected JSON"),
+        (b'{"\xff": 1}', "expected UTF-8, found a wrong byte at 2"),
+        (b'{"a": "\\ud800"}', "half of a surrogate pair"),
+        (b'"text"', "expected a JSON object, found str"),
+        (b"", "expected JSON"),
+    ],
+)
+def test_json_that_is_refused(text: bytes, message: str) -> None:
+    with pytest.raises(BundleError, match=message):
+        parse_json(text, "it", BundleError)
+
+
+def test_a_text_of_many_commas_is_json() -> None:
+    prompt = "," * 1_000_000
+    assert parse_json(json.dumps({"prompt": prompt}).encode(), "it", BundleError) == {"prompt": prompt}
+    assert len(parse_json(b'{"ids": [' + b"1," * 600_000 + b"1]}", "it", BundleError)["ids"]) == 600_001
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]))
+_SCALARS = st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+_JSON = st.recursive(
+    _SCALARS | _TEXT,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(_TEXT, inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.dictionaries(_TEXT, _JSON, max_size=4))
+def test_json_round_trip(document: dict) -> None:
+    assert parse_json(dump_json(document), "it", BundleError) == document
