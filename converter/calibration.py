@@ -70,7 +70,7 @@ def load_calibration(
     if specs == ["self"]:
         if model is None:
             raise CalibrationError("calibration 'self' needs the model; expected one, found None")
-        return write_calibration(model, tokenizer, num_samples, seq_len, seed, progress)
+        return write_calibration(model, tokenizer, [(num_samples, seq_len, seed)], progress)[0]
     source = describe_spec(specs)
     with progress.stage("Calibration", num_samples) as stage:
         if specs == ["paper"]:

@@ -1,14 +1,12 @@
-"""A causal LM as the chain of its blocks, over fixed batches of tokens.
+"""A causal LM as the chain of its blocks, over fixed micro-batches of tokens.
 
-A search compares many variants of one model on the same tokens. What does not differ is not computed again: the hidden
-state that enters block b is the same for every candidate that changes block b or a later one, so a probe starts there.
-Memory: one hidden state per token is held at a time (whoever wants the states of several blocks keeps them).
+A search compares many variants of one model on the same tokens. The hidden state that enters block b is the same for
+every candidate that changes block b or a later one, so a candidate is computed from there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -22,20 +20,19 @@ Hidden = list[Tensor]
 
 
 def input_device(model: Any) -> torch.device:
-    """Where token ids go in. A model that is spread over devices, or whose weights come and go, has hooks that know."""
-    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)
-    device = getattr(hook, "execution_device", None)
+    """Where token ids go in; for a model that accelerate spreads over devices, its hooks know."""
+    device = getattr(getattr(model.get_input_embeddings(), "_hf_hook", None), "execution_device", None)
     if device is None:
         return next(model.parameters()).device
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
 
 
-class _StandIn(nn.Module):
-    """Takes a block's place in the ModuleList: records what it was called with and returns its input unchanged."""
+class _Recorder(nn.Module):
+    """Takes a block's place in the ModuleList: records its arguments and returns its input unchanged."""
 
     def __init__(self, block: nn.Module, log: list[tuple[Tensor, dict[str, Any]]]) -> None:
         super().__init__()
-        # Not registered as a sub-module: the stand-in must not show up among the model's parameters.
+        # Not registered as a sub-module, so that the model's parameters stay what they are.
         object.__setattr__(self, "block", block)
         self.log = log
 
@@ -47,7 +44,7 @@ class _StandIn(nn.Module):
             return getattr(object.__getattribute__(self, "__dict__")["block"], name)
 
     def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(one is not None for one in args):  # None is what it is where it is left out
+        if any(one is not None for one in args):
             raise UnsupportedModelError(
                 f"{type(self.block).__name__}: expected keyword arguments after the hidden state, "
                 f"found {len(args)} positional ones"
@@ -60,19 +57,11 @@ class BlockFlow:
     """The blocks of a causal LM, run one at a time over micro-batches of the same tokens.
 
     Args:
-        model: a Hugging Face causal LM whose decoder has ``layers`` and ``norm``.
-        config: what becomes of the output layer's products on the way to logits.
-        input_ids: (S, L) int64.
-        keep: (S, L) bool, the tokens that count: neither padding nor the first token of a sequence, whose activations
-            (the attention sink) are not like the others'. Quantiles, errors and divergences are over these; the other
-            tokens are run, and left dense by a search. Sequences are full: attention is causal over all L tokens.
+        model: a Hugging Face causal LM whose decoder has ``layers`` and ``norm``; its blocks may be on several devices.
+        input_ids: (S, L) int64, full sequences: attention is causal over all L tokens.
+        keep: (S, L) bool, the tokens that count: neither padding nor the first token of a sequence (the attention
+            sink). The other tokens are run, and left dense by a search.
         batch_size: sequences per micro-batch.
-
-    Attributes:
-        blocks: the decoder's ModuleList.
-        counted: ``keep`` by micro-batch.
-
-    The blocks of one model may lie on several devices; each takes its input to its own.
     """
 
     def __init__(self, model: Any, config: ModelConfig, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:
@@ -84,26 +73,28 @@ class BlockFlow:
         if self.norm is None:
             raise UnsupportedModelError(f"{type(decoder).__name__}: expected a final norm called 'norm', found none")
         self.head = model.get_output_embeddings()
+        self.item_size = next(model.parameters()).element_size()
         self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]
         self.counted = [part.to(self.device) for part in keep.split(batch_size) if len(part)]
         self.num_counted = int(keep.sum())
-        self._kwargs: list[list[dict[str, Any]]] = []
-        self._start = self._record()
+        # One pass with every block replaced: the embeddings, and each block's keyword arguments by micro-batch.
+        logs: list[list[tuple[Tensor, dict[str, Any]]]] = [[] for _ in self.blocks]
+        blocks = list(self.blocks)
+        try:
+            for index, block in enumerate(blocks):
+                self.blocks[index] = _Recorder(block, logs[index])
+            with torch.no_grad():
+                for ids in self.input_ids:
+                    decoder(input_ids=ids, use_cache=False)  # a captured cache would grow at every call of the block
+        finally:
+            for index, block in enumerate(blocks):
+                self.blocks[index] = block
+        self._kwargs = [[kwargs for _, kwargs in log] for log in logs]
+        self._start = [hidden for hidden, _ in logs[0]]
 
     @property
     def num_batches(self) -> int:
         return len(self.input_ids)
-
-    @torch.no_grad()
-    def _record(self) -> Hidden:
-        """One pass over the tokens with every block replaced: the embeddings, and each block's keyword arguments."""
-        logs: list[list[tuple[Tensor, dict[str, Any]]]] = [[] for _ in self.blocks]
-        with _replaced(self.blocks, [_StandIn(b, log) for b, log in zip(self.blocks, logs, strict=True)]):
-            for ids in self.input_ids:
-                # use_cache=False: a captured cache would grow at every call of the block.
-                self.model.get_decoder()(input_ids=ids, use_cache=False)
-        self._kwargs = [[kwargs for _, kwargs in log] for log in logs]
-        return [hidden for hidden, _ in logs[0]]
 
     def start(self) -> Hidden:
         """The hidden states that enter block 0: per micro-batch (B, L, hidden_size)."""
@@ -114,15 +105,20 @@ class BlockFlow:
         out = self.blocks[index](hidden, **self._kwargs[index][batch])
         return out[0] if isinstance(out, tuple) else out
 
-    def step(self, index: int, hidden: Hidden) -> Hidden:
-        """Block ``index`` on every micro-batch."""
-        return [self.block(index, batch, h) for batch, h in enumerate(hidden)]
-
-    def finish(self, start: int, batch: int, hidden: Tensor) -> Tensor:
-        """From the input of block ``start`` to the last hidden state, normalised: (B, L, hidden_size)."""
-        for index in range(start, len(self.blocks)):
+    def run(self, batch: int, hidden: Tensor, start: int, stop: int) -> Tensor:
+        """Blocks ``start`` to ``stop - 1`` on one micro-batch."""
+        for index in range(start, stop):
             hidden = self.block(index, batch, hidden)
-        return self.norm(hidden)
+        return hidden
+
+    def final(self, batch: int, start: int = 0, hidden: Tensor | None = None) -> Tensor:
+        """The last hidden states of a micro-batch's counted tokens, normalised: (T, hidden_size).
+
+        ``hidden`` is what enters block ``start``; without it, everything is run.
+        """
+        hidden = self._start[batch] if hidden is None else hidden
+        out = self.norm(self.run(batch, hidden, start, len(self.blocks)))
+        return out[self.counted[batch].to(out.device)]
 
     def logits(self, final: Tensor) -> Tensor:
         """Rows of normalised hidden states (T, hidden_size) to float32 logits (T, V)."""
@@ -132,22 +128,9 @@ class BlockFlow:
         return soft_cap(logits, cap)
 
 
-@contextmanager
-def _replaced(blocks: nn.ModuleList, stand_ins: list[nn.Module]) -> Iterator[None]:
-    originals = list(blocks)
-    try:
-        for index, stand_in in enumerate(stand_ins):
-            blocks[index] = stand_in
-        yield
-    finally:
-        for index, block in enumerate(originals):
-            blocks[index] = block
-
-
-def block_projections(names: Mapping[str, Any] | list[str], num_blocks: int) -> list[list[str]]:
+def block_projections(names: Iterable[str], num_blocks: int) -> list[list[str]]:
     """Projection names grouped by block, from the one number in a Hugging Face module name."""
     groups: list[list[str]] = [[] for _ in range(num_blocks)]
     for name in names:
-        index = next(int(part) for part in name.split(".") if part.isdigit())
-        groups[index].append(name)
+        groups[next(int(part) for part in name.split(".") if part.isdigit())].append(name)
     return groups

@@ -1,15 +1,10 @@
 """A model's projections in fewer bits, before anything else is measured on it: block by block, and in place.
 
-The model computes with the widened codes from then on, so masks, thresholds and figures are those of the weights that
-the bundle will hold. Every block's codes are kept as they are found; a run that was killed goes on after the last one.
+The model computes with the dequantized weights from then on, so masks, thresholds and figures are those of the weights
+that the bundle will hold. int4 is fitted by GPTQ (Frantar et al., arXiv:2210.17323).
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,28 +17,21 @@ from .documents import CalibrationTokens
 from .flow import BlockFlow
 from .processes import Progress
 from .source import SourceModel
-from .state import Store, pack, unpack
+from .state import NO_STATE, Stages
 
-# Of a group's largest value, what seven and a half steps are: above 1 the seventh step can meet a positive one.
+# Seven and a half steps are this much of a group's largest value: above 1 the seventh step can meet a positive one.
 _CLIPS = tuple(1.08 - 0.02 * step for step in range(25))
 _STEPS = 7.5
 # Added to the diagonal, of its mean: without it the inverse of few tokens' moments is noise.
 _DAMPING = 0.01
-# Channels rounded before what they lost is carried to all that are left.
+# Channels rounded before their errors are carried to all that are left.
 _PANEL = 128
 
 
 def fit_int4(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dtype) -> QuantizedMatrix:
-    """Codes for a weight.
+    """int4 codes without zero points for a weight (N, K), finite.
 
-    Args:
-        weight: (N, K), finite.
-        moments: (K, K) float32, the sum of x xᵀ over the inputs x, on the weight's device.
-        group: neighbouring channels that share a scale; divides K.
-        scale_dtype: scales are numbers of this type.
-
-    Returns:
-        int4 without zero points.
+    ``moments`` (K, K) float32 is the sum of x xᵀ over the inputs x; ``group`` neighbouring channels share a scale.
     """
     rows, columns = weight.shape
     left = weight.to(torch.float32).clone()
@@ -70,8 +58,8 @@ def fit_int4(weight: Tensor, moments: Tensor, group: int, scale_dtype: torch.dty
 
 
 def search_scales(weight: Tensor, importance: Tensor, group: int, scale_dtype: torch.dtype) -> Tensor:
-    """Scales (N, K / group), float32: of some that clip more or less, those that lose least by rounding alone, each
-    channel's loss weighted by ``importance`` (K,)."""
+    """Scales (N, K / group), float32: of some that clip more or less, those of least rounding error, each channel's
+    error weighted by ``importance`` (K,)."""
     groups = weight.to(torch.float32).unflatten(1, (-1, group))
     weights = importance.to(torch.float32).clamp(min=0).unflatten(0, (-1, group))
     # A channel that was never used still counts a little: a group of such has to have a scale.
@@ -109,11 +97,7 @@ _GROUPS = (128, 64, 32)
 
 
 def group_size(config: ModelConfig) -> int:
-    """Neighbouring channels that share a scale in four bits: 128 where that divides every input, else less.
-
-    Raises:
-        UnsupportedModelError: not even 32 does.
-    """
+    """Neighbouring channels that share a scale in int4: 128 where that divides every input, else 64 or 32."""
     inputs = {projection.in_features for projection in config.projections(0)}
     for group in _GROUPS:
         if not any(size % group for size in inputs):
@@ -131,85 +115,63 @@ def quantise_weights(
     kind: Kind,
     scale_dtype: torch.dtype,
     progress: Progress,
-    store: Store,
+    stages: Stages = NO_STATE,
 ) -> dict[str, QuantizedMatrix]:
-    """Quantise every projection of ``source`` in place.
+    """Quantise every projection of ``source`` in place; returns the codes by name, on the CPU.
 
-    Args:
-        source: its weights are replaced by the widened codes.
-        tokens: what int4 is fitted to; int8 and fp8 are rounded, with a scale a row.
-        scale_dtype: scales are numbers of this type, that of the file's other weights.
-        store: holds what an interrupted run had found.
-
-    Returns:
-        Name of the projection -> its codes, on the CPU.
+    int4 is fitted to ``tokens``; int8 and fp8 are rounded, with a scale a row. Scales are numbers of ``scale_dtype``.
     """
-    found: dict[str, QuantizedMatrix] = {}
     fitted = kind == "int4"
-    flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep) if fitted else None
-    hidden = flow.start() if flow is not None else []
-    with progress.stage("Quantising", len(source.blocks)) as stage:
-        for block in range(len(source.blocks)):
-            for group in source.config.shared_inputs(block):
-                names = [projection.name for projection in group]
-                saved = {name: store.load(_key(name)) for name in names}
-                moments: Tensor | None = None
-                for name in names:
-                    weight = source.projections[name].weight
-                    shape = (weight.shape[0], weight.shape[1])
-                    data = saved[name]
-                    if data is not None:
-                        codes, scales = unpack(data)
-                        size = group_size(source.config) if fitted else None
-                        matrix = QuantizedMatrix(kind, codes, scales, None, size, shape)
-                    else:
-                        if flow is not None and moments is None:
-                            moments = _moments(source, flow, block, hidden, name)
-                        matrix = _quantised(weight, kind, moments, source.config, scale_dtype)
-                        store.save(_key(name), pack([matrix.codes, matrix.scales]))
-                    weight.copy_(matrix.dequantise(weight.dtype))
-                    found[name] = matrix
-            if flow is not None:
-                hidden = flow.step(block, hidden)
-            stage.advance()
-    return found
+    group = group_size(source.config) if fitted else None
+    matrices: dict[str, QuantizedMatrix] = {}
 
+    def put(name: str, codes: Tensor, scales: Tensor) -> None:
+        weight = source.projections[name].weight
+        matrices[name] = QuantizedMatrix(kind, codes, scales, None, group, (weight.shape[0], weight.shape[1]))
+        weight.copy_(matrices[name].dequantise(weight.dtype))
 
-def _quantised(
-    weight: Tensor, kind: Kind, moments: Tensor | None, config: ModelConfig, scale_dtype: torch.dtype
-) -> QuantizedMatrix:
-    if moments is not None:
-        matrix = fit_int4(weight, moments, group_size(config), scale_dtype)
-    elif kind == "int8":
-        matrix = quantise_int8(weight, scale_dtype=scale_dtype)
-    else:
-        matrix = quantise_fp8(weight, scale_dtype=scale_dtype)
-    return QuantizedMatrix(kind, matrix.codes.cpu(), matrix.scales.cpu(), None, matrix.group, matrix.shape)
+    def compute() -> dict[str, list[Tensor]]:
+        flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep) if fitted else None
+        hidden = flow.start() if flow is not None else []
+        with progress.stage("Quantising", len(source.blocks)) as stage:
+            for block in range(len(source.blocks)):
+                for sharing in source.config.shared_inputs(block):
+                    names = [projection.name for projection in sharing]
+                    # From a pass through the block as it is by now.
+                    moments = _moments(source, flow, block, hidden, names[0]) if flow is not None else None
+                    for name in names:
+                        weight = source.projections[name].weight
+                        if moments is not None:
+                            matrix = fit_int4(weight, moments, group_size(source.config), scale_dtype)
+                        elif kind == "int8":
+                            matrix = quantise_int8(weight, scale_dtype=scale_dtype)
+                        else:
+                            matrix = quantise_fp8(weight, scale_dtype=scale_dtype)
+                        put(name, matrix.codes.cpu(), matrix.scales.cpu())
+                if flow is not None:
+                    hidden = [flow.block(block, batch, h) for batch, h in enumerate(hidden)]
+                stage.advance()
+        return {name: [matrix.codes, matrix.scales] for name, matrix in matrices.items()}
+
+    for name, (codes, scales) in stages.run("weights", compute).items():
+        if name not in matrices:
+            put(name, codes, scales)
+    return matrices
 
 
 def _moments(source: SourceModel, flow: BlockFlow, block: int, hidden: list[Tensor], name: str) -> Tensor:
-    """Sum of x xᵀ (K, K) over the inputs of a projection, from a pass through its block as it is by now."""
+    """Sum of x xᵀ (K, K) over the inputs of a projection."""
     module = source.projections[name]
     total = torch.zeros(module.in_features, module.in_features, device=module.weight.device)
-    with _watched(module, partial(_add, total)):
+
+    def add(_: torch.nn.Module, args: tuple[Tensor, ...]) -> None:
+        rows = args[0].flatten(0, -2).to(torch.float32)
+        total.addmm_(rows.t(), rows)
+
+    handle = module.register_forward_pre_hook(add)
+    try:
         for batch, state in enumerate(hidden):
             flow.block(block, batch, state)
-    return total
-
-
-def _add(total: Tensor, x: Tensor) -> None:
-    rows = x.flatten(0, -2).to(torch.float32)
-    total.addmm_(rows.t(), rows)
-
-
-@contextmanager
-def _watched(module: torch.nn.Module, see: Any) -> Iterator[None]:
-    handle = module.register_forward_pre_hook(lambda _, args: see(args[0]))
-    try:
-        yield
     finally:
         handle.remove()
-
-
-def _key(name: str) -> str:
-    return f"weights/{name}"
+    return total

@@ -1,8 +1,9 @@
-"""transformers' own door: ``from_pretrained(bundle, quantization_config=WisparseConfig())`` loads a sparse model.
+"""Masks on a model's projections: for searches (`MaskedModel`), and for transformers' users (`sparsify`).
 
-Importing this module registers the method, as transformers wants it done; ``from wisparse import WisparseConfig`` does
-that, and ``import wisparse`` alone does not. A bundle's ``config.json`` does not name the method: programs that do not
-know it would refuse the bundle, which they can load dense.
+Importing this module registers ``WisparseConfig`` with transformers, so that
+``from_pretrained(bundle, quantization_config=WisparseConfig())`` loads a sparse model; ``from wisparse import
+WisparseConfig`` does that, and ``import wisparse`` alone does not. A bundle's ``config.json`` does not name the method:
+programs that do not know it would refuse the bundle, which they can load dense.
 """
 
 from __future__ import annotations
@@ -20,30 +21,57 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from wisparse.formats import guard
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.weight_types import PREFILL_POLICIES
 from wisparse.kernels.reference import keep_mask
 
 
-class _Slot:
-    """What one projection's hook reads: no mask while ``threshold`` is None."""
+class _Pass:
+    """What holds for all masks of a model during a forward pass."""
 
-    __slots__ = ("counted", "kept", "scale", "threshold", "width")
+    def __init__(self) -> None:
+        # (B, L) bool: tokens that every mask leaves alone; None: none of them, True: all.
+        self.dense_tokens: Tensor | bool | None = None
+        self.observer: Callable[[str, Tensor], None] | None = None
+        self.replacer: Callable[[str, Tensor], Tensor] | None = None
+        self.counting = False
 
-    def __init__(self, width: int) -> None:
-        self.width = width
-        self.scale: Tensor | None = None
-        self.threshold: Tensor | None = None
+
+class _Mask:
+    """Forward pre-hook of a projection: zero the channels of its input whose score is below the threshold."""
+
+    def __init__(self, name: str, shared: _Pass, scale: Tensor | None = None, threshold: Any = None) -> None:
+        self.name, self.shared = name, shared
+        self.scale = scale  # (K,) float32
+        self.threshold: Any = threshold  # a number, (B, 1, 1) float32, or None for dense
         self.kept: Tensor | None = None
         self.counted = 0
 
-    def follow(self, x: Tensor) -> None:
-        """Move to where the projection is computed, which its weight may not tell while it is kept elsewhere."""
-        if self.scale is not None and self.scale.device != x.device:
-            self.scale = self.scale.to(x.device)
-            self.threshold = self.threshold.to(x.device) if self.threshold is not None else None
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        x, shared = args[0], self.shared
+        if shared.observer is not None:
+            shared.observer(self.name, x)
+        dense = shared.dense_tokens
+        if self.threshold is not None and self.scale is not None and dense is not True:
+            if self.scale.device != x.device:  # a weight that is kept elsewhere does not tell where it is used
+                self.scale = self.scale.to(x.device)
+            if isinstance(self.threshold, Tensor):
+                self.threshold = self.threshold.to(x.device)
+            keep = keep_mask(x, self.scale, self.threshold)
+            dense = dense.to(x.device) if isinstance(dense, Tensor) else None
+            if shared.counting:
+                sparse = keep if dense is None else keep[~dense]
+                self.kept = sparse.sum() if self.kept is None else self.kept + sparse.sum()
+                self.counted += sparse.numel()
+            if dense is not None:
+                keep = keep | dense[..., None]
+            # where, not a product: a dropped Inf must become 0
+            x = torch.where(keep, x, x.new_zeros(()))
+        if shared.replacer is not None:
+            x = shared.replacer(self.name, x)
+        return None if x is args[0] else (x, *args[1:])
 
 
 class MaskedModel:
@@ -54,15 +82,9 @@ class MaskedModel:
 
     def __init__(self, projections: Mapping[str, nn.Linear]) -> None:
         self.projections = dict(projections)
-        self._dense_tokens: Tensor | None = None
-        self._slots = {name: _Slot(module.in_features) for name, module in self.projections.items()}
-        self._observer: Callable[[str, Tensor], None] | None = None
-        self._replacer: Callable[[str, Tensor], Tensor] | None = None
-        self._counting = False
-        self._handles: list[Any] = [
-            module.register_forward_pre_hook(self._hook(name, self._slots[name]))
-            for name, module in self.projections.items()
-        ]
+        self._shared = _Pass()
+        self._masks = {name: _Mask(name, self._shared) for name in self.projections}
+        self._handles = [module.register_forward_pre_hook(self._masks[n]) for n, module in self.projections.items()]
 
     def __enter__(self) -> MaskedModel:
         return self
@@ -76,30 +98,28 @@ class MaskedModel:
             handle.remove()
         self._handles.clear()
 
-    # ------------------------------------------------------------------ what is masked
-
     def set_scale(self, name: str, channel_scale: Tensor) -> None:
         """Put ``channel_scale`` (K,) float32 on a projection."""
-        slot = self._slots[name]
-        if channel_scale.shape != (slot.width,):
-            raise UsageError(f"{name}: expected channel_scale ({slot.width},), found {tuple(channel_scale.shape)}")
-        weight = self.projections[name].weight
-        device = channel_scale.device if weight.is_meta else weight.device
-        slot.scale = channel_scale.to(device=device, dtype=torch.float32)
+        module = self.projections[name]
+        if channel_scale.shape != (module.in_features,):
+            expected, found = (module.in_features,), tuple(channel_scale.shape)
+            raise UsageError(f"{name}: expected channel_scale {expected}, found {found}")
+        device = channel_scale.device if module.weight.is_meta else module.weight.device
+        self._masks[name].scale = channel_scale.to(device=device, dtype=torch.float32)
 
     def set_threshold(self, name: str, threshold: float | Tensor | None) -> None:
         """Mask a projection at ``threshold``; None or 0 leaves it dense.
 
-        A tensor (B,) gives every sequence of the batch its own threshold, so that candidates run side by side.
+        A tensor (B,) gives every sequence of the batch its own threshold: candidates share one forward pass.
         """
-        slot = self._slots[name]
+        mask = self._masks[name]
         if threshold is None or (not isinstance(threshold, Tensor) and threshold == 0):
-            slot.threshold = None
+            mask.threshold = None
             return
-        if slot.scale is None:
+        if mask.scale is None:
             raise UsageError(f"{name}: a threshold was set before its channel_scale; call set_scale first")
-        value = torch.as_tensor(threshold, dtype=torch.float32, device=slot.scale.device)
-        slot.threshold = value.view(-1, 1, 1) if value.ndim else value
+        value = torch.as_tensor(threshold, dtype=torch.float32, device=mask.scale.device)
+        mask.threshold = value.view(-1, 1, 1) if value.ndim else value
 
     def set_thresholds(self, thresholds: Mapping[str, float | Tensor | None]) -> None:
         """`set_threshold` for every entry; projections not named keep theirs."""
@@ -108,8 +128,8 @@ class MaskedModel:
 
     def clear(self) -> None:
         """Every projection dense again; scales stay."""
-        for slot in self._slots.values():
-            slot.threshold = None
+        for mask in self._masks.values():
+            mask.threshold = None
 
     @contextmanager
     def masking(self, thresholds: Mapping[str, float | Tensor | None]) -> Iterator[None]:
@@ -124,79 +144,45 @@ class MaskedModel:
     def sparing(self, dense_tokens: Tensor | None) -> AbstractContextManager[None]:
         """Within the context, every mask leaves ``dense_tokens`` (B, L) bool alone.
 
-        This is how the first token of a sequence, padding, or the dense half of a prompt is kept dense: by a mask that
-        travels with the batch, never by a position.
+        Keeps the first token of a sequence, padding, or the dense half of a prompt dense, wherever they are.
         """
-        return self._during("_dense_tokens", dense_tokens)
-
-    # ------------------------------------------------------------------ what is observed
+        return self._during("dense_tokens", dense_tokens)
 
     def observing(self, observer: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
         """Within the context, ``observer(name, x)`` sees every projection's input before the mask, (B, L, K)."""
-        return self._during("_observer", observer)
+        return self._during("observer", observer)
 
     def replacing(self, replacer: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[None]:
         """Within the context, a projection multiplies ``replacer(name, x)`` where x (B, L, K) is its masked input."""
-        return self._during("_replacer", replacer)
+        return self._during("replacer", replacer)
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
         """Count dropped channels over the tokens that `sparing` does not leave alone.
 
-        Yields a function that returns, per projection, the fraction of (token, channel) pairs dropped so far: the
-        realised sparsity.
+        Yields a function that returns, per projection, the realised sparsity so far: the fraction of (token, channel)
+        pairs that were dropped.
         """
-        for slot in self._slots.values():
-            slot.kept, slot.counted = None, 0
-        self._counting = True
-        try:
-            yield self._realised
-        finally:
-            self._counting = False
+        for mask in self._masks.values():
+            mask.kept, mask.counted = None, 0
+
+        def realised() -> dict[str, float]:
+            return {
+                name: 0.0 if mask.kept is None or not mask.counted else 1.0 - int(mask.kept) / mask.counted
+                for name, mask in self._masks.items()
+            }
+
+        with self._during("counting", True):
+            yield realised
 
     @contextmanager
     def _during(self, attribute: str, value: Any) -> Iterator[None]:
-        before = getattr(self, attribute)
-        setattr(self, attribute, value)
+        before = getattr(self._shared, attribute)
+        setattr(self._shared, attribute, value)
         try:
             yield
         finally:
-            setattr(self, attribute, before)
-
-    def _realised(self) -> dict[str, float]:
-        return {
-            name: 0.0 if slot.kept is None or not slot.counted else 1.0 - int(slot.kept) / slot.counted
-            for name, slot in self._slots.items()
-        }
-
-    # ------------------------------------------------------------------ the hook
-
-    def _hook(self, name: str, slot: _Slot) -> Callable[[nn.Module, tuple], tuple | None]:
-        def mask_input(module: nn.Module, args: tuple) -> tuple | None:
-            x = args[0]
-            if self._observer is not None:
-                self._observer(name, x)
-            # set_threshold refuses one without a scale
-            if slot.threshold is not None and slot.scale is not None:
-                slot.follow(x)
-                keep = keep_mask(x, slot.scale, slot.threshold)
-                if self._counting:
-                    self._count(slot, keep)
-                if self._dense_tokens is not None:
-                    keep = keep | self._dense_tokens[..., None].to(keep.device)
-                # where, not a product: a dropped Inf must become 0
-                x = torch.where(keep, x, x.new_zeros(()))
-            if self._replacer is not None:
-                x = self._replacer(name, x)
-            return None if x is args[0] else (x, *args[1:])
-
-        return mask_input
-
-    def _count(self, slot: _Slot, keep: Tensor) -> None:
-        sparse = keep if self._dense_tokens is None else keep[~self._dense_tokens.to(keep.device)]
-        kept = sparse.sum()
-        slot.kept = kept if slot.kept is None else slot.kept + kept
-        slot.counted += sparse.numel()
+            setattr(self._shared, attribute, before)
 
 
 _HANDLES = "_wisparse_handles"
@@ -220,8 +206,8 @@ def sparsify(
     Args:
         model: e.g. ``AutoModelForCausalLM.from_pretrained(bundle)``.
         bundle: a folder, a Hub id, or an opened bundle.
-        sparsity: one of the bundle's sparsity levels, or 0 for no masks; None: the sparsity level in force of an opened bundle, else the
-            default.
+        sparsity: one of the bundle's sparsity levels, or 0 for no masks; None: the level in force of an opened bundle,
+            else the default.
         prefill: ``dense``, ``half`` (the last half of each prompt is sparse) or ``all``. A forward pass with several
             new tokens, or on an empty cache, counts as a prompt; a pass with one new token is always sparse. So
             ``generate(use_cache=False)``, where every pass is a prompt, is not sparse under ``dense``.
@@ -246,17 +232,22 @@ def sparsify(
         bundle = bundle.at(sparsity)
     projections = _find_projections(model, bundle)
     desparsify(model)
-    watch = _Watch(prefill)
-    found: Any = model  # whose type brings what the search above has asked for
-    handles = [found.get_decoder().register_forward_pre_hook(watch, with_kwargs=True)]
+    shared, found = _Pass(), model
+    decoder: Any = found.get_decoder()  # type: ignore[attr-defined]
+
+    def choose_tokens(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        shared.dense_tokens = _dense_tokens(prefill, args, kwargs)
+
+    handles = [decoder.register_forward_pre_hook(choose_tokens, with_kwargs=True)]
     for name, module in projections.items():
         mask = bundle.masks[name]
         if mask.sparsity > 0:
-            handles.append(module.register_forward_pre_hook(_Drop(mask, watch)))
+            handles.append(module.register_forward_pre_hook(_Mask(name, shared, mask.channel_scale, mask.threshold)))
     setattr(model, _HANDLES, handles)
     # transformers copies the entry into whatever it saves, where it would promise a sidecar that is not there.
-    if "wisparse" in vars(found.config):
-        del found.config.wisparse
+    config: Any = found.config  # type: ignore[attr-defined]
+    if "wisparse" in vars(config):
+        del config.wisparse
     return model
 
 
@@ -267,62 +258,27 @@ def desparsify(model: M) -> M:
     return model
 
 
-class _Watch:
-    """Pre-hook of the decoder: which tokens of this forward pass are sparse.
-
-    ``sparse`` is True (all), False (none) or a bool tensor (B, L).
-    """
-
-    def __init__(self, prefill: str) -> None:
-        self.prefill = prefill
-        self.sparse: bool | Tensor = False
-
-    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        if tokens is None:
-            tokens = kwargs["inputs_embeds"]
-        count = tokens.shape[1]
-        cache = kwargs.get("past_key_values")
-        past = 0 if cache is None else int(cache.get_seq_length())
-        if self.prefill == "all" or (count == 1 and past > 0):
-            self.sparse = True
-        elif self.prefill == "dense":
-            self.sparse = False
-        else:
-            self.sparse = _last_half(kwargs.get("attention_mask"), tokens.shape[0], count, tokens.device)
-
-
-def _last_half(attention_mask: Any, batch: int, count: int, device: torch.device) -> Tensor:
-    """(B, L) bool: the last L // 2 tokens of every sequence, padding left out of the count."""
+def _dense_tokens(prefill: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | bool | None:
+    """Which tokens of a decoder's forward pass stay dense: see `_Pass`."""
+    tokens = kwargs.get("input_ids", args[0] if args else None)
+    if tokens is None:
+        tokens = kwargs["inputs_embeds"]
+    batch, count = tokens.shape[:2]
+    cache = kwargs.get("past_key_values")
+    past = 0 if cache is None else int(cache.get_seq_length())
+    if prefill == "all" or (count == 1 and past > 0):
+        return None
+    if prefill == "dense":
+        return True
+    attention_mask = kwargs.get("attention_mask")
     if isinstance(attention_mask, Tensor) and attention_mask.dim() == 2:
-        real = attention_mask[:, -count:].to(device=device, dtype=torch.bool)
+        real = attention_mask[:, -count:].to(device=tokens.device, dtype=torch.bool)
     else:
-        real = torch.ones(batch, count, dtype=torch.bool, device=device)
+        real = torch.ones(batch, count, dtype=torch.bool, device=tokens.device)
     lengths = real.sum(dim=1, keepdim=True)
     position = real.cumsum(dim=1) - 1
-    return real & (position >= lengths - lengths // 2)
-
-
-class _Drop:
-    """Pre-hook of a projection: zero the channels of its input that the mask drops, on the sparse tokens."""
-
-    def __init__(self, mask: ProjectionMask, watch: _Watch) -> None:
-        self.channel_scale = mask.channel_scale
-        self.threshold = mask.threshold
-        self.watch = watch
-
-    def __call__(self, module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
-        sparse = self.watch.sparse
-        if sparse is False:
-            return None
-        x = args[0]
-        if self.channel_scale.device != x.device:
-            self.channel_scale = self.channel_scale.to(x.device)  # stays there: a projection sees one device
-        keep = keep_mask(x, self.channel_scale, self.threshold)
-        if isinstance(sparse, Tensor):
-            keep = keep | ~sparse.to(x.device)[..., None]
-        # where, not a product: a dropped Inf must become 0
-        return (torch.where(keep, x, x.new_zeros(())), *args[1:])
+    # The last length // 2 tokens of every sequence are sparse; padding is not counted.
+    return ~(real & (position >= lengths - lengths // 2))
 
 
 def _find_projections(model: Any, bundle: Bundle) -> dict[str, nn.Module]:
@@ -360,11 +316,7 @@ _METHOD = "wisparse"
 
 
 class WisparseConfig(QuantizationConfigMixin):
-    """Load a bundle sparse.
-
-    Args:
-        prefill: which tokens of a prompt are sparse, as in ``wisparse.sparsify``.
-    """
+    """Load a bundle sparse; ``prefill`` is that of ``wisparse.sparsify``."""
 
     def __init__(self, prefill: str = "dense", **_: Any) -> None:
         guard.choice("prefill", prefill, PREFILL_POLICIES)

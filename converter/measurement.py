@@ -2,8 +2,8 @@
 
     quality        KL, perplexity and agreement on text the search has not seen, every token sparse
     sensitivity    KL with one block sparse at a time
-    curve          quality at every sparsity level; where there is one, at other sparsities too: same scales, the target's spread
-                   over the projections in proportion
+    curve          quality at every sparsity level; where there is one, at other sparsities too: same scales, the
+                   target's spread over the projections in proportion
 
 The text is made as the calibration text was, with another seed. What the model writes itself is new then; a small
 corpus may give passages that were calibrated on, and the report says where the text came from.
@@ -23,59 +23,18 @@ from torch import Tensor
 from wisparse.formats.errors import AccessError, CalibrationError
 
 from .calibration import load_calibration
+from .calibration_state import CalibrationState
 from .documents import CalibrationTokens
 from .evaluation import Quality, evaluate_text
 from .masking import MaskedModel
 from .processes import Progress
 from .search.search import SearchResult
 from .source import SourceModel
-from .workbench import Workbench
+
+_log = logging.getLogger("wisparse")
 
 # The curves of the paper's Fig. 2.
 LEVELS = (0.4, 0.5, 0.6)
-
-
-@dataclass(frozen=True)
-class BlockSensitivity:
-    """KL in nats per token with one block sparse.
-
-    Attributes:
-        levels: the sparsities tried.
-        kl: per level, one value per block.
-        num_tokens: tokens the values are means over.
-    """
-
-    levels: tuple[float, ...]
-    kl: tuple[tuple[float, ...], ...]
-    num_tokens: int
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
-        return asdict(self)
-
-
-@torch.no_grad()
-def block_sensitivity(
-    bench: Workbench, levels: Sequence[float] = LEVELS, advance: Callable[[], None] = lambda: None
-) -> BlockSensitivity:
-    """Measure every block: blocks x levels runs of, on average, half the model over the bench's tokens.
-
-    Args:
-        bench: with a scale on every projection; its tables are built here.
-        levels: sparsities to try.
-        advance: called after every block.
-    """
-    table = []
-    for view in bench.blocks():
-        view.build_tables()
-        table.append(
-            [bench.kl(dict.fromkeys(view.names, level), start=view.index, hidden=view.hidden) for level in levels]
-        )
-        advance()
-    return BlockSensitivity(tuple(levels), tuple(zip(*table, strict=True)), bench.flow.num_counted)
-
-
-_log = logging.getLogger("wisparse")
 
 # Far from any seed that a person chooses beside the calibration's.
 _SEED_OFFSET, _CHOICE_SEED_OFFSET = 1_000_003, 2_000_003
@@ -84,11 +43,35 @@ _SENSITIVITY_TOKENS = 1024
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """See the module's text; ``text`` says in words what the quality was measured on.
+class BlockSensitivity:
+    """KL in nats per token with one block sparse: per level, one value per block, each a mean over ``num_tokens``."""
 
-    There is no ``sensitivity`` where none was asked for; the curve has the sparsity levels too.
-    """
+    levels: tuple[float, ...]
+    kl: tuple[tuple[float, ...], ...]
+    num_tokens: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def block_sensitivity(
+    calib: CalibrationState, levels: Sequence[float] = LEVELS, advance: Callable[[], None] = lambda: None
+) -> BlockSensitivity:
+    """Measure every block: blocks x levels runs of, on average, half the model. Every projection has a scale."""
+    table = []
+    for view in calib.blocks():
+        view.build_tables()
+        table.append(
+            [calib.kl(dict.fromkeys(view.names, level), start=view.index, hidden=view.hidden) for level in levels]
+        )
+        advance()
+    return BlockSensitivity(tuple(levels), tuple(zip(*table, strict=True)), calib.flow.num_counted)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Quality by sparsity level, and of the curve's sparsities; ``text`` says what it was measured on."""
 
     levels: Mapping[float, Quality]
     text: str
@@ -97,16 +80,9 @@ class Measurement:
 
 
 class MaskedLogits:
-    """A search's outcome as the callable that `evaluate_text` takes, and as its counter.
+    """A search's result as the callable, and the counter, that `evaluate_text` takes; a context manager.
 
-    Args:
-        source: the dense model.
-        result: of the search.
-
-    Attributes:
-        thresholds: by projection; those of the result, until others are put there.
-
-    Use as a context manager: the masks come off again at the end.
+    ``thresholds`` by projection are those of the result, until others are put there.
     """
 
     def __init__(self, source: SourceModel, result: SearchResult) -> None:
@@ -154,79 +130,78 @@ def measure(
     default: float,
     calibration: str | Sequence[str] = "self",
     sensitivity: bool = True,
+    fresh: CalibrationTokens | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure the searches' outcomes.
+    """Measure what searches on ``tokens``, which came from ``calibration``, found by sparsity.
 
     Args:
-        source: the dense model, not masked.
-        tokens: what the searches were made on.
-        results: what they found, by sparsity.
         default: the sparsity level whose scales the sensitivity is measured with.
-        calibration: where the tokens came from, as for `load_calibration`.
         sensitivity: whether to make one block sparse at a time as well, which on a CPU can take as long as the search.
+        fresh: the text of `fresh_text`, if it is there already.
     """
     progress = progress or Progress(enabled=False)
-    fresh, text = _fresh_text(source, tokens, calibration, progress)
+    num_samples, seq_len, seed = fresh_text(tokens.num_samples, tokens.seq_len, tokens.seed)
+    try:
+        if fresh is None:
+            fresh = load_calibration(calibration, source.tokenizer, source.model, num_samples, seq_len, seed, progress)
+        text = f"{fresh.source}, with another seed than the calibration's"
+        if fresh.source == "self":
+            text = "text that the model wrote, not what it was calibrated on"
+    except (AccessError, CalibrationError) as error:
+        # A data set that has gone since must not cost the search's result.
+        _log.warning("quality is measured on the calibration text itself, which flatters it: %s", error)
+        fresh, text = _beginnings(tokens, num_samples, seq_len), "the calibration text itself"
+    dense: dict[bytes, Tensor] = {}  # the same at every level
+
+    @torch.no_grad()
+    def dense_logits(ids: Tensor, _: int) -> Tensor:
+        key = ids.numpy().tobytes()
+        if key not in dense:
+            dense[key] = source.model(input_ids=ids.to(source.device)[None], use_cache=False).logits[0].float()
+        return dense[key]
+
     levels, others = {}, {}
     passes = sum(1 + len(result.thresholds_at) for result in results.values())
     with progress.stage("Measuring", fresh.num_samples * passes) as stage:
         for target, result in sorted(results.items()):
             with MaskedLogits(source, result) as logits:
-
-                def quality(logits: MaskedLogits = logits) -> Quality:
-                    return evaluate_text(logits, fresh.input_ids, ["all"], counter=logits, advance=stage.advance)["all"]
-
-                levels[target] = quality()
-                for sparsity, logits.thresholds in result.thresholds_at.items():
-                    others[sparsity] = quality()
-    by_block = _sensitivity(source, tokens, results[default], progress) if sensitivity else None
+                for sparsity, thresholds in {target: logits.thresholds, **result.thresholds_at}.items():
+                    logits.thresholds = thresholds
+                    found = evaluate_text(
+                        logits,
+                        fresh.input_ids,
+                        ["all"],
+                        reference=dense_logits,
+                        counter=logits,
+                        advance=stage.advance,
+                    )["all"]
+                    (levels if sparsity == target else others)[sparsity] = found
+    by_block = None
+    if sensitivity:
+        few = min(4, tokens.num_samples)  # enough for a figure that nothing is decided by
+        with CalibrationState(source, _beginnings(tokens, few, _SENSITIVITY_TOKENS // few)) as calib:
+            for name in calib.names:
+                calib.set_scale(name, results[default].channel_scales[name])
+            with progress.stage("Block sensitivity", len(calib.groups)) as stage:
+                by_block = block_sensitivity(calib, advance=stage.advance)
     return Measurement(levels, text, by_block, tuple(sorted({**others, **levels}.items())))
+
+
+def fresh_text(num_samples: int, seq_len: int, seed: int) -> tuple[int, int, int]:
+    """Size and seed of the text to measure on, from those of the calibration text."""
+    return min(_SAMPLES, num_samples), min(_SEQ_LEN, seq_len), seed + _SEED_OFFSET
+
+
+def _beginnings(tokens: CalibrationTokens, num_samples: int, seq_len: int) -> CalibrationTokens:
+    cut = slice(num_samples), slice(seq_len)
+    return replace(tokens, input_ids=tokens.input_ids[cut], keep=tokens.keep[cut])
 
 
 def choice_text(
     source: SourceModel, tokens: CalibrationTokens, calibration: str | Sequence[str], progress: Progress
 ) -> CalibrationTokens:
-    """Another text of the calibration's size, for `choose`.
-
-    Raises:
-        AccessError, CalibrationError: there is none: then nothing can be chosen by it.
-    """
+    """Another text of the calibration's size, for `choose`; without one nothing can be chosen by it."""
     seed = tokens.seed + _CHOICE_SEED_OFFSET
     shape = (tokens.num_samples, tokens.seq_len)
     return load_calibration(calibration, source.tokenizer, source.model, *shape, seed, progress)
-
-
-def _sensitivity(
-    source: SourceModel, tokens: CalibrationTokens, result: SearchResult, progress: Progress
-) -> BlockSensitivity:
-    with Workbench(source, _few(tokens)) as bench:
-        for name in bench.names:
-            bench.set_scale(name, result.channel_scales[name])
-        with progress.stage("Block sensitivity", len(bench.groups)) as stage:
-            return block_sensitivity(bench, advance=stage.advance)
-
-
-def _few(tokens: CalibrationTokens) -> CalibrationTokens:
-    """The beginnings of some sequences: enough for a figure that nothing is decided by."""
-    num_samples = min(4, tokens.num_samples)
-    seq_len = min(tokens.seq_len, _SENSITIVITY_TOKENS // num_samples)
-    return replace(tokens, input_ids=tokens.input_ids[:num_samples, :seq_len], keep=tokens.keep[:num_samples, :seq_len])
-
-
-def _fresh_text(
-    source: SourceModel, tokens: CalibrationTokens, calibration: str | Sequence[str], progress: Progress
-) -> tuple[CalibrationTokens, str]:
-    """Tokens that were not calibrated on, and what they are in words."""
-    num_samples, seq_len = min(_SAMPLES, tokens.num_samples), min(_SEQ_LEN, tokens.seq_len)
-    seed = tokens.seed + _SEED_OFFSET
-    try:
-        fresh = load_calibration(calibration, source.tokenizer, source.model, num_samples, seq_len, seed, progress)
-    except (AccessError, CalibrationError) as error:
-        # A data set that has gone since must not cost the search's result.
-        _log.warning("quality is measured on the calibration text itself, which flatters it: %s", error)
-        ids, keep = tokens.input_ids[:num_samples, :seq_len], tokens.keep[:num_samples, :seq_len]
-        return CalibrationTokens(ids, keep, tokens.source, tokens.seed), "the calibration text itself"
-    if fresh.source == "self":
-        return fresh, "text that the model wrote, not what it was calibrated on"
-    return fresh, f"{fresh.source}, with another seed than the calibration's"

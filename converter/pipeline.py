@@ -40,12 +40,13 @@ from .calibration import load_calibration
 from .choice import Budget, Choice, choose
 from .documents import CalibrationTokens
 from .gptq import quantise_weights
-from .measurement import choice_text, measure
+from .measurement import choice_text, fresh_text, measure
 from .preflight import Plan, check_places, check_resources, preflight
 from .processes import Processes, Progress, joined
 from .report import Report
 from .rotation import Turned, rotate
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
+from .self_calibration import write_calibration
 from .settings import MAX_SPARSITY, ConvertSettings
 from .source import SourceModel, load_source, small_digests, weight_digests
 from .source_config import full_config
@@ -167,12 +168,16 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         with progress.stage("Loading the model"):
             source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
             processes.gather(None)
-        tokens = plan.tokens or _self_calibration(source, settings, stages, progress, processes)
+        tokens, texts = plan.tokens, {}
+        if tokens is None:
+            texts = _self_texts(source, settings, stages, progress, processes)
+            tokens = texts["calibration"]
         rotated = None
         if settings.rotation != "none":
-            # Another text than the calibration's, half as long: directions need less of it than thresholds.
-            shape = (-(-tokens.num_samples // 2), tokens.seq_len, tokens.seed + _DIRECTIONS_SEED_OFFSET)
+            shape = _directions_text(tokens.num_samples, tokens.seq_len, tokens.seed)
             text = partial(load_calibration, settings.calibration, source.tokenizer, source.model, *shape, progress)
+            if "rotation" in texts:
+                text = partial(texts.__getitem__, "rotation")
             rotated = rotate(source, checkpoint, tokens, text, progress, stages, processes)
             source, checkpoint = rotated.source, rotated.checkpoint
         if settings.weights != "native":  # `source` computes with the quantized weights from here on
@@ -189,6 +194,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             default=settings.default_of(results),
             calibration=settings.calibration,
             sensitivity=settings.full_report(plan.device.type),
+            fresh=texts.get("measurement"),
             progress=progress,
         )
         del source  # the writer copies from the files and needs its memory more than a model does
@@ -244,19 +250,29 @@ def _is_complete(settings: ConvertSettings, fingerprint: dict[str, Any]) -> bool
     return True
 
 
-def _self_calibration(
+def _directions_text(num_samples: int, seq_len: int, seed: int) -> tuple[int, int, int]:
+    """Another text than the calibration's, half as long: directions need less of it than thresholds."""
+    return -(-num_samples // 2), seq_len, seed + _DIRECTIONS_SEED_OFFSET
+
+
+def _self_texts(
     source: SourceModel, settings: ConvertSettings, stages: Stages, progress: Progress, processes: Processes
-) -> CalibrationTokens:
-    """The text that the model writes, by the first process."""
+) -> dict[str, CalibrationTokens]:
+    """What the model writes, by the first process and side by side: to calibrate, rotate and measure on."""
+    size = settings.num_samples, settings.length, settings.seed
+    sizes = {"calibration": size, "measurement": fresh_text(*size)}
+    if settings.rotation != "none":
+        sizes["rotation"] = _directions_text(*size)
 
-    def write() -> list[list[int]]:
-        shape = (settings.num_samples, settings.length, settings.seed)
-        if not processes.leads:
-            return processes.broadcast([])
-        tokens = load_calibration("self", source.tokenizer, source.model, *shape, progress)
-        return processes.broadcast(tokens.input_ids.tolist())
+    def write() -> dict[str, list[list[int]]]:
+        rows = {}
+        if processes.leads:
+            found = write_calibration(source.model, source.tokenizer, list(sizes.values()), progress)
+            rows = {name: one.input_ids.tolist() for name, one in zip(sizes, found, strict=True)}
+        return processes.broadcast(rows)
 
-    return CalibrationTokens.from_rows(stages.run("calibration", write), "self", settings.seed)
+    rows = stages.run("texts", write)
+    return {name: CalibrationTokens.from_rows(rows[name], "self", seed) for name, (_, _, seed) in sizes.items()}
 
 
 def _search(

@@ -1,13 +1,11 @@
-"""Several processes at one conversion, one per GPU: who does what, and how it comes together.
+"""Progress bars, and several processes at one conversion, one per GPU.
 
     torchrun --nproc-per-node 4 -m wisparse convert MODEL
 
 Every process holds the model and runs the same code in lockstep; units of work are dealt out, and their outcomes are
-exchanged. Nothing depends on how many there are: a unit is computed by one process as it would be alone, counts are
-integers, and sums of floats are taken in one order by everybody. So the bundle has the bytes of a single process.
-
-The first process alone reads and writes state, shows progress, measures and writes the bundle. If any of them fails,
-all end, and the user reads one message.
+exchanged. A unit is computed by one process as it would be alone, counts are integers, and sums of floats are taken in
+one order by all, so the bundle has the bytes of a single process. The first process alone reads and writes state, shows
+progress, measures and writes the bundle. If any of them fails, all end, and the user reads one message.
 """
 
 from __future__ import annotations
@@ -36,19 +34,18 @@ from rich.progress import Progress as Bars
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError, WisparseError
-from wisparse.formats.machine import Place, torchrun_place
+from wisparse.formats.machine import torchrun_place
 
 _log = logging.getLogger("wisparse")
 
 
 class Stage:
-    """One running stage; made by `Progress.stage`."""
+    """One running stage."""
 
     def __init__(self, bars: Bars | None, task: Any) -> None:
         self._bars, self._task = bars, task
 
     def advance(self, steps: int = 1) -> None:
-        """Another ``steps`` units of work are done."""
         if self._bars is not None:
             self._bars.advance(self._task, steps)
 
@@ -59,14 +56,7 @@ class Stage:
 
 
 class Progress:
-    """Where stages report.
-
-    Args:
-        enabled: True draws bars, False draws nothing, None draws if stderr is a terminal.
-
-    Attributes:
-        seconds: stage title -> wall-clock seconds spent in it, in the order of the first start; see `take_seconds`.
-    """
+    """Where stages report: bars if ``enabled``, by default if stderr is a terminal, and wall-clock ``seconds`` by title."""
 
     def __init__(self, enabled: bool | None = None) -> None:
         self.seconds: dict[str, float] = {}
@@ -119,16 +109,11 @@ _FAILED = "wisparse/failed"
 
 
 class Processes:
-    """This process among ``size`` that work together; made by `joined`, or `ALONE`.
-
-    Attributes:
-        index: which one this is, from 0; the first one leads.
-        size: how many there are.
-    """
+    """Process ``index`` of ``size`` that work together; made by `joined`, or `ALONE`. The first one leads."""
 
     def __init__(self, index: int = 0, size: int = 1, objects: Any = None) -> None:
         self.index, self.size = index, size
-        self._objects = objects
+        self._objects = objects  # the process group for Python objects
 
     @property
     def leads(self) -> bool:
@@ -142,18 +127,16 @@ class Processes:
 
     def gather(self, value: T) -> list[T]:
         """What every process gives, in their order; everybody gets all of it."""
-        if self.size == 1:
-            return [value]
-        found: list[Any] = [None] * self.size
-        torch.distributed.all_gather_object(found, value, group=self._objects)
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            torch.distributed.all_gather_object(found, value, group=self._objects)
         return found
 
     def broadcast(self, value: T) -> T:
         """What the first process gives."""
-        if self.size == 1:
-            return value
         box = [value]
-        torch.distributed.broadcast_object_list(box, src=0, group=self._objects)
+        if self.size > 1:
+            torch.distributed.broadcast_object_list(box, src=0, group=self._objects)
         return box[0]
 
     def rounds(self, count: int) -> Iterator[list[int]]:
@@ -165,53 +148,32 @@ class Processes:
             mine = list(range(first, min(first + self.size, count)))
             yield mine if (first // self.size) % 2 == 0 else mine[::-1]
 
+    def in_order(self, values: Sequence[T]) -> list[T]:
+        """What every process found for its own items (every ``size``-th one), in the order of all items."""
+        found = self.gather(list(values))
+        return [found[i % self.size][i // self.size] for i in range(sum(len(one) for one in found))]
+
     def spread(self, items: Sequence[Any], compute: Callable[[Any], T]) -> list[T]:
         """``compute`` of every item, each by one process; in the order of the items."""
-        if self.size == 1:
-            return [compute(item) for item in items]
-        found = self.gather([compute(item) for item in items[self.index :: self.size]])
-        return [found[i % self.size][i // self.size] for i in range(len(items))]
+        return self.in_order([compute(item) for item in items[self.index :: self.size]])
 
     def spread_tensors(
         self, items: Sequence[Any], compute: Callable[[Any], Tensor], length: int, device: torch.device
     ) -> list[Tensor]:
         """As `spread`, of float64 vectors of one length: exchanged between devices, without a copy on the CPU."""
+        if self.size == 1:
+            return [compute(item) for item in items]
         found: list[Tensor] = []
         for first in range(0, len(items), self.size):
             mine = items[first + self.index] if first + self.index < len(items) else None
             vector = torch.zeros(length, dtype=torch.float64, device=device) if mine is None else compute(mine)
-            parts = [vector]
-            if self.size > 1:
-                parts = [torch.empty_like(vector) for _ in range(self.size)]
-                torch.distributed.all_gather(parts, vector)
+            parts = [torch.empty_like(vector) for _ in range(self.size)]
+            torch.distributed.all_gather(parts, vector)
             found += parts[: len(items) - first]
         return found
 
-    def rows(self, count: int, size: int) -> list[int]:
-        """Which of ``count`` rows are this process's, dealt out in micro-batches of ``size``."""
-        return [row for row in range(count) if row // size % self.size == self.index]
-
-    def in_order(self, values: Sequence[T]) -> list[T]:
-        """What every process found for its own micro-batches, in the order of all micro-batches."""
-        found = self.gather(list(values))
-        return [found[i % self.size][i // self.size] for i in range(sum(len(one) for one in found))]
-
 
 ALONE = Processes()
-
-
-class LeadersStore:
-    """The first process's state, as all of them see it: it alone touches the disk."""
-
-    def __init__(self, own: Any, processes: Processes) -> None:
-        self._own, self._processes = own, processes
-
-    def load(self, key: str) -> bytes | None:
-        return self._processes.broadcast(self._own.load(key) if self._processes.leads else None)
-
-    def save(self, key: str, data: bytes) -> None:
-        if self._processes.leads:
-            self._own.save(key, data)
 
 
 @contextmanager
@@ -220,12 +182,6 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
 
     An error in any process ends all of them: it is raised in the one where it happened and the others leave without a
     word, with its exit code.
-
-    Args:
-        device: as `choose_device` takes it: ``auto``, ``cuda`` or ``cpu``.
-
-    Raises:
-        UsageError: processes of several machines, a device that several cannot have, more processes than GPUs.
     """
     place = torchrun_place()
     index, size = place.index, place.size
@@ -233,7 +189,22 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
         yield ALONE, device
         return
     try:
-        device = _own_device(device, place)
+        if place.local_size != size:
+            raise UsageError("processes of several machines cannot convert together; start all of them on one")
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        if device not in ("cpu", "cuda"):
+            raise UsageError(
+                f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto"
+            )
+        if device == "cuda":
+            if size > torch.cuda.device_count():
+                raise UsageError(
+                    f"{size} processes, but {torch.cuda.device_count()} GPU(s); start as many as there are GPUs: "
+                    f"torchrun --nproc-per-node {torch.cuda.device_count()} …"
+                )
+            torch.cuda.set_device(place.local)
+            device = f"cuda:{place.local}"
     except UsageError as error:
         if index:
             time.sleep(30)  # the first one says it, and all are ended
@@ -262,25 +233,6 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
         processes.gather(None)  # the first one is still writing
         watch.stop()
         distributed.destroy_process_group()
-
-
-def _own_device(device: str, place: Place) -> str:
-    size = place.size
-    if place.local_size != size:
-        raise UsageError("processes of several machines cannot convert together; start all of them on one")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto")
-    if device == "cpu":
-        return device
-    if size > torch.cuda.device_count():
-        raise UsageError(
-            f"{size} processes, but {torch.cuda.device_count()} GPU(s); start as many as there are GPUs: "
-            f"torchrun --nproc-per-node {torch.cuda.device_count()} …"
-        )
-    torch.cuda.set_device(place.local)
-    return f"cuda:{place.local}"
 
 
 class _Watch:

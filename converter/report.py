@@ -17,9 +17,9 @@ from wisparse.formats.card import CARD, REPORT, Inherited, render_card
 from wisparse.formats.manifest import Recipe, SparsityLevel
 from wisparse.formats.model_config import ModelConfig, Projection
 
-from .budget import mean_sparsity
 from .evaluation import Quality
 from .measurement import Measurement
+from .search.allocation import mean_sparsity
 
 REPORT_VERSION = 1
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from .masking import MaskedModel
 from .processes import ALONE, Processes, Progress
 from .sensitivity import kl_rows
 from .source import SourceModel
-from .state import NO_STATE, Store, pack, unpack
+from .state import NO_STATE, Stages
 
 _EMBEDDING = "model.embed_tokens.weight"
 _FINAL_NORM = "model.norm.weight"
@@ -105,7 +106,7 @@ def find_rotation(
 
     with MaskedModel(source.projections) as masked, masked.observing(observe), torch.no_grad():
         for batch in range(flow.num_batches):
-            flow.finish(0, batch, flow.start()[batch])
+            flow.final(batch)
             advance()
     return Rotation(_directions(total), tuple(_directions(one) for one in of_heads))
 
@@ -227,7 +228,7 @@ def rotate(
     tokens: CalibrationTokens,
     text: Callable[[], CalibrationTokens],
     progress: Progress | None = None,
-    store: Store = NO_STATE,
+    stages: Stages = NO_STATE,
     processes: Processes = ALONE,
 ) -> Turned:
     """Turn ``source``, in place, to the principal directions over a text. Several processes call it alike.
@@ -245,12 +246,12 @@ def rotate(
         UnsupportedModelError: turned, the weights are beyond their type's range, or the model says something else.
     """
     progress = progress or Progress(enabled=False)
-    data = store.load("rotation")
-    if data is None:
-        mine = pack(vars(_rotate_directions(source, checkpoint, text(), progress))) if processes.leads else b""
-        data = processes.broadcast(mine)
-        store.save("rotation", data)
-    turned = rotated(checkpoint, Rotation(**unpack(data)), source.device)
+
+    def find() -> Any:
+        mine = vars(_rotate_directions(source, checkpoint, text(), progress)) if processes.leads else None
+        return processes.broadcast(mine)
+
+    turned = rotated(checkpoint, Rotation(**stages.run("rotation", find)), source.device)
     ids = tokens.input_ids[:1, :_TOKENS]
     before = _log_probs(source, ids)
     _put_in_place(source, turned, progress)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -41,46 +41,66 @@ _PLACEHOLDER = "placeholder"
 
 @torch.no_grad()  # not inference_mode: a search may ask for gradients over these very tokens
 def write_calibration(
-    model: Any, tokenizer: Any, num_samples: int, seq_len: int, seed: int, progress: Progress
-) -> CalibrationTokens:
-    """Let ``model`` write ``num_samples`` sequences of ``seq_len`` tokens.
-
-    Raises:
-        CalibrationError: the model has no token to begin a text with.
-    """
+    model: Any, tokenizer: Any, texts: Sequence[tuple[int, int, int]], progress: Progress
+) -> list[CalibrationTokens]:
+    """Let ``model`` write texts of (num_samples, seq_len, seed), all of them side by side."""
     device = input_device(model)
     opening = [_first_token(model, tokenizer)]
     ends = _end_ids(model, tokenizer)
     turns = _turns(tokenizer, opening[0], ends)
-    conversations = num_samples // 2 if turns else 0
-    writers = [
-        _Writer(seq_len, ends, *(turns if turns and row < conversations else (opening, None)))
-        for row in range(num_samples)
-    ]
-    generator = torch.Generator(device=device).manual_seed(seed)
-    rows: list[list[int]] = [[] for _ in writers]
-    batch = _batch_size(model, num_samples, seq_len)
-    total = -(-num_samples // batch) * seq_len
-    with _threads_for(model), progress.stage("Writing calibration text", total) as stage:
-        for start in range(0, num_samples, batch):
-            _write(model, writers[start : start + batch], rows[start : start + batch], seq_len, generator, stage)
-    return CalibrationTokens.from_rows(rows, "self", seed)
+    rows: list[_Row] = []
+    for num_samples, seq_len, seed in texts:
+        generator = torch.Generator(device=device).manual_seed(seed)
+        conversations = num_samples // 2 if turns else 0
+        for index in range(num_samples):
+            question, answer = turns if turns and index < conversations else (opening, None)
+            rows.append(_Row(seq_len, ends, question, answer, generator))
+    longest = max(row.seq_len for row in rows)
+    # Keys and values at most about 4 GB. Heads may differ from block to block.
+    numbers = 2 * sum(block.kv_size for block in ModelConfig.from_dict(model.config.to_dict()).blocks)
+    batch = max(1, min(len(rows), (4 << 30) // (numbers * longest * next(model.parameters()).element_size())))
+    # One thread for a small model on a CPU: its steps are so short that threads would mostly wait for each other.
+    threads = torch.get_num_threads()
+    small = model.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < 100e6
+    if small:
+        torch.set_num_threads(1)
+    try:
+        with progress.stage("Writing calibration text", -(-len(rows) // batch) * longest) as stage:
+            for start in range(0, len(rows), batch):
+                _write(model, rows[start : start + batch], stage)
+    finally:
+        torch.set_num_threads(threads)
+    found, first = [], 0
+    for num_samples, _, seed in texts:
+        written = [row.tokens for row in rows[first : first + num_samples]]
+        found.append(CalibrationTokens.from_rows(written, "self", seed))
+        first += num_samples
+    return found
 
 
-class _Writer:
-    """What one row writes next: a forced token (an opening), or whatever the model draws.
+class _Row:
+    """A row of the batch, and what it writes next: a forced token (an opening), or whatever the model draws.
 
     Args:
         question: tokens that open a document or a user turn.
         answer: tokens between a user turn and its answer, or None in document mode.
     """
 
-    def __init__(self, seq_len: int, ends: frozenset[int], question: list[int], answer: list[int] | None) -> None:
+    def __init__(
+        self,
+        seq_len: int,
+        ends: frozenset[int],
+        question: list[int],
+        answer: list[int] | None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.seq_len, self.generator = seq_len, generator
         self.ends, self.question, self.answer = ends, question, answer
         self.longest = min(_LONGEST_QUESTION, max(1, seq_len // 4))
+        self.tokens: list[int] = []
         self.forced = deque(question)
         self.asking = answer is not None
-        self.free = 0
+        self.free = 0  # tokens drawn since the last opening
 
     def accept(self, drawn: int) -> int:
         """The next token: the forced one, or ``drawn``."""
@@ -90,51 +110,45 @@ class _Writer:
         if self.asking and self.answer is not None:
             # Some templates close a turn with a marker that is no end-of-text token: the first token of what follows.
             if turn_over or drawn == self.answer[0] or self.free >= self.longest:
-                self._open(self.answer, asking=False)
+                self.forced.extend(self.answer)
+                self.asking, self.free = False, 0
                 return self.forced.popleft()
         elif turn_over:
-            self._open(self.question, asking=self.answer is not None)
+            self.forced.extend(self.question)
+            self.asking, self.free = self.answer is not None, 0
             if drawn == self.question[0]:
                 self.forced.popleft()
             return drawn
         self.free += 1
         return drawn
 
-    def _open(self, tokens: list[int], asking: bool) -> None:
-        self.forced.extend(tokens)
-        self.asking, self.free = asking, 0
-
     @property
     def temperature(self) -> float:
         return max(1.0, _HOT - (_HOT - 1.0) * self.free / _HOT_TOKENS)
 
 
-def _write(
-    model: Any, writers: list[_Writer], rows: list[list[int]], seq_len: int, generator: torch.Generator, stage: Any
-) -> None:
-    device = input_device(model)
+def _write(model: Any, rows: list[_Row], stage: Any) -> None:
+    device, seq_len = input_device(model), max(row.seq_len for row in rows)
     cache = _cache(model.config, seq_len)
-    drawn = [0] * len(writers)  # never used: every row begins with a forced token
+    drawn = [0] * len(rows)  # never used: every row begins with a forced token
     for position in range(seq_len):
-        tokens = [writer.accept(token) for writer, token in zip(writers, drawn, strict=True)]
+        tokens = [row.accept(token) for row, token in zip(rows, drawn, strict=True)]
         for row, token in zip(rows, tokens, strict=True):
-            row.append(token)
+            if position < row.seq_len:
+                row.tokens.append(token)
         stage.advance()
         if position + 1 < seq_len:
             step = torch.tensor(tokens, device=device).unsqueeze(1)
             logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            drawn = _draw(logits, [writer.temperature for writer in writers], generator)
+            drawn = _draw(logits, rows)
 
 
 def _cache(config: Any, seq_len: int) -> Any:
-    """transformers' cache with room for ``seq_len`` tokens from the start.
-
-    Its own grows by copying every key and value at every token, and leaves a GPU's memory in pieces: twice as much.
-    """
+    """transformers' cache with room for ``seq_len`` tokens from the start; its own copies all of them at every token."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 
-    class Roomy(DynamicLayer):
+    class Preallocated(DynamicLayer):
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             begin = self.get_seq_length()
             end = begin + key_states.shape[-2]
@@ -148,39 +162,21 @@ def _cache(config: Any, seq_len: int) -> Any:
 
     cache = DynamicCache(config=config)
     # Layers with a sliding window keep their own kind: they need no more room than the window.
-    cache.layers = [Roomy() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    cache.layers = [Preallocated() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
 
 
-def _draw(logits: Tensor, temperatures: list[float], generator: torch.Generator) -> list[int]:
-    heat = torch.tensor(temperatures, device=logits.device).unsqueeze(1)
+def _draw(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
+    heat = torch.tensor([row.temperature for row in rows], device=logits.device).unsqueeze(1)
     probabilities = torch.softmax(logits.float() / heat, dim=-1)
-    # A race of exponential clocks: argmax(p / -log u) is a sample from p, without sorting, and without a running sum,
-    # which is not reproducible on a GPU. (exponential_ draws the same clocks five times slower on a CPU.)
-    clocks = -torch.rand(probabilities.shape, generator=generator, device=logits.device).log()
-    chosen: list[int] = (probabilities / clocks).argmax(dim=-1).tolist()
+    # argmax(p / -log u) is a sample from p, without sorting, and without a running sum, which is not reproducible on a
+    # GPU. Each text has a generator of its own.
+    numbers = [
+        torch.rand(len(list(some)), logits.shape[1], generator=generator, device=logits.device)
+        for generator, some in groupby(rows, key=lambda row: row.generator)
+    ]
+    chosen: list[int] = (probabilities / -torch.cat(numbers).log_()).argmax(dim=-1).tolist()
     return chosen
-
-
-@contextmanager
-def _threads_for(model: Any) -> Iterator[None]:
-    """One thread for a small model on a CPU: its steps are so short that threads would mostly wait for each other."""
-    threads = torch.get_num_threads()
-    small = model.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < 100e6
-    if small:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _batch_size(model: Any, num_samples: int, seq_len: int) -> int:
-    """Rows at a time such that keys and values stay under about 4 GB."""
-    # Heads may differ from block to block, which transformers' config has no one number for.
-    numbers = 2 * sum(block.kv_size for block in ModelConfig.from_dict(model.config.to_dict()).blocks)
-    row_bytes = numbers * seq_len * next(model.parameters()).element_size()
-    return max(1, min(num_samples, (4 << 30) // row_bytes))
 
 
 def _first_token(model: Any, tokenizer: Any) -> int:

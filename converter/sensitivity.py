@@ -1,4 +1,4 @@
-"""How much the model's output minds an error in each channel of each projection: backward passes, no trial and error.
+"""What an error in each input channel of each projection costs the model's output, by backward passes.
 
 Dropping channels of one projection's input changes that input by -d, and to second order
 
@@ -8,13 +8,12 @@ Dropping channels of one projection's input changes that input by -d, and to sec
 
        h_i = E[gradient_i^2] = (W^T F W)_ii            F: the Fisher information at the projection's output
 
-   So sqrt(h) is the norm of the weight's column, measured by what the loss sees of it; with F = 1 it is the paper's g,
-   and it takes g's place in channel_scale.
-2. With the cross terms, the same formula gives each projection's damage at any sparsity: the table that otherwise takes
-   a forward pass per entry.
+   sqrt(h) is the norm of the weight's column weighted by the loss; with F = 1 it is the paper's g. It takes g's place
+   in channel_scale.
+2. With the cross terms, the same formula gives each projection's damage at any sparsity, without a forward pass each.
 
-Sources: curvature as the price of removal is Optimal Brain Damage (LeCun et al., 1989); labels drawn from the model
-give the true Fisher (Kunstner et al., arXiv:1905.12558). Prices over thresholded activations are worked out here.
+Sources: Optimal Brain Damage (LeCun et al., 1989) for curvature as the cost of removal; labels drawn from the model
+give the true Fisher information (Kunstner et al., arXiv:1905.12558).
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from wisparse.kernels.reference import kept, scores
 
@@ -33,98 +31,102 @@ from .flow import BlockFlow
 from .masking import MaskedModel
 from .statistics import channel_scale
 
-# Rows of logits handled at a time: bounds the float32 (rows, vocabulary) temporaries.
-_ROWS = 1024
+# Elements of the logits handled at a time. On a CPU they should stay in the cache: 8 MiB of float32.
+LARGEST_LOGITS = 1 << 26
+_LARGEST_LOGITS_CPU = 1 << 21
+# The dense model's log-probabilities are kept up to this size, and computed again from the hidden states beyond it.
+_LARGEST_REFERENCE_BYTES = 1 << 30
+# Activations kept for one backward pass: several blocks of a small model, one block of a large one.
+_LARGEST_GRAPH_BYTES = 1 << 29
 
 
 def kl_rows(dense_log_probs: Tensor, logits: Tensor) -> Tensor:
-    """KL(dense || sparse) of every row, in nats.
-
-    Args:
-        dense_log_probs: (T, V) float32, normalised.
-        logits: (T, V) float32 of the sparse model, not normalised.
-
-    Returns:
-        (T,) float32.
-    """
-    log_q = logits.log_softmax(dim=-1)
-    return (dense_log_probs.exp() * (dense_log_probs - log_q)).sum(dim=-1)
-
-
-class DenseReference:
-    """The dense model's distributions over the counted tokens of a flow, and the KL of anything else to them."""
-
-    def __init__(self, flow: BlockFlow, *, num_tokens: int | None = None, limit_bytes: int = 1 << 30) -> None:
-        self.flow = flow
-        vocabulary = flow.head.weight.shape[0]
-        # By the tokens of all processes: a KL must not depend on how many there are.
-        self.exact = (flow.num_counted if num_tokens is None else num_tokens) * vocabulary * 2 > limit_bytes
-        self._kept: list[Tensor] = []
-
-    def add(self, batch: int, final: Tensor) -> None:
-        """Take the dense model's last hidden state (B, L, hidden_size) of micro-batch ``batch``, in order."""
-        rows = self._rows(batch, final)
-        if not self.exact:
-            rows = torch.cat([self.flow.logits(part).log_softmax(-1).half() for part in rows.split(_ROWS)])
-        self._kept.append(rows)
-
-    def _rows(self, batch: int, final: Tensor) -> Tensor:
-        return final[self.flow.counted[batch].to(final.device)]
-
-    def _log_probs(self, rows: Tensor) -> Tensor:
-        return (self.flow.logits(rows) if self.exact else rows.float()).log_softmax(-1)
-
-    def kl_sum(self, batch: int, final: Tensor) -> float:
-        """Sum of the KL over the counted tokens of one micro-batch, given the sparse model's last hidden state."""
-        total: Tensor | float = 0.0
-        for dense, sparse in zip(self._kept[batch].split(_ROWS), self._rows(batch, final).split(_ROWS), strict=True):
-            total += kl_rows(self._log_probs(dense), self.flow.logits(sparse)).double().sum()
-        return float(total)
-
-
-# Logits in memory at once: 256 MiB of float32, a few times over.
-LARGEST_LOGITS = 1 << 26
+    """KL(dense || sparse) in nats per row (T,), from normalised log-probabilities and from logits, (T, V) float32."""
+    return (dense_log_probs.exp() * (dense_log_probs - logits.log_softmax(dim=-1))).sum(dim=-1)
 
 
 def rows_at_once(flow: BlockFlow) -> int:
-    """Of how many tokens the logits may be in memory together."""
-    return max(1, LARGEST_LOGITS // flow.head.weight.shape[0])
+    """For how many tokens the logits are computed together."""
+    largest = _LARGEST_LOGITS_CPU if flow.device.type == "cpu" else LARGEST_LOGITS
+    return max(1, largest // flow.head.weight.shape[0])
+
+
+class DenseReference:
+    """The dense model's distributions over the counted tokens of a flow, computed when they are first asked for."""
+
+    def __init__(self, flow: BlockFlow, masked: MaskedModel) -> None:
+        self.flow, self.masked = flow, masked
+        self.keeps_log_probs = flow.num_counted * flow.head.weight.shape[0] * 4 <= _LARGEST_REFERENCE_BYTES
+        self._kept: dict[int, list[Tensor]] = {}
+        self._device = flow.device
+
+    @torch.no_grad()
+    def log_probs(self, batch: int, index: int) -> Tensor:
+        """Of the counted tokens of a micro-batch, chunk ``index`` of `rows_at_once` tokens: (T, V) float32."""
+        if batch not in self._kept:
+            with self.masked.masking({}), self.masked.sparing(None):
+                final = self.flow.final(batch)
+            self._device = final.device
+            chunks = list(final.split(rows_at_once(self.flow)))
+            self._kept[batch] = [self._log_softmax(rows) if self.keeps_log_probs else rows.cpu() for rows in chunks]
+        found = self._kept[batch][index]
+        return found if self.keeps_log_probs else self._log_softmax(found.to(self._device))
+
+    def _log_softmax(self, rows: Tensor) -> Tensor:
+        return self.flow.logits(rows).log_softmax(-1)
+
+    @torch.no_grad()
+    def kl_sum(self, batch: int, final: Tensor) -> float:
+        """Sum of the KL over a micro-batch, given the sparse model's last hidden states (T, hidden_size)."""
+        total = torch.zeros((), dtype=torch.float64, device=final.device)
+        for index, rows in enumerate(final.split(rows_at_once(self.flow))):
+            total += kl_rows(self.log_probs(batch, index), self.flow.logits(rows)).double().sum()
+        return float(total)
+
+    def kl_gradient(self, batch: int, final: Tensor) -> tuple[Tensor, Tensor]:
+        """`kl_sum` as a tensor, and its gradient in ``final``: d KL / d logits = softmax(logits) - p."""
+        total, gradients = torch.zeros((), dtype=torch.float64, device=final.device), []
+        for index, rows in enumerate(final.split(rows_at_once(self.flow))):
+            rows = rows.detach().requires_grad_(True)
+            logits = self.flow.logits(rows)
+            log_p, log_q = self.log_probs(batch, index), logits.detach().log_softmax(-1)
+            p = log_p.exp()
+            total += (p * (log_p - log_q)).sum(-1).double().sum()
+            gradients.append(torch.autograd.grad(logits, rows, log_q.exp() - p)[0])
+        return total, torch.cat(gradients)
 
 
 def backward(
     flow: BlockFlow,
     masked: MaskedModel,
     batch: int,
-    loss: Callable[[Tensor], list[Tensor]],
+    gradients_of: Callable[[Tensor], list[Tensor]],
     receive: Callable[[str, Tensor, Tensor], None],
 ) -> None:
     """Gradients of losses with respect to the input of every projection, each through that projection alone.
 
-    Goes forward without a graph, keeping the hidden state between blocks, then backward block by block: what is held is
-    one micro-batch's hidden states and one block's graph, whatever the model's size. No weight gets a gradient.
+    Goes forward without a graph, keeping a hidden state every few blocks, then forward with a graph and backward over
+    those blocks. No weight gets a gradient.
 
     Args:
-        loss: from the last hidden state of the counted tokens (T, hidden_size) to one or several scalars; the gradients
-            of each are received in turn.
-        receive: called with a projection's name, its input as multiplied (T, K) and the gradient (T, K), both at the
-            counted tokens.
+        gradients_of: from the last hidden states of the counted tokens (T, hidden_size) to the gradients of one or
+            several losses in them.
+        receive: called for every loss with a projection's name, its input (T, K) and the gradient (T, K).
     """
-    counted = flow.counted[batch]
-    states = [flow.start()[batch]]
+    counted, config = flow.counted[batch], flow.config
+    bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.intermediate_size) * flow.item_size
+    span = max(1, _LARGEST_GRAPH_BYTES // bytes_per_block)
+    last = (len(flow.blocks) - 1) // span * span
     # The fused attention kernels of a GPU add up their gradients in no fixed order; equal seeds must give equal bytes.
     fixed_order = sdpa_kernel(SDPBackend.MATH) if flow.device.type == "cuda" else nullcontext()
     with fixed_order, torch.enable_grad():
+        states = {0: flow.start()[batch]}
         with torch.no_grad():
-            for index in range(len(flow.blocks)):
-                states.append(flow.block(index, batch, states[-1]))
-        last = states[-1].detach().requires_grad_(True)
-        final = flow.norm(last)
-        values = loss(final[counted.to(final.device)])
-        above = [
-            torch.autograd.grad(value, last, retain_graph=i + 1 < len(values))[0] for i, value in enumerate(values)
-        ]
-        for index in reversed(range(len(flow.blocks))):
-            below = states[index].detach().requires_grad_(True)
+            for start in range(0, last, span):
+                states[start + span] = flow.run(batch, states[start], start, start + span)
+        gradients: list[Tensor] = []
+        for start in sorted(states, reverse=True):
+            below = states.pop(start).detach().requires_grad_(True)
             inputs: dict[str, Tensor] = {}
 
             def split(name: str, x: Tensor, inputs: dict[str, Tensor] = inputs) -> Tensor:
@@ -133,42 +135,43 @@ def backward(
                 return inputs[name]
 
             with masked.replacing(split):
-                out = flow.block(index, batch, below)
+                out = flow.run(batch, below, start, min(start + span, len(flow.blocks)))
+            if start == last:
+                out = flow.norm(out)
+                out = out[counted.to(out.device)]
+                gradients = gradients_of(out.detach())
             wanted = [below, *inputs.values()]
-            for i, gradient in enumerate(above):
-                found = torch.autograd.grad(out, wanted, gradient, retain_graph=i + 1 < len(above))
-                above[i] = found[0]
+            for i, gradient in enumerate(gradients):
+                found = torch.autograd.grad(out, wanted, gradient, retain_graph=i + 1 < len(gradients))
+                gradients[i] = found[0]
                 for (name, x), at_input in zip(inputs.items(), found[1:], strict=True):
                     here = counted.to(x.device)
                     receive(name, x.detach()[here], at_input[here])
 
 
-def _label_losses(flow: BlockFlow, generator: torch.Generator, num_draws: int) -> Callable[[Tensor], list[Tensor]]:
-    """-log p(y) summed over tokens, once per draw of labels y from the model's own distribution."""
+def _label_gradients(flow: BlockFlow, generator: torch.Generator, num_draws: int) -> Callable[[Tensor], list[Tensor]]:
+    """Gradients of -log p(y) in the last hidden states, per draw of labels y from the model's own distribution."""
 
-    def log_probs(rows: Tensor) -> Tensor:
-        return flow.logits(rows).log_softmax(-1)
-
-    def loss(rows: Tensor, labels: Tensor) -> Tensor:
-        return -log_probs(rows).gather(1, labels).sum()
-
-    def losses(final: Tensor) -> list[Tensor]:
+    def gradients_of(final: Tensor) -> list[Tensor]:
         # By inversion, from numbers made on the CPU: the same on every device.
         drawn = torch.cat([torch.rand(final.shape[0], 1, generator=generator) for _ in range(num_draws)], dim=1)
-        result: list[Tensor] = []
-        # A vocabulary is many times a hidden state: some rows at a time, computed again on the way back.
         size = rows_at_once(flow)
+        found: list[list[Tensor]] = [[] for _ in range(num_draws)]
         for rows, u in zip(final.split(size), drawn.split(size), strict=True):
-            with torch.no_grad():
-                cumulative = log_probs(rows).exp_().cumsum(-1)
-                wanted = u.to(cumulative.device) * cumulative[:, -1:]
-                labels = torch.searchsorted(cumulative, wanted).clamp(max=cumulative.shape[1] - 1)
-                del cumulative
-            found = [checkpoint(loss, rows, labels[:, i : i + 1], use_reentrant=False) for i in range(num_draws)]
-            result = [a + b for a, b in zip(result, found, strict=True)] if result else found
-        return result
+            rows = rows.detach().requires_grad_(True)
+            logits = flow.logits(rows)
+            probabilities = logits.detach().softmax(-1)
+            cumulative = probabilities.cumsum(-1)
+            labels = torch.searchsorted(cumulative, u.to(cumulative.device) * cumulative[:, -1:])
+            labels = labels.clamp(max=cumulative.shape[1] - 1)
+            del cumulative
+            for i in range(num_draws):
+                # d -log p(y) / d logits = softmax(logits) - onehot(y)
+                gradient = probabilities.scatter_add(1, labels[:, i : i + 1], -torch.ones_like(rows[:, :1]).float())
+                found[i].append(torch.autograd.grad(logits, rows, gradient, retain_graph=i + 1 < num_draws)[0])
+        return [torch.cat(parts) for parts in found]
 
-    return losses
+    return gradients_of
 
 
 def fisher_diagonal(
@@ -176,9 +179,7 @@ def fisher_diagonal(
 ) -> dict[str, Tensor]:
     """Sum over the counted tokens of one micro-batch of ``gradient_i^2``: per projection (K,) float64 on the CPU.
 
-    Args:
-        generator: on the CPU; draws the labels.
-        num_draws: labels drawn per token; more of them lower the noise, at one backward pass each.
+    The generator is on the CPU and draws ``num_draws`` labels a token, each at the cost of a backward pass.
     """
     sums: dict[str, Tensor] = {}
 
@@ -188,19 +189,14 @@ def fisher_diagonal(
         sums[name] = found + sums[name] if name in sums else found
 
     masked.clear()
-    backward(flow, masked, batch, _label_losses(flow, generator, num_draws), add)
+    backward(flow, masked, batch, _label_gradients(flow, generator, num_draws), add)
     return {name: sums[name].cpu() for name in masked.projections}
 
 
 def loss_weighted_norm(norm: Tensor, diagonal: Tensor) -> Tensor:
-    """The norm that takes g's place in channel_scale: the geometric mean of g and sqrt(h), (K,) float32.
+    """The geometric mean of g (K,) and sqrt(h) (K,), each divided by its own geometric mean: (K,) float32.
 
     h is estimated from few tokens and g is exact: half-way (in logarithms) is better than either (benchmarks/LOG.md).
-    Both are divided by their geometric means first, which cancels in the threshold.
-
-    Args:
-        norm: (K,) float32, g.
-        diagonal: (K,) float64, h.
     """
     return (channel_scale(norm, 0.5) * channel_scale(diagonal.sqrt().float().to(norm.device), 0.5)).float()
 
@@ -217,22 +213,16 @@ def quadratic_damage(
 ) -> dict[str, list[float]]:
     """Sum over the counted tokens of ``1/2 (gradient . d)^2``: per projection, one number per threshold.
 
-    Args:
-        scales: (K,) float32 per projection.
-        thresholds: per projection, of the scores ``|x| * scale``; d is what falls below.
+    d is what falls below a threshold of the scores ``|x| * scale``.
     """
     sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
         score, products = scores(x, scales[name].to(x.device)), gradient.float() * x.float()
-        found = torch.stack(
-            [
-                torch.where(kept(score, threshold), 0.0, products).sum(1).square().sum(dtype=torch.float64)
-                for threshold in thresholds[name]
-            ]
-        ) / (2 * num_draws)
+        dropped = [torch.where(kept(score, threshold), 0.0, products).sum(1) for threshold in thresholds[name]]
+        found = torch.stack(dropped).square().sum(1, dtype=torch.float64) / (2 * num_draws)
         sums[name] = found + sums[name] if name in sums else found
 
     masked.clear()
-    backward(flow, masked, batch, _label_losses(flow, generator, num_draws), add)
+    backward(flow, masked, batch, _label_gradients(flow, generator, num_draws), add)
     return {name: sums[name].tolist() for name in thresholds}

@@ -16,7 +16,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import MAX_LEVELS, MAX_SPARSITY
 
 METHODS = ("wisparse", "teal", "wina", "wina-code")
-SEARCHES = ("refine", "fisher", "additive", "paper", "greedy", "uniform")
+SEARCHES = ("refine", "fisher", "paper", "greedy", "uniform")
 REPORTS = ("auto", "full", "brief")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 WEIGHTS = ("native", "int8", "fp8", "int4")

@@ -114,41 +114,8 @@ class Stages:
         if self._lock is not None:
             self._lock.close()
 
-    # Until searches use `run`.
-    def load(self, key: str) -> bytes | None:
-        data = self._load(key.replace("/", ".").replace(" ", "-"))
-        return self._processes.broadcast(data) if self._processes is not None else data
-
-    def save(self, key: str, data: bytes) -> None:
-        key = key.replace("/", ".").replace(" ", "-")
-        if self.folder is not None:
-            with _disk_errors(self.folder):
-                write_file(self.folder / f"{key}.stage", _digest(key, data) + data)
-
 
 NO_STATE = Stages()
-Store = Any  # until searches use `Stages`
-
-
-class Prefixed:
-    def __init__(self, store: Any, name: str) -> None:
-        self._store, self._name = store, name
-
-    def load(self, key: str) -> bytes | None:
-        return self._store.load(f"{self._name}/{key}")
-
-    def save(self, key: str, data: bytes) -> None:
-        self._store.save(f"{self._name}/{key}", data)
-
-
-def pack(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def unpack(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def check_folder(folder: Path) -> None:

@@ -1,17 +1,16 @@
-"""What a search has to know of a block before it tries anything: column norms of the weights, quantiles of the scores.
+"""Column norms of the weights, quantiles of the scores.
 
     g_i           = ||W[:, i]||_2                                     weight norm of channel i      (K,) float32
     channel_scale = clamp(g / gmean(g), 1e-4) ** alpha                constant factors cancel in tau
     tau(s)        = the s-quantile of the scores |x| * channel_scale  over all (token, channel) pairs
 
-Quantiles are exact order statistics, found by counting the bit patterns of the scores (a radix select): memory does not
-grow with the number of tokens, and the result does not depend on how they were split into batches.
-Source: the paper's section 4.1 (weight norm, threshold as a quantile).
+Quantiles are exact order statistics, by sorting or, of more scores than that, by counting their bit patterns (a radix
+select): memory does not grow with the number of tokens, and the result does not depend on how they were batched.
+Source: the paper's section 4.1.
 """
 
 from __future__ import annotations
 
-import contextlib
 import struct
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +20,6 @@ from torch import Tensor
 
 from wisparse.kernels import reference
 
-from .flow import BlockFlow, Hidden
-from .masking import MaskedModel
 from .processes import ALONE, Processes
 
 _SMALLEST = 1e-4
@@ -31,7 +28,7 @@ _SMALLEST = 1e-4
 _SORT_LIMIT = 1 << 24
 
 # Scores counted at once, about: each takes some 20 bytes on the way.
-_PIECE = 1 << 24
+_CHUNK = 1 << 24
 
 # Half of a float32's bits; and how many bins of the upper half are refined in one pass, 32 MiB of counts.
 _BINS = 1 << 16
@@ -55,46 +52,35 @@ def channel_scale(norm: Tensor, alpha: float) -> Tensor:
 
 
 class Scores(Sequence[Tensor]):
-    """|x| * scale, float32, piece by piece: what all of it would take is never in memory at once.
+    """|x| * scale of inputs (T, K) and scale (K,), float32, in chunks: never all in memory at once.
 
-    Args:
-        inputs: (T, K) in the model's dtype.
-        scale: (K,) float32.
-        processes: where each has some of the tokens.
-
-    Attributes:
-        total: how many scores there are, of all processes.
+    ``total`` counts the scores of all processes.
     """
 
     def __init__(self, inputs: Tensor, scale: Tensor, processes: Processes = ALONE) -> None:
-        self._pieces = inputs.split(max(1, _PIECE // inputs.shape[1]))
+        self._chunks = inputs.split(max(1, _CHUNK // inputs.shape[1]))
         self._scale = scale.to(inputs.device)
         self.processes = processes
         self.total = int(processes.add(torch.tensor(inputs.numel(), device=inputs.device)))
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._chunks)
 
     def __getitem__(self, index: Any) -> Any:
-        return reference.scores(self._pieces[index], self._scale)
+        return reference.scores(self._chunks[index], self._scale)
 
     def dropped(self, threshold: float) -> int:
         """How many a mask of ``threshold`` drops, of all processes."""
-        kept = torch.stack([reference.kept(piece, threshold).sum() for piece in self]).sum()
+        kept = torch.stack([reference.kept(chunk, threshold).sum() for chunk in self]).sum()
         return self.total - int(self.processes.add(kept))
 
 
 def score_quantiles(scores: Sequence[Tensor], sparsities: Sequence[float]) -> list[float]:
-    """Thresholds that drop given fractions of the scores.
+    """Thresholds that drop given fractions, in [0, 1), of float32 scores >= 0 on one device.
 
-    Args:
-        scores: tensors of any shape, float32, >= 0, on one device. `Scores` that several processes have a share of are
-            taken together.
-        sparsities: fractions to drop, each in [0, 1).
-
-    Returns:
-        One threshold per sparsity: with ``score >= threshold`` kept, the fraction dropped is as close to the sparsity
-        as the values allow: within half a value, and beyond that only where values tie. 0 for a sparsity of 0.
+    With ``score >= threshold`` kept, the fraction dropped is as close to the sparsity as the values allow: within half
+    a value, and beyond that only where values tie. The threshold of sparsity 0 is 0. `Scores` of several processes are
+    taken together.
     """
     total = _total(scores)
     found = ranked(scores, [min(round(s * total), total - 1) for s in sparsities])
@@ -113,49 +99,47 @@ def next_float(value: float) -> float:
 
 
 def ranked(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[float, int, int]]:
-    """The values at ``ranks`` of the sorted scores, from 0: (value, how many are smaller, how many are not larger).
-
-    Args:
-        scores: as `score_quantiles` takes them.
-    """
+    """The values at ``ranks`` of the sorted scores, from 0: (value, how many are smaller, how many are not larger)."""
     processes = scores.processes if isinstance(scores, Scores) else ALONE
-    # One value is two passes of counting; a table of many is cheaper by sorting, while that fits into memory.
-    by_sorting = _total(scores) <= _SORT_LIMIT and len(ranks) > 4
-    found = (_sorted_ranks if by_sorting else _counted_ranks)(scores, ranks, processes)
-    return [(_float(bits), below, through) for bits, below, through in found]
+    on_cpu = scores[0].device.type == "cpu"
+    # On a GPU a few values are found faster by counting.
+    if _total(scores) > _SORT_LIMIT or (not on_cpu and len(ranks) <= 4):
+        return _counted_ranks(scores, ranks, processes)
+    values = torch.cat([chunk.reshape(-1) for chunk in scores])
+    if processes.size > 1:
+        values = torch.cat(processes.gather(values.cpu())).to(values.device)
+    if on_cpu:  # numpy's sort is ten times as fast as torch's, which finds the permutation too
+        values.numpy().sort()
+    else:
+        values = values.sort().values
+    chosen = values[torch.tensor(ranks, device=values.device)]
+    below, through = (torch.searchsorted(values, chosen, right=right) for right in (False, True))
+    return list(zip(chosen.tolist(), below.tolist(), through.tolist(), strict=True))
 
 
 def _total(scores: Sequence[Tensor]) -> int:
-    return scores.total if isinstance(scores, Scores) else sum(part.numel() for part in scores)
+    return scores.total if isinstance(scores, Scores) else sum(chunk.numel() for chunk in scores)
 
 
 def _float(bits: int) -> float:
     return struct.unpack("<f", struct.pack("<i", bits))[0]
 
 
-def _sorted_ranks(scores: Sequence[Tensor], ranks: Sequence[int], processes: Processes) -> list[tuple[int, int, int]]:
-    """As `_counted_ranks`, by sorting everything."""
-    values = torch.cat([part.reshape(-1) for part in scores])
-    if processes.size > 1:
-        values = torch.cat(processes.gather(values.cpu())).to(values.device)
-    values = values.sort().values
-    chosen = values[torch.tensor(ranks, device=values.device)]
-    below = torch.searchsorted(values, chosen)
-    through = torch.searchsorted(values, chosen, right=True)
-    bits = chosen.view(torch.int32)
-    return list(zip(bits.tolist(), below.tolist(), through.tolist(), strict=True))
+def _counted_ranks(
+    scores: Sequence[Tensor], ranks: Sequence[int], processes: Processes
+) -> list[tuple[float, int, int]]:
+    """`ranked` by counting bits, which order like the floats where these are not negative.
 
-
-def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int], processes: Processes) -> list[tuple[int, int, int]]:
-    """The values at ``ranks`` of the sorted scores: (float32 bits, how many are smaller, how many are not larger).
-
-    The bits of a non-negative float32 order like the float: count the upper 16, then the lower 16 within each of the
-    bins that hold a wanted rank, some bins per pass.
+    The upper 16 bits first, then the lower 16 within each of the bins that hold a wanted rank, some bins per pass.
     """
+
+    def bits_of(chunk: Tensor) -> Tensor:
+        return chunk.reshape(-1).contiguous().view(torch.int32)
+
     device = scores[0].device
     upper = torch.zeros(_BINS, dtype=torch.int64, device=device)
-    for part in scores:
-        upper += torch.bincount(_bits(part) >> 16, minlength=_BINS)
+    for chunk in scores:
+        upper += torch.bincount(bits_of(chunk) >> 16, minlength=_BINS)
     processes.add(upper)
     through_bin = upper.cumsum(0)
     wanted = torch.tensor(ranks, device=device)
@@ -163,103 +147,22 @@ def _counted_ranks(scores: Sequence[Tensor], ranks: Sequence[int], processes: Pr
     before = (through_bin - upper)[bins]
     values, below, through = (torch.empty_like(wanted) for _ in range(3))
     for some in bins.unique().split(_BINS_PER_PASS):
-        place = torch.full((_BINS,), -1, dtype=torch.int32, device=device)
-        place[some] = torch.arange(len(some), dtype=torch.int32, device=device)
+        index_of = torch.full((_BINS,), -1, dtype=torch.int32, device=device)
+        index_of[some] = torch.arange(len(some), dtype=torch.int32, device=device)
         counts = torch.zeros(len(some) * _BINS, dtype=torch.int64, device=device)
-        for part in scores:
-            bits = _bits(part)
-            places = place[bits >> 16]
-            inside = places >= 0
-            counts += torch.bincount(places[inside] * _BINS + (bits[inside] & 0xFFFF), minlength=len(counts))
+        for chunk in scores:
+            bits = bits_of(chunk)
+            index = index_of[bits >> 16]
+            inside = index >= 0
+            counts += torch.bincount(index[inside] * _BINS + (bits[inside] & 0xFFFF), minlength=len(counts))
         processes.add(counts)
-        # One running sum over all bins of the pass; what lies before a bin comes off again.
+        # One running sum over all bins of the pass; what lies before a bin is subtracted.
         sums = counts.cumsum(0)
-        mine = (place[bins] >= 0).nonzero().squeeze(1)
-        first = place[bins[mine]].long() * _BINS
+        mine = (index_of[bins] >= 0).nonzero().squeeze(1)
+        first = index_of[bins[mine]].long() * _BINS
         offset = torch.where(first > 0, sums[(first - 1).clamp(min=0)], 0)
         low = torch.searchsorted(sums, offset + wanted[mine] - before[mine], right=True)
         values[mine] = (bins[mine] << 16) | (low - first)
         through[mine] = before[mine] + sums[low] - offset
         below[mine] = through[mine] - counts[low]
-    return list(zip(values.tolist(), below.tolist(), through.tolist(), strict=True))
-
-
-def _bits(part: Tensor) -> Tensor:
-    return part.reshape(-1).contiguous().view(torch.int32)
-
-
-@torch.no_grad()
-def block_inputs(
-    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
-) -> tuple[dict[str, Tensor], Hidden]:
-    """Run block ``index`` and catch what enters each of its projections.
-
-    Returns:
-        Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
-        Projections that read the same tensor (q, k, v) share one copy.
-    """
-    caught: dict[str, list[Tensor]] = {name: [] for name in names}
-    out: Hidden = []
-    for batch, h in enumerate(hidden):
-        counted = flow.counted[batch]
-        copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, which keeps its id from being reused
-
-        def catch(
-            name: str, x: Tensor, counted: Tensor = counted, copies: dict[int, tuple[Tensor, Tensor]] = copies
-        ) -> None:
-            if name in caught:
-                if id(x) not in copies:
-                    copies[id(x)] = x[counted.to(x.device)], x
-                caught[name].append(copies[id(x)][0])
-
-        with masked.sparing(~counted), masked.observing(catch):
-            out.append(flow.block(index, batch, h))
-    joined: dict[tuple[int, ...], Tensor] = {}
-    result = {}
-    for name in names:
-        key = tuple(id(part) for part in caught[name])
-        if key and key not in joined:
-            joined[key] = torch.cat(caught[name])
-        result[name] = joined[key] if key else _no_tokens(masked, name)
-    return result, out
-
-
-class _Enough(Exception):
-    """Stops a block whose remaining part is of no interest."""
-
-
-@torch.no_grad()
-def first_inputs(
-    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
-) -> tuple[list[str], Tensor]:
-    """What enters the first of ``names`` in block ``index``, which is run no further than that.
-
-    Returns:
-        Those of ``names`` that read the very same tensor, in their order, and the inputs of the counted tokens (T, K).
-    """
-    parts: list[Tensor] = []
-    sharing = [names[0]]
-    for batch, h in enumerate(hidden):
-        counted = flow.counted[batch]
-        first: list[Tensor] = []
-
-        def catch(name: str, x: Tensor, first: list[Tensor] = first) -> None:
-            if name == names[0]:
-                first.append(x)
-            elif first and x is first[0] and name in names:
-                if name not in sharing:
-                    sharing.append(name)
-            elif first:
-                raise _Enough
-            if first and name == names[-1]:
-                raise _Enough
-
-        with masked.sparing(~counted), masked.observing(catch), contextlib.suppress(_Enough):
-            flow.block(index, batch, h)
-        parts.append(first[0][counted.to(first[0].device)])
-    return sharing, torch.cat(parts) if parts else _no_tokens(masked, names[0])
-
-
-def _no_tokens(masked: MaskedModel, name: str) -> Tensor:
-    weight = masked.projections[name].weight
-    return weight.new_empty(0, weight.shape[1])
+    return list(zip([_float(bits) for bits in values.tolist()], below.tolist(), through.tolist(), strict=True))

@@ -1,8 +1,7 @@
-"""Sparsities from a table: the KL of each projection alone at a few sparsities, then an allocation in closed form.
+"""Sparsity budgets: the parameter-weighted mean of sparsities, and the allocation of least predicted damage.
 
-If the projections' damages add up, minimising their sum under the budget is a separable convex problem: interpolate
-each projection's damage, take its lower convex hull, and spend the budget on the cheapest slopes (damage per parameter)
-until it is met exactly. All projections then stop at one common slope, the Lagrange multiplier.
+A projection of N x K weights at sparsity s does not read s * N * K of them, so the sparsity of a block or of a model is
+the mean over its projections weighted by N * K. In scope are the linear layers inside the blocks.
 """
 
 from __future__ import annotations
@@ -11,23 +10,53 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 
-from ..budget import MAX_SPARSITY, STEP, check_target
+from wisparse.formats.errors import UsageError
+from wisparse.formats.manifest import MAX_SPARSITY
 
-# Sparsities at which each projection is probed.
-LEVELS: tuple[float, ...] = (0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.88, 0.95)
+# One mutation of the block search, and the grid of quantile tables (the paper's epsilon).
+STEP = 0.005
 
+# (sparsity, damage) points, sparsities ascending.
 Curve = list[tuple[float, float]]
 
 
+def check_target(target: float) -> None:
+    if not 0.0 <= target <= MAX_SPARSITY:
+        raise UsageError(f"sparsity: expected a number in [0, {MAX_SPARSITY}], found {target}")
+
+
+def mean_sparsity(sparsities: Sequence[float], sizes: Sequence[int]) -> float:
+    """The parameter-weighted mean of ``sparsities``."""
+    return sum(p * size for p, size in zip(sparsities, sizes, strict=True)) / sum(sizes)
+
+
+def repair(sparsities: Mapping[str, float], sizes: Mapping[str, int], target: float) -> dict[str, float]:
+    """Shift all sparsities alike until their weighted mean is exactly ``target``, within [0, `MAX_SPARSITY`].
+
+    What reaches a bound stays there; the remainder falls on the others.
+    """
+    check_target(target)
+    result = {name: min(max(p, 0.0), MAX_SPARSITY) for name, p in sparsities.items()}
+    total = sum(sizes[name] for name in result)
+    for _ in range(len(result) + 1):
+        missing = target * total - sum(result[name] * sizes[name] for name in result)
+        free = [name for name in result if (result[name] < MAX_SPARSITY if missing > 0 else result[name] > 0.0)]
+        if not free or abs(missing) <= 1e-12 * total:
+            break
+        shift = missing / sum(sizes[name] for name in free)
+        for name in free:
+            result[name] = min(max(result[name] + shift, 0.0), MAX_SPARSITY)
+    return result
+
+
 def interpolate(levels: Sequence[float], damages: Sequence[float]) -> Curve:
-    """A measured curve on the fine grid of `STEP`: damage is a power of the sparsity between two measurements.
+    """A measured curve on the grid of `STEP`: damage is a power of the sparsity between two measurements.
 
     Below the first level the damage falls to 0 like the power law through the first two. Damages are made positive and
     non-decreasing first: at low sparsity a measurement is mostly noise.
     """
-    floor = 1e-12
     points = []
-    highest = floor
+    highest = 1e-12
     for level, damage in zip(levels, damages, strict=True):
         highest = max(highest, damage)
         points.append((math.log(level), math.log(highest)))
@@ -40,13 +69,13 @@ def interpolate(levels: Sequence[float], damages: Sequence[float]) -> Curve:
         slope = (y1 - y0) / (x1 - x0)
         if x < x0:
             slope = max(slope, 1.0)
-        # Two measurements of one size meet within a rounding error: the curve does not fall there either.
+        # Two equal measurements meet within a rounding error: the curve does not fall there either.
         curve.append((s, max(math.exp(y0 + slope * (x - x0)), curve[-1][1])))
     return curve
 
 
 def convex_hull(curve: Curve) -> Curve:
-    """The lower convex hull of a curve of (sparsity, damage) points, sparsities ascending."""
+    """The lower convex hull of a curve."""
     hull: Curve = []
     for point in curve:
         while len(hull) >= 2 and _slope(hull[-2], hull[-1]) >= _slope(hull[-1], point):
@@ -58,9 +87,9 @@ def convex_hull(curve: Curve) -> Curve:
 def allocate(curves: Mapping[str, Curve], sizes: Mapping[str, int], target: float) -> dict[str, float]:
     """Sparsity per projection, of least summed damage, whose parameter-weighted mean is exactly ``target``.
 
-    Args:
-        curves: per projection (sparsity, damage) points from (0, 0) on; the last sparsity is its bound.
-        sizes: parameters per projection.
+    If damages add up this is a separable convex problem: spend the budget on the cheapest slopes (damage per parameter)
+    of the curves' convex hulls until it is met. All projections then stop at one slope, the Lagrange multiplier. Curves
+    begin at (0, 0) and end at a projection's highest sparsity.
     """
     check_target(target)
     hulls = {name: convex_hull(curve) for name, curve in curves.items()}

@@ -1,0 +1,295 @@
+"""The masked model on its calibration tokens, with every projection's channel scale and quantile table.
+
+    blocks()     block by block with dense inputs: the inputs of the block's projections, its output, its error under
+                 given thresholds. One block's inputs are in memory at a time.
+    kl(...)      the whole model, sparse from the first token that counts to the last: the objective.
+
+A table holds the quantiles of a projection's scores on the 0.5% grid. So a candidate allocation costs a swap of
+thresholds and a forward pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .documents import CalibrationTokens
+from .flow import BlockFlow, Hidden, block_projections
+from .masking import MaskedModel
+from .processes import ALONE, Processes
+from .search.allocation import MAX_SPARSITY, STEP
+from .sensitivity import DenseReference
+from .source import SourceModel
+from .statistics import Scores, score_quantiles
+
+# Candidates in one pass, and elements of the widest tensor of such a pass: a GPU takes as long for a few thousand
+# tokens as for a few ten thousand, a CPU does not.
+_MOST_CANDIDATES = 16
+_LARGEST_PASS = {"cuda": 1 << 26, "cpu": 1 << 20}
+
+# The sparsities of the quantile tables: 0, 0.5%, ..., 95%.
+GRID: tuple[float, ...] = tuple(round(i * STEP, 4) for i in range(round(MAX_SPARSITY / STEP) + 1))
+
+
+class CalibrationState:
+    """See the module's text.
+
+    Args:
+        num_samples: use the first so many sequences only; None uses all.
+        batch_size: sequences per micro-batch.
+        processes: each takes a share of the micro-batches; quantiles and KL are over all of them.
+        masked: use these masks instead of own ones.
+
+    Attributes:
+        names, sizes, groups: projections in order of execution, their parameters, and their names by block.
+        num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
+        side_by_side: how many candidates `kls` takes.
+    """
+
+    def __init__(
+        self,
+        source: SourceModel,
+        tokens: CalibrationTokens,
+        *,
+        num_samples: int | None = None,
+        batch_size: int = 4,
+        processes: Processes = ALONE,
+        masked: MaskedModel | None = None,
+    ) -> None:
+        ids, keep = tokens.input_ids[:num_samples], tokens.keep[:num_samples]
+        self.processes = processes
+        self.num_counted = int(keep.sum())
+        self.batch_shape = (batch_size, ids.shape[1])
+        rows = [row for row in range(len(ids)) if row // batch_size % processes.size == processes.index]
+        # A process without tokens does not know what its blocks would read.
+        self.idle = -(-len(ids) // batch_size) < processes.size
+        self.masked = masked or MaskedModel(source.projections)
+        self.flow = BlockFlow(source.model, source.config, ids[rows], keep[rows], batch_size)
+        self.reference = DenseReference(self.flow, self.masked)
+        self.names = list(source.projections)
+        self.sizes = {name: module.weight.numel() for name, module in source.projections.items()}
+        self.groups = block_projections(self.names, len(source.blocks))
+        self.scales: dict[str, Tensor] = {}
+        self.tables: dict[str, list[float]] = {}
+        self.num_kl_evaluations = 0.0
+        self._wide: list[BlockFlow] = []
+        widest = max(module.in_features for module in source.projections.values())
+        room = _LARGEST_PASS.get(self.flow.device.type, 1) // (batch_size * ids.shape[1] * widest)
+        self.side_by_side = max(1, min(room, _MOST_CANDIDATES))
+
+    def __enter__(self) -> CalibrationState:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.masked.close()
+
+    def set_scale(self, name: str, scale: Tensor) -> None:
+        """Put a channel_scale (K,) on a projection; its table is void until it is built again."""
+        self.masked.set_scale(name, scale)
+        self.scales[name] = scale
+        self.tables.pop(name, None)
+
+    def thresholds(self, allocation: Mapping[str, float]) -> dict[str, float]:
+        """Thresholds of an allocation (projection name -> sparsity), linear between two entries of a table."""
+        result = {}
+        for name, sparsity in allocation.items():
+            result[name] = 0.0
+            if sparsity > 0.0:
+                table = self.tables[name]
+                low = min(int(sparsity / STEP), len(table) - 2)
+                result[name] = table[low] + (sparsity / STEP - low) * (table[low + 1] - table[low])
+        return result
+
+    def build_tables(self) -> None:
+        """The tables of all projections, for the scales they have now."""
+        for view in self.blocks():
+            view.build_tables()
+
+    def blocks(self, only: Collection[int] | None = None) -> Iterator[BlockView]:
+        """Every block in turn, or those in ``only``, with the dense model's hidden states as its input."""
+        hidden = self.flow.start()
+        for index, names in enumerate(self.groups):
+            self.masked.clear()
+            if only is not None and index not in only:
+                with torch.no_grad():
+                    hidden = [self.flow.block(index, batch, h) for batch, h in enumerate(hidden)]
+                continue
+            inputs, out = block_inputs(self.flow, self.masked, index, hidden, names)
+            yield BlockView(self, index, tuple(names), inputs, hidden, out)
+            del inputs
+            hidden = out
+
+    @torch.no_grad()
+    def kl(
+        self,
+        allocation: Mapping[str, float],
+        *,
+        start: int = 0,
+        hidden: Hidden | None = None,
+        num_batches: int | None = None,
+        thresholds: Mapping[str, float] | None = None,
+    ) -> float:
+        """Token-mean KL(dense || sparse) with the projections of ``allocation`` sparse and all others dense.
+
+        Args:
+            thresholds: instead of those that the tables give for the allocation.
+            start, hidden: the blocks before ``start`` are dense, and ``hidden`` is what enters it.
+            num_batches: measure on the first so many micro-batches only.
+        """
+        flow = self.flow
+        hidden = flow.start() if hidden is None else hidden
+        thresholds = self.thresholds(allocation) if thresholds is None else thresholds
+        found = []
+        for batch in range(flow.num_batches if num_batches is None else min(num_batches, flow.num_batches)):
+            with self.masked.masking(thresholds), self.masked.sparing(~flow.counted[batch]):
+                final = flow.final(batch, start, hidden[batch])
+            found.append((self.reference.kl_sum(batch, final), len(final)))
+        self.num_kl_evaluations += len(found) / max(flow.num_batches, 1)
+        found = self.processes.in_order(found)
+        return sum(kl for kl, _ in found) / max(sum(count for _, count in found), 1)
+
+    @torch.no_grad()
+    def kls(self, allocations: Sequence[Mapping[str, float]], *, num_batches: int | None = None) -> list[float]:
+        """`kl` of up to `side_by_side` allocations of the same projections, in one pass: each has a part of the rows.
+
+        A pass has the same shape however many there are, so that a candidate's KL does not depend on the others.
+        """
+        if self.side_by_side == 1:
+            return [self.kl(allocation, num_batches=num_batches) for allocation in allocations]
+        flow, count = self.flow, self.side_by_side
+        filled = [*allocations, *[allocations[0]] * (count - len(allocations))]
+        thresholds = [self.thresholds(allocation) for allocation in filled]
+        totals, tokens = [0.0] * len(allocations), 0
+        batches = range(flow.num_batches if num_batches is None else num_batches)
+        for batch in batches:
+            while len(self._wide) <= batch:  # the flow of one micro-batch, `side_by_side` times
+                index = len(self._wide)
+                ids, keep = flow.input_ids[index].repeat(count, 1), flow.counted[index].repeat(count, 1)
+                self._wide.append(BlockFlow(flow.model, flow.config, ids, keep, len(ids)))
+            wide, rows = self._wide[batch], len(flow.input_ids[batch])
+            one_each = {
+                name: torch.tensor([found[name] for found in thresholds], device=wide.device).repeat_interleave(rows)
+                for name in allocations[0]
+            }
+            with self.masked.masking(one_each), self.masked.sparing(~wide.counted[0]):
+                finals = wide.final(0).chunk(count)
+            for i in range(len(allocations)):
+                totals[i] += self.reference.kl_sum(batch, finals[i])
+            tokens += len(finals[0])
+        self.num_kl_evaluations += len(allocations) * len(batches) / flow.num_batches
+        return [total / max(tokens, 1) for total in totals]
+
+
+@dataclass
+class BlockView:
+    """One block between its dense input and its dense output.
+
+    ``inputs``: what enters each projection, (T, K), counted tokens only; ``hidden``, ``out``: the block's input and
+    output by micro-batch, (B, L, hidden_size).
+    """
+
+    calib: CalibrationState
+    index: int
+    names: tuple[str, ...]
+    inputs: dict[str, Tensor]
+    hidden: Hidden
+    out: Hidden
+
+    def threshold(self, name: str, scale: Tensor, sparsity: float) -> float:
+        """The exact quantile."""
+        return score_quantiles(Scores(self.inputs[name], scale, self.calib.processes), [sparsity])[0]
+
+    def build_tables(self) -> None:
+        """The quantile tables of the block's projections, for the scales they have now."""
+        for name in self.names:
+            scores = Scores(self.inputs[name], self.calib.scales[name], self.calib.processes)
+            self.calib.tables[name] = score_quantiles(scores, GRID)
+
+    @torch.no_grad()
+    def error(self, thresholds: Mapping[str, float]) -> float:
+        """Mean squared error of the block's output over the counted tokens, with ``thresholds`` on."""
+        masked, flow = self.calib.masked, self.calib.flow
+        total = 0.0
+        with masked.masking(thresholds):
+            for batch, hidden in enumerate(self.hidden):
+                counted = flow.counted[batch]
+                with masked.sparing(~counted):
+                    difference = flow.block(self.index, batch, hidden) - self.out[batch]
+                total += float(difference[counted.to(difference.device)].float().square().sum(dtype=torch.float64))
+        return total / (flow.num_counted * self.out[0].shape[-1])
+
+
+@torch.no_grad()
+def block_inputs(
+    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
+) -> tuple[dict[str, Tensor], Hidden]:
+    """Run block ``index`` and record what enters each of its projections.
+
+    Returns:
+        Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
+        Projections that read the same tensor (q, k, v) share one copy.
+    """
+    recorded: dict[str, list[Tensor]] = {name: [] for name in names}
+    out: Hidden = []
+    for batch, h in enumerate(hidden):
+        seen: dict[str, Tensor] = {}
+        with masked.sparing(~flow.counted[batch]), masked.observing(seen.__setitem__):
+            out.append(flow.block(index, batch, h))
+        counted: dict[int, Tensor] = {}
+        for name in names:
+            x = seen[name]
+            if id(x) not in counted:
+                counted[id(x)] = x[flow.counted[batch].to(x.device)]
+            recorded[name].append(counted[id(x)])
+    joined: dict[tuple[int, ...], Tensor] = {}
+    result = {}
+    for name, parts in recorded.items():
+        key = tuple(map(id, parts))
+        if key not in joined:
+            joined[key] = torch.cat(parts) if parts else _no_inputs(masked, name)
+        result[name] = joined[key]
+    return result, out
+
+
+class _Stop(Exception):
+    """Ends a block's forward pass whose remaining part is not needed."""
+
+
+@torch.no_grad()
+def first_inputs(
+    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
+) -> tuple[list[str], Tensor]:
+    """What enters the first of ``names`` in block ``index``, which is run no further than that.
+
+    Returns:
+        Those of ``names`` that read the very same tensor, in their order, and the inputs of the counted tokens (T, K).
+    """
+    parts: list[Tensor] = []
+    sharing = [names[0]]
+    for batch, h in enumerate(hidden):
+        first: list[Tensor] = []
+
+        def observe(name: str, x: Tensor, first: list[Tensor] = first) -> None:
+            if name == names[0]:
+                first.append(x)
+            elif first and x is first[0] and name in names:
+                if name not in sharing:
+                    sharing.append(name)
+            elif first:
+                raise _Stop
+            if first and name == names[-1]:
+                raise _Stop
+
+        with masked.sparing(~flow.counted[batch]), masked.observing(observe), contextlib.suppress(_Stop):
+            flow.block(index, batch, h)
+        parts.append(first[0][flow.counted[batch].to(first[0].device)])
+    return sharing, torch.cat(parts) if parts else _no_inputs(masked, names[0])
+
+
+def _no_inputs(masked: MaskedModel, name: str) -> Tensor:
+    weight = masked.projections[name].weight
+    return weight.new_empty(0, weight.shape[1])
