@@ -23,13 +23,13 @@ from quality import Divergence, Evaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wisparse.converter.budget import MAX_SPARSITY
+from wisparse.converter.search.allocation import MAX_SPARSITY
 from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.search.thresholds import final_thresholds
 from wisparse.converter.source import SourceModel
 from wisparse.converter.statistics import score_quantiles
-from wisparse.converter.workbench import Workbench
+from wisparse.converter.calibration_state import CalibrationState
 from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import ProjectionRecipe
 from wisparse.kernels.reference import keep_mask, scores
@@ -107,8 +107,8 @@ def rsparse(
     """R-Sparse; ranks are chosen on about ``kl_tokens`` tokens, thresholds on all."""
     num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
     ranks = {}
-    with Workbench(source, tokens, num_samples=num_samples) as bench:
-        for view in bench.blocks():
+    with CalibrationState(source, tokens, num_samples=num_samples) as calib:
+        for view in calib.blocks():
             ranks |= {name: choose_rank(view.inputs[name], source.weight(name), sparsity) for name in view.names}
     paths = [_Path(source.projections[name], rank) for name, rank in ranks.items() if rank]
     try:
@@ -189,8 +189,8 @@ def choose_rank(x: Tensor, weight: Tensor, target: float) -> int:
 def _result(source: SourceModel, tokens: CalibrationTokens, allocation: Mapping[str, float]) -> SearchResult:
     """Thresholds on |x| for an allocation, as every search ends."""
     scales = {name: torch.ones(place.in_features, device=source.device) for name, place in source.projections.items()}
-    with Workbench(source, tokens) as bench:
-        found = final_thresholds(bench, scales, allocation)
+    with CalibrationState(source, tokens) as calib:
+        found = final_thresholds(calib, scales, allocation)
     projections = {name: ProjectionRecipe(name, p, 0.0, *found[name]) for name, p in allocation.items()}
     return SearchResult(projections, scales, {"kl_evaluations": 0.0})
 

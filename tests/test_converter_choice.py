@@ -8,49 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_bundle import write_tiny_model
 
 from wisparse.cli import convert_main
 from wisparse.converter.choice import Budget
-from wisparse.converter.search.evolution import LOWEST, highest
 from wisparse.converter.search.search import SparsityLevels
 from wisparse.formats.bundle import Bundle
 
 FLAGS = ["--search", "uniform", "--method", "teal", "--num-samples", "2", "--seq-len", "16", "--device", "cpu"]
-
-
-@given(st.floats(1.0, 8.0), st.floats(1e-6, 1e3), st.floats(0.0, 0.3))
-def test_a_budget_is_spent_and_soon(power: float, factor: float, bump: float) -> None:
-    asked = []
-
-    def loss(sparsity: float) -> float:
-        asked.append(sparsity)
-        return factor * sparsity**power * (1 + bump * math.sin(40 * sparsity) / 40)
-
-    found = highest(loss)
-    assert len(asked) == len(set(asked)) <= 15
-    assert all(LOWEST <= sparsity <= 0.95 for sparsity in asked)
-    if found is None:
-        assert loss(LOWEST) > 1.0
-        return
-    assert loss(found) <= 1.0
-    assert found == 0.95 or loss(found) >= 0.98 or loss(round(found + 0.001, 4)) > 1.0
-
-
-@pytest.mark.parametrize("crossing", [0.123, 0.2571, 0.4321, 0.7777])
-def test_a_power_law_takes_three_searches(crossing: float) -> None:
-    asked = []
-    found = highest(lambda s: asked.append(s) or (s / crossing) ** 3.8)
-    assert found is not None
-    assert 0.98 <= (found / crossing) ** 3.8 <= 1.0
-    assert len(asked) <= 3
-
-
-@pytest.mark.parametrize(("loss", "found"), [(0.0, 0.95), (math.inf, None)])
-def test_a_budget_that_everything_or_nothing_keeps(loss: float, found: float | None) -> None:
-    assert highest(lambda _: loss) == found
 
 
 def test_what_a_budget_is_spent_on() -> None:

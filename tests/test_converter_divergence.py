@@ -1,4 +1,4 @@
-"""KL, perplexity and agreement."""
+"""KL, perplexity and agreement as the benchmarks measure them."""
 
 from __future__ import annotations
 
@@ -9,16 +9,7 @@ import torch
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.flow import BlockFlow
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.sensitivity import DenseReference, kl_rows
-
-
-def test_kl_is_torchs() -> None:
-    p, q = torch.randn(5, 11).log_softmax(-1), torch.randn(5, 11)
-    expected = torch.nn.functional.kl_div(q.log_softmax(-1), p, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(kl_rows(p, q), expected)
-    torch.testing.assert_close(kl_rows(p, p + 3.0), torch.zeros(5), atol=1e-6, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -29,30 +20,6 @@ def setting():
         masked.set_scale(name, torch.ones(module.in_features))
     yield source, tokens, masked
     masked.close()
-
-
-@pytest.mark.parametrize(("limit", "tolerance"), [(1 << 30, 2e-4), (0, 1e-6)], ids=["float16", "hidden state"])
-def test_both_compact_forms_give_the_kl_of_the_whole_model(setting, limit: int, tolerance: float) -> None:
-    source, tokens, masked = setting
-    flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep, batch_size=4)
-    reference = DenseReference(flow, limit_bytes=limit)
-    assert reference.exact == (limit == 0)
-    masked.clear()
-    dense = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
-    for batch, hidden in enumerate(flow.start()):
-        reference.add(batch, flow.finish(0, batch, hidden))
-
-    def kl() -> float:
-        sums = [reference.kl_sum(batch, flow.finish(0, batch, hidden)) for batch, hidden in enumerate(flow.start())]
-        return sum(sums) / flow.num_counted
-
-    assert kl() == pytest.approx(0, abs=1e-6)
-    masked.set_thresholds(dict.fromkeys(source.projections, 0.5))
-    sparse = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
-    expected = float((dense.exp() * (dense - sparse)).sum(-1)[tokens.keep].mean())
-    assert expected > 0.01
-    assert kl() == pytest.approx(expected, rel=tolerance)
-    masked.clear()
 
 
 def test_dense_against_itself(setting) -> None:

@@ -16,7 +16,7 @@ from wisparse.converter.search.search import SearchResult
 from wisparse.converter.sensitivity import kl_rows
 from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.source import SourceModel, load_source
-from wisparse.converter.workbench import Workbench
+from wisparse.converter.calibration_state import CalibrationState
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError
 from wisparse.runtime.backends import load
@@ -108,10 +108,10 @@ def test_blocks_are_measured_alone_only_where_the_report_shows_it(
 
 def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> None:
     level, index = 0.5, 2
-    with Workbench(source, tokens(), batch_size=2) as bench:
-        for name in bench.names:
-            bench.set_scale(name, found.channel_scales[name])
-        sensitivity = block_sensitivity(bench, (level,))
+    with CalibrationState(source, tokens(), batch_size=2) as calib:
+        for name in calib.names:
+            calib.set_scale(name, found.channel_scales[name])
+        sensitivity = block_sensitivity(calib, (level,))
     names = [name for name in source.projections if f".{index}." in name]
     ids, keep = tokens().input_ids, tokens().keep
     inputs: dict[str, torch.Tensor] = {}

@@ -10,6 +10,7 @@ import torch
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
+from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.search.refinement import (
@@ -18,14 +19,12 @@ from wisparse.converter.search.refinement import (
     Measured,
     Refinement,
     batch_gradient,
-    dense_states,
     measure_batch,
     micro_batches,
     plan_steps,
 )
 from wisparse.converter.search.search import SearchSettings, search
 from wisparse.converter.source import SourceModel
-from wisparse.converter.workbench import Workbench
 from wisparse.kernels.reference import keep_mask
 
 WIDTH = 0.3
@@ -48,17 +47,16 @@ def start(source: SourceModel) -> torch.Tensor:
     )
 
 
-def gradient(bench: Workbench, channels: Channels, batch: int, logits: torch.Tensor) -> BatchGradient:
-    dense = dense_states(bench.flow, bench.masked, batch)
-    return batch_gradient(bench.flow, bench.masked, batch, channels, logits, dense)
+def gradient(calib: CalibrationState, channels: Channels, batch: int, logits: torch.Tensor) -> BatchGradient:
+    return batch_gradient(calib.reference, batch, channels, logits)
 
 
 def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
     source, tokens = tiny_source(), tiny_tokens(2)
     channels = channels_of(source)
     logits = start(source)
-    with Workbench(source, tokens, batch_size=2) as bench:
-        found = gradient(bench, channels, 0, logits)
+    with CalibrationState(source, tokens, batch_size=2) as calib:
+        found = gradient(calib, channels, 0, logits)
     leaves = {name: u.clone().requires_grad_(True) for name, u in channels.split(logits).items()}
     kept = dict.fromkeys(leaves, 0)
 
@@ -92,15 +90,14 @@ def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
 def test_what_is_measured_is_what_the_gradient_saw() -> None:
     source, tokens = tiny_source(), tiny_tokens(2)
     channels = channels_of(source)
-    with Workbench(source, tokens, batch_size=2) as bench:
+    with CalibrationState(source, tokens, batch_size=2) as calib:
         logits = start(source)
-        found = gradient(bench, channels, 0, logits)
-        dense = dense_states(bench.flow, bench.masked, 0)
-        measured = measure_batch(bench.flow, bench.masked, 0, channels, logits, dense)
+        found = gradient(calib, channels, 0, logits)
+        measured = measure_batch(calib.reference, 0, channels, logits)
         assert list(measured.kept.values()) == found.kept.tolist()
         assert measured.num_tokens == int(found.num_tokens)
         assert measured.kl == pytest.approx(float(found.kl), rel=1e-5)
-        assert measure_batch(bench.flow, bench.masked, 0, channels, logits).kl == 0.0
+        assert measure_batch(calib.reference, 0, channels, logits, with_kl=False).kl == 0.0
     assert not any(module._forward_pre_hooks for module in source.projections.values())
 
 
@@ -109,14 +106,14 @@ def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
     source, tokens = tiny_source(), tiny_tokens(2)
     channels = channels_of(source)
     seen: dict[str, torch.Tensor] = {}
-    with Workbench(source, tokens, batch_size=2) as bench:
-        with bench.masked.observing(lambda name, x: seen.__setitem__(name, x[tokens.keep])):
-            bench.flow.finish(0, 0, bench.flow.start()[0])
+    with CalibrationState(source, tokens, batch_size=2) as calib:
+        with calib.masked.observing(lambda name, x: seen.__setitem__(name, x[tokens.keep])):
+            calib.flow.final(0)
         # Every channel of q has its threshold on the score of its first token.
-        name = bench.names[0]
-        parts = {n: torch.full((source.projections[n].in_features,), 30.0) for n in bench.names}
+        name = calib.names[0]
+        parts = {n: torch.full((source.projections[n].in_features,), 30.0) for n in calib.names}
         parts[name] = -seen[name][0].abs().log()
-        found = gradient(bench, channels, 0, channels.join(parts))
+        found = gradient(calib, channels, 0, channels.join(parts))
     expected = keep_mask(seen[name], parts[name].exp(), 1.0)
     by_logarithm = seen[name].abs().log() + parts[name] >= 0
     assert not torch.equal(expected, by_logarithm)
@@ -127,7 +124,7 @@ def test_what_processes_exchange_is_what_was_found() -> None:
     channels = Channels({"a": 3, "b": 5}, {"a": 6, "b": 20})
     found = BatchGradient(*(torch.rand(n, dtype=torch.float64) for n in (8, 8, 2)), *torch.rand(2, dtype=torch.float64))
     packed = found.pack()
-    assert len(packed) == channels.packed_length
+    assert len(packed) == 2 * 8 + 2 + 2
     again = BatchGradient.unpack(packed, channels)
     assert all(torch.equal(vars(again)[name], value) for name, value in vars(found).items())
 
@@ -135,20 +132,19 @@ def test_what_processes_exchange_is_what_was_found() -> None:
 def test_steps_lower_the_kl_and_keep_the_budget() -> None:
     source, tokens = tiny_source(), tiny_tokens(8)
     channels = channels_of(source)
-    with Workbench(source, tokens, batch_size=4) as bench:
+    with CalibrationState(source, tokens, batch_size=4) as calib:
         state, begun = Refinement(start(source), 20, 0.385), start(source)
 
         def measured(logits: torch.Tensor) -> tuple[float, float]:
-            dense = [dense_states(bench.flow, bench.masked, b) for b in range(2)]
-            parts = [measure_batch(bench.flow, bench.masked, b, channels, logits, dense[b]) for b in range(2)]
+            parts = [measure_batch(calib.reference, b, channels, logits) for b in range(2)]
             found = Measured.total(parts)
             dropped = found.dropped(channels)
-            unread = sum(dropped[n] * size for n, size in bench.sizes.items()) / sum(bench.sizes.values())
+            unread = sum(dropped[n] * size for n, size in calib.sizes.items()) / sum(calib.sizes.values())
             return unread, found.kl / found.num_tokens
 
         target, before = measured(begun)
         while state.step < state.steps:
-            state.advance([gradient(bench, channels, b, state.logits) for b in range(2)], channels, begun, target)
+            state.advance([gradient(calib, channels, b, state.logits) for b in range(2)], channels, begun, target)
         assert state.history[0] == pytest.approx(before, rel=1e-4)
         unread, after = measured(state.partway(1.0, begun))
     assert unread == pytest.approx(target, abs=0.01)

@@ -1,4 +1,4 @@
-"""Searches from end to end on a tiny model; quality on the example model."""
+"""Searches from end to end on a tiny model, and their final thresholds; quality on the example model."""
 
 from __future__ import annotations
 
@@ -8,50 +8,44 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
-from wisparse.converter.budget import mean_sparsity
+from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.search.search import SearchResult, SearchSettings, search
-from wisparse.converter.source import load_source
-from wisparse.converter.workbench import Workbench
+from wisparse.converter.search.allocation import mean_sparsity
+from wisparse.converter.search.search import Run, SearchResult, SearchSettings, SparsityLevels, search
+from wisparse.converter.search.thresholds import Gaps
+from wisparse.converter.source import SourceModel, load_source
+from wisparse.converter.statistics import Scores
 from wisparse.formats.errors import UsageError
+from wisparse.kernels import reference
 
-SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "levels": (0.3, 0.6, 0.95), "greedy_step": 0.2}
-SMALL["refine_steps"] = 3
+SMALL = {"kl_tokens": 64, "num_generations": 3, "num_offspring": 4, "greedy_step": 0.2, "refine_steps": 3}
 COMBINATIONS = [
     ("wisparse", "refine"),
     ("wisparse", "fisher"),
-    ("wisparse", "additive"),
     ("wisparse", "paper"),
     ("wisparse", "uniform"),
     ("teal", "greedy"),
     ("teal", "uniform"),
     ("wina", "uniform"),
-    ("wina", "additive"),
 ]
 
 
-class Killed(Exception):
-    """Stands for SIGKILL."""
-
-
 class Memory:
-    """A store that dies when ``lives`` results were saved."""
+    """Finished stages, in memory."""
 
-    def __init__(self, lives: int | None = None) -> None:
-        self.kept: dict[str, bytes] = {}
-        self.lives = lives
+    def __init__(self) -> None:
+        self.kept: dict[str, object] = {}
 
-    def load(self, key: str) -> bytes | None:
-        return self.kept.get(key)
-
-    def save(self, key: str, data: bytes) -> None:
-        if self.lives is not None and len(self.kept) >= self.lives:
-            raise Killed
-        self.kept[key] = data
+    def run(self, name: str, compute):
+        if name not in self.kept:
+            self.kept[name] = compute()
+        return self.kept[name]
 
 
 @pytest.fixture(scope="module")
@@ -112,39 +106,40 @@ def test_the_model_is_left_as_it_was(source) -> None:
     assert not any(module._forward_pre_hooks for module in source.projections.values())
 
 
-@pytest.mark.parametrize("kind", ["refine", "fisher", "additive", "paper"])
-def test_killed_anywhere_and_run_again_gives_the_same(kind: str) -> None:
-    source = tiny_source(num_hidden_layers=2)
-    settings = SearchSettings(search=kind, **SMALL)
-    store = Memory()
-    undisturbed = flat(search(source, tiny_tokens(8), settings, store=store))
-    total = len(store.kept)
-    for lives in (1, total // 2) if kind != "fisher" else range(total):
-        store = Memory(lives)
-        with pytest.raises(Killed):
-            search(source, tiny_tokens(8), settings, store=store)
-        store.lives = None
-        assert flat(search(source, tiny_tokens(8), settings, store=store)) == undisturbed
-    # Everything is there: nothing is computed but the thresholds.
-    assert flat(search(source, tiny_tokens(8), settings, store=store)) == undisturbed
+@pytest.mark.parametrize("kind", ["refine", "paper"])
+def test_finished_stages_are_not_computed_again(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, settings = tiny_source(num_hidden_layers=2), SearchSettings(search=kind, **SMALL)
+
+    def levels(stages: Memory) -> list[str]:
+        with SparsityLevels(source, tiny_tokens(8), settings, stages=stages) as found:
+            return [flat(found.at(sparsity)) for sparsity in (0.5, 0.4)]
+
+    whole = Memory()
+    undisturbed = levels(whole)
+    assert set(whole.kept) == {"level-0.5", "level-0.4"} | ({"sensitivities"} if kind == "refine" else set())
+    for names in (["sensitivities"], ["sensitivities", "level-0.5"]):
+        partly = Memory()
+        partly.kept = {name: whole.kept[name] for name in names if name in whole.kept}
+        assert levels(partly) == undisturbed
+    monkeypatch.setattr(Run, "result", None)
+    assert levels(whole) == undisturbed
 
 
 def test_candidates_side_by_side_are_those_one_by_one(source) -> None:
-    with torch.no_grad(), Workbench(source, tiny_tokens(6), batch_size=4) as bench:
-        for name in bench.names:
-            bench.set_scale(name, torch.ones(source.projections[name].in_features))
-        for view in bench.blocks():
-            view.build_tables()
-        assert bench.side_by_side > 3
-        spreads = [dict.fromkeys(bench.names, p) for p in (0.0, 0.3, 0.6)]
+    with torch.no_grad(), CalibrationState(source, tiny_tokens(6), batch_size=4) as calib:
+        for name in calib.names:
+            calib.set_scale(name, torch.ones(source.projections[name].in_features))
+        calib.build_tables()
+        assert calib.side_by_side > 3
+        spreads = [dict.fromkeys(calib.names, p) for p in (0.0, 0.3, 0.6)]
         for batches in (None, 1):
-            together = bench.kls(spreads, num_batches=batches)
-            spent = bench.num_kl_evaluations
-            alone = [bench.kl(spread, num_batches=batches) for spread in spreads]
+            together = calib.kls(spreads, num_batches=batches)
+            spent = calib.num_kl_evaluations
+            alone = [calib.kl(spread, num_batches=batches) for spread in spreads]
             assert together == pytest.approx(alone, rel=1e-4, abs=1e-7)
-            assert bench.num_kl_evaluations == pytest.approx(2 * spent)
-            assert bench.kls(spreads[:1], num_batches=batches)[0] == together[0], "whatever the neighbours"
-            bench.num_kl_evaluations = 0.0
+            assert calib.num_kl_evaluations == pytest.approx(2 * spent)
+            assert calib.kls(spreads[:1], num_batches=batches)[0] == together[0], "whatever the neighbours"
+            calib.num_kl_evaluations = 0.0
 
 
 def test_the_seed_decides_what_is_drawn(source) -> None:
@@ -185,9 +180,9 @@ def test_the_default_beats_uniform_magnitude_by_far(example_model: Path) -> None
 
     tokens = CalibrationTokens.from_rows(rows(files[0::2], 8), "standard library", 0)
     held_out = torch.tensor(rows(files[1::2], 12))
-    kl, store = {}, Memory()  # what both of ours begin with is computed once
+    kl = {}
     for method, kind in (("teal", "uniform"), ("wisparse", "fisher"), ("wisparse", "refine")):
-        result = search(source, tokens, SearchSettings(method=method, search=kind), store=store)
+        result = search(source, tokens, SearchSettings(method=method, search=kind))
         with MaskedModel(source.projections) as masked:
             for name, scale in result.channel_scales.items():
                 masked.set_scale(name, scale)
@@ -198,3 +193,94 @@ def test_the_default_beats_uniform_magnitude_by_far(example_model: Path) -> None
     assert kl["fisher"] <= 0.65 * kl["uniform"]
     # So few tokens: the steps must not learn them by heart.
     assert kl["refine"] < 0.99 * kl["fisher"]
+
+
+# ---- final thresholds
+
+FEW = {"kl_tokens": 64, "num_generations": 2, "num_offspring": 3, "greedy_step": 0.3}
+SEARCHES = [
+    ("wisparse", "refine"),
+    ("wisparse", "fisher"),
+    ("wisparse", "paper"),
+    ("teal", "greedy"),
+    ("wina", "uniform"),
+]
+
+
+@pytest.fixture(scope="module", params=SEARCHES, ids=" ".join)
+def found(request: pytest.FixtureRequest) -> tuple[SourceModel, SearchResult]:
+    method, kind = request.param
+    source = tiny_source(num_hidden_layers=2)
+    settings = SearchSettings(method=method, search=kind, refine_steps=2, **FEW)
+    return source, search(source, tiny_tokens(8), settings)
+
+
+def distance(scores: torch.Tensor, threshold: float) -> float:
+    """Of the nearest score, relative to the threshold."""
+    return float((scores.double() - threshold).abs().min()) / threshold
+
+
+def test_thresholds_are_from_inputs_as_sparse_as_at_run_time(found: tuple[SourceModel, SearchResult]) -> None:
+    """Dense inputs, or one projection more or less sparse, give other thresholds: the counts are exact."""
+    source, result = found
+    tokens = tiny_tokens(8)
+    scores: dict[str, torch.Tensor] = {}
+
+    def keep(name: str, x: torch.Tensor) -> None:
+        scores[name] = reference.scores(x[tokens.keep], result.channel_scales[name])
+
+    with MaskedModel(source.projections) as masked:
+        thresholds = result.apply_to(masked)
+        with masked.observing(keep), masked.masking(thresholds), masked.sparing(~tokens.keep):
+            source.model(input_ids=tokens.input_ids)
+    for name, entry in result.projections.items():
+        dropped = float((scores[name] < entry.threshold).double().mean())
+        assert dropped == pytest.approx(entry.realised_sparsity, abs=1e-9), name
+        assert dropped == pytest.approx(entry.sparsity, abs=1e-3 + 1 / scores[name].numel()), name
+        assert entry.threshold == 0.0 or distance(scores[name], entry.threshold) > 1e-5, name
+
+
+def test_in_block_0_no_token_of_the_vocabulary_is_on_a_threshold(found: tuple[SourceModel, SearchResult]) -> None:
+    """What q, k and v read there depends on the token alone, so a score on the threshold comes again and again."""
+    source, result = found
+    block = source.blocks[0]
+    x = block.input_layernorm(source.model.get_input_embeddings().weight)
+    sparse = [result.projections[name] for name in list(result.projections)[:3] if result.projections[name].sparsity]
+    assert sparse
+    for entry in sparse:
+        scores = reference.scores(x, result.channel_scales[entry.name])
+        below, above = scores[scores < entry.threshold].max(), scores[scores >= entry.threshold].min()
+        assert float(above - below) / entry.threshold > 4e-4, "wide: about 20 scores are as near as it may be"
+        assert entry.threshold == pytest.approx(float(below + above) / 2, rel=1e-6)
+
+
+@example(values=[2.0**-149], last=1.0, sparsity=0.25)
+@given(
+    values=st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.5, 3.0, 3.0000002, 7.0]) | st.floats(0, 2.0**60, width=32)),
+    last=st.floats(2.0**-40, 2.0**60, width=32),
+    sparsity=st.floats(0.01, 0.95),
+)
+def test_a_threshold_drops_what_was_asked_and_meets_no_score(values: list[float], last: float, sparsity: float) -> None:
+    scores = torch.tensor([*values, last])[:, None]
+    threshold = Gaps(Scores(scores, torch.ones(1)), sparsity).threshold()
+    possible = [float((scores < t).double().mean()) for t in [*scores, torch.tensor(torch.inf)]]
+    off = abs(float((scores < threshold).double().mean()) - sparsity)
+    assert off <= min(abs(p - sparsity) for p in possible) + 1e-3 + 1e-9
+    assert torch.tensor(threshold).item() == threshold, "a float32"
+    if threshold in scores:  # its neighbour below is the float32 before it, or there is no room for any other
+        before = torch.nextafter(torch.tensor(threshold), torch.tensor(0.0))
+        assert before in scores or threshold == 0.0 or before == 0.0
+
+
+def test_of_the_gaps_near_the_quantile_it_is_the_widest() -> None:
+    scores = torch.arange(1.0, 100_001.0).sqrt()
+    gap = (scores > scores[49_979]) & (scores < scores[49_985])
+    scores = scores[~gap][:, None]
+    gaps = Gaps(Scores(scores, torch.ones(1)), 0.5)
+    assert gaps.threshold() == pytest.approx((49_980**0.5 + 49_986**0.5) / 2, rel=1e-7)
+    # Scores that do not count for the quantile, but are to be kept away from.
+    gaps.add(torch.tensor([49_984.0]).sqrt())
+    assert gaps.threshold() == pytest.approx((49_980**0.5 + 49_984**0.5) / 2, rel=1e-7)
+    # A wider gap further off is left alone: the sparsity asked for comes first.
+    far = scores[(scores < scores[49_000]) | (scores > scores[49_500])][:, None]
+    assert Gaps(Scores(far, torch.ones(1)), 0.5).threshold() > float(far[49_500])

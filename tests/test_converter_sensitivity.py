@@ -1,27 +1,32 @@
-"""Sensitivities from backward passes: against autograd on the whole model, and against measured KL."""
+"""Sensitivities and KL: against autograd on the whole model, against measured KL, and block by block of every family."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from runtime_models import FAMILIES, HYBRIDS, make_checkpoint
+from tiny_bundle import byte_tokenizer
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import sensitivity
-from wisparse.converter.sensitivity import backward, fisher_diagonal, loss_weighted_norm, quadratic_damage
-from wisparse.converter.workbench import Workbench
+from wisparse.converter.calibration_state import CalibrationState, block_inputs, first_inputs
+from wisparse.converter.flow import BlockFlow
+from wisparse.converter.masking import MaskedModel
+from wisparse.converter.sensitivity import backward, fisher_diagonal, kl_rows, loss_weighted_norm, quadratic_damage
+from wisparse.converter.source import SourceModel, load_source
 
 
 @pytest.fixture
-def bench():
+def calib():
     source = tiny_source()
-    with Workbench(source, tiny_tokens(8), batch_size=8) as bench:
-        bench.source = source
+    with CalibrationState(source, tiny_tokens(8), batch_size=8) as calib:
+        calib.source = source
         for name, module in source.projections.items():
-            bench.set_scale(name, torch.ones(module.in_features))
-        yield bench
+            calib.set_scale(name, torch.ones(module.in_features))
+        yield calib
 
 
-def whole_graph_gradients(bench: Workbench, loss) -> dict[str, torch.Tensor]:
+def whole_graph_gradients(calib: CalibrationState, loss) -> dict[str, torch.Tensor]:
     """Gradient at every projection's input by autograd over the whole model at once."""
     inputs: dict[str, torch.Tensor] = {}
 
@@ -29,74 +34,82 @@ def whole_graph_gradients(bench: Workbench, loss) -> dict[str, torch.Tensor]:
         inputs[name] = x.view_as(x)
         return inputs[name]
 
-    with torch.enable_grad(), bench.masked.replacing(split):
-        embeddings = bench.flow.start()[0].clone().requires_grad_(True)
-        final = bench.flow.finish(0, 0, embeddings)
-        gradients = torch.autograd.grad(loss(final[bench.flow.counted[0]])[0], list(inputs.values()))
-    return {name: g[bench.flow.counted[0]] for name, g in zip(inputs, gradients, strict=True)}
+    with torch.enable_grad(), calib.masked.replacing(split):
+        embeddings = calib.flow.start()[0].clone().requires_grad_(True)
+        final = calib.flow.final(0, 0, embeddings)
+        gradients = torch.autograd.grad(loss(final), list(inputs.values()))
+    return {name: g[calib.flow.counted[0]] for name, g in zip(inputs, gradients, strict=True)}
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["dense", "sparse"])
-def test_block_by_block_gradients_are_the_models(bench: Workbench, masked: bool) -> None:
-    def loss(final: torch.Tensor) -> list[torch.Tensor]:
-        return [bench.flow.logits(final).log_softmax(-1)[:, 3].sum()]
+@pytest.mark.parametrize("bytes_at_once", [0, 1 << 20, 1 << 30], ids=["a block", "two blocks", "all blocks"])
+def test_block_by_block_gradients_are_the_models(
+    calib: CalibrationState, masked: bool, bytes_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "_LARGEST_GRAPH_BYTES", bytes_at_once)
+
+    def loss(final: torch.Tensor) -> torch.Tensor:
+        return calib.flow.logits(final).log_softmax(-1)[:, 3].sum()
+
+    def gradients_of(final: torch.Tensor) -> list[torch.Tensor]:
+        final.requires_grad_(True)
+        return list(torch.autograd.grad(loss(final), final))
 
     if masked:
-        bench.masked.set_thresholds(dict.fromkeys(bench.names, 0.3))
-    expected = whole_graph_gradients(bench, loss)
+        calib.masked.set_thresholds(dict.fromkeys(calib.names, 0.3))
+    expected = whole_graph_gradients(calib, loss)
     found: dict[str, torch.Tensor] = {}
-    backward(bench.flow, bench.masked, 0, loss, lambda name, x, gradient: found.__setitem__(name, gradient))
-    assert set(found) == set(bench.names)
-    for name in bench.names:
+    backward(calib.flow, calib.masked, 0, gradients_of, lambda name, x, gradient: found.__setitem__(name, gradient))
+    assert set(found) == set(calib.names)
+    for name in calib.names:
         torch.testing.assert_close(found[name], expected[name], atol=1e-5, rtol=1e-4)
 
 
-def test_weights_get_no_gradient(bench: Workbench) -> None:
-    fisher_diagonal(bench.flow, bench.masked, 0, torch.Generator().manual_seed(0))
-    assert all(p.grad is None for p in bench.source.model.parameters())
+def test_weights_get_no_gradient(calib: CalibrationState) -> None:
+    fisher_diagonal(calib.flow, calib.masked, 0, torch.Generator().manual_seed(0))
+    assert all(p.grad is None for p in calib.source.model.parameters())
 
 
-def test_fisher_of_the_last_projection_is_the_closed_form(bench: Workbench) -> None:
+def test_fisher_of_the_last_projection_is_the_closed_form(calib: CalibrationState) -> None:
     # A linear path to the logits: without the final norm, F = head^T (diag(p) - p p^T) head at down_proj's output.
-    bench.flow.norm = torch.nn.Identity()
-    name = bench.names[-1]
-    weight = bench.source.projections[name].weight
-    final = bench.flow.finish(0, 0, bench.flow.start()[0])[bench.flow.counted[0]]
-    p = bench.flow.logits(final).softmax(-1)
-    to_logits = bench.flow.head.weight @ weight
+    calib.flow.norm = torch.nn.Identity()
+    name = calib.names[-1]
+    weight = calib.source.projections[name].weight
+    final = calib.flow.final(0)
+    p = calib.flow.logits(final).softmax(-1)
+    to_logits = calib.flow.head.weight @ weight
     variance = (p @ to_logits.square()) - (p @ to_logits).square()
-    draws = fisher_diagonal(bench.flow, bench.masked, 0, torch.Generator().manual_seed(0), num_draws=200)[name]
+    draws = fisher_diagonal(calib.flow, calib.masked, 0, torch.Generator().manual_seed(0), num_draws=200)[name]
     torch.testing.assert_close(draws.float(), variance.sum(0), rtol=0.1, atol=0.0)
 
 
-def test_same_generator_same_result(bench: Workbench) -> None:
-    a, b = (fisher_diagonal(bench.flow, bench.masked, 0, torch.Generator().manual_seed(5)) for _ in range(2))
-    assert all(torch.equal(a[name], b[name]) for name in bench.names)
+def test_same_generator_same_result(calib: CalibrationState) -> None:
+    a, b = (fisher_diagonal(calib.flow, calib.masked, 0, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert all(torch.equal(a[name], b[name]) for name in calib.names)
 
 
-def test_predicted_damage_is_the_measured_kl_while_it_is_small(bench: Workbench) -> None:
-    for view in bench.blocks():
-        view.build_tables()
-    thresholds = {name: [bench.thresholds({name: s})[name] for s in (0.2, 0.4)] for name in bench.names}
+def test_predicted_damage_is_the_measured_kl_while_it_is_small(calib: CalibrationState) -> None:
+    calib.build_tables()
+    thresholds = {name: [calib.thresholds({name: s})[name] for s in (0.2, 0.4)] for name in calib.names}
     found = quadratic_damage(
-        bench.flow, bench.masked, 0, torch.Generator().manual_seed(1), bench.scales, thresholds, num_draws=60
+        calib.flow, calib.masked, 0, torch.Generator().manual_seed(1), calib.scales, thresholds, num_draws=60
     )
     predicted = measured = 0.0
-    for name in bench.names:
-        low, high = (value / bench.flow.num_counted for value in found[name])
+    for name in calib.names:
+        low, high = (value / calib.flow.num_counted for value in found[name])
         assert 0 < low < high
-        predicted, measured = predicted + low, measured + bench.kl({name: 0.2})
+        predicted, measured = predicted + low, measured + calib.kl({name: 0.2})
     assert predicted == pytest.approx(measured, rel=0.3)
 
 
-def test_damage_is_of_what_the_mask_drops(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damage_is_of_what_the_mask_drops(calib: CalibrationState, monkeypatch: pytest.MonkeyPatch) -> None:
     """A score on the threshold is kept, and so is one that is not a number."""
-    name = bench.names[0]
+    name = calib.names[0]
     x, gradient = torch.tensor([[0.25, -0.5, torch.nan]]), torch.tensor([[3.0, 5.0, 0.0]])
     monkeypatch.setattr(sensitivity, "backward", lambda *given: given[-1](name, x, gradient))
     thresholds = {name: [0.25, 0.3, 0.5, 0.6]}
     draw = torch.Generator().manual_seed(1)
-    found = quadratic_damage(bench.flow, bench.masked, 0, draw, {name: torch.ones(3)}, thresholds, num_draws=1)
+    found = quadratic_damage(calib.flow, calib.masked, 0, draw, {name: torch.ones(3)}, thresholds, num_draws=1)
     assert found[name] == [0.0, 0.75**2 / 2, 0.75**2 / 2, (0.75 - 2.5) ** 2 / 2]
 
 
@@ -108,12 +121,139 @@ def test_loss_weighted_norm_is_halfway_and_scale_free() -> None:
     assert torch.isfinite(loss_weighted_norm(norm, torch.zeros(50, dtype=torch.float64))).all()
 
 
-def test_a_large_vocabulary_is_gone_through_in_parts(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_vocabulary_is_gone_through_in_parts(calib: CalibrationState, monkeypatch: pytest.MonkeyPatch) -> None:
     def found() -> dict[str, torch.Tensor]:
-        return fisher_diagonal(bench.flow, bench.masked, 0, torch.Generator().manual_seed(0))
+        return fisher_diagonal(calib.flow, calib.masked, 0, torch.Generator().manual_seed(0))
 
     whole = found()
-    monkeypatch.setattr(sensitivity, "LARGEST_LOGITS", 64 * 7)
+    monkeypatch.setattr(sensitivity, "_LARGEST_LOGITS_CPU", 64 * 7)
     parts = found()
-    for name in bench.names:
+    for name in calib.names:
         torch.testing.assert_close(parts[name], whole[name], rtol=1e-5, atol=0.0)
+
+
+def test_kl_is_torchs() -> None:
+    p, q = torch.randn(5, 11).log_softmax(-1), torch.randn(5, 11)
+    expected = torch.nn.functional.kl_div(q.log_softmax(-1), p, log_target=True, reduction="none").sum(-1)
+    torch.testing.assert_close(kl_rows(p, q), expected)
+    torch.testing.assert_close(kl_rows(p, p + 3.0), torch.zeros(5), atol=1e-6, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def setting():
+    source, tokens = tiny_source(), tiny_tokens(6)
+    masked = MaskedModel(source.projections)
+    for name, module in source.projections.items():
+        masked.set_scale(name, torch.ones(module.in_features))
+    yield source, tokens, masked
+    masked.close()
+
+
+@pytest.mark.parametrize("limit", [1 << 30, 0], ids=["kept", "computed again"])
+def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sensitivity, "_LARGEST_REFERENCE_BYTES", limit)
+    monkeypatch.setattr(sensitivity, "_LARGEST_LOGITS_CPU", 64 * 7)
+    source, tokens = tiny_source(), tiny_tokens(6)
+    with CalibrationState(source, tokens, batch_size=4) as calib:
+        assert calib.reference.keeps_log_probs == (limit > 0)
+        for name, module in source.projections.items():
+            calib.set_scale(name, torch.ones(module.in_features))
+        dense = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
+        sparsities = dict.fromkeys(calib.names, 0.3)
+        assert calib.kl(sparsities, thresholds=dict.fromkeys(calib.names, 0.0)) == pytest.approx(0, abs=1e-6)
+        thresholds = dict.fromkeys(calib.names, 0.5)
+        found = calib.kl(sparsities, thresholds=thresholds)
+        with calib.masked.masking(thresholds), calib.masked.sparing(~tokens.keep):
+            sparse = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
+        with calib.masked.masking(thresholds), calib.masked.sparing(~tokens.keep[:4]):
+            final = calib.flow.final(0).requires_grad_(True)
+        total, gradient = calib.reference.kl_gradient(0, final.detach())
+        expected = float((dense.exp() * (dense - sparse)).sum(-1)[tokens.keep].mean())
+        assert expected > 0.01
+        assert found == pytest.approx(expected, rel=1e-5)
+        value = kl_rows(dense[:4][tokens.keep[:4]], calib.flow.logits(final)).sum()
+        assert float(total) == pytest.approx(float(value.detach()), rel=1e-5)
+        torch.testing.assert_close(gradient, torch.autograd.grad(value, final)[0], rtol=1e-4, atol=1e-6)
+
+
+# ---- every family, block by block
+
+
+@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
+def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SourceModel:
+    folder = make_checkpoint(request.param, tmp_path_factory.mktemp("source"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return load_source(folder, device="cpu")
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(3, 101, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def flow_of(source: SourceModel, ids: torch.Tensor) -> BlockFlow:
+    keep = torch.ones_like(ids, dtype=torch.bool)
+    keep[:, 0] = False
+    return BlockFlow(source.model, source.config, ids, keep, 2)
+
+
+@torch.no_grad()
+def test_logits_are_the_models(source: SourceModel, ids: torch.Tensor) -> None:
+    flow = flow_of(source, ids)
+    for batch, part in enumerate(flow.input_ids):
+        expected = source.model(input_ids=part, use_cache=False).logits[flow.counted[batch]]
+        found = flow.logits(flow.final(batch))
+        assert expected.abs().max() > 1, "logits this small would hide any difference"
+        assert (found - expected).abs().max() < 1e-4
+
+
+def test_gradients_are_the_models(source: SourceModel, ids: torch.Tensor) -> None:
+    """Of a loss through every projection alone, next to autograd's through the whole model."""
+    flow, found, expected = flow_of(source, ids), {}, {}
+    kept = {}
+
+    def loss(logits: torch.Tensor) -> torch.Tensor:
+        return logits.log_softmax(-1)[:, 7].sum()
+
+    def receive(name: str, x: torch.Tensor, gradient: torch.Tensor) -> None:
+        found[name] = gradient
+
+    def keep_input(name: str, x: torch.Tensor) -> torch.Tensor:
+        kept[name] = x.view_as(x) if x.requires_grad else x.detach().requires_grad_(True)
+        return kept[name]
+
+    def gradients_of(final: torch.Tensor) -> list[torch.Tensor]:
+        final.requires_grad_(True)
+        return list(torch.autograd.grad(loss(flow.logits(final)), final))
+
+    with MaskedModel(source.projections) as masked:
+        backward(flow, masked, 0, gradients_of, receive)
+        with torch.enable_grad(), masked.replacing(keep_input):
+            logits = source.model(input_ids=flow.input_ids[0], use_cache=False).logits
+            values = torch.autograd.grad(loss(logits[flow.counted[0]]), list(kept.values()))
+    expected = {name: value[flow.counted[0]] for name, value in zip(kept, values, strict=True)}
+    assert set(found) == set(expected) == set(source.projections)
+    for name, value in expected.items():
+        assert value.abs().max() > 0, name
+        torch.testing.assert_close(found[name], value, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@torch.no_grad()
+def test_inputs_are_what_the_projections_multiply(source: SourceModel, ids: torch.Tensor) -> None:
+    flow = flow_of(source, ids)
+    seen: dict[str, list[torch.Tensor]] = {name: [] for name in source.projections}
+    with MaskedModel(source.projections) as masked:
+        with masked.observing(lambda name, x: seen[name].append(x)):
+            for part in flow.input_ids:
+                source.model(input_ids=part, use_cache=False)
+        hidden = flow.start()
+        for index in range(source.config.num_blocks):
+            names = [projection.name for projection in source.config.projections(index)]
+            sharing, first = first_inputs(flow, masked, index, hidden, names)
+            last = next(i for i, name in enumerate(names) if name.endswith((".o_proj", ".out_proj")))
+            assert sharing == names[:last]
+            inputs, hidden = block_inputs(flow, masked, index, hidden, names)
+            assert torch.equal(first, inputs[names[0]])
+            for name in names:
+                expected = torch.cat([x[kept] for x, kept in zip(seen[name], flow.counted, strict=True)])
+                torch.testing.assert_close(inputs[name], expected, rtol=1e-4, atol=1e-5, msg=name)

@@ -39,11 +39,11 @@ def digests(bundle: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize("search", ["refine", "additive"])
+@pytest.mark.parametrize("search", ["refine", "greedy"])
 def test_a_model_larger_than_memory_is_read_from_its_files(
     search: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    samples = {"refine": 24, "additive": 4}[search]  # enough for the refinement's steps
+    samples = {"refine": 24, "greedy": 4}[search]  # enough for the refinement's steps
     options = {
         "sparsity": 0.5,
         "search": search,

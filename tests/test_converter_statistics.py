@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.converter import statistics
+from wisparse.converter.calibration_state import CalibrationState, block_inputs
 from wisparse.converter.flow import BlockFlow
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.statistics import Scores, block_inputs, channel_scale, score_quantiles, weight_norm
-from wisparse.converter.workbench import Workbench
+from wisparse.converter.statistics import Scores, channel_scale, score_quantiles, weight_norm
 from wisparse.kernels.reference import keep_mask, scores
 
 
@@ -88,11 +88,11 @@ def test_the_flow_of_blocks_is_the_model(kind: str) -> None:
     source, tokens = tiny_source(kind, **changes), tiny_tokens(5)
     flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep, batch_size=2)
     expected = source.model(input_ids=tokens.input_ids, use_cache=False).logits
-    got = torch.cat([flow.logits(flow.finish(0, batch, h)) for batch, h in enumerate(flow.start())])
-    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
-    hidden = flow.step(0, flow.start())
-    again = torch.cat([flow.logits(flow.finish(1, batch, h)) for batch, h in enumerate(hidden)])
-    torch.testing.assert_close(again, expected, atol=1e-5, rtol=1e-5)
+    got = torch.cat([flow.logits(flow.final(batch)) for batch in range(flow.num_batches)])
+    torch.testing.assert_close(got, expected[tokens.keep], atol=1e-5, rtol=1e-5)
+    hidden = [flow.block(0, batch, h) for batch, h in enumerate(flow.start())]
+    again = torch.cat([flow.logits(flow.final(batch, 1, h)) for batch, h in enumerate(hidden)])
+    torch.testing.assert_close(again, expected[tokens.keep], atol=1e-5, rtol=1e-5)
     assert flow.num_counted == 5 * 23
 
 
@@ -106,9 +106,9 @@ def test_block_inputs_are_what_the_projections_read() -> None:
     source.model(input_ids=tokens.input_ids)
     for handle in handles:
         handle.remove()
-    with Workbench(source, tokens, batch_size=3) as bench:
-        for view in bench.blocks():
-            assert list(view.inputs) == bench.groups[view.index]
+    with CalibrationState(source, tokens, batch_size=3) as calib:
+        for view in calib.blocks():
+            assert list(view.inputs) == calib.groups[view.index]
             for name, x in view.inputs.items():
                 torch.testing.assert_close(x, caught[name][tokens.keep])
             q, k = view.names[:2]
@@ -117,17 +117,17 @@ def test_block_inputs_are_what_the_projections_read() -> None:
 
 def test_an_error_counts_only_the_tokens_that_count() -> None:
     source, tokens = tiny_source(), tiny_tokens(4)
-    with Workbench(source, tokens) as bench:
-        for name in bench.names:
-            bench.set_scale(name, torch.ones(source.projections[name].in_features))
-        view = next(bench.blocks())
+    with CalibrationState(source, tokens) as calib:
+        for name in calib.names:
+            calib.set_scale(name, torch.ones(source.projections[name].in_features))
+        view = next(calib.blocks())
         assert view.error(dict.fromkeys(view.names, 0.0)) == 0.0
-        thresholds = {name: view.threshold(name, bench.scales[name], 0.5) for name in view.names}
+        thresholds = {name: view.threshold(name, calib.scales[name], 0.5) for name in view.names}
         error = view.error(thresholds)
         assert error > 0
         # By hand: the first token of every sequence dense and not counted.
-        with bench.masked.masking(thresholds), bench.masked.sparing(~tokens.keep):
-            out = bench.flow.block(0, 0, view.hidden[0])
+        with calib.masked.masking(thresholds), calib.masked.sparing(~tokens.keep):
+            out = calib.flow.block(0, 0, view.hidden[0])
         assert error == pytest.approx(float((out - view.out[0])[tokens.keep].square().mean()), rel=1e-5)
 
 
@@ -139,4 +139,6 @@ def test_projections_without_a_mask_are_observed_only_within_the_context() -> No
         inputs, out = block_inputs(flow, masked, 0, flow.start(), names)
         torch.testing.assert_close(out[0], flow.block(0, 0, flow.start()[0]))
         assert set(inputs) == set(names)
-        assert masked._observer is None
+        before = {name: x.clone() for name, x in inputs.items()}
+        flow.block(0, 0, torch.zeros_like(flow.start()[0]))
+        assert all(torch.equal(inputs[name], x) for name, x in before.items())

@@ -24,7 +24,7 @@ from wisparse.formats.model_config import expected_tensors
 from wisparse.formats.verify import verify_bundle
 
 # The default search goes backward and forward through the masked model, the other one from block to block.
-SEARCHES = ("refine", "additive")
+SEARCHES = ("refine", "greedy")
 QUICK = (("gemma3", "refine"), ("granite", "refine"))
 CASES = [(variant, search) for variant in (*FAMILIES, *HYBRIDS) for search in SEARCHES]
 CASES += [(variant, "refine") for variant in LLAMAS]

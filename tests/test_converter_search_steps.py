@@ -1,0 +1,335 @@
+"""The searches as functions of a loss, without a model: budgets, allocation, alpha, greedy, evolution, bisection."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from wisparse.converter.choice import LOWEST, highest
+from wisparse.converter.search.allocation import (
+    MAX_SPARSITY,
+    STEP,
+    allocate,
+    check_target,
+    convex_hull,
+    interpolate,
+    mean_sparsity,
+    repair,
+)
+from wisparse.converter.search.evolution import evolve, mutate
+from wisparse.converter.search.search import DAMAGE_LEVELS
+from wisparse.converter.search.thresholds import ALPHAS, allocate_greedily, search_alpha
+from wisparse.formats.errors import UsageError
+
+# ---- budgets
+
+sizes_and_sparsities = st.lists(st.tuples(st.integers(1, 10**8), st.floats(-0.5, 1.5)), min_size=1, max_size=20)
+
+
+def test_mean_is_weighted_by_parameters() -> None:
+    assert mean_sparsity([0.0, 0.9], [1, 2]) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize("target", [-0.01, 0.951, float("nan")])
+def test_target_out_of_range_is_refused(target: float) -> None:
+    with pytest.raises(UsageError, match="expected a number in"):
+        check_target(target)
+
+
+@given(entries=sizes_and_sparsities, target=st.floats(0, MAX_SPARSITY))
+def test_repair_meets_the_budget_within_bounds(entries: list[tuple[int, float]], target: float) -> None:
+    sizes = {str(i): size for i, (size, _) in enumerate(entries)}
+    repaired = repair({str(i): p for i, (_, p) in enumerate(entries)}, sizes, target)
+    assert all(0.0 <= p <= MAX_SPARSITY for p in repaired.values())
+    assert mean_sparsity(list(repaired.values()), list(sizes.values())) == pytest.approx(target, abs=1e-9)
+
+
+def test_repair_keeps_what_is_right() -> None:
+    assert repair({"a": 0.2, "b": 0.8}, {"a": 5, "b": 5}, 0.5) == {"a": 0.2, "b": 0.8}
+
+
+# ---- allocation
+
+damages = st.lists(st.floats(-1e-3, 10), min_size=len(DAMAGE_LEVELS), max_size=len(DAMAGE_LEVELS))
+
+
+@given(rows=st.lists(st.tuples(st.integers(1, 10**8), damages), min_size=1, max_size=12), target=st.floats(0, 0.95))
+def test_allocation_meets_the_budget(rows: list[tuple[int, list[float]]], target: float) -> None:
+    sizes = {str(i): size for i, (size, _) in enumerate(rows)}
+    found = allocate({str(i): interpolate(DAMAGE_LEVELS, row) for i, (_, row) in enumerate(rows)}, sizes, target)
+    assert all(0.0 <= p <= MAX_SPARSITY for p in found.values())
+    assert mean_sparsity([found[n] for n in sizes], list(sizes.values())) == pytest.approx(target, abs=1e-9)
+
+
+@given(row=damages)
+def test_interpolation_rises_through_the_measurements(row: list[float]) -> None:
+    curve = interpolate(DAMAGE_LEVELS, row)
+    assert curve[0] == (0.0, 0.0)
+    assert all(b[1] >= a[1] for a, b in itertools.pairwise(curve))
+    at = {round(s, 4): d for s, d in curve}
+    highest = 1e-12
+    for level, damage in zip(DAMAGE_LEVELS, row, strict=True):
+        highest = max(highest, damage)
+        assert at[level] == pytest.approx(highest, rel=1e-6)
+
+
+@given(points=st.lists(st.floats(0, 5), min_size=2, max_size=30))
+def test_hull_is_convex_and_below(points: list[float]) -> None:
+    curve = [(float(i), damage) for i, damage in enumerate(points)]
+    hull = convex_hull(curve)
+    assert hull[0] == curve[0]
+    assert hull[-1] == curve[-1]
+    slopes = [(b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(hull)]
+    assert all(b > a for a, b in itertools.pairwise(slopes))
+    for (x0, y0), (x1, y1) in itertools.pairwise(hull):
+        for x, y in curve:
+            if x0 <= x <= x1:
+                assert y >= y0 + (y1 - y0) * (x - x0) / (x1 - x0) - 1e-9
+
+
+def test_no_allocation_on_the_grid_is_better() -> None:
+    curves = {
+        "a": [(i / 20, (i / 20) ** 2) for i in range(20)],
+        "b": [(i / 20, 4 * (i / 20) ** 2) for i in range(20)],
+        "c": [(i / 20, 3 * (i / 20) ** 4) for i in range(20)],
+    }
+    sizes = {"a": 1, "b": 2, "c": 1}
+    found = allocate(curves, sizes, 0.5)
+
+    def damage(p: dict[str, float]) -> float:
+        total = 0.0
+        for name, s in p.items():
+            i = min(int(s * 20 + 1e-9), 18)
+            (x0, y0), (x1, y1) = curves[name][i : i + 2]
+            total += y0 + (y1 - y0) * (s - x0) / (x1 - x0)
+        return total
+
+    grid = [i / 20 for i in range(20)]
+    best = min(
+        damage({"a": a, "b": b, "c": c})
+        for a, b, c in itertools.product(grid, grid, grid)
+        if a + 2 * b + c >= 4 * 0.5 - 1e-9
+    )
+    assert damage(found) <= best + 1e-9
+
+
+def test_the_sensitive_projection_is_spared() -> None:
+    row = [level**2 for level in DAMAGE_LEVELS]
+    curves = {"calm": interpolate(DAMAGE_LEVELS, row), "touchy": interpolate(DAMAGE_LEVELS, [100 * d for d in row])}
+    found = allocate(curves, {"calm": 10, "touchy": 10}, 0.4)
+    assert found["touchy"] < 0.05 < found["calm"]
+
+
+def test_the_order_of_the_projections_does_not_matter() -> None:
+    curves = {n: [(0.0, 0.0), (0.5, 1.0), (0.95, 3.0)] for n in "abc"}
+    sizes = dict.fromkeys("abc", 7)
+    backwards = allocate(dict(reversed(curves.items())), sizes, 0.3)
+    assert allocate(curves, sizes, 0.3) == {n: backwards[n] for n in "abc"}
+
+
+# ---- alpha
+
+
+def test_grid_is_the_papers_with_both_ends() -> None:
+    assert len(ALPHAS) == 31
+    assert (ALPHAS[0], ALPHAS[1], ALPHAS[-1]) == (0.0, 0.05, 1.5)
+
+
+def test_finds_one_alpha_per_projection() -> None:
+    best = {"q": 0.35, "k": 1.5, "v": 0.0}
+    found = search_alpha(lambda a: 1 + sum((a[n] - best[n]) ** 2 for n in best), list(best))
+    assert found == pytest.approx(best)
+
+
+def test_the_block_is_swept_with_one_alpha_and_then_each_projection_from_the_best() -> None:
+    calls: list[dict[str, float]] = []
+
+    def loss(alphas: Mapping[str, float]) -> float:
+        calls.append(dict(alphas))
+        return (alphas["q"] - 0.2) ** 2 + (alphas["k"] - 0.6) ** 2
+
+    assert search_alpha(loss, ["q", "k"]) == {"q": 0.2, "k": 0.6}
+    assert calls[:31] == [{"q": alpha, "k": alpha} for alpha in ALPHAS]
+    swept_q = [call for call in calls[31:] if call["k"] == 0.4]
+    assert {call["q"] for call in swept_q} == {*ALPHAS}
+    assert all(call["q"] == 0.2 for call in calls[31 + len(swept_q) :])
+
+
+def test_a_tie_goes_to_the_smaller_alpha() -> None:
+    assert search_alpha(lambda a: 1.0, ["q", "k"]) == {"q": 0.0, "k": 0.0}
+
+
+# ---- greedy
+
+
+@given(
+    entries=st.lists(st.tuples(st.integers(1, 10**7), st.floats(0.01, 100)), min_size=1, max_size=8),
+    target=st.floats(0, MAX_SPARSITY),
+    step=st.sampled_from([0.01, 0.05, 0.3]),
+)
+def test_greedy_meets_the_budget(entries: list[tuple[int, float]], target: float, step: float) -> None:
+    sizes = {str(i): size for i, (size, _) in enumerate(entries)}
+    weights = {str(i): weight for i, (_, weight) in enumerate(entries)}
+    found = allocate_greedily(lambda p: sum(weights[n] * p[n] ** 2 for n in p), sizes, target, step=step)
+    assert all(0.0 <= p <= MAX_SPARSITY for p in found.values())
+    assert mean_sparsity(list(found.values()), list(sizes.values())) == pytest.approx(target, abs=1e-8)
+
+
+def test_spares_the_sensitive_projection() -> None:
+    found = allocate_greedily(lambda p: 100 * p["a"] ** 2 + p["b"] ** 2, {"a": 10, "b": 10}, 0.4)
+    assert found["a"] < 0.1 < found["b"]
+
+
+def test_a_step_is_of_equal_parameters() -> None:
+    # The small projection is free of charge: it takes every step until the cap.
+    found = allocate_greedily(lambda p: p["large"], {"small": 10, "large": 90}, 0.05, step=0.05)
+    assert found == {"small": pytest.approx(0.5), "large": 0.0}
+
+
+def test_no_projection_passes_the_cap() -> None:
+    found = allocate_greedily(lambda p: p["large"], {"small": 10, "large": 90}, 0.5)
+    assert found["small"] == MAX_SPARSITY
+    assert found["large"] == pytest.approx((50 - 9.5) / 90)
+
+
+def test_zero_target_is_dense() -> None:
+    assert allocate_greedily(lambda p: 0.0, {"a": 3}, 0.0) == {"a": 0.0}
+
+
+# ---- evolution
+
+
+def bowl(best: tuple[float, ...]):
+    """A loss with its minimum at ``best``."""
+    return lambda candidates, batches: [sum((p - b) ** 2 for p, b in zip(c, best, strict=True)) for c in candidates]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@given(
+    num_blocks=st.integers(2, 40),
+    target=st.floats(0, MAX_SPARSITY),
+    size=st.integers(1, 10**8),
+    seed=st.integers(0, 10**6),
+)
+def test_mutants_of_equal_blocks_keep_budget_and_bounds(num_blocks: int, target: float, size: int, seed: int) -> None:
+    parent, random = (target,) * num_blocks, generator(seed)
+    for _ in range(5):
+        parent = mutate(parent, [size] * num_blocks, random)
+        assert all(0.0 <= p <= MAX_SPARSITY for p in parent)
+        assert mean_sparsity(parent, [size] * num_blocks) == pytest.approx(target, abs=1e-9)
+
+
+@given(num_blocks=st.integers(2, 40), steps=st.integers(0, 190), seed=st.integers(0, 10**6))
+def test_from_the_grid_to_the_grid(num_blocks: int, steps: int, seed: int) -> None:
+    parent, random = (steps * STEP,) * num_blocks, generator(seed)
+    for _ in range(5):
+        parent = mutate(parent, [7] * num_blocks, random)
+        assert all(abs(p / STEP - round(p / STEP)) < 1e-6 for p in parent)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10**6), min_size=2, max_size=20), target=st.floats(0, 0.95), seed=st.integers(0, 99)
+)
+def test_mutants_of_unequal_blocks_keep_the_budget(sizes: list[int], target: float, seed: int) -> None:
+    child = mutate((target,) * len(sizes), sizes, generator(seed))
+    assert all(0.0 <= p <= MAX_SPARSITY for p in child)
+    assert mean_sparsity(child, sizes) == pytest.approx(target, abs=1e-9)
+
+
+def test_a_mutation_is_local() -> None:
+    child = mutate((0.5,) * 32, [1] * 32, generator(0))
+    moved = [p for p in child if p != 0.5]
+    assert 0 < len(moved) <= 6  # three blocks up, three down
+
+
+def test_finds_the_minimum_of_a_bowl() -> None:
+    best = (0.3, 0.4, 0.5, 0.6, 0.7)
+    found = evolve(bowl(best), [1] * 5, 0.5, generator(1), num_generations=150, num_offspring=16)
+    assert found.parent == pytest.approx(best, abs=2 * STEP)
+    assert mean_sparsity(found.parent, [1] * 5) == pytest.approx(0.5, abs=1e-9)
+
+
+def test_never_gets_worse() -> None:
+    found = evolve(bowl((0.1, 0.9, 0.5)), [1, 2, 3], 0.5, generator(2), num_generations=30, num_offspring=4)
+    assert all(later <= earlier for earlier, later in zip(found.history, found.history[1:], strict=False))
+    assert found.loss == found.history[-1]
+
+
+def test_keeps_the_parent_where_no_offspring_is_better() -> None:
+    found = evolve(bowl((0.5,) * 4), [1] * 4, 0.5, generator(3), num_generations=5, num_offspring=8)
+    assert found.parent == (0.5,) * 4
+
+
+def test_one_seed_one_result() -> None:
+    runs = [evolve(bowl((0.2, 0.8)), [3, 5], 0.5, generator(4), num_generations=10, num_offspring=4) for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+def test_stages_thin_the_offspring_out() -> None:
+    calls: list[int | None] = []
+
+    def losses(candidates: Sequence[tuple[float, ...]], batches: int | None) -> list[float]:
+        calls.extend([batches] * len(candidates))
+        return bowl((0.2, 0.8, 0.3, 0.7))(candidates, batches)
+
+    found = evolve(
+        losses, [1] * 4, 0.5, generator(6), num_generations=1, num_offspring=32, stages=((4, 1), (2, 2), (1, None))
+    )
+    assert calls[0] is None  # the start
+    assert (calls.count(2), calls.count(None)) == (4, 1 + 2)
+    assert found.num_evaluations == len(calls)
+
+
+def test_a_mutant_of_one_parent_is_scored_once() -> None:
+    scored: list[tuple[float, ...]] = []
+
+    def losses(candidates: Sequence[tuple[float, ...]], batches: int | None) -> list[float]:
+        scored.extend(candidates)
+        return bowl((0.5,) * 4)(candidates, batches)
+
+    found = evolve(losses, [1] * 4, 0.5, generator(7), num_generations=40, num_offspring=8)
+    assert len(scored) == len(set(scored)) == found.num_evaluations == 1 + 4 * 3  # one block up, another one down
+
+
+# ---- the highest sparsity of a budget
+
+
+@given(st.floats(1.0, 8.0), st.floats(1e-6, 1e3), st.floats(0.0, 0.3))
+def test_a_budget_is_spent_and_soon(power: float, factor: float, bump: float) -> None:
+    asked = []
+
+    def loss(sparsity: float) -> float:
+        asked.append(sparsity)
+        return factor * sparsity**power * (1 + bump * math.sin(40 * sparsity) / 40)
+
+    found = highest(loss)
+    assert len(asked) == len(set(asked)) <= 15
+    assert all(LOWEST <= sparsity <= 0.95 for sparsity in asked)
+    if found is None:
+        assert loss(LOWEST) > 1.0
+        return
+    assert loss(found) <= 1.0
+    assert found == 0.95 or loss(found) >= 0.98 or loss(round(found + 0.001, 4)) > 1.0
+
+
+@pytest.mark.parametrize("crossing", [0.123, 0.2571, 0.4321, 0.7777])
+def test_a_power_law_takes_three_searches(crossing: float) -> None:
+    asked = []
+    found = highest(lambda s: asked.append(s) or (s / crossing) ** 3.8)
+    assert found is not None
+    assert 0.98 <= (found / crossing) ** 3.8 <= 1.0
+    assert len(asked) <= 3
+
+
+@pytest.mark.parametrize(("loss", "found"), [(0.0, 0.95), (math.inf, None)])
+def test_a_budget_that_everything_or_nothing_keeps(loss: float, found: float | None) -> None:
+    assert highest(lambda _: loss) == found
