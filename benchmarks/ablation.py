@@ -20,11 +20,9 @@ import torch
 from quality import Clock, describe_machine, opened, options_of, print_head, publish, row
 
 from wisparse.converter.documents import CalibrationTokens
-from wisparse.converter.processes import ALONE, Progress
-from wisparse.converter.search import additive
-from wisparse.converter.search.search import Run, SearchResult, SearchSettings, Shared, search
+from wisparse.converter.search.allocation import allocate, interpolate
+from wisparse.converter.search.search import DAMAGE_LEVELS, Run, SearchResult, SearchSettings, SparsityLevels, search
 from wisparse.converter.source import SourceModel
-from wisparse.converter.state import NO_STATE
 
 # Every row of the table, in its order.
 ROWS = {
@@ -60,50 +58,50 @@ def baselines(source: SourceModel, tokens: CalibrationTokens, settings: Settings
         add(key, result, clock)
 
 
-def alone(source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings) -> Run:
-    """A search whose stages are called one by one; its ``shared`` is to be closed."""
-    shared = Shared(source, tokens, settings, ALONE)
-    return Run(source, tokens, settings, Progress(enabled=False), NO_STATE, NO_STATE, ALONE, shared)
-
-
 def paper(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
     """The paper's pipeline, stage by stage."""
-    run = alone(source, tokens, settings("wisparse", "paper"))
-    clock = Clock()
-    with clock:
-        run.prepare()
-        result = run.result(run.uniform())
-    add("alpha", result, clock)
-    with clock:
-        blocks = run.evolve_blocks()
-        spread = {n: p for group, p in zip(run.bench.groups, blocks, strict=True) for n in group}
-        result = run.result(spread)
-    add("evolution", result, clock)
-    with clock:
-        spread = run.spread_within(blocks)
-        result = run.result(spread)
-    add("greedy", result, clock)
-    with clock:
-        run.choose_alphas(spread, "alpha-again")
-        result = run.result(spread)
-    add("paper", result, clock)
-    run.shared.close()
+    with SparsityLevels(source, tokens, settings("wisparse", "paper")) as levels:
+        run = Run(levels, levels.settings)
+        clock = Clock()
+        with clock:
+            run.prepare()
+            result = run.result(run.everywhere())
+        add("alpha", result, clock)
+        with clock:
+            blocks = run.evolve_blocks()
+            spread = {n: p for group, p in zip(run.calib.groups, blocks, strict=True) for n in group}
+            result = run.result(spread)
+        add("evolution", result, clock)
+        with clock:
+            spread = run.spread_within(blocks)
+            result = run.result(spread)
+        add("greedy", result, clock)
+        with clock:
+            run.choose_alphas(spread)
+            result = run.result(spread)
+        add("paper", result, clock)
 
 
 def additive_table(source: SourceModel, tokens: CalibrationTokens, settings: Settings, add: Add) -> None:
-    """The measured table, and alphas at its sparsities."""
-    run = alone(source, tokens, settings("wisparse", "additive"))
-    clock = Clock()
-    with clock:
-        run.prepare()
-        spread = additive.allocate(run.probe(), run.bench.sizes, run.settings.sparsity)
-        result = run.result(spread)
-    add("additive", result, clock)
-    with clock:
-        run.choose_alphas(spread, "alpha-again")
-        result = run.result(spread)
-    add("additive-alpha", result, clock)
-    run.shared.close()
+    """KL of each projection alone at some sparsities, the allocation of least sum, then alphas at its sparsities."""
+    with SparsityLevels(source, tokens, settings("wisparse", "paper")) as levels:
+        run, calib = Run(levels, levels.settings), levels.calib
+        clock = Clock()
+        with clock:
+            run.prepare()
+            curves = {}
+            for view in calib.blocks():
+                for name in view.names:
+                    # Blocks before this one are not run again, the others are dense.
+                    row = [calib.kl({name: p}, start=view.index, hidden=view.hidden) for p in DAMAGE_LEVELS]
+                    curves[name] = interpolate(DAMAGE_LEVELS, row)
+            spread = allocate(curves, calib.sizes, run.settings.sparsity)
+            result = run.result(spread)
+        add("additive", result, clock)
+        with clock:
+            run.choose_alphas(spread)
+            result = run.result(spread)
+        add("additive-alpha", result, clock)
 
 
 def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

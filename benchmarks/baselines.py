@@ -23,13 +23,13 @@ from quality import Divergence, Evaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
-from wisparse.converter.search.allocation import MAX_SPARSITY
+from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.search.allocation import MAX_SPARSITY
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.search.thresholds import final_thresholds
 from wisparse.converter.source import SourceModel
 from wisparse.converter.statistics import score_quantiles
-from wisparse.converter.calibration_state import CalibrationState
 from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import ProjectionRecipe
 from wisparse.kernels.reference import keep_mask, scores

@@ -24,6 +24,7 @@ from torch import Tensor
 from wisparse.converter.calibration import load_calibration
 from wisparse.converter.flow import BlockFlow
 from wisparse.converter.gptq import group_size, quantise_weights
+from wisparse.converter.masking import MaskedModel
 from wisparse.converter.processes import Progress
 from wisparse.converter.sensitivity import DenseReference
 from wisparse.converter.source import SourceModel, load_source
@@ -37,18 +38,18 @@ class Measure:
     def __init__(self, source: SourceModel, tokens: Any) -> None:
         self.source = source
         self.flow = BlockFlow(source.model, source.config, tokens.input_ids, tokens.keep)
-        self.reference = DenseReference(self.flow)
+        self.reference = DenseReference(self.flow, MaskedModel(source.projections))
         self.weights = {name: module.weight.clone() for name, module in source.projections.items()}
-        for batch, hidden in enumerate(self.flow.start()):
-            self.reference.add(batch, self.flow.finish(0, batch, hidden))
+        if not self.reference.keeps_log_probs:
+            raise SystemExit("the vocabulary is too large for so many tokens: lower --num-samples")
+        for batch in range(self.flow.num_batches):
+            self.reference.log_probs(batch, 0)
 
     @torch.no_grad()
     def kl(self, change: Callable[[], Any]) -> float:
         """Nats a token after ``change``, which is undone."""
         change()
-        sums = [
-            self.reference.kl_sum(batch, self.flow.finish(0, batch, h)) for batch, h in enumerate(self.flow.start())
-        ]
+        sums = [self.reference.kl_sum(batch, self.flow.final(batch)) for batch in range(self.flow.num_batches)]
         for name, weight in self.weights.items():
             self.source.projections[name].weight.copy_(weight)
         return sum(sums) / self.flow.num_counted

@@ -14,7 +14,6 @@ measured on other ones, every token sparse, the realised sparsity beside the tar
     rsparse        |x|, the same share unread everywhere, what is dropped through low-rank factors
     fisher         loss-weighted norms, damage and allocation from backward passes
     wisparse       refine: the same, refined by gradient steps on the joint KL
-    additive       the paper's score, allocation from a table of measured KL
     *-rotated      the same on the model in its principal directions, which is what a conversion does by default; KL is
                    to the source's dense model, so what rounding the rotated weights costs is in it
 """
@@ -41,7 +40,6 @@ METHODS = {
     **{name: (name, "uniform") for name in BASELINES},
     "fisher": ("wisparse", "fisher"),
     "wisparse": ("wisparse", "refine"),
-    "additive": ("wisparse", "additive"),
 }
 _ROTATED = "-rotated"
 METHODS |= {label + _ROTATED: METHODS[label] for label in ("teal-uniform", "teal", "fisher", "wisparse")}
@@ -73,7 +71,7 @@ def made(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sparsities", type=float, nargs="+", default=[0.3, 0.4, 0.5, 0.6])
-    parser.add_argument("--methods", nargs="+", choices=METHODS, default=[m for m in METHODS if m != "additive"])
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     options = options_of(parser)
 
     source, tokens, evaluator = opened(options)

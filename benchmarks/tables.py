@@ -34,7 +34,7 @@ _LONG = ("wisparse-rotated", "wisparse")
 GROUPS = (
     *((label,) for label in _LONG),
     tuple(label for label in METHODS if label.endswith("-rotated") and label not in _LONG),
-    tuple(label for label in METHODS if not label.endswith("-rotated") and label not in (*_LONG, "additive")),
+    tuple(label for label in METHODS if not label.endswith("-rotated") and label not in _LONG),
 )
 
 

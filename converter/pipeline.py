@@ -271,7 +271,7 @@ def _self_texts(
             rows = {name: one.input_ids.tolist() for name, one in zip(sizes, found, strict=True)}
         return processes.broadcast(rows)
 
-    rows = stages.run("texts", write)
+    rows = stages.run("calibration", write)
     return {name: CalibrationTokens.from_rows(rows[name], "self", seed) for name, (_, _, seed) in sizes.items()}
 
 

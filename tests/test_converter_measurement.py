@@ -10,13 +10,13 @@ import torch
 from bundle_maker import make_bundle
 
 from wisparse.converter import measurement
+from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.measurement import MaskedLogits, block_sensitivity, measure
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.sensitivity import kl_rows
 from wisparse.converter.settings import ConvertSettings
 from wisparse.converter.source import SourceModel, load_source
-from wisparse.converter.calibration_state import CalibrationState
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import AccessError
 from wisparse.runtime.backends import load
