@@ -14,7 +14,8 @@ from tokenizers import processors
 
 from wisparse.converter.calibration import describe_spec, load_calibration
 from wisparse.converter.documents import CalibrationTokens, Conversations, document_of, is_dataset_id, path_documents
-from wisparse.converter.self_calibration import _draw, _Writer
+from wisparse.converter.processes import Progress
+from wisparse.converter.self_calibration import _draw, _Row, write_calibration
 from wisparse.converter.source import load_source, load_tokenizer
 from wisparse.formats.errors import AccessError, CalibrationError
 
@@ -362,6 +363,13 @@ def test_self_is_seeded_and_leaves_the_global_generator_alone(source) -> None:
     assert runs[0].source == "self"
 
 
+def test_texts_side_by_side_are_those_written_alone(source) -> None:
+    texts = [(4, 24, 0), (2, 16, 7)]
+    together = write_calibration(source.model, source.tokenizer, texts, Progress(enabled=False))
+    alone = [load_calibration("self", source.tokenizer, source.model, *text) for text in texts]
+    assert [one.digest for one in together] == [one.digest for one in alone]
+
+
 def test_self_does_not_depend_on_the_threads_the_caller_set(source) -> None:
     threads = torch.get_num_threads()
     load_calibration("self", source.tokenizer, source.model, 1, 16, 0)
@@ -406,7 +414,7 @@ def test_self_without_any_first_token(source) -> None:
 
 
 def test_writer_of_conversations() -> None:
-    writer = _Writer(64, frozenset({EOS}), [BOS, 1, 2], [5, 6])
+    writer = _Row(64, frozenset({EOS}), [BOS, 1, 2], [5, 6])
     drawn = [0, 0, 0, 70, 71, EOS, 0, 72, EOS, 0, 0, 0, 73]
     written = [writer.accept(token) for token in drawn]
     # opening, question, answer's opening in place of the end, answer, end, next opening
@@ -414,21 +422,23 @@ def test_writer_of_conversations() -> None:
 
 
 def test_writer_of_documents_opens_the_next_one() -> None:
-    writer = _Writer(64, frozenset({EOS}), [BOS], None)
+    writer = _Row(64, frozenset({EOS}), [BOS], None)
     assert [writer.accept(token) for token in (0, 70, EOS, 0, 71)] == [BOS, 70, EOS, BOS, 71]
     # Where one token both ends and begins a text, it stands once.
-    writer = _Writer(64, frozenset({BOS}), [BOS], None)
+    writer = _Row(64, frozenset({BOS}), [BOS], None)
     assert [writer.accept(token) for token in (0, 70, BOS, 71)] == [BOS, 70, BOS, 71]
 
 
 def test_question_that_never_ends_is_answered() -> None:
-    writer = _Writer(32, frozenset({EOS}), [BOS], [5])
+    writer = _Row(32, frozenset({EOS}), [BOS], [5])
     written = [writer.accept(70) for _ in range(20)]
     assert written.index(5) == 9  # a quarter of the row after the opening
 
 
 def test_draws_follow_the_probabilities() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.7]]).log().expand(6000, 3)
-    drawn = torch.tensor(_draw(logits, [1.0] * 6000, torch.Generator().manual_seed(0)))
+    row = _Row(8, frozenset(), [BOS], None, torch.Generator().manual_seed(0))
+    row.free = 99  # far from the opening: temperature 1
+    drawn = torch.tensor(_draw(logits, [row] * 6000))
     shares = torch.bincount(drawn, minlength=3) / 6000
     assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.7]), atol=0.02)

@@ -13,8 +13,10 @@ from tiny_bundle import tiny_config, write_tiny_model
 from tiny_source import tiny_source, tiny_tokens
 
 from wisparse.cli import main
+from wisparse.converter import gptq
 from wisparse.converter.gptq import fit_int4, quantise_weights, search_scales
 from wisparse.converter.processes import Progress
+from wisparse.converter.state import Stages
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.weight_types import quantise_int4
 from wisparse.runtime.backends import make_decoder
@@ -22,24 +24,9 @@ from wisparse.runtime.backends import make_decoder
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
 
 
-class Kept(dict[str, bytes]):
-    """A store that can stop: ``left`` more results, then as if it were killed."""
-
-    left = 10**9
-
-    def load(self, key: str) -> bytes | None:
-        return self.get(key)
-
-    def save(self, key: str, data: bytes) -> None:
-        if not self.left:
-            raise KeyboardInterrupt
-        self.left -= 1
-        self[key] = data
-
-
-def quantised(kind: str, store: Kept) -> tuple[object, dict[str, torch.Tensor]]:
+def quantised(kind: str, stages: Stages) -> tuple[object, dict[str, torch.Tensor]]:
     source = tiny_source(**SIZES)
-    matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, Progress(enabled=False), store)
+    matrices = quantise_weights(source, tiny_tokens(), kind, torch.bfloat16, Progress(enabled=False), stages)
     return source, {
         name: torch.cat((m.codes.view(torch.uint8).flatten(), m.scales.flatten())) for name, m in matrices.items()
     }
@@ -100,15 +87,12 @@ def test_inputs_that_say_nothing_do_no_harm(moments: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8"])
-def test_a_killed_run_goes_on_to_the_same_codes(kind: str) -> None:
-    source, whole = quantised(kind, Kept())
-    kept = Kept()
-    kept.left = 9  # in the middle of the second block
-    with pytest.raises(KeyboardInterrupt):
-        quantised(kind, kept)
-    assert len(kept) == 9
-    kept.left = 10**9
-    again, resumed = quantised(kind, kept)
+def test_a_killed_run_goes_on_to_the_same_codes(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, whole = quantised(kind, Stages(tmp_path))
+    assert (tmp_path / "weights.stage").exists()
+    monkeypatch.setattr(gptq, "_moments", None)
+    monkeypatch.setattr(gptq, "quantise_int8", None)
+    again, resumed = quantised(kind, Stages(tmp_path))
     assert list(whole) == list(resumed) == list(source.projections)  # type: ignore[attr-defined]
     for name in whole:
         assert torch.equal(whole[name], resumed[name])
