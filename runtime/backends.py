@@ -35,22 +35,9 @@ def make_decoder(
     weights: str = "native",
     max_batch: int = 1,
 ) -> Decoder:
-    """Build the decoder that ``backend`` names, or the fastest one that can run this bundle there.
+    """Build the decoder that ``backend`` names, or with ``auto`` the fastest that can run this bundle there.
 
-    The choice and its reason are logged. ``auto`` falls back to plain PyTorch if the faster one refuses the model;
-    a back end asked for by name is never replaced.
-
-    Args:
-        bundle: an opened bundle; its weights are read here, once.
-        device, dtype: where, and in which floating type.
-        max_seq_len: positions of one slot, 1 to the model's context.
-        backend: ``auto``, ``torch``, ``numba`` or ``triton``.
-        weights: ``native`` (as ``dtype`` says, or the bundle's codes where they can be multiplied with), or one of the
-            other ``WEIGHT_TYPES`` (rounded at load; not every back end has them).
-        max_batch: slots, that is, sequences decoded side by side.
-
-    Raises:
-        UsageError: a back end that does not fit the device, dtype, weights or model.
+    The weights are read here, once. A back end asked for by name is never replaced.
     """
     if not 1 <= max_seq_len <= bundle.config.max_position_embeddings:
         raise UsageError(
@@ -60,7 +47,15 @@ def make_decoder(
     guard.integer("max_batch", max_batch, 1)
     implementation, reason = choose_decoder(bundle.config, device, dtype, backend, weights)
     log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
-    _log_widened(bundle, implementation, weights)
+    dequantized = {
+        stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
+        for stored in bundle.checkpoint.quantised.values()
+        if weights not in ("native", stored.packing.kind) or not implementation.keeps(stored)
+    }
+    if dequantized:
+        then = "" if weights == "native" else f", and rounds them to {weights}"
+        kinds = ", ".join(sorted(dequantized))
+        log.info("back end %s dequantizes the bundle's %s weights at load%s", implementation.name, kinds, then)
     with memory_errors(device, "to load the model"):
         return implementation(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
@@ -70,18 +65,18 @@ def make_decoder(
 def choose_decoder(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, weights: str
 ) -> tuple[type[Any], str]:
-    """The decoder that runs such a model there, and why; arguments and errors as for :func:`make_decoder`."""
+    """The decoder class that runs such a model there, and why. UsageError if none can."""
     guard.choice("weights", weights, tuple(WEIGHT_TYPES))
     try:
         choice = choose_backend(device, dtype, backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
     reason = choice.reason
-    implementation = _implementation(choice.name)
+    implementation = _decoder_class(choice.name)
     refused: str | None = implementation.refusal(config, device, dtype, weights)
     if refused is not None and backend == "auto" and choice.name != "torch":
         reason = f"{choice.name} cannot: {refused}"
-        implementation = _implementation("torch")
+        implementation = _decoder_class("torch")
         refused = implementation.refusal(config, device, dtype, weights)
         if refused is not None:
             raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")
@@ -90,21 +85,8 @@ def choose_decoder(
     return implementation, reason
 
 
-def _log_widened(bundle: Bundle, implementation: type[Any], weights: str) -> None:
-    """What a bundle's codes become where nothing multiplies with them as they are."""
-    others = {
-        stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
-        for stored in bundle.checkpoint.quantised.values()
-        if weights not in ("native", stored.packing.kind) or not implementation.keeps(stored)
-    }
-    if others:
-        then = "" if weights == "native" else f", and rounds them to {weights}"
-        kinds = ", ".join(sorted(others))
-        log.info("back end %s widens the bundle's %s weights at load%s", implementation.name, kinds, then)
-
-
-def _implementation(name: str) -> type[Any]:
-    """The decoder of a back end; imported when chosen, because numba and triton cost seconds."""
+def _decoder_class(name: str) -> type[Any]:
+    """Imported when chosen: numba and triton cost seconds."""
     if name == "numba":
         from .cpu.decoder import CpuDecoder
 
@@ -118,8 +100,7 @@ def _implementation(name: str) -> type[Any]:
     return TorchDecoder
 
 
-# Far above what any device holds; a slip of the hand is refused before memory is asked for.
-_LARGEST_BATCH = 2**16
+_LARGEST_BATCH = 2**16  # far above what any device holds
 
 
 def load(
@@ -146,8 +127,8 @@ def load(
         weights: ``native``, or rounded where the back end can: ``int8`` (a scale a row), ``int4`` (a scale for each
             group of 128 channels, or the largest divisor below), ``fp8`` (e4m3, a scale a row; NVIDIA GPUs); the output
             layer is int8 with any of them.
-        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: the bundle's default. ``model.sparsity``
-            changes it between two answers.
+        sparsity: one of the bundle's sparsity levels, or 0 for the dense model; None: the bundle's default.
+            ``model.sparsity`` changes it between two answers.
         prefill: which prompt tokens are sparse: ``dense`` none, ``half`` the last half, ``all`` every one.
         max_seq_len: tokens that prompt and answer may have together. None: the model's context, or as many as a quarter
             of the memory that the weights leave free can hold.
@@ -170,11 +151,10 @@ def load(
     max_seq_len = None if max_seq_len is None else guard.integer("max_seq_len", max_seq_len, 1)
     revision = None if revision is None else guard.text("revision", revision, empty=False)
     start = time.perf_counter()
-    folder = fetch_bundle(bundle, revision)
-    opened = Bundle.open(folder)
+    opened = Bundle.open(fetch_bundle(bundle, revision))
     if sparsity is not None:
         opened = opened.at(sparsity)
-    chosen = pick_dtype(opened, dtype)
+    chosen = opened.checkpoint.dtype if dtype == "auto" else DTYPES[dtype]
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
     if max_seq_len is None:
         implementation, _ = choose_decoder(opened.config, target, chosen, backend, weights)
@@ -196,12 +176,5 @@ def load(
         weights=weights,
         max_batch=max_batch,
     )
-    log.info("loaded %s in %.1f s", folder.name, time.perf_counter() - start)
+    log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
     return Model(opened, decoder, text, prefill)
-
-
-def pick_dtype(bundle: Bundle, dtype: str) -> torch.dtype:
-    """The floating type that a name stands for; ``auto`` is that of the bundle's weights."""
-    if dtype != "auto":
-        return DTYPES[dtype]
-    return bundle.checkpoint.dtype

@@ -330,19 +330,15 @@ def test_generate_without_a_standard_input(tmp_path: Path) -> None:
     assert done.stderr == "wisparse: the prompt has no tokens: give at least one\n"
 
 
-def test_a_tasks_table_shows_questions_and_standard_errors_and_no_ratio() -> None:
-    from rich.console import Console
-
-    from wisparse.commands.eval import _task_table
+def test_a_tasks_table_shows_questions_and_standard_errors_and_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+    from wisparse.commands.eval import _print_task_table
 
     tasks = {
         "masks off": {"t": {"num_questions": 1319, "acc": 0.0556, "acc_stderr": 0.05}},
         "half": {"t": {"num_questions": 1319, "acc": 0.2222, "acc_stderr": 0.1}},
     }
-    console = Console(width=120)
-    with console.capture() as shown:
-        console.print(_task_table([{"bundle": "out", "tasks": tasks}]))
-    text = shown.get()
+    _print_task_table([{"bundle": "out", "tasks": tasks, "generation": {}}])
+    text = capsys.readouterr().out
     assert "0.0556 ± 0.0500" in text
     assert [line.split()[:4] for line in text.splitlines() if " acc " in line] == [["out", "t", "acc", "1,319"]]
     assert "0.2222 ± 0.1000" in text

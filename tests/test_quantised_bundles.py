@@ -141,7 +141,7 @@ def test_what_is_widened_is_said_and_counted(
             )
             kept = [stored for stored in opened.checkpoint.quantised.values() if decoder.keeps(stored)]
             assert bool(kept) == (backend not in kinds)
-            assert ("widens the bundle's" in caplog.text) == (backend in kinds)
+            assert ("dequantizes the bundle's" in caplog.text) == (backend in kinds)
             needed = weight_bytes(opened, torch.float32, "native", decoder.keeps)
             taken[name, backend], head = decoder.bytes_read()
             assert taken[name, backend] + head < needed  # the embedding and norms come on top

@@ -1,10 +1,9 @@
-"""What an answer may say: a JSON schema or a grammar, kept by llguidance.
+"""What an answer may be: a JSON schema or a grammar, compiled and followed by llguidance.
 
     Grammar (data) -> Grammars.begin -> Derivation: which tokens may come next, token by token
 
-A grammar comes from strangers. Its size is bounded, the library bounds the work of compiling it and of every step, and
-its first step is taken while it is compiled, which is where a costly one costs most. One that asks for more at a later
-step ends its own answer.
+Grammars are untrusted: their size is bounded, the library bounds the work of compiling and of every step, and the first
+step, which costs most, is taken while compiling. One that exceeds the bounds later ends its own answer.
 """
 
 from __future__ import annotations
@@ -27,11 +26,9 @@ from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.guard import parse_json
 
 _MOST_CHARACTERS = 1 << 17
-_KEPT = 32
-# The library's measure of work, about a third of a second of it; without `precompute_large_lexemes`, which is its
-# default, some grammars would find no end all the same.
-_FUEL = 300_000
-# JSON on one line, as Python writes it: white space that may be any has no end, and a small model hides in it.
+_KEPT = 32  # compiled grammars
+_FUEL = 300_000  # the library's measure of work, about a third of a second
+# JSON on one line, as Python writes it: any amount of white space would let a small model write nothing else.
 _JSON_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # (256, 8) float32: what each byte of a bit mask adds to its eight tokens' logits, lowest bit first.
 _ADDED = np.where(
@@ -39,6 +36,7 @@ _ADDED = np.where(
     np.float32(0),
     -np.float32(np.inf),
 )
+ANY_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True)
@@ -57,29 +55,18 @@ class Grammar:
 
     @classmethod
     def of_schema(cls, field: str, schema: Any) -> Grammar:
-        """Of a JSON schema: a mapping, or its text.
-
-        Raises:
-            UsageError: neither, or too large.
-        """
-        if isinstance(schema, str):
-            text = schema
-        elif isinstance(schema, Mapping):
+        """A JSON schema: a mapping, or its text."""
+        if isinstance(schema, Mapping):
             try:
-                text = json.dumps(schema)
+                schema = json.dumps(schema)
             except (TypeError, ValueError, RecursionError) as error:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
-        else:
+        elif not isinstance(schema, str):
             raise UsageError(f"{field}: expected a JSON schema, found {guard.quoted(schema)}")
-        return cls(field, _bounded(field, text), True)
+        return cls(field, _bounded(field, schema), True)
 
     @classmethod
     def of_text(cls, field: str, text: Any) -> Grammar:
-        """Of a grammar's text.
-
-        Raises:
-            UsageError: no text, or too long.
-        """
         return cls(field, _bounded(field, guard.text(field, text, empty=False)), False)
 
 
@@ -89,11 +76,8 @@ def _bounded(field: str, text: str) -> str:
     return guard.text(field, text)
 
 
-ANY_OBJECT = '{"type": "object"}'
-
-
 class Derivation:
-    """One answer on its way through a grammar; a ``choosing.Constraint``."""
+    """One answer on its way through a grammar; a ``logits.Constraint``."""
 
     def __init__(self, matcher: Any, field: str) -> None:
         self._matcher = matcher
@@ -103,25 +87,18 @@ class Derivation:
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise UsageError(f"{self._field}: it cannot be followed further: {_library_error(self._matcher)}")
-        added = _added(bits, logits.device)[: len(logits)]
-        logits[: len(added)] += added
-        logits[len(added) :] = -torch.inf  # the vocabulary may be padded beyond what the tokenizer knows
+        bias = mask_to_bias(bits, logits.device)[: len(logits)]
+        logits[: len(bias)] += bias
+        logits[len(bias) :] = -torch.inf  # the vocabulary may be padded beyond what the tokenizer knows
 
     def take(self, token: int) -> None:
-        self._matcher.consume_token(token)  # what goes wrong is told by the next mask
+        self._matcher.consume_token(token)  # an error shows at the next mask
 
 
-def _added(bits: np.ndarray, device: torch.device) -> Tensor:
-    """What a mask, (n,) uint8, adds to the logits of its tokens, (8n,) float32 there."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.take(_ADDED, bits, axis=0).reshape(-1))
-    return _added_on_device(bits, device)
-
-
-def _added_on_device(bits: np.ndarray, device: torch.device) -> Tensor:
-    """The bits alone go over, while the step that gives the logits may still run."""
-    moved = torch.from_numpy(bits.copy()).to(device, non_blocking=True)
-    return _table(device)[moved.long()].view(-1)
+def mask_to_bias(bits: np.ndarray, device: torch.device) -> Tensor:
+    """What a mask, (n,) uint8, adds to the logits of its tokens: (8n,) float32. Only the bits are copied over."""
+    index = torch.from_numpy(bits.copy()).to(device, non_blocking=True)
+    return _table(device).index_select(0, index.int()).view(-1)
 
 
 @functools.cache
@@ -133,7 +110,7 @@ class Grammars:
     """Compiles grammars for one tokenizer, and keeps the newest; from any thread."""
 
     def __init__(self, tokenizer_json: Callable[[], bytes | None], stop_ids: frozenset[int]) -> None:
-        """``tokenizer_json`` reads the file; asked by the first grammar."""
+        """``tokenizer_json`` reads the file; called for the first grammar."""
         self._tokenizer_json = tokenizer_json
         self._stop_ids = stop_ids
         self._tokenizer: Any = None
@@ -141,11 +118,7 @@ class Grammars:
         self._lock = threading.Lock()
 
     def begin(self, grammar: Grammar) -> Derivation:
-        """An answer at its beginning.
-
-        Raises:
-            UsageError: it does not compile, is too costly, or this model or installation cannot do it.
-        """
+        """An answer at its beginning. UsageError: it does not compile, is too costly, or cannot be used here."""
         with self._lock:
             matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
             self._compiled[grammar] = matcher

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
 import click
 
 from wisparse.formats.errors import ContextLengthError, UsageError
-from wisparse.runtime.model import Generation, Model
+from wisparse.runtime.model import Model
 
 from ..options import FOLDER_OR_ID, footer, load_model, loading_options, sampling_options, set_up_logging, show
 from .generate import read_text
@@ -69,8 +68,8 @@ def _read_line() -> str | None:
     while True:
         try:
             if sys.stdin.isatty():
-                with contextlib.suppress(ImportError):  # not on Windows, where the console edits by itself
-                    import readline  # noqa: F401  (gives input() its editing and history)
+                import readline  # noqa: F401  (gives input() its editing and history)
+
                 return input("> ").strip()
             line = sys.stdin.readline()
             return line.strip() if line else None
@@ -81,33 +80,26 @@ def _read_line() -> str | None:
 
 
 def _turn(model: Model, messages: list[dict[str, str]], message: str, settings: dict[str, Any]) -> None:
-    """A message and its answer, both added to the conversation."""
+    """A message and its answer, both added to the conversation. Ctrl-C ends an answer early; what is there is kept."""
     messages.append({"role": "user", "content": message})
+    text, answer = "", None
     try:
-        text, answer = _answer(model, messages, settings)
+        stream = model.stream_together(messages, **settings)
     except ContextLengthError as error:
         messages.pop()
         click.echo(f"{error}, or forget the conversation with /reset", err=True)
         return
-    messages.append({"role": "assistant", "content": text})
-    if answer is not None:
-        click.echo(footer(answer, model), err=True)
-
-
-def _answer(model: Model, messages: list[dict[str, str]], settings: dict[str, Any]) -> tuple[str, Generation | None]:
-    """Stream an answer; Ctrl-C ends it early, and what was said until then stays in the conversation."""
-    parts: list[str] = []
-    answer = None
-    stream = model.stream_together(messages, **settings)
     try:
-        for pieces in stream:
-            text = "".join(piece.text for piece in pieces)
-            show(text)
-            parts.append(text)
-            answer = pieces[-1].generation
+        for chunks in stream:
+            added = "".join(chunk.text for chunk in chunks)
+            show(added)
+            text += added
+            answer = chunks[-1].generation
     except KeyboardInterrupt:
         click.echo(" (stopped)", err=True)
     finally:
         stream.close()
     click.echo()
-    return "".join(parts), answer
+    messages.append({"role": "assistant", "content": text})
+    if answer is not None:
+        click.echo(footer(answer, model), err=True)

@@ -18,6 +18,7 @@ from wisparse.formats.guard import place
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
+from ..console import print_table
 from ..options import FILE_OR_ID, FOLDER_OR_ID, device_options, set_up_logging
 from . import saving
 
@@ -106,11 +107,14 @@ def command(
     for text in texts:
         place("--text", text)
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    # The harness warns about what it does anyway, the Hub's client at every retry; the failure itself is said.
+    # The harness warns about what it does anyway, the Hub's client at every retry; the failure itself is told.
     for library in ("lm_eval", "huggingface_hub") if names else ():
         logging.getLogger(library).setLevel(logging.INFO if verbose else logging.ERROR)
     if tasks is not None:
-        _check_tasks(names)
+        if not names:
+            raise UsageError("--tasks: expected names, separated by commas")
+        if importlib.util.find_spec("lm_eval") is None:
+            raise UsageError("--tasks needs lm-evaluation-harness: pip install 'wisparse[eval]'")
     else:
         for option in _OF_TASKS:
             if options[option] not in (None, ()) and options[option] is not False:
@@ -121,42 +125,52 @@ def command(
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
     task_options = {key: options.pop(key) for key in _OF_TASKS}
     to_save = saving.folders_to_save(bundles, options["sparsity"]) if save else []
-    folders = [fetch_bundle(bundle, revision) for bundle in bundles]
-    opened = [Bundle.open(folder) for folder in folders]
+    opened = [Bundle.open(fetch_bundle(bundle, revision)) for bundle in bundles]
     if options["sparsity"] is not None:
         opened = [bundle.at(options["sparsity"]) for bundle in opened]
     from wisparse.converter.processes import Progress
 
-    progress = Progress()
-    tokens = None
+    progress, tokens = Progress(), None
     if texts or not names:
-        _check_comparable(opened)
-        tokens = _read_text(opened[0], texts or ("self",), num_samples, seq_len, seed, options["device"], progress)
+        tokens = _read_text(opened, texts or ("self",), num_samples, seq_len, seed, options["device"], progress)
     rows = []
-    for given, folder, bundle in zip(bundles, folders, opened, strict=True):
-        in_force = bundle.sparsity
-        # Texts are quick: of every sparsity level, unless one is asked for. Tasks are not.
-        found: dict[float, dict[str, Any]] = {in_force: {}}
+    for given, bundle in zip(bundles, opened, strict=True):
+        # Texts are quick: every sparsity level, unless one is asked for. Tasks are not.
+        found: dict[float, dict[str, Any]] = {bundle.sparsity: {}}
         if tokens is not None:
-            levels = bundle.recipe.sparsities if options["sparsity"] is None else (in_force,)
-            found = _on_text(folder, bundle, levels, tokens, policies or ("half", "all"), options, progress)
+            found = _on_text(bundle, tokens, policies or ("half", "all"), options, progress)
         if names:
-            found[in_force] |= _on_tasks(folder, names, policies or ("half",), options, {**task_options, "seed": seed})
+            found[bundle.sparsity] |= _on_tasks(
+                bundle, names, policies or ("half",), options, {**task_options, "seed": seed}
+            )
         facts = {"bundle": given, "base_model": bundle.recipe.base_model, "method": bundle.recipe.method}
         rows += [{**facts, "sparsity": level, **row} for level, row in found.items()]
-    document = {"text": None if tokens is None else _text_facts(tokens), "bundles": rows}
+    facts_of_text = ("source", "num_samples", "seq_len", "seed", "digest")
+    text_facts = None if tokens is None else {name: getattr(tokens, name) for name in facts_of_text}
     if as_json:
-        click.echo(json.dumps(_plain(document), indent=2))
+        document = {"text": text_facts, "bundles": rows}
+        click.echo(json.dumps(document, indent=2, default=lambda quality: quality.to_dict()))
     else:
-        _print_tables(document)
+        if text_facts is not None:
+            _print_text_table(text_facts, rows)
+        _print_task_table([row for row in rows if "tasks" in row])
     for folder, row in zip(to_save, [row for row in rows if "tasks" in row], strict=True) if save else ():
         saving.save(folder, saving.task_findings(row))
 
 
-# ---------------------------------------------------------------------- text
+def _read_text(
+    bundles: Sequence[Bundle],
+    texts: Sequence[str],
+    num_samples: int,
+    seq_len: int,
+    seed: int,
+    device: str,
+    progress: Progress,
+) -> CalibrationTokens:
+    """The evaluation tokens of all bundles, made as calibration tokens are, with another seed."""
+    from wisparse.converter.calibration import load_calibration
+    from wisparse.converter.source import load_source, load_tokenizer
 
-
-def _check_comparable(bundles: Sequence[Bundle]) -> None:
     first = bundles[0]
     for other in bundles[1:]:
         if other.read_bytes("tokenizer.json") != first.read_bytes("tokenizer.json"):
@@ -164,30 +178,19 @@ def _check_comparable(bundles: Sequence[Bundle]) -> None:
                 f"--compare: {other.folder.name} and {first.folder.name} have different tokenizers, so no token is the "
                 "same in both; compare bundles of one model"
             )
-
-
-def _read_text(
-    bundle: Bundle, texts: Sequence[str], num_samples: int, seq_len: int, seed: int, device: str, progress: Progress
-) -> CalibrationTokens:
-    """The evaluation tokens, made as calibration tokens are, with another seed."""
-    from wisparse.converter.calibration import load_calibration
-    from wisparse.converter.source import load_source, load_tokenizer
-
-    limit = bundle.config.max_position_embeddings
+    limit = first.config.max_position_embeddings
     if seq_len > limit:
         raise UsageError(f"--seq-len {seq_len}: the model's context has {limit} tokens")
     if list(texts) != ["self"]:
-        tokenizer = load_tokenizer(bundle.folder)
+        tokenizer = load_tokenizer(first.folder)
         return load_calibration(texts, tokenizer, None, num_samples, seq_len, seed, progress)
-    # A bundle is a dense checkpoint too, and the dense model is the one to write.
-    source = load_source(bundle.folder, device=device, bundle=True)
+    # A bundle is a dense checkpoint too, and the dense model writes the text.
+    source = load_source(first.folder, device=device, bundle=True)
     return load_calibration("self", source.tokenizer, source.model, num_samples, seq_len, seed, progress)
 
 
 def _on_text(
-    folder: Any,
     bundle: Bundle,
-    levels: Sequence[float],
     tokens: CalibrationTokens,
     policies: Sequence[str],
     options: Mapping[str, Any],
@@ -197,12 +200,14 @@ def _on_text(
     from wisparse.converter.evaluation import evaluate_text, same_text
     from wisparse.runtime.backends import load
 
+    folder = bundle.folder
     warning = same_text(tokens.digest, tokens.source, tokens.seed, bundle.recipe.calibration)
     if warning is not None:
         click.echo(f"warning: {folder.name}: {warning}; the figures flatter the bundle", err=True)
     wanted = {**options, "max_seq_len": options["max_seq_len"] or tokens.seq_len}
     if wanted["max_seq_len"] < tokens.seq_len:
         raise UsageError(f"--max-seq-len {wanted['max_seq_len']} is below --seq-len {tokens.seq_len}")
+    levels = bundle.recipe.sparsities if options["sparsity"] is None else (bundle.sparsity,)
     asked, weights, ids = list(dict.fromkeys(policies)), options["weights"], tokens.input_ids
     wanted["sparsity"] = levels[0]
     rows: dict[float, dict[str, Any]] = {}
@@ -228,56 +233,29 @@ def _on_text(
     return rows
 
 
-def _text_facts(tokens: CalibrationTokens) -> dict[str, Any]:
-    return {
-        "source": tokens.source,
-        "num_samples": tokens.num_samples,
-        "seq_len": tokens.seq_len,
-        "seed": tokens.seed,
-        "digest": tokens.digest,
-    }
-
-
-# ---------------------------------------------------------------------- tasks
-
-
-def _check_tasks(names: Sequence[str]) -> None:
-    if not names:
-        raise UsageError("--tasks: expected names, separated by commas")
-    if importlib.util.find_spec("lm_eval") is None:
-        raise UsageError("--tasks needs lm-evaluation-harness: pip install 'wisparse[eval]'")
-
-
 def _on_tasks(
-    folder: Any,
+    bundle: Bundle,
     names: Sequence[str],
     policies: Sequence[str],
     options: Mapping[str, Any],
     task_options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Metrics with masks off and under each policy."""
+    """Metrics under each policy and with masks off."""
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.scheduler import Stats
     from wisparse.runtime.lm_eval import evaluate_tasks
 
-    results = {}
-    tallies: dict[str, Stats] = {}
-
-    def run(name: str, some: Model, policy: str) -> None:
-        tallies[name] = Stats()
-        results[name] = evaluate_tasks(some, names, prefill=policy, stats=tallies[name], **task_options)
-
-    with load(folder, **options) as model:
-        backend = _backend(model)
-        for policy in dict.fromkeys(policies):
-            run(policy, model, policy)
-        model.sparsity = 0
-        run("masks off", model, "dense")
-    speed = {name: {"tokens": t.tokens, "tok_per_s": t.tok_per_s} for name, t in tallies.items() if t.tokens}
-    return {"backend": backend, "tasks": results, "generation": speed}
-
-
-# ---------------------------------------------------------------------- output
+    results, speed = {}, {}
+    with load(bundle.folder, **options) as model:
+        for name in (*dict.fromkeys(policies), "masks off"):
+            policy = name
+            if name == "masks off":
+                model.sparsity, policy = 0, "dense"
+            stats = Stats()
+            results[name] = evaluate_tasks(model, names, prefill=policy, stats=stats, **task_options)
+            if stats.tokens:
+                speed[name] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
+        return {"backend": _backend(model), "tasks": results, "generation": speed}
 
 
 def _backend(model: Model) -> str:
@@ -285,114 +263,65 @@ def _backend(model: Model) -> str:
     return f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
 
 
-def _plain(value: Any) -> Any:
-    """JSON values; qualities as mappings."""
-    if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_plain(entry) for entry in value]
-    return value.to_dict() if hasattr(value, "to_dict") else value
+def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
+    from wisparse.converter.report import verdict
+
+    lines = []
+    for row in rows:
+        bundle, at = row["bundle"], f"{row['sparsity']:.1%}"
+        for policy, quality in row["quality"].items():
+            for part, alone in row.get("alone", {}).items():
+                lines.append((bundle, at, f"{policy}, {part} alone", *_quality_cells(alone[policy])))
+            both = f"{policy}, {row['weights']} and masks" if "alone" in row else policy
+            lines.append((bundle, at, both, *_quality_cells(quality)))
+    note = "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off"
+    note += ", weights as they are" if any("alone" in row for row in rows) else ""
+    note += "; ± is a standard error, each sequence a draw."
+    for row in rows:
+        measured = [quality for quality in row["quality"].values() if quality.sparse.num_tokens]
+        note += f"\n{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None)}"
+    figures = ("KL, nats/token", "KL, all tokens", "perplexity dense", "sparse", "top-1 agreement", "realised sparsity")
+    title = f"{text['num_samples']} x {text['seq_len']} tokens of {text['source']}, seed {text['seed']}"
+    print_table(("bundle", "sparsity", "sparse tokens", *figures), lines, title=title, left=3, note=note)
 
 
-def _print_tables(document: Mapping[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, markup=False)
-    # Without a terminal there is no width to fit into.
-    console.width = console.width if console.is_terminal else 160
-    rows = document["bundles"]
-    text = document["text"]
-    if text is not None:
-        title = f"{text['num_samples']} x {text['seq_len']} tokens of {text['source']}, seed {text['seed']}"
-        table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-        for name in ("bundle", "sparsity", "sparse tokens"):
-            table.add_column(name, no_wrap=True)
-        heads = (
-            "KL, nats/token",
-            "KL, all tokens",
-            "perplexity dense",
-            "sparse",
-            "top-1 agreement",
-            "realised sparsity",
-        )
-        for name in heads:
-            table.add_column(name, justify="right")
-        for row in rows:
-            at = f"{row['sparsity']:.1%}"
-            for policy, quality in row["quality"].items():
-                for part, alone in row.get("alone", {}).items():
-                    table.add_row(row["bundle"], at, f"{policy}, {part} alone", *_cells(alone[policy]))
-                both = f"{policy}, {row['weights']} and masks" if "alone" in row else policy
-                table.add_row(row["bundle"], at, both, *_cells(quality))
-        console.print(table)
-        console.print(
-            "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off"
-            + (", weights as they are" if any("alone" in row for row in rows) else "")
-            + "; ± is a standard error, each sequence a draw."
-        )
-        for row in rows:
-            console.print(_verdict(row))
-    if any("tasks" in row for row in rows):
-        with_tasks = [row for row in rows if "tasks" in row]
-        console.print(_task_table(with_tasks))
-        for row in with_tasks:
-            if row["generation"]:
-                rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())
-                console.print(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
-
-
-def _cells(quality: Quality) -> list[str]:
-    found = quality.sparse
+def _quality_cells(quality: Quality) -> list[str]:
+    found, overall, realised = quality.sparse, quality.overall, quality.realised_sparsity
     if not found.num_tokens:
-        return ["none", f"{quality.overall.kl:.4f}", f"{quality.overall.dense_perplexity:.3f}", "", "", ""]
-    realised = quality.realised_sparsity
+        return ["none", f"{overall.kl:.4f}", f"{overall.dense_perplexity:.3f}", "", "", ""]
+
+    def error(stderr: float, digits: str) -> str:  # of a single text there is none
+        return f" ± {stderr:{digits}}" if math.isfinite(stderr) else ""
+
     return [
-        f"{found.kl:.4f}{_error(found.kl_stderr, '.4f')}",
-        f"{quality.overall.kl:.4f}",
+        f"{found.kl:.4f}{error(found.kl_stderr, '.4f')}",
+        f"{overall.kl:.4f}",
         f"{found.dense_perplexity:.3f}",
-        f"{found.perplexity:.3f}{_error(found.perplexity_stderr, '.3f')}",
-        f"{found.top1_agreement:.1%}{_error(found.top1_stderr, '.1%')}",
+        f"{found.perplexity:.3f}{error(found.perplexity_stderr, '.3f')}",
+        f"{found.top1_agreement:.1%}{error(found.top1_stderr, '.1%')}",
         "not counted" if realised is None else f"{realised:.1%}",
     ]
 
 
-def _error(stderr: float, digits: str) -> str:
-    """A standard error behind its figure; of a single text there is none."""
-    return f" ± {stderr:{digits}}" if math.isfinite(stderr) else ""
-
-
-def _verdict(row: Mapping[str, Any]) -> str:
-    from wisparse.converter.report import verdict
-
-    measured = [quality for quality in row["quality"].values() if quality.sparse.num_tokens]
-    return f"{row['bundle']}: {verdict(row['sparsity'], measured[-1] if measured else None)}"
-
-
-def _task_table(rows: Sequence[Mapping[str, Any]]) -> Any:
-    from rich.table import Table
-
-    policies = list(rows[0]["tasks"])
-    policies = ["masks off", *(policy for policy in policies if policy != "masks off")]
-    table = Table(title="tasks, by which tokens of a prompt are sparse", title_justify="left", box=None)
-    for name in ("bundle", "task", "metric"):
-        table.add_column(name, no_wrap=True)
-    table.add_column("n", justify="right")
-    for policy in policies:
-        table.add_column(policy, justify="right")
+def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    if not rows:
+        return
+    policies = ["masks off", *(policy for policy in rows[0]["tasks"] if policy != "masks off")]
+    lines, notes = [], []
     for row in rows:
         for task, metrics in row["tasks"]["masks off"].items():
             for metric in metrics:
                 if metric.endswith("_stderr") or metric == _QUESTIONS:
                     continue
-                cells = [_with_error(row["tasks"][policy][task], metric) for policy in policies]
-                table.add_row(row["bundle"], task, metric, f"{metrics[_QUESTIONS]:,}", *cells)
-    return table
-
-
-def _with_error(metrics: Mapping[str, Any], metric: str) -> str:
-    """A metric and its standard error; no ratio of two of them, which says little on few questions."""
-    value, error = metrics.get(metric), metrics.get(f"{metric}_stderr")
-    if value is None:
-        return ""
-    return f"{value:.4f}" + (f" ± {error:.4f}" if isinstance(error, float) else "")
+                cells = []
+                for policy in policies:
+                    found = row["tasks"][policy][task]
+                    value, error = found.get(metric), found.get(f"{metric}_stderr")
+                    told = f" ± {error:.4f}" if isinstance(error, float) else ""
+                    cells.append("" if value is None else f"{value:.4f}{told}")
+                lines.append((row["bundle"], task, metric, f"{metrics[_QUESTIONS]:,}", *cells))
+        if row["generation"]:
+            rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())
+            notes.append(f"{row['bundle']}: answers decoded at {', '.join(rates)} tok/s, prompts left out")
+    title = "tasks, by which tokens of a prompt are sparse"
+    print_table(("bundle", "task", "metric", "n", *policies), lines, title=title, left=3, note="\n".join(notes))

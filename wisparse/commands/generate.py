@@ -22,21 +22,12 @@ from wisparse.runtime.model import Generation, Model
 from ..options import FOLDER_OR_ID, footer, load_model, loading_options, sampling_options, set_up_logging, show
 
 _MOST_BYTES = 1 << 28
-# Ends the name of the file that holds what is answered so far.
-_PROGRESS = ".progress"
-# What a message has beside its role, at least one of them.
-_SAID = ("content", "tool_calls")
 
 
 def read_text(file: str) -> str:
-    """The text of a file that a user names.
-
-    Raises:
-        UsageError: missing, not a regular file, too large, or not UTF-8.
-    """
+    """The text of a file that a user names."""
     path = Path(os.path.realpath(expand(file)))
-    try:
-        # Windows puts a mark before the text, which is no part of it.
+    try:  # a byte order mark before the text is no part of it
         return read_bounded(path.parent, path.name, _MOST_BYTES, UsageError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
@@ -47,47 +38,62 @@ class Batch:
 
     Its answers go to ``output``: the same lines, each with ``answer``. Until the last is there they are kept in
     ``output.progress``, which a run with the same prompts and settings goes on with.
-
-    Raises:
-        UsageError: a line that is none of these, an output that exists, or one that cannot be written.
     """
 
     def __init__(self, prompts: str, output: str, settings: dict[str, Any]) -> None:
         text = read_text(prompts)
-        # Not splitlines(): it takes letters for the end of a line that JSON leaves as they are.
-        numbered = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
-        self._numbers = list(numbered)
-        self._lines = [_line(line, number) for number, line in numbered.items()]
+        self._given = [text, settings]
+        self._lines: dict[int, dict[str, Any]] = {}  # by line number
+        for number, line in enumerate(text.split("\n"), 1):  # splitlines() also splits at letters that JSON keeps
+            if not line.strip():
+                continue
+            found = parse_json(line.encode(), f"--input: line {number}", UsageError)
+            prompt, messages = found.get("prompt"), found.get("messages")
+            is_chat = isinstance(messages, list) and messages and prompt is None
+            if is_chat:
+                is_chat = all(
+                    isinstance(one, dict)
+                    and isinstance(one.get("role"), str)
+                    and ("content" in one or "tool_calls" in one)
+                    for one in messages
+                )
+            if not is_chat and not (isinstance(prompt, str) and messages is None):
+                raise UsageError(
+                    f"--input: line {number}: expected a text as prompt, or a list of messages with role and content"
+                )
+            if "answer" in found:
+                raise UsageError(f"--input: line {number}: has an answer already; leave the field out")
+            self._lines[number] = found
         if not self._lines:
             raise UsageError("--input: expected a prompt a line, found none")
         self._output = Path(os.path.abspath(expand(output)))
         if os.path.lexists(self._output):
             raise UsageError(f"--output: {output:.200} is there already; choose another file")
-        self._progress = self._output.with_name(self._output.name + _PROGRESS)
+        self._progress = self._output.with_name(self._output.name + ".progress")
         require_writable(self._output.parent, "--output", "choose another file", self._progress.name)
         if not self._output.parent.is_dir():
             raise UsageError(f"--output: there is no folder {str(self._output.parent)!r:.200}; make it first")
-        self._told = [text, settings]
 
     def run(self, model: Model, settings: dict[str, Any]) -> tuple[int, int]:
-        """Answer what is not answered yet; how many prompts there are, and how many had been answered before.
-
-        Raises:
-            UsageError: another process writes there, or the progress is of another run.
-            ResourceError: the disk is full.
-        """
+        """Answer what is not answered yet; gives the number of prompts, and of those answered before."""
         busy = UsageError(f"--output: another process writes {self._progress}; wait for it or choose another file")
         try:
             with lock_file(self._progress, busy) as file:
-                done = self._resume(file, self._fingerprint(model))
-                left = [index for index in range(len(self._lines)) if index not in done]
+                done = self._resume(file, model)
+                left = [number for number in self._lines if number not in done]
                 before = len(done)
                 for index, answer in self._answers(model, settings, left):
-                    done[left[index]] = _answer_row(answer)
+                    done[left[index]] = {
+                        "text": answer.text,
+                        "finish_reason": answer.finish_reason,
+                        "prompt_tokens": answer.prompt_tokens,
+                        "completion_tokens": len(answer.token_ids),
+                        "seed": answer.seed,
+                    }
                     file.write(json.dumps([left[index], done[left[index]]]) + "\n")
                     file.flush()
-                ordered = [{**line, "answer": done[index]} for index, line in enumerate(self._lines)]
-                text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in ordered)
+                answered = ({**line, "answer": done[number]} for number, line in self._lines.items())
+                text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in answered)
                 write_file(self._output, text.encode())
                 self._progress.unlink()
         except KeyboardInterrupt:
@@ -98,74 +104,45 @@ class Batch:
 
     def _answers(self, model: Model, settings: dict[str, Any], left: list[int]) -> Iterable[tuple[int, Generation]]:
         """Of these lines; a prompt that cannot be answered is refused under its line's number before the first one."""
-        asked = [self._lines[index].get("messages") or self._lines[index]["prompt"] for index in left]
+        asked = [self._lines[number].get("messages") or self._lines[number]["prompt"] for number in left]
         try:
             return model.generate_each(asked, **settings) if asked else ()
         except WisparseError:
             if len(left) == len(self._lines):  # nothing is kept there yet
                 self._progress.unlink()
-            for index, prompt in zip(left, asked, strict=True):
+            for number, prompt in zip(left, asked, strict=True):
                 try:
                     model.generate_each([prompt], **settings)
                 except WisparseError as reason:
-                    raise type(reason)(f"--input: line {self._numbers[index]}: {reason}") from None
+                    raise type(reason)(f"--input: line {number}: {reason}") from None
             raise
 
-    def _fingerprint(self, model: Model) -> str:
-        """Of all that decides the answers: another bundle may stand under the name that was typed by now."""
-        files = {name: digest for name, digest in model.bundle.manifest.sha256.items() if not is_document(name)}
-        return hashlib.sha256(json.dumps([*self._told, files], sort_keys=True).encode()).hexdigest()
+    def _resume(self, file: IO[str], model: Model) -> dict[int, dict[str, Any]]:
+        """What an earlier run has answered; the file is left at its end, without a line cut by a kill.
 
-    def _resume(self, file: IO[str], expected: str) -> dict[int, dict[str, Any]]:
-        """What an earlier run has answered; the file is left at its end, without a line cut by a kill."""
+        Its first line is a digest of all that decides the answers: prompts, settings and the bundle's files.
+        """
+        files = {name: digest for name, digest in model.bundle.manifest.sha256.items() if not is_document(name)}
+        expected = hashlib.sha256(json.dumps([*self._given, files], sort_keys=True).encode()).hexdigest()
         file.seek(0)
         text = file.read()
         whole = text[: text.rfind("\n") + 1]
-        fingerprint, *lines = whole.splitlines() or [""]
-        if fingerprint != expected and not lines:
-            whole = ""  # somebody's beginning, without an answer: nothing is lost
-        elif fingerprint != expected:
+        digest, *lines = whole.splitlines() or [""]
+        if digest != expected and lines:
             raise UsageError(
                 f"{self._progress}: left by a run with other prompts, settings or another bundle; repeat that one, or "
                 "delete the file"
             )
+        whole = whole if digest == expected else ""  # another run's without an answer: nothing is lost
         file.truncate(len(whole.encode()))
         file.seek(0, os.SEEK_END)
         if not whole:
             file.write(expected + "\n")
         try:
-            found = {int(index): dict(answer) for index, answer in map(json.loads, lines)}
+            found = {int(number): dict(answer) for number, answer in map(json.loads, lines)}
         except (ValueError, TypeError) as error:
             raise UsageError(f"{self._progress}: damaged; delete the file") from error
-        return {index: answer for index, answer in found.items() if 0 <= index < len(self._lines)}
-
-
-def _line(line: str, number: int) -> dict[str, Any]:
-    found = parse_json(line.encode(), f"--input: line {number}", UsageError)
-    prompt, messages = found.get("prompt"), found.get("messages")
-    texts = isinstance(prompt, str) and messages is None
-    talk = isinstance(messages, list) and messages and all(map(_is_message, messages)) and prompt is None
-    if not (texts or talk):
-        raise UsageError(
-            f"--input: line {number}: expected a text as prompt, or a list of messages with role and content"
-        )
-    if "answer" in found:
-        raise UsageError(f"--input: line {number}: has an answer already; leave the field out")
-    return found
-
-
-def _is_message(found: Any) -> bool:
-    return isinstance(found, dict) and isinstance(found.get("role"), str) and not found.keys().isdisjoint(_SAID)
-
-
-def _answer_row(answer: Generation) -> dict[str, Any]:
-    return {
-        "text": answer.text,
-        "finish_reason": answer.finish_reason,
-        "prompt_tokens": answer.prompt_tokens,
-        "completion_tokens": len(answer.token_ids),
-        "seed": answer.seed,
-    }
+        return {number: answer for number, answer in found.items() if number in self._lines}
 
 
 @click.command("generate")
@@ -220,39 +197,30 @@ def command(
         return
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file: expected one of them, found both")
-    text = _read_prompt(prompt) if prompt_file is None else read_text(prompt_file)
+    if prompt_file is not None:
+        text = read_text(prompt_file)
+    elif prompt is not None and prompt != "-":
+        text = prompt
+    elif prompt is None and sys.stdin.isatty():
+        raise UsageError("no prompt: give one with --prompt, or - to type it and end with Ctrl-D")
+    else:
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"standard input is not text in {error.encoding}: give the prompt in UTF-8") from error
     model = load_model(bundle, settings)
     if as_json:
         answer = model.generate(text, measure_sparsity=True, **settings)
-        click.echo(json.dumps(_document(answer, model.decoder.name), indent=2))
+        speed = {name: getattr(answer, name) for name in ("prompt_tok_per_s", "generation_tok_per_s")}
+        click.echo(json.dumps({**dataclasses.asdict(answer), **speed, "backend": model.decoder.name}, indent=2))
         return
-    answer = None
+    last = None
     stream = model.stream_together(text, measure_sparsity=True, **settings)
     try:
-        for pieces in stream:
-            show("".join(piece.text for piece in pieces))
-            answer = pieces[-1].generation
+        for chunks in stream:
+            show("".join(chunk.text for chunk in chunks))
+            last = chunks[-1]
     finally:
         click.echo()  # a shell's prompt, or the word that it was interrupted, starts a line of its own
-    if answer is not None:
-        click.echo(footer(answer, model), err=True)
-
-
-def _read_prompt(prompt: str | None) -> str:
-    if prompt is not None and prompt != "-":
-        return prompt
-    if prompt is None and sys.stdin.isatty():
-        raise UsageError("no prompt: give one with --prompt, or - to type it and end with Ctrl-D")
-    try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not text in {error.encoding}: give the prompt in UTF-8") from error
-
-
-def _document(answer: Any, backend: str) -> dict[str, Any]:
-    return {
-        **dataclasses.asdict(answer),
-        "prompt_tok_per_s": answer.prompt_tok_per_s,
-        "generation_tok_per_s": answer.generation_tok_per_s,
-        "backend": backend,
-    }
+    if last is not None and last.generation is not None:
+        click.echo(footer(last.generation, model), err=True)

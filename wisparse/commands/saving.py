@@ -27,11 +27,7 @@ save_option = click.option(
 
 
 def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path]:
-    """The bundles' folders, checked before the work.
-
-    Raises:
-        UsageError: the Hub's, or not to be written to; or there is no sparsity level to tell of.
-    """
+    """The bundles' folders; refused before the work if nothing can be written there."""
     if sparsity == 0:
         raise UsageError("--save: expected a sparsity level to tell of, found --sparsity 0, which is the dense model")
     folders = []
@@ -45,7 +41,6 @@ def folders_to_save(bundles: Sequence[str], sparsity: float | None) -> list[Path
 
 
 def save(folder: Path, findings: Iterable[Finding]) -> None:
-    """Into one bundle; said on stderr."""
     save_findings(folder, findings)
     click.echo(f"saved in {shown(folder)}: conversion_report.json and README.md", err=True)
 
