@@ -148,9 +148,6 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         small_files = small_digests(checkpoint.folder, checkpoint.error)
         with progress.stage("Reading the weights"):
             weight_files = weight_digests(checkpoint) if settings.resume else {}
-            weight_files = {
-                name: found[-1] if isinstance(found, list) else found for name, found in weight_files.items()
-            }
         fingerprint = _fingerprint(plan, fetched, {**weight_files, **small_files})
     if processes.broadcast(plan.placed and processes.leads and _is_complete(settings, fingerprint)):
         if not processes.leads:

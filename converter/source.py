@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from wisparse.formats.architectures import RENAMED
 from wisparse.formats.bundle import SMALL_FILES
 from wisparse.formats.checkpoint import INDEX, Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, WisparseError, first_line
-from wisparse.formats.guard import identity, list_files, open_regular, read_bounded, shown
+from wisparse.formats.guard import list_files, open_regular, read_bounded, shown
 from wisparse.formats.machine import choose_device
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.formats.write import copied_files
@@ -34,11 +33,6 @@ from wisparse.formats.write import copied_files
 from .flow import input_device
 from .source_config import full_config
 
-# File name -> what the system says of it, and its digest at that time.
-Hashes = dict[str, list[int | str]]
-
-_PIECE_BYTES = 64 << 20
-_READ_BYTES = 1 << 20
 _MAX_TEXT_BYTES = 16 << 20
 
 
@@ -51,44 +45,19 @@ def small_digests(folder: Path, error: type[WisparseError]) -> dict[str, str]:
     return {name: hashlib.sha256(content).hexdigest() for name, content in sorted(contents.items())}
 
 
-def weight_digests(checkpoint: Checkpoint, known: Mapping[str, list[int | str]] | None = None) -> Hashes:
-    """A digest of every byte of every weight file, by name; files that ``known`` still describes are not read.
+def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """sha256 of every weight file, by name."""
 
-    Raises:
-        WisparseError: the checkpoint's own, for a file that changed since it was opened.
-    """
-    found: Hashes = {}
+    def digest(name: str) -> str:
+        identity = checkpoint.identities[name]
+        with open_regular(checkpoint.folder, name, checkpoint.error, identity) as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        open_regular(checkpoint.folder, name, checkpoint.error, identity).close()  # unchanged meanwhile
+        return found
+
+    names = [path.name for path in checkpoint.files()]
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        for path in checkpoint.files():
-            before = _described(checkpoint, path.name)
-            size = int(before[1])
-            earlier = (known or {}).get(path.name)
-            if isinstance(earlier, list) and earlier[:-1] == before:
-                found[path.name] = earlier
-                continue
-            pieces = pool.map(partial(_piece, checkpoint, path.name), range(0, size, _PIECE_BYTES))
-            digest = hashlib.sha256(b"".join(pieces)).hexdigest()
-            if _described(checkpoint, path.name) != before:
-                raise checkpoint.error(f"{path.name}: changed while it was read; run this again")
-            found[path.name] = [*before, digest]
-    return found
-
-
-def _described(checkpoint: Checkpoint, name: str) -> list[int | str]:
-    with open_regular(checkpoint.folder, name, checkpoint.error, checkpoint.identities[name]) as file:
-        which = identity(file)
-        return [which.inode, which.size, which.modified_ns, os.fstat(file.fileno()).st_ctime_ns]
-
-
-def _piece(checkpoint: Checkpoint, name: str, start: int) -> bytes:
-    hashed = hashlib.sha256()
-    with open_regular(checkpoint.folder, name, checkpoint.error, checkpoint.identities[name]) as file:
-        file.seek(start)
-        left = _PIECE_BYTES
-        while left and (read := file.read(min(left, _READ_BYTES))):
-            hashed.update(read)
-            left -= len(read)
-    return hashed.digest()
+        return dict(zip(names, pool.map(digest, names), strict=True))
 
 
 # The first that reads a model wholly from its files.
@@ -97,16 +66,10 @@ _ACCELERATE = (1, 15)
 
 @dataclass(frozen=True)
 class SourceModel:
-    """A dense causal LM in evaluation mode, without gradients and without a cache.
+    """transformers' model and tokenizer, in evaluation mode, without gradients and without a cache.
 
-    Attributes:
-        model: transformers' model.
-        config: its dimensions.
-        tokenizer: transformers' tokenizer (``encode``, ``decode``, special ids, chat template).
-        projections: full name -> ``nn.Linear``, in the order of `ModelConfig.projections`.
-        blocks: the decoder blocks.
-        device: where token ids go in.
-        dtype: of the computation, not of the bundle.
+    ``projections`` maps full names to modules in the order of `ModelConfig.projections`; token ids go in on ``device``;
+    ``dtype`` is that of the computation, not of the bundle.
     """
 
     model: Any
@@ -157,22 +120,13 @@ def load_source(
     max_memory: Mapping[int | str, int] | None = None,
     bundle: bool = False,
 ) -> SourceModel:
-    """Load a Hugging Face checkpoint from a local folder.
-
-    Nothing from the folder is executed: ``trust_remote_code`` is off and only safetensors are read, never pickle.
+    """Load a Hugging Face checkpoint from a local folder; nothing from the folder is executed.
 
     Args:
-        folder: holds config.json, *.safetensors and the tokenizer's files.
         dtype: of the computation; None chooses with `choose_dtype`.
-        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``.
         max_memory: accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are
-            spread over the GPUs; what they cannot hold stays in memory, and what that cannot hold in the files, from
-            where it is read whenever it is used.
+            spread over the GPUs; what they cannot hold stays in memory, and what that cannot hold in the files.
         bundle: the folder is a sparse bundle, and its dense weights are wanted; nothing else may convert one again.
-
-    Raises:
-        UnsupportedModelError: unknown architecture, missing or misshaped weights, NaN or Inf among them.
-        ResourceError: the model does not fit into memory.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -201,10 +155,10 @@ def load_source(
             if checkpoint.quantised:
                 if max_memory is not None:
                     raise ResourceError(
-                        f"{shown(folder)}: the widened weights do not fit into the memory of {device}, and quantised "
+                        f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}, and quantised "
                         "ones cannot stay in their files; choose a larger device, or convert the unquantised model"
                     )
-                loaded: Any = _widened(checkpoint, hf_config, dtype, device, attention), {}
+                loaded: Any = _dequantised(checkpoint, hf_config, dtype, device, attention), {}
             else:
                 loaded = AutoModelForCausalLM.from_pretrained(
                     folder,
@@ -230,27 +184,40 @@ def load_source(
                 f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}"
             ) from error
     model, info = loaded
-    _refuse_incomplete(folder, info)
+    # transformers fills what is missing with random numbers and only warns.
+    missing = sorted(info.get("missing_keys") or ())
+    if missing:
+        raise UnsupportedModelError(
+            f"{shown(folder)}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
+            "download the checkpoint again"
+        )
     if not placement:
         model.to(device)
     model.eval()
     model.requires_grad_(False)
     model.config.use_cache = False
-    source = SourceModel(
+    for name, parameter in model.named_parameters():
+        # A sum is not finite if any element is not; in float64 it cannot overflow on its own, and needs no copy.
+        if not parameter.is_meta and not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
+            raise UnsupportedModelError(
+                f"{shown(folder)}: {name} holds NaN or Inf, so no statistic of this model means anything; "
+                "use an intact checkpoint"
+            )
+    return SourceModel(
         model=model,
         config=config,
         tokenizer=tokenizer,
-        projections=_projections(model, config),
-        blocks=_blocks(model, config),
+        projections={projection.name: model.get_submodule(projection.name) for projection in config.projections()},
+        blocks=model.get_decoder().layers,
         device=input_device(model),
         dtype=dtype,
     )
-    _refuse_non_finite(folder, model)
-    return source
 
 
 @torch.no_grad()
-def _widened(checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+def _dequantised(
+    checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, device: torch.device, attention: str
+) -> Any:
     """A model of a quantised checkpoint's weights as plain numbers, tensor by tensor: it is never there twice."""
     from transformers import AutoModelForCausalLM
 
@@ -267,9 +234,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     Where that file exists it is taken literally, as the runtime does: transformers 5 picks a class by ``model_type``
     and some of these (Qwen2's) replace the file's pre-tokenizer by their own, which splits a fine-tune's text into
     tokens it was never trained on.
-
-    Raises:
-        UnsupportedModelError: there is none, or it needs code from the repository.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -282,52 +246,6 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         raise UnsupportedModelError(
             f"{shown(folder)}: no usable tokenizer (expected tokenizer.json beside config.json): {first_line(error)}"
         ) from error
-
-
-def _projections(model: Any, config: ModelConfig) -> dict[str, nn.Linear]:
-    found: dict[str, nn.Linear] = {}
-    for projection in config.projections():
-        try:
-            module = model.get_submodule(projection.name)
-        except AttributeError:
-            raise UnsupportedModelError(f"{projection.name}: the model has no such projection") from None
-        shape = (projection.out_features, projection.in_features)
-        if not isinstance(module, nn.Linear) or tuple(module.weight.shape) != shape:
-            raise UnsupportedModelError(
-                f"{projection.name}: expected a linear layer {shape}, found {type(module).__name__} "
-                f"{tuple(getattr(getattr(module, 'weight', None), 'shape', ()))}"
-            )
-        found[projection.name] = module
-    return found
-
-
-def _blocks(model: Any, config: ModelConfig) -> nn.ModuleList:
-    blocks = model.get_decoder().layers
-    if not isinstance(blocks, nn.ModuleList) or len(blocks) != config.num_blocks:
-        raise UnsupportedModelError(f"expected {config.num_blocks} blocks, found {type(blocks).__name__}")
-    return blocks
-
-
-def _refuse_incomplete(folder: Path, info: Mapping[str, Any]) -> None:
-    # transformers fills what is missing with random numbers and only warns.
-    missing = sorted(info.get("missing_keys") or ())
-    if missing:
-        raise UnsupportedModelError(
-            f"{shown(folder)}: {len(missing)} tensor(s) are missing from the weights, e.g. {missing[0]}; "
-            "download the checkpoint again"
-        )
-
-
-def _refuse_non_finite(folder: Path, model: Any) -> None:
-    for name, parameter in model.named_parameters():
-        if parameter.is_meta:
-            continue
-        # A sum is not finite if any element is not; in float64 it cannot overflow on its own, and needs no copy.
-        if not torch.isfinite(parameter.detach().sum(dtype=torch.float64)):
-            raise UnsupportedModelError(
-                f"{shown(folder)}: {name} holds NaN or Inf, so no statistic of this model means anything; "
-                "use an intact checkpoint"
-            )
 
 
 @contextmanager

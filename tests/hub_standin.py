@@ -53,7 +53,6 @@ class Fault:
     status: int | None = None  # None: the connection is dropped
     times: int = 1
     after_bytes: int = 0  # of the request's body, before the connection is dropped
-    lose_answer: bool = False  # the request is carried out, and the connection dropped before the answer
 
 
 @dataclass
@@ -125,7 +124,6 @@ class _Dropped(Exception):
 
 class _Handler(BaseHTTPRequestHandler):
     hub: HubStandIn
-    mute = False
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # else every answer waits 40 ms for an acknowledgement
 
@@ -141,14 +139,13 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         fault = self._fault(f"{self.command} {path}")
         try:
-            if fault is not None and fault.status is None and not fault.lose_answer:
+            if fault is not None and fault.status is None:
                 self._read_body(limit=fault.after_bytes)
                 raise _Dropped
             body = self._read_body()
             with self.hub.lock:
                 self.hub.requests.append(Request(self.command, path, len(body), self.headers.get("authorization")))
-            self.mute = fault is not None and fault.lose_answer
-            if fault is not None and not self.mute:
+            if fault is not None:
                 self._answer(fault.status or 500, {"error": "on demand"})
                 return
             with self.hub.lock:
@@ -179,8 +176,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self.rfile.read(length if limit is None else min(length, limit))
 
     def _answer(self, status: int, content: Any = None, headers: dict[str, str] | None = None) -> None:
-        if self.mute:
-            raise _Dropped
         body = content if isinstance(content, bytes) else json.dumps(content or {}).encode()
         self.send_response(status)
         for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
