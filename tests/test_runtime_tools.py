@@ -19,8 +19,19 @@ from tool_templates import PUBLISHED
 
 from wisparse.formats.chat_template import ChatTemplate
 from wisparse.runtime.protocol.errors import ApiError
-from wisparse.runtime.protocol.requests import Defaults, read_chat, short_ids
-from wisparse.runtime.protocol.tools import HERMES, LLAMA, MISTRAL, CallDelta, CallParser, Syntax, read_offer, syntax_of
+from wisparse.runtime.protocol.requests import ChatRequest, validated
+from wisparse.runtime.protocol.tools import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    Delta,
+    JsonScanner,
+    ToolCallParser,
+    ToolSyntax,
+    call_grammar,
+    short_ids,
+    syntax_of,
+)  # fmt: skip
 
 SYNTAXES = {"hermes": HERMES, "llama": LLAMA, "mistral": MISTRAL}
 WEATHER = {
@@ -64,22 +75,22 @@ TWO = {
 }
 
 
-def _told(parts: Sequence[str | CallDelta]) -> tuple[str, list[list[str]]]:
+def _told(parts: Sequence[Delta]) -> tuple[str, list[list[str]]]:
     """The text, and each call's name and arguments."""
     calls: list[list[str]] = []
     for part in parts:
-        if isinstance(part, CallDelta):
+        if part.kind == "tool_call":
             if part.name is not None:
                 assert part.index == len(calls)
                 assert part.id
                 calls.append([part.name, ""])
             assert part.index == len(calls) - 1  # one after the other
             calls[part.index][1] += part.text
-    return "".join(part for part in parts if isinstance(part, str)), calls
+    return "".join(part.text for part in parts if part.kind == "content"), calls
 
 
-def _split(syntax: Syntax, pieces: Sequence[str], **how: bool) -> tuple[str, list[list[str]]]:
-    calls = CallParser(syntax, {"weather", "clock"}, **how)
+def _split(syntax: ToolSyntax, pieces: Sequence[str], **how: bool) -> tuple[str, list[list[str]]]:
+    calls = ToolCallParser(syntax, {"weather", "clock"}, **how)
     parts = [part for piece in pieces for part in calls.add(piece)] + calls.finish()
     found = _told(parts)
     assert calls.count == len(found[1])
@@ -91,7 +102,7 @@ def _pieces(text: str, cuts: Sequence[int]) -> list[str]:
     return [text[start:stop] for start, stop in itertools.pairwise(borders)]
 
 
-def _written(syntax: Syntax, calls: Sequence[tuple[str, str]]) -> str:
+def _written(syntax: ToolSyntax, calls: Sequence[tuple[str, str]]) -> str:
     """The calls as a model writes them."""
     objects = [f'{{"name": "{name}", "{syntax.key}": {arguments}}}' for name, arguments in calls]
     if syntax.listed:
@@ -118,17 +129,17 @@ _CUTS = st.lists(st.integers(0, 200), max_size=12)
     cuts=_CUTS,
 )
 def test_calls_are_found_wherever_pieces_end(
-    syntax: Syntax, calls: list[tuple[str, dict[str, Any]]], before: str, ascii_only: bool, cuts: list[int]
+    syntax: ToolSyntax, calls: list[tuple[str, dict[str, Any]]], before: str, ascii_only: bool, cuts: list[int]
 ) -> None:
     if syntax.bare and before.strip():
         before += "\n"
     written = [(name, json.dumps(arguments, ensure_ascii=ascii_only)) for name, arguments in calls]
     text = before + _written(syntax, written)
-    for held in (True, False):
-        said, found = _split(syntax, _pieces(text, cuts), held=held)
+    for whole_calls in (True, False):
+        said, found = _split(syntax, _pieces(text, cuts), whole=whole_calls)
         assert said == before.rstrip()
         assert [tuple(call) for call in found] == written
-        assert _split(syntax, _pieces(text, cuts), held=held, one=True)[1] == [list(written[0])]
+        assert _split(syntax, _pieces(text, cuts), whole=whole_calls, one=True)[1] == [list(written[0])]
 
 
 _SCRAPS = [
@@ -143,15 +154,17 @@ _SCRAPS = [
 @pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
 @settings(max_examples=200)
 @given(scraps=st.lists(st.sampled_from(_SCRAPS), max_size=14), cuts=_CUTS)
-def test_whatever_a_model_writes_pieces_make_no_difference(syntax: Syntax, scraps: list[str], cuts: list[int]) -> None:
+def test_whatever_a_model_writes_pieces_make_no_difference(
+    syntax: ToolSyntax, scraps: list[str], cuts: list[int]
+) -> None:
     text = "".join(scraps)
-    for held in (True, False):
-        whole = _split(syntax, [text], held=held)
-        assert _split(syntax, _pieces(text, cuts), held=held) == whole
-        assert _split(syntax, list(text), held=held) == whole
-        if held:
-            assert all(isinstance(json.loads(arguments), dict) for _, arguments in whole[1])
-            assert whole[1] or whole[0] == text
+    for whole in (True, False):
+        found = _split(syntax, [text], whole=whole)
+        assert _split(syntax, _pieces(text, cuts), whole=whole) == found
+        assert _split(syntax, list(text), whole=whole) == found
+        if whole:
+            assert all(isinstance(json.loads(arguments), dict) for _, arguments in found[1])
+            assert found[1] or found[0] == text
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
@@ -170,7 +183,7 @@ def test_whatever_a_model_writes_pieces_make_no_difference(syntax: Syntax, scrap
         '{"name": "weather", "%s": {"a": ' + "1" * 5000 + "}}",
     ],
 )
-def test_what_does_not_parse_is_text_as_it_stands(syntax: Syntax, body: str) -> None:
+def test_what_does_not_parse_is_text_as_it_stands(syntax: ToolSyntax, body: str) -> None:
     opens = "" if syntax.bare else f"{syntax.opens}[" if syntax.listed else syntax.opens
     text = f"So: \n{opens}{body % syntax.key}{']' if syntax.listed else ''}"
     assert _split(syntax, list(text)) == (text, [])
@@ -178,37 +191,39 @@ def test_what_does_not_parse_is_text_as_it_stands(syntax: Syntax, body: str) -> 
 
 def test_a_call_whose_arguments_break_once_it_is_told_keeps_what_it_has() -> None:
     text = '<tool_call>{"name": "weather", "arguments": {"city": <b>Oslo'
-    assert _split(HERMES, list(text), held=False) == ("<b>Oslo", [["weather", '{"city": ']])
+    assert _split(HERMES, list(text), whole=False) == ("<b>Oslo", [["weather", '{"city": ']])
 
 
 def test_arguments_come_in_pieces_and_the_name_first() -> None:
-    calls = CallParser(HERMES, {"weather"}, held=False)
+    calls = ToolCallParser(HERMES, {"weather"}, whole=False)
     heard = [
         calls.add(piece) for piece in ('a\n<tool_call>{"name": "wea', 'ther", "arguments": ', '{"ci', 'ty": 1}', "}")
     ]
-    assert heard[0] == ["a"]
+    assert heard[0] == [Delta("content", "a")]
     assert heard[1] == []
     name, first = heard[2]
-    assert isinstance(name, CallDelta)
     assert (name.name, name.text) == ("weather", "")
-    assert [first, *heard[3]] == [CallDelta(0, '{"ci'), CallDelta(0, 'ty": 1}')]
+    assert [first, *heard[3]] == [Delta("tool_call", '{"ci'), Delta("tool_call", 'ty": 1}')]
     assert calls.add("</tool_call>") + calls.finish() == heard[4] == []
 
 
 @pytest.mark.parametrize("syntax", SYNTAXES.values(), ids=SYNTAXES)
-def test_much_of_what_could_begin_a_call_costs_little(syntax: Syntax) -> None:
+def test_much_of_what_could_begin_a_call_costs_little(syntax: ToolSyntax, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each character is looked at so many times at most: an object ends, or is too deep, or breaks."""
     text = (syntax.opens + '{"id": {"name": "weather",\n') * 3000
     looked = 0
-    calls = CallParser(syntax, {"weather"})
-    step = calls._fail
+    reaches_end = JsonScanner.reaches_end
 
-    def counted() -> bool:
+    def counted(self: JsonScanner, text: str) -> bool:
         nonlocal looked
-        looked += calls._nesting.at
-        return step()
+        before = self.at
+        try:
+            return reaches_end(self, text)
+        finally:
+            looked += self.at - before
 
-    calls._fail = counted  # type: ignore[method-assign]
+    monkeypatch.setattr(JsonScanner, "reaches_end", counted)
+    calls = ToolCallParser(syntax, {"weather"})
     said, _ = _told(calls.add(text) + calls.finish())
     assert said == text
     assert looked < 40 * len(text)
@@ -244,16 +259,17 @@ def test_what_the_published_templates_ask_for(template: str, opens: str, ends: s
         ]
         results = [{"role": "tool", "tool_call_id": id, "content": f"result {id[5]}"} for id in ids]
         said = {"role": "assistant", "content": None, "tool_calls": calls}
-        call = read_chat({"messages": [*ASK, said, *results], "tools": [WEATHER, CLOCK]}, Defaults(), 1)
-        messages = short_ids(call.prompts[0]) if syntax.short else call.prompts[0]
-        text = chat.render(messages, **call.template)
-        assert "weather" in chat.render(messages[:1], **call.template)
+        request = validated(ChatRequest, {"messages": [*ASK, said, *results], "tools": [WEATHER, CLOCK]})
+        messages = short_ids(request.conversation()) if syntax.short_ids else request.conversation()
+        variables = request.template_variables()
+        text = chat.render(messages, **variables)
+        assert "weather" in chat.render(messages[:1], **variables)
         assert all(f"result {number}" in text for number in range(count))
         if opens != "[/INST]":  # which opens every answer
             assert text.endswith(opens)
         written = text.partition(opens)[2].partition(ends)[0]
-        for held, pieces in ((True, [written]), (False, list(written))):
-            before, found = _split(syntax, pieces, held=held)
+        for whole_calls, pieces in ((True, [written]), (False, list(written))):
+            before, found = _split(syntax, pieces, whole=whole_calls)
             assert before.strip() == ""
             assert [[name, json.loads(arguments)] for name, arguments in found] == [
                 [name, json.loads(arguments)] for name, arguments in wanted[:count]
@@ -265,11 +281,11 @@ def test_a_thought_goes_back_with_the_calls_it_led_to() -> None:
     called = {"id": "1", "type": "function", "function": {"name": "clock", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "reasoning_content": "what time?", "tool_calls": [called]}
     result = {"role": "tool", "tool_call_id": "1", "content": "5"}
-    call = read_chat({"messages": [*ASK, said, result], "tools": [CLOCK]}, Defaults(), 1)
-    text = ChatTemplate(template, {}).render(call.prompts[0], **call.template)
+    request = validated(ChatRequest, {"messages": [*ASK, said, result], "tools": [CLOCK]})
+    text = ChatTemplate(template, {}).render(request.conversation(), **request.template_variables())
     assert "<|im_start|>assistant\n<think>\nwhat time?\n</think>\n\n<tool_call>" in text
     with pytest.raises(ApiError, match="reasoning_content"):
-        read_chat({"messages": [*ASK, {**said, "reasoning_content": 5}]}, Defaults(), 1)
+        validated(ChatRequest, {"messages": [*ASK, {**said, "reasoning_content": 5}]})
 
 
 def _function(**more: Any) -> dict[str, Any]:
@@ -284,7 +300,7 @@ def _function(**more: Any) -> dict[str, Any]:
         ({"tools": [_function(name=f"f{number}") for number in range(129)]}, "tools"),
         ({"tools": [_function(description="a" * 300_000)]}, "tools"),
         ({"tools": [5]}, "tools[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"tools": [CLOCK, _function(name="a b")]}, "tools[1].function.name"),
         ({"tools": [_function(name="a" * 65)]}, "tools[0].function.name"),
@@ -305,9 +321,9 @@ def _function(**more: Any) -> dict[str, Any]:
 )
 def test_a_bad_field_is_named(body: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_chat({"messages": ASK, **body}, Defaults(), 1)
-    assert refused.value.status == 400
-    assert refused.value.body["error"]["param"] == field
+        validated(ChatRequest, {"messages": ASK, **body})
+    assert refused.value.status_code == 400
+    assert refused.value.error["param"] == field
     assert field in str(refused.value)
 
 
@@ -316,10 +332,10 @@ def test_a_bad_field_is_named(body: dict[str, Any], field: str) -> None:
     [
         ({"role": "tool", "content": "5"}, "tool_call_id"),
         ({"role": "tool", "tool_call_id": "1"}, "content"),
-        ({"role": "user", "content": "", "tool_calls": [5]}, "tool_calls"),
+        ({"role": "user", "content": "", "tool_calls": [{"id": "1", "function": {"name": "f"}}]}, "tool_calls"),
         ({"role": "assistant", "tool_calls": 5}, "tool_calls"),
-        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0]"),
-        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0]"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0].function"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "tool_calls[0].id"),
         (
             {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]},
             "tool_calls[0].function.arguments",
@@ -334,25 +350,22 @@ def test_a_bad_field_is_named(body: dict[str, Any], field: str) -> None:
 )
 def test_a_bad_message_is_named(message: dict[str, Any], field: str) -> None:
     with pytest.raises(ApiError) as refused:
-        read_chat({"messages": [*ASK, message]}, Defaults(), 1)
-    assert refused.value.body["error"]["param"] == f"messages[1].{field}"
+        validated(ChatRequest, {"messages": [*ASK, message]})
+    assert refused.value.error["param"] == f"messages[1].{field}"
 
 
 def test_none_offers_nothing() -> None:
-    call = read_chat({"messages": ASK, "tools": [CLOCK], "tool_choice": "none"}, Defaults(), 1)
-    assert call.offer is None
-    assert "tools" not in call.template
-    call = read_chat({"messages": ASK, "tools": [CLOCK]}, Defaults(), 1)
-    assert call.offer is not None
-    assert call.offer.names == {"clock"}
+    request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK], "tool_choice": "none"})
+    assert request.functions == []
+    assert "tools" not in request.template_variables()
+    request = validated(ChatRequest, {"messages": ASK, "tools": [CLOCK]})
     filled = {"name": "clock", "description": "", "parameters": {"type": "object", "properties": {}}}
-    assert call.template == {"tools": [{"type": "function", "function": filled}]}
+    assert request.template_variables() == {"tools": [{"type": "function", "function": filled}]}
 
 
 def test_a_grammar_that_looks_like_another_kind() -> None:
-    offer = read_offer({"tools": [_function(parameters={"description": "a ::= b"})], "tool_choice": "required"})
-    assert offer is not None
-    assert "::=" not in offer.grammar(HERMES, {}).source
+    function = {"name": "f", "parameters": {"description": "a ::= b"}}
+    assert "::=" not in call_grammar([function], HERMES, {}, several=True).source
 
 
 @pytest.fixture(scope="module", params=list(SYNTAXES))

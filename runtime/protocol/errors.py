@@ -1,10 +1,13 @@
-"""A body's fields, one by one: of the right type and in range, else refused by name. Null is as good as none."""
+"""Errors in OpenAI's form: ``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic_core import PydanticCustomError
+from starlette.exceptions import HTTPException
 
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 
@@ -12,70 +15,70 @@ from ..generation.engine import QueueFullError
 
 log = logging.getLogger(__name__)
 
+_OWN = ("invalid_value", "unsupported_parameter", "unsupported_content")
 
-class ApiError(Exception):
-    """What is answered instead: an HTTP status, and OpenAI's four words about it."""
+
+class ApiError(HTTPException):
+    """An HTTP status and the error object that is sent with it."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        kind: str = "invalid_request_error",
+        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+        super().__init__(status, message, headers)
+        self.error = {"message": message, "type": type, "param": param, "code": code}
 
 
-def bad(field: str, expected: str, found: Any) -> ApiError:
-    """A field whose value is not what it has to be."""
-    return ApiError(400, f"{field}: expected {expected}, found {found!r:.80}", param=field, code="invalid_value")
+def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
+    """What to answer for an exception; ``prompt``: the request's field that holds the prompt."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            return ApiError(
+                429, str(error), type="rate_limit_error", code="queue_full", headers={"retry-after": "1"}
+            )  # fmt: skip
+        case ContextLengthError():
+            return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
+        case UsageError():
+            field = str(error).partition(":")[0]
+            return ApiError(400, str(error), param=field if field.isidentifier() else None, code="invalid_value")
+        case WisparseError():
+            log.warning("a request failed: %s", error)
+            return ApiError(500, str(error), type="server_error")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed: its log has more", type="server_error")
 
 
-def as_api_error(error: WisparseError, prompt: str = "messages") -> ApiError:
-    """As OpenAI words it; ``prompt``: the field that held what was too long."""
-    if isinstance(error, QueueFullError):
-        return ApiError(429, str(error), kind="rate_limit_error", code="queue_full")
-    if isinstance(error, ContextLengthError):
-        return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
-    if isinstance(error, UsageError):
-        named = str(error).partition(":")[0]
-        return ApiError(400, str(error), param=named if named.isidentifier() else None)
-    log.warning("a request failed: %s", error)
-    return ApiError(500, str(error), kind="server_error")
+def invalid(field: str, expected: str, found: Any) -> PydanticCustomError:
+    """For validators: ``field`` of the model (empty in a field's own validator) has a wrong value."""
+    context = {"field": field, "expected": expected, "found": f"{found!r:.80}"}
+    return PydanticCustomError("invalid_value", "expected {expected}, found {found}", context)
 
 
-def checked(
-    body: Mapping[str, Any], field: str, default: Any, fits: Callable[[Any], bool], expected: str, prefix: str = ""
-) -> Any:
-    value = body.get(field)
-    if value is None:
-        return default
-    if not fits(value):
-        raise bad(prefix + field, expected, value)
-    return value
+def unsupported(field: str, why: str, code: str = "unsupported_parameter") -> PydanticCustomError:
+    """For validators: something that this server does not have."""
+    return PydanticCustomError(code, "{why}", {"field": field, "why": why})  # type: ignore[arg-type]
 
 
-def switch(body: Mapping[str, Any], field: str, default: bool, prefix: str = "") -> bool:
-    found: bool = checked(body, field, default, lambda value: isinstance(value, bool), "true or false", prefix)
-    return found
-
-
-def integer(body: Mapping[str, Any], field: str, default: int | None, least: int, most: int) -> int | None:
-    found: int | None = checked(
-        body, field, default, lambda value: type(value) is int and least <= value <= most,
-        f"a whole number from {least} to {most}",
-    )  # fmt: skip
-    return found
-
-
-def number(body: Mapping[str, Any], field: str, default: float, least: float, most: float) -> float:
-    # NaN fails both comparisons.
-    found = checked(
-        body, field, default, lambda value: type(value) in (int, float) and least <= value <= most,
-        f"a number from {least:g} to {most:g}",
-    )  # fmt: skip
-    return float(found)
+def from_validation(errors: Sequence[Mapping[str, Any]], where: str = "") -> ApiError:
+    """The first of pydantic's errors as "field: expected ..., found ..."; ``where``: what was validated."""
+    error = errors[0]
+    kind, message = error["type"], error["msg"]
+    names = [*error["loc"], *filter(None, [error.get("ctx", {}).get("field")])]
+    path = where + "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
+    param = path.lstrip(".") or "body"
+    if kind == "missing":
+        message = "this field is required"
+    elif kind in ("model_type", "model_attributes_type"):
+        message = f"expected an object, found {error['input']!r:.80}"
+    elif kind not in _OWN:
+        message = f"{message.replace('Input should be', 'expected')}, found {error['input']!r:.80}"
+    status = 501 if kind == "unsupported_content" else 400
+    return ApiError(status, f"{param}: {message}", param=param, code=kind if kind in _OWN else "invalid_value")

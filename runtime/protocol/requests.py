@@ -1,433 +1,365 @@
-"""OpenAI's requests, checked field by field: a parsed body in, what the engine needs out.
+"""OpenAI's requests for chats and completions, as pydantic models.
 
-A field that would change the answer and that this server does not have is refused under its
-name unless its value changes nothing; fields that change nothing about the answer (``user``, ``metadata``, …) pass.
+A field that would change the answer and that this server does not have is refused under its name, unless its value
+changes nothing. Other unknown fields (``user``, ``metadata``, ...) are ignored. Null is the same as a field left out.
 """
 
 from __future__ import annotations
 
-import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
-from ..decoding.sampling import SamplingParams
 from ..generation.grammar import ANY_OBJECT, Grammar
-from .errors import ApiError, bad, checked, integer, number, switch
-from .tools import Offer, read_offer
+from .errors import from_validation, invalid, unsupported
 
-ANSWER: Mapping[str, Sequence[Any]] = {
-    # OpenAI's own.
-    "audio": (),
-    "best_of": (1,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "reasoning_effort": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "web_search_options": (),
-    # How the prompt is made.
-    "add_generation_prompt": (True,),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "enable_thinking": (),
-    "negative_prompt": ("",),
-    "prompt_logprobs": (),
-    "reasoning": ({}, {"summary": "auto"}),
-    "thinking": (),
-    "truncate_prompt_tokens": (),
-    # What the answer has to be.
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "json_schema": (),
-    "structured_outputs": (),
-    # Where it ends.
-    "ignore_eos": (False,),
-    "include_stop_str_in_output": (False,),
-    "min_tokens": (0,),
-    "n_predict": (-1,),
-    "skip_special_tokens": (True,),
-    "stop_token_ids": ([],),
-    # How its tokens are chosen.
-    "allowed_token_ids": ([],),
-    "bad_words": ([], ""),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "guidance_scale": (1,),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "mirostat": (0,),
-    "mirostat_mode": (0,),
-    "repeat_penalty": (1,),
-    "samplers": (),
-    "smoothing_factor": (0,),
-    "tfs": (1,),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1, 0),
-    "typical_p": (1,),
-    "use_beam_search": (False,),
-    "xtc_probability": (0,),
-    # By which weights.
-    "adapters": (),
-    "draft_model": (),
-    "lora": ([],),
-}
-# What ``/v1/responses`` has beside: what would need an earlier answer too.
-RESPONSE: Mapping[str, Sequence[Any]] = {
-    "background": (False,),
-    "conversation": (),
-    # A thought is told as it is, so nothing has to be encrypted to come back.
-    "include": ([], ["reasoning.encrypted_content"]),
-    "max_tool_calls": (),
-    "previous_response_id": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "truncation": ("disabled",),
-}
+T = TypeVar("T", bound=BaseModel)
 
 
-def refuse_unsupported(body: Mapping[str, Any], neutral: Mapping[str, Sequence[Any]]) -> None:
-    """Refuse these fields, ``neutral`` values excepted; an object of nulls is as good as an empty one.
-
-    Raises:
-        ApiError: with the field named.
-    """
-    for field, values in neutral.items():
-        value = body.get(field)
-        if isinstance(value, dict):
-            value = {name: inner for name, inner in value.items() if inner is not None}
-        # True equals 1 in Python, and nothing else here means the same.
-        if value is None or any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
-            continue
-        raise ApiError(
-            400, f"{field}: this server does not have it; leave it out", param=field, code="unsupported_parameter"
-        )
+def _by_field(*rows: tuple[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+    return {field: neutral for fields, neutral in rows for field in fields.split()}
 
 
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-_MOST_CALLS = 128
-_SHORT = 9
+# Fields of OpenAI and of other servers that are refused, but for the values that change nothing.
+UNSUPPORTED: Mapping[str, Sequence[Any]] = _by_field(
+    ("audio reasoning_effort web_search_options chat_template enable_thinking prompt_logprobs thinking", ()),
+    ("truncate_prompt_tokens guided_choice guided_grammar guided_json guided_regex json_schema", ()),
+    ("structured_outputs samplers adapters draft_model", ()),
+    ("functions documents stop_token_ids allowed_token_ids logits_processors lora", ([],)),
+    ("continue_final_message ignore_eos include_stop_str_in_output use_beam_search", (False,)),
+    ("add_generation_prompt skip_special_tokens", (True,)),
+    ("min_tokens dry_multiplier dynatemp_range mirostat mirostat_mode smoothing_factor top_a xtc_probability", (0,)),
+    ("best_of guidance_scale length_penalty repeat_penalty tfs tfs_z typical_p", (1,)),
+    ("suffix negative_prompt", ("",)),
+    ("bad_words", ([], "")),
+    ("function_call", ("none", "auto")),
+    ("modalities", (["text"],)),
+    ("n_predict", (-1,)),
+    ("reasoning", ({}, {"summary": "auto"})),
+    ("top_n_sigma", (-1, 0)),
+)
+_MAX_INT = 2**63 - 1
+_MAX_TOOL_CHARACTERS = 1 << 18
+_IMAGES_AND_SOUND = ("image_url", "input_image", "input_audio", "file", "video_url")
 
 
-def read_message(message: Any, where: str) -> dict[str, Any]:
-    """One message as templates expect it; ``where``: its place in the body.
-
-    Raises:
-        ApiError: with the field named.
-    """
-    if not isinstance(message, dict):
-        raise bad(where, "an object with role and content", message)
-    role = message.get("role")
-    if role not in _ROLES:
-        raise bad(f"{where}.role", f"one of {', '.join(_ROLES)}", role)
-    for field in ("function_call", "audio") if role == "assistant" else ("tool_calls", "function_call", "audio"):
-        if message.get(field):
-            raise ApiError(
-                400, f"{where}.{field}: this server does not have it yet", param=f"{where}.{field}",
-                code="unsupported_parameter",
-            )  # fmt: skip
-    content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(_part(part, f"{where}.content[{index}]") for index, part in enumerate(content))
-    elif content is None and role == "assistant":
-        content = ""
-    elif not isinstance(content, str):
-        raise bad(f"{where}.content", "a text, or a list of parts", content)
-    more = {"name": message["name"]} if isinstance(message.get("name"), str) else {}
-    if role == "tool":
-        more["tool_call_id"] = message.get("tool_call_id")
-        if not isinstance(more["tool_call_id"], str):
-            raise bad(f"{where}.tool_call_id", "the id of the call that this answers", more["tool_call_id"])
-    if role == "assistant" and message.get("reasoning_content"):
-        more["reasoning_content"] = message["reasoning_content"]
-        if not isinstance(more["reasoning_content"], str):
-            raise bad(f"{where}.reasoning_content", "a text", more["reasoning_content"])
-    if message.get("tool_calls"):
-        more["tool_calls"] = _calls(message["tool_calls"], f"{where}.tool_calls")
-    return {"role": "system" if role == "developer" else role, "content": content, **more}
-
-
-def _part(part: Any, where: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind in ("image_url", "input_image", "input_audio", "file", "video_url"):
-        raise ApiError(
-            501, f"{where}: this server reads text alone, not {kind}", param=where, code="unsupported_content"
-        )
-    text = part.get("text") if kind == "text" else None
-    if not isinstance(text, str):
-        raise bad(where, "a part of type text", part)
-    return text
-
-
-def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """An assistant message's ``tool_calls``, as templates expect them: their arguments are objects.
-
-    Raises:
-        ApiError: with the field named.
-    """
-    if not isinstance(calls, list) or len(calls) > _MOST_CALLS:
-        raise bad(where, f"a list of up to {_MOST_CALLS} calls", calls)
-    return [_call(call, f"{where}[{index}]") for index, call in enumerate(calls)]
-
-
-def _call(call: Any, where: str) -> dict[str, Any]:
-    match call:
-        case {"id": str(name), "function": {"name": str(function)} as called} if call.get("type", "function") == (
-            "function"
-        ):
-            pass
-        case _:
-            raise bad(where, "an object of type function, with an id and a function with a name", call)
-    arguments = called.get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = parse_json(arguments.encode(), f"{where}.function.arguments", UsageError)
-        except UsageError as error:
-            raise ApiError(400, str(error), param=f"{where}.function.arguments", code="invalid_value") from error
-    if not isinstance(arguments, dict):
-        raise bad(f"{where}.function.arguments", "an object, or its JSON as a text", arguments)
-    return {"id": name, "type": "function", "function": {"name": function, "arguments": arguments}}
-
-
-def name_results(messages: Sequence[dict[str, Any]]) -> None:
-    """Give the results among a conversation's messages the names of the functions that were called, where their client
-    left them out, as OpenAI's may: some templates want them."""
-    called = {call["id"]: call["function"]["name"] for one in messages for call in one.get("tool_calls", ())}
-    for one in messages:
-        if one["role"] == "tool" and one["tool_call_id"] in called:
-            one.setdefault("name", called[one["tool_call_id"]])
-
-
-def short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with ids of nine letters and digits: a call's as long as it likes, say of another server, is known
-    by its digest."""
-
-    def short(name: str) -> str:
-        fits = len(name) == _SHORT and name.isascii() and name.isalnum()
-        return name if fits else hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:_SHORT]
-
-    found = [dict(one) for one in messages]
-    for one in found:
-        if "tool_calls" in one:
-            one["tool_calls"] = [{**call, "id": short(call["id"])} for call in one["tool_calls"]]
-        if "tool_call_id" in one:
-            one["tool_call_id"] = short(one["tool_call_id"])
-    return found
-
-
-_STOPS = 16
-_LONGEST_STOP = 1000
-_TEMPERATURE = 100.0
-_SEED = 2**63 - 1
-_LOGPROBS = 20
-_BIASES = 1024
-
-# What only a chat has.
-_CHAT = ("tools", "tool_choice")
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """What a request that is silent about it gets: the model's own generation settings, else OpenAI's."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-
-
-@dataclass(frozen=True)
-class ApiCall:
-    """A checked request.
-
-    Attributes:
-        prompts: one answer's worth each: a text, token ids, or the messages of one conversation.
-        template: further variables for the chat template.
-        n: answers to each prompt.
-        max_tokens: None until the context is full.
-        include_usage, continuous_usage: a stream tells its tokens at its end, or after all that it sends.
-        echo: put the prompt before its answer.
-        grammar: what the answer has to be.
-        offer: the functions that the answer may call.
-        visible_special_tokens: those that are part of the text.
-        sparsity: the sparsity level that the answer is to be decoded at, as it was given: which there are the engine knows. None:
-            the server's.
-    """
-
-    prompts: tuple[Any, ...]
-    sampling: SamplingParams
-    stop: tuple[str, ...]
-    max_tokens: int | None
-    n: int
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    template: Mapping[str, Any]
-    echo: bool = False
-    grammar: Grammar | None = None
-    offer: Offer | None = None
-    visible_special_tokens: frozenset[int] = frozenset()
-    sparsity: float | None = None
-
-    @property
-    def silent(self) -> bool:
-        """Whether what the model thinks of the prompt is all that is asked for."""
-        return self.max_tokens == 0
-
-
-def read_chat(body: Mapping[str, Any], defaults: Defaults, most: int) -> ApiCall:
-    """A body of ``/v1/chat/completions``; ``most`` answers at a time.
-
-    Raises:
-        ApiError: with the field named.
-    """
-    refuse_unsupported({name: value for name, value in body.items() if name not in _CHAT}, ANSWER)
-    offer = read_offer(body)
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise bad("messages", "a list of messages, one at least", messages)
-    template = body.get("chat_template_kwargs") or {}
-    if not isinstance(template, dict) or {"messages", "add_generation_prompt"} & set(template):
-        raise bad("chat_template_kwargs", "an object of further template variables", template)
-    if offer is not None:
-        if "tools" in template:
-            raise bad("chat_template_kwargs", "no tools beside those of the request", template)
-        template = {**template, "tools": offer.tools}
-    given = "max_completion_tokens" if body.get("max_completion_tokens") is not None else "max_tokens"
-    conversation = [read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    name_results(conversation)
-    top = integer(body, "top_logprobs", 0, 0, _LOGPROBS)
-    logprobs = top if switch(body, "logprobs", False) else None
-    if logprobs is None and top:
-        raise bad("logprobs", "true, as top_logprobs asks for some", body.get("logprobs"))
-    max_tokens = integer(body, given, None, 1, _SEED)
-    sampling = _sampling(body, defaults, logprobs)
-    call = _requests_call(body, (conversation,), sampling, most, max_tokens, template)
-    return replace(call, offer=offer)
-
-
-def read_completion(body: Mapping[str, Any], defaults: Defaults, most: int, more: int = 0) -> ApiCall:
-    """A body of ``/v1/completions``; ``most`` answers at a time, and to several prompts ``more`` that wait.
-
-    Raises:
-        ApiError: with the field named.
-    """
-    refuse_unsupported(body, ANSWER)
-    prompt = body.get("prompt")
-    if isinstance(prompt, str) or _is_ids(prompt):
-        prompts: tuple[Any, ...] = (prompt,)
-    elif isinstance(prompt, list) and prompt and all(isinstance(one, str) or _is_ids(one) for one in prompt):
-        prompts = tuple(prompt)
-    else:
-        raise bad("prompt", "a text, a list of token ids, or a list of either", prompt)
-    sampling = _sampling(body, defaults, integer(body, "logprobs", None, 0, _LOGPROBS))
-    max_tokens = integer(body, "max_tokens", 16, 0, _SEED)
-    call = _requests_call(body, prompts, sampling, most, max_tokens, {}, more)
-    return replace(call, echo=switch(body, "echo", False))
-
-
-def _sampling(body: Mapping[str, Any], defaults: Defaults, logprobs: int | None) -> SamplingParams:
-    seed = integer(body, "seed", None, -_SEED, _SEED)
-    return SamplingParams(
-        temperature=number(body, "temperature", defaults.temperature, 0.0, _TEMPERATURE),
-        top_k=max(integer(body, "top_k", defaults.top_k, -1, _SEED) or 0, 0),  # -1: all, as vLLM has it
-        top_p=number(body, "top_p", defaults.top_p, 0.0, 1.0) or 1e-9,  # 0: the likeliest alone
-        min_p=number(body, "min_p", 0.0, 0.0, 1.0),
-        seed=None if seed is None else seed % (_SEED + 1),
-        repetition_penalty=number(body, "repetition_penalty", defaults.repetition_penalty, 0.01, 100.0),
-        frequency_penalty=number(body, "frequency_penalty", 0.0, -2.0, 2.0),
-        presence_penalty=number(body, "presence_penalty", 0.0, -2.0, 2.0),
-        logit_bias=_biases(body),
-        logprobs=logprobs,
-    )
-
-
-def _biases(body: Mapping[str, Any]) -> dict[int, float]:
-    """``logit_bias``: an object, whose keys are token ids as texts."""
-    expected = f"an object of up to {_BIASES} token ids with numbers from -100 to 100"
-    given = checked(
-        body, "logit_bias", {}, lambda value: isinstance(value, dict) and len(value) <= _BIASES, expected
-    )  # fmt: skip
-    for token, bias in given.items():
-        id_like = token.isascii() and token.isdigit() and len(token) < 10
-        if not id_like or type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise bad("logit_bias", expected, {token: bias})
-    return {int(token): float(bias) for token, bias in given.items()}
-
-
-def _requests_call(
-    body: Mapping[str, Any],
-    prompts: tuple[Any, ...],
-    sampling: SamplingParams,
-    most: int,
-    max_tokens: int | None,
-    template: Mapping[str, Any],
-    more: int = 0,
-) -> ApiCall:
-    stream = switch(body, "stream", False)
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise bad("stream_options", "an object", options)
-    n = integer(body, "n", 1, 1, most)
-    assert n is not None  # it has a default
-    if n * len(prompts) > most + more:
-        raise bad("prompt", f"at most {most + more} answers in one request", f"{len(prompts)} prompts with n = {n}")
-    return ApiCall(
-        prompts=prompts,
-        sampling=sampling,
-        stop=_stops(body),
-        max_tokens=max_tokens,
-        n=n,
-        stream=stream,
-        include_usage=stream and switch(options or {}, "include_usage", False, "stream_options."),
-        continuous_usage=stream and switch(options or {}, "continuous_usage_stats", False, "stream_options."),
-        template=template,
-        grammar=_grammar(body),
-        sparsity=body.get("sparsity"),
-    )
-
-
-def _grammar(body: Mapping[str, Any]) -> Grammar | None:
-    """``response_format``, or ``grammar``."""
-    field, wanted = "response_format", body.get("response_format")
-    expected = "an object of type text, json_object, or json_schema with a schema"
-    schema: Any = None
-    match wanted:
-        case None | {"type": "text"}:
-            field = "grammar"
-            text = checked(body, field, "", lambda value: isinstance(value, str), "a grammar as a text")
-        case {"type": "json_schema", "json_schema": {"schema": dict(schema)}}:
-            pass
-        case {"type": "json_object"}:
-            schema = ANY_OBJECT
-        case _:
-            raise bad(field, expected, wanted)
-    if schema is not None and body.get("grammar"):
-        raise bad("grammar", "none beside a response_format", body["grammar"])
+def validated(model: type[T], body: Any, where: str = "") -> T:
+    """The body as a ``model``, or what stands at ``where`` in it; raises ApiError."""
     try:
-        if schema is not None:
-            return Grammar.of_schema(field, schema)
-        return Grammar.of_text(field, text) if text else None
-    except UsageError as error:
-        raise ApiError(400, str(error), param=field, code="invalid_value") from error
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise from_validation(error.errors(), where) from error  # type: ignore[arg-type]
 
 
-def _stops(body: Mapping[str, Any]) -> tuple[str, ...]:
-    given = body.get("stop")
-    stops: Sequence[Any] = [] if given is None else given if isinstance(given, list) else [given]
-    if len(stops) > _STOPS or not all(isinstance(stop, str) and 0 < len(stop) <= _LONGEST_STOP for stop in stops):
-        raise bad("stop", f"a text, or up to {_STOPS} of them, none empty or over {_LONGEST_STOP} characters", given)
-    return tuple(stops)
+class Strict(BaseModel):
+    """A model without conversions between types, in which null is the same as a field left out."""
+
+    model_config = ConfigDict(strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class StreamOptions(Strict):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class JsonSchema(Strict):
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Strict):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise invalid("json_schema", "an object with a schema", None)
+        return self
+
+
+class GenerationRequest(Strict):
+    """The fields that all endpoints have; a field of sampling that is left out is the model's own."""
+
+    unsupported: ClassVar[Mapping[str, Sequence[Any]]] = UNSUPPORTED
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    n: int = Field(1, ge=1)
+    stop: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field([], max_length=16)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_k: int | None = Field(None, ge=-1, le=_MAX_INT, description="0 and -1: all tokens")
+    top_p: float | None = Field(None, ge=0, le=1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-_MAX_INT, le=_MAX_INT)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field({}, max_length=1024)
+    response_format: ResponseFormat | None = None
+    grammar: str = Field("", description="llguidance's Lark, or llama.cpp's GBNF")
+    sparsity: float | None = Field(None, description="one of the bundle's sparsity levels, or 0 for the dense model")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, data: Any) -> Any:
+        for field, neutral in cls.unsupported.items() if isinstance(data, dict) else ():
+            value = data.get(field)
+            if isinstance(value, dict):
+                value = {name: inner for name, inner in value.items() if inner is not None}
+            # True equals 1 in Python.
+            if value is not None and not any(
+                value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
+            ):
+                raise unsupported(field, "this server does not have it; leave it out")
+        return data
+
+    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
+    @classmethod
+    def _one_stop(cls, stop: Any) -> Any:
+        return [stop] if isinstance(stop, str) else stop
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _token_ids(cls, biases: dict[str, float]) -> dict[str, float]:
+        wrong = next((key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 10)), None)
+        if wrong is not None:
+            raise invalid("", "token ids as keys", wrong)
+        return biases
+
+    @model_validator(mode="after")
+    def _one_constraint(self) -> Self:
+        if self.grammar and self.response_format is not None and self.response_format.type != "text":
+            raise invalid("grammar", "none beside a response_format", self.grammar)
+        return self
+
+    def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """The keyword arguments of SamplingSettings; ``defaults``: those of the model."""
+        names = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty")
+        given = {name: getattr(self, name) for name in (*names, "presence_penalty")}
+        found = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+        found["top_k"] = max(int(found.get("top_k", 0)), 0)
+        found["top_p"] = found.get("top_p", 1.0) or 1e-9  # 0: only the most probable token
+        if "seed" in found:
+            found["seed"] %= 2**63
+        return {**found, "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()}}
+
+    def constraint(self) -> Grammar | None:
+        """The grammar that the answer has to follow; raises UsageError."""
+        if self.response_format is not None and self.response_format.type != "text":
+            schema = self.response_format.json_schema
+            return Grammar.of_schema("response_format", ANY_OBJECT if schema is None else schema.schema_)
+        return Grammar.of_text("grammar", self.grammar) if self.grammar else None
 
 
 def _is_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+class CompletionRequest(GenerationRequest):
+    """``/v1/completions``; ``prompt`` is a list of texts and lists of token ids, whatever was sent."""
+
+    unsupported: ClassVar = {**UNSUPPORTED, "tools": ([],), "tool_choice": ("none", "auto")}
+
+    prompt: list[str | list[int]]
+    max_tokens: int = Field(16, ge=0, le=_MAX_INT, description="0: nothing but the prompt is scored")
+    logprobs: int | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
+    @classmethod
+    def _several(cls, prompt: Any) -> Any:
+        prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+        if not isinstance(prompts, list) or not prompts:
+            raise invalid("", "a text, a list of token ids, or a list of either", prompt)
+        for one in prompts:
+            if not isinstance(one, str) and not _is_ids(one):
+                raise invalid("", "a text, a list of token ids, or a list of either", prompt)
+            strange = next((token for token in one if not 0 <= token < 2**31), None) if isinstance(one, list) else None
+            if strange is not None:
+                raise invalid("", "token ids from 0 to 2147483647", strange)
+        return prompts
+
+
+class CalledFunction(Strict):
+    name: str
+    arguments: dict[str, Any] = Field({})
+
+    @field_validator("arguments", mode="before", json_schema_input_type=str | dict[str, Any])
+    @classmethod
+    def _parsed(cls, arguments: Any) -> Any:
+        if not isinstance(arguments, str):
+            return arguments
+        try:
+            return parse_json(arguments.encode(), "arguments", UsageError) if arguments else {}
+        except UsageError:
+            raise invalid("", "the JSON of an object", arguments) from None
+
+
+class ToolCall(Strict):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Strict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] = Field([], max_length=128)
+    tool_call_id: str | None = None
+    reasoning_content: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse(cls, data: Any) -> Any:
+        for field in ("function_call", "audio"):
+            if isinstance(data, dict) and data.get(field):
+                raise unsupported(field, "this server does not have it yet")
+        return data
+
+    @field_validator("content", mode="before", json_schema_input_type=str | list[dict[str, Any]])
+    @classmethod
+    def _joined(cls, content: Any) -> Any:
+        if not isinstance(content, list):
+            return content
+        for part in content:
+            kind = part.get("type") if isinstance(part, dict) else None
+            if kind in _IMAGES_AND_SOUND:
+                raise unsupported("", f"this server reads text alone, not {kind}", "unsupported_content")
+            if kind != "text" or not isinstance(part.get("text"), str):
+                raise invalid("", "a part of type text", part)
+        return "".join(part["text"] for part in content)
+
+    @model_validator(mode="after")
+    def _fits_role(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise invalid("content", "a text, or a list of parts", None)
+        if self.role == "tool" and self.tool_call_id is None:
+            raise invalid("tool_call_id", "the id of the call that this answers", None)
+        if self.tool_calls and self.role != "assistant":
+            raise unsupported("tool_calls", "only an assistant's message has them")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it."""
+        message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": self.content or "",
+            "name": self.name,
+            "tool_call_id": self.tool_call_id if self.role == "tool" else None,
+            "reasoning_content": (self.reasoning_content or None) if self.role == "assistant" else None,
+            "tool_calls": [call.model_dump() for call in self.tool_calls] or None,
+        }
+        return {name: value for name, value in message.items() if value is not None}
+
+
+class Function(Strict):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
+    description: str = ""
+    parameters: dict[str, Any] = Field({})
+    strict: bool = False
+
+    @field_validator("parameters")
+    @classmethod
+    def _schema_of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+        if parameters.get("type", "object") != "object":
+            raise invalid("", "the JSON schema of an object", parameters)
+        return parameters or {"type": "object", "properties": {}}  # as transformers' own schemas have it
+
+    def for_template(self) -> dict[str, Any]:
+        """The function as chat templates expect it: with a description and parameters."""
+        found = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        found["parameters"] = self.parameters or {"type": "object", "properties": {}}
+        return {**found, **self.model_dump(exclude_unset=True, exclude={"name", "description", "parameters"})}
+
+
+class Tool(Strict):
+    type: Literal["function"]
+    function: Function
+
+
+class ChatRequest(GenerationRequest):
+    """``/v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
+    max_completion_tokens: int | None = Field(None, ge=1, le=_MAX_INT)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    tools: list[Tool] = Field([], max_length=128)
+    tool_choice: Any = Field("auto", description="none, auto, required, or an object that names one of the tools")
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] = Field({})
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise invalid("logprobs", "true, as top_logprobs asks for some", False)
+        if {"messages", "add_generation_prompt"} & set(self.chat_template_kwargs):
+            raise invalid("chat_template_kwargs", "further template variables", self.chat_template_kwargs)
+        if self.tools and "tools" in self.chat_template_kwargs:
+            raise invalid("chat_template_kwargs", "no tools beside those of the request", self.chat_template_kwargs)
+        names = [tool.function.name for tool in self.tools]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise invalid("tools", "a name for each of them", twice)
+        if len(json.dumps([tool.function.for_template() for tool in self.tools])) > _MAX_TOOL_CHARACTERS:
+            raise invalid("tools", f"at most {_MAX_TOOL_CHARACTERS:,} characters of JSON", "more")
+        match self.tool_choice:
+            case "none" | "auto":
+                return self
+            case "required" if not names:
+                raise invalid("tool_choice", "tools, one of which has to be called", "none")
+            case "required":
+                pass
+            case {"type": "function", "function": {"name": str(name)}} if name in names:
+                pass
+            case _:
+                choices = "none, auto, required, or an object of type function that names one of the tools"
+                raise invalid("tool_choice", choices, self.tool_choice)
+        if self.grammar or (self.response_format is not None and self.response_format.type != "text"):
+            raise invalid("tool_choice", "none or auto beside a response_format or a grammar", self.tool_choice)
+        return self
+
+    @property
+    def functions(self) -> list[dict[str, Any]]:
+        """The functions that the model is offered, as templates expect them."""
+        return [] if self.tool_choice == "none" else [tool.function.for_template() for tool in self.tools]
+
+    @property
+    def forced(self) -> list[dict[str, Any]]:
+        """Those of them one of which has to be called."""
+        if isinstance(self.tool_choice, dict):
+            return [one for one in self.functions if one["name"] == self.tool_choice["function"]["name"]]
+        return self.functions if self.tool_choice == "required" else []
+
+    @property
+    def several_calls(self) -> bool:
+        return self.parallel_tool_calls and not isinstance(self.tool_choice, dict)
+
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages as the chat template expects them, results with the names of the functions that were called."""
+        messages = [message.for_template() for message in self.messages]
+        called = {call["id"]: call["function"]["name"] for one in messages for call in one.get("tool_calls", ())}
+        for one in messages:
+            if one["role"] == "tool" and one["tool_call_id"] in called:
+                one.setdefault("name", called[one["tool_call_id"]])
+        return messages
+
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template."""
+        tools = [{"type": "function", "function": function} for function in self.functions]
+        return {**self.chat_template_kwargs, "tools": tools} if tools else self.chat_template_kwargs
