@@ -37,6 +37,7 @@ from wisparse.runtime.protocol.requests import ChatRequest, CompletionRequest, v
 from wisparse.runtime.protocol.responses import ResponsesRequest
 from wisparse.runtime.serve import app, transport
 from wisparse.runtime.serve.app import ServeSettings, make_app
+from wisparse.runtime.serve.encoder import Encoder
 from wisparse.runtime.serve.server import open_socket
 
 
@@ -723,6 +724,51 @@ def test_a_bad_body(server: Running, body: bytes, status: int) -> None:
     assert answer["error"]["message"]
 
 
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("prompt", ["", ["a", ""], [-1], [2**32], [2**64], [[5], [-(2**40)]]], ids=str)
+def test_a_prompt_without_tokens_or_with_unknown_ones(server: Running, prompt: Any, echo: bool) -> None:
+    status, body = server.post("/v1/completions", {"prompt": prompt, "echo": echo, "max_tokens": 1})
+    assert (status, body["error"]["param"]) == (400, "prompt")
+    assert "tokens" in body["error"]["message"] or "token ids" in body["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_unforeseen_exception_is_openais_error(
+    server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    def broken(*args: Any) -> Any:
+        raise ZeroDivisionError("secret")
+
+    for where, name in ((CompletionFormatter, "__init__"), (Encoder, "completion")):
+        monkeypatch.setattr(where, name, broken)
+        before = server.metric('wisparse_requests_total{status="500"}')
+        caplog.clear()
+        status, body = server.post("/v1/completions", {"prompt": "a", "max_tokens": 1, "stream": stream})
+        assert (status, set(body["error"]), body["error"]["type"]) == (
+            500, {"message", "type", "param", "code"}, "server_error"
+        )  # fmt: skip
+        assert "secret" not in str(body)
+        assert server.metric('wisparse_requests_total{status="500"}') == before + 1
+        assert [record.exc_info is not None for record in caplog.records if record.levelname == "ERROR"] == [True]
+    monkeypatch.undo()
+    monkeypatch.setattr(CompletionFormatter, "end", broken)  # the status is out by then
+    if stream:
+        with pytest.raises(openai.APIError, match="its log has more"):
+            list(server.client().completions.create(model=NAME, prompt="a", max_tokens=1, stream=True))
+    server.idle()
+
+
+def test_the_protocol_is_described(server: Running) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    connection.request("GET", "/openapi.json")
+    found = json.loads(connection.getresponse().read())
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"} <= set(found["paths"])
+    assert found["components"]["schemas"]["ChatRequest"]["properties"]["top_logprobs"]["maximum"] == 20
+    connection.request("GET", "/docs")
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
 def test_a_prompt_longer_than_the_context(server: Running) -> None:
     status, body = server.post("/v1/completions", {"prompt": [5] * 300})
     assert (status, body["error"]["param"]) == (400, "prompt")
@@ -905,22 +951,6 @@ def test_a_connection_that_asks_nothing_is_closed(
         assert piece
         found += piece
     asking.close()
-
-
-def test_more_connections_than_files(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    asking = _raw(server, {"prompt": "def f(x):", "max_tokens": 240, "temperature": 0, "stream": True})
-    assert asking.recv(100)
-    monkeypatch.setattr(serve_server, "most_connections", lambda: 4)
-    idle = [socket.create_connection(("127.0.0.1", server.port), timeout=60) for _ in range(8)]
-    assert server.post("/v1/completions", {"prompt": "a", "max_tokens": 1})[0] == 200
-    assert [one.recv(1) for one in idle[:4]] == [b""] * 4  # the oldest made room
-    found = b""
-    while b"[DONE]" not in found:
-        piece = asking.recv(10_000)
-        assert piece
-        found += piece
-    for one in (asking, *idle):
-        one.close()
 
 
 def test_headers_without_end(server: Running) -> None:

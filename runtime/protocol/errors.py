@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
@@ -14,8 +13,6 @@ from wisparse.formats.errors import ContextLengthError, UsageError, WisparseErro
 from ..generation.engine import QueueFullError
 
 log = logging.getLogger(__name__)
-
-_OWN = ("invalid_value", "unsupported_parameter", "unsupported_content")
 
 
 class ApiError(HTTPException):
@@ -56,29 +53,31 @@ def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
     return ApiError(500, "the server failed: its log has more", type="server_error")
 
 
-def invalid(field: str, expected: str, found: Any) -> PydanticCustomError:
-    """For validators: ``field`` of the model (empty in a field's own validator) has a wrong value."""
-    context = {"field": field, "expected": expected, "found": f"{found!r:.80}"}
-    return PydanticCustomError("invalid_value", "expected {expected}, found {found}", context)
+class FieldError(ValueError):
+    """Raised by validators; ``field`` of the model, or the field itself where it is empty."""
+
+    def __init__(self, field: str, message: str, code: str = "unsupported_parameter") -> None:
+        super().__init__(message)
+        self.field, self.code = field, code
 
 
-def unsupported(field: str, why: str, code: str = "unsupported_parameter") -> PydanticCustomError:
-    """For validators: something that this server does not have."""
-    return PydanticCustomError(code, "{why}", {"field": field, "why": why})  # type: ignore[arg-type]
+def invalid(field: str, expected: str, found: Any) -> FieldError:
+    return FieldError(field, f"expected {expected}, found {found!r:.80}", "invalid_value")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]], where: str = "") -> ApiError:
     """The first of pydantic's errors as "field: expected ..., found ..."; ``where``: what was validated."""
     error = errors[0]
-    kind, message = error["type"], error["msg"]
-    names = [*error["loc"], *filter(None, [error.get("ctx", {}).get("field")])]
+    own = error.get("ctx", {}).get("error")
+    names, code, message = list(error["loc"]), "invalid_value", error["msg"]
+    if isinstance(own, FieldError):
+        names, code, message = [*names, own.field] if own.field else names, own.code, str(own)
+    elif error["type"] == "missing":
+        message = "this field is required"
+    elif error["type"] in ("model_type", "model_attributes_type"):
+        message = f"expected an object, found {error['input']!r:.80}"
+    else:
+        message = f"{message.replace('Input should be', 'expected')}, found {error['input']!r:.80}"
     path = where + "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
     param = path.lstrip(".") or "body"
-    if kind == "missing":
-        message = "this field is required"
-    elif kind in ("model_type", "model_attributes_type"):
-        message = f"expected an object, found {error['input']!r:.80}"
-    elif kind not in _OWN:
-        message = f"{message.replace('Input should be', 'expected')}, found {error['input']!r:.80}"
-    status = 501 if kind == "unsupported_content" else 400
-    return ApiError(status, f"{param}: {message}", param=param, code=kind if kind in _OWN else "invalid_value")
+    return ApiError(501 if code == "unsupported_content" else 400, f"{param}: {message}", param=param, code=code)

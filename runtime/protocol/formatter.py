@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ..generation.choosing import TokenScore
-from ..generation.engine import Generation, Piece
+from ..generation.logits import TokenScore
+from ..generation.request import Chunk, Generation
 from .errors import ApiError
 from .requests import ChatRequest, CompletionRequest
 from .tools import Delta, ToolCallParser
 
-OPEN, CLOSE = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
 _MIN_LOGPROB = -9999.0  # for minus infinity, as OpenAI has it
 
@@ -43,7 +43,7 @@ class ThinkParser:
 
     def __init__(self, *, begun: bool) -> None:
         """``begun``: the prompt ends with the opening tag."""
-        self._tag: str | None = CLOSE if begun else OPEN  # the next to come; None: the thought has ended
+        self._tag: str | None = END_THINK if begun else THINK  # the next to come; None: the thought has ended
         self._held = ""
         self._started = False  # the part has more than white space
         self._seen = 0
@@ -55,26 +55,26 @@ class ThinkParser:
             return "", self._strip(text)
         self._seen += 1
         self._held += text
-        if self._tag == OPEN:
+        if self._tag == THINK:
             found = self._held.lstrip()
-            if found.startswith(OPEN):
-                self._tag, self._held = CLOSE, found[len(OPEN) :]
-            elif OPEN.startswith(found):
+            if found.startswith(THINK):
+                self._tag, self._held = END_THINK, found[len(THINK) :]
+            elif THINK.startswith(found):
                 return "", ""
             else:  # no thought
                 self._tag, self._started = None, True
                 held, self._held = self._held, ""
                 return "", held
         self.tokens = self._seen
-        thought, closed, rest = self._held.partition(CLOSE)
+        thought, closed, rest = self._held.partition(END_THINK)
         if closed:
             self._tag, self._held = None, ""
             thought = self._strip(thought.rstrip())
             self._started = False
             return thought, self._strip(rest)
         # White space, and what may become the tag, waits for what follows.
-        lengths = range(min(len(CLOSE) - 1, len(thought)), 0, -1)
-        partial = next((length for length in lengths if thought.endswith(CLOSE[:length])), 0)
+        lengths = range(min(len(END_THINK) - 1, len(thought)), 0, -1)
+        partial = next((length for length in lengths if thought.endswith(END_THINK[:length])), 0)
         sure = len(thought[: len(thought) - partial].rstrip())
         self._held = thought[sure:]
         return self._strip(thought[:sure]), ""
@@ -82,7 +82,7 @@ class ThinkParser:
     def finish(self) -> tuple[str, str]:
         """What was held back, at the end of the answer."""
         held, self._held = self._held, ""
-        return ("", held) if self._tag == OPEN else (self._strip(held.rstrip()), "")
+        return ("", held) if self._tag == THINK else (self._strip(held.rstrip()), "")
 
     def _strip(self, text: str) -> str:
         if not self._started:
@@ -121,7 +121,7 @@ class AnswerParser:
         self._thoughts = None if context.thinks is None else ThinkParser(begun=context.thinks)
         self._calls = None if context.call_parser is None else context.call_parser(not stream)
 
-    def add(self, chunks: Sequence[Piece]) -> list[Delta]:
+    def add(self, chunks: Sequence[Chunk]) -> list[Delta]:
         """What some chunks add; neighbours that can go out as one are one."""
         ended = chunks[-1].finish_reason is not None
         thought, text = "", "".join(chunk.text for chunk in chunks)
@@ -156,7 +156,7 @@ class Formatter(Protocol):
     def start(self) -> bytes:
         """The events before the first chunk."""
 
-    def events(self, items: Sequence[tuple[int, Piece]]) -> bytes:
+    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
         """The events for some chunks."""
 
     def end(self, answers: Sequence[Generation]) -> bytes:
@@ -165,7 +165,7 @@ class Formatter(Protocol):
     def failure(self, error: ApiError) -> bytes:
         """The events in place of the rest."""
 
-    def complete(self, items: Sequence[tuple[int, Piece]], answers: Sequence[Generation]) -> dict[str, Any]:
+    def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
         """The finished answers; ``items``: all their chunks."""
 
 
@@ -184,14 +184,14 @@ class _ChoicesFormatter:
         self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._tokens = 0
 
-    def choices(self, index: int, chunks: Sequence[Piece], stream: bool) -> Iterable[dict[str, Any]]:
+    def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
         """The choices for some chunks of one answer; one, if those are all and nothing is streamed."""
         raise NotImplementedError
 
     def start(self) -> bytes:
         return b""
 
-    def events(self, items: Sequence[tuple[int, Piece]]) -> bytes:
+    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
         found = [self._chunk(choices=[choice]) for choice in self._choices(items, True)]
         self._tokens += len(items)
         if self._options.continuous_usage_stats:
@@ -211,15 +211,15 @@ class _ChoicesFormatter:
     def failure(self, error: ApiError) -> bytes:
         return event({"error": error.error}) + DONE
 
-    def complete(self, items: Sequence[tuple[int, Piece]], answers: Sequence[Generation]) -> dict[str, Any]:
+    def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
         head = {"id": self.id_prefix + self._id, "object": self.complete_object, "created": self._created}
         choices = sorted(self._choices(items, False), key=lambda choice: choice["index"])
         return {**head, "model": self._context.model, "choices": choices, "usage": self.final_usage(answers)}
 
-    def _choices(self, items: Sequence[tuple[int, Piece]], stream: bool) -> Iterable[dict[str, Any]]:
-        by_answer: dict[int, list[Piece]] = {}
-        for index, piece in items:
-            by_answer.setdefault(index, []).append(piece)
+    def _choices(self, items: Sequence[tuple[int, Chunk]], stream: bool) -> Iterable[dict[str, Any]]:
+        by_answer: dict[int, list[Chunk]] = {}
+        for index, chunk in items:
+            by_answer.setdefault(index, []).append(chunk)
         for index, chunks in by_answer.items():
             yield from self.choices(index, chunks, stream)
 
@@ -258,7 +258,7 @@ class ChatFormatter(_ChoicesFormatter):
         answers = range(self._context.count)
         return b"".join(self._chunk(choices=[_choice(index, None, None, delta=delta)]) for index in answers)
 
-    def choices(self, index: int, chunks: Sequence[Piece], stream: bool) -> Iterable[dict[str, Any]]:
+    def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
         parser, logprobs = self._parsers[index], self._logprobs(chunks)
         deltas = [_delta(delta) for delta in parser.add(chunks)] or [{}]
         reason = chunks[-1].finish_reason
@@ -277,7 +277,7 @@ class ChatFormatter(_ChoicesFormatter):
         details = {"reasoning_tokens": sum(parser.thought_tokens for parser in self._parsers)}
         return {**super().final_usage(answers), "completion_tokens_details": details}
 
-    def _logprobs(self, chunks: Sequence[Piece]) -> dict[str, Any] | None:
+    def _logprobs(self, chunks: Sequence[Chunk]) -> dict[str, Any] | None:
         def entry(token: int, logprob: float) -> dict[str, Any]:
             text = self._context.spell(token)
             # A token may be a part of a character, which has no text.
@@ -329,7 +329,7 @@ class CompletionFormatter(_ChoicesFormatter):
         self._echo = dict(enumerate(context.echo))  # of the answers that have not begun
         self._offsets = [0] * context.count  # characters of each answer's tokens so far
 
-    def choices(self, index: int, chunks: Sequence[Piece], stream: bool) -> Iterable[dict[str, Any]]:
+    def choices(self, index: int, chunks: Sequence[Chunk], stream: bool) -> Iterable[dict[str, Any]]:
         text, first = self._echo.pop(index, ("", None))
         scores: list[TokenScore | int] = []
         if first is not None and chunks[0].prompt_scores is not None:

@@ -16,7 +16,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
 from ..generation.grammar import ANY_OBJECT, Grammar
-from .errors import from_validation, invalid, unsupported
+from .errors import FieldError, from_validation, invalid
 
 T = TypeVar("T", bound=BaseModel)
 
@@ -121,7 +121,7 @@ class GenerationRequest(Strict):
             if value is not None and not any(
                 value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
             ):
-                raise unsupported(field, "this server does not have it; leave it out")
+                raise FieldError(field, "this server does not have it; leave it out")
         return data
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
@@ -152,7 +152,12 @@ class GenerationRequest(Strict):
         found["top_p"] = found.get("top_p", 1.0) or 1e-9  # 0: only the most probable token
         if "seed" in found:
             found["seed"] %= 2**63
-        return {**found, "logit_bias": {int(token): bias for token, bias in self.logit_bias.items()}}
+        biases = {int(token): bias for token, bias in self.logit_bias.items()}
+        return {**found, "logit_bias": biases, "logprobs": self.scored()}
+
+    def scored(self) -> int | None:
+        """How many of the most probable tokens are given beside each token; None: no log-probabilities."""
+        return None
 
     def constraint(self) -> Grammar | None:
         """The grammar that the answer has to follow; raises UsageError."""
@@ -176,6 +181,9 @@ class CompletionRequest(GenerationRequest):
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool = False
 
+    def scored(self) -> int | None:
+        return self.logprobs
+
     @field_validator("prompt", mode="before", json_schema_input_type=str | list[int] | list[str] | list[list[int]])
     @classmethod
     def _several(cls, prompt: Any) -> Any:
@@ -185,9 +193,6 @@ class CompletionRequest(GenerationRequest):
         for one in prompts:
             if not isinstance(one, str) and not _is_ids(one):
                 raise invalid("", "a text, a list of token ids, or a list of either", prompt)
-            strange = next((token for token in one if not 0 <= token < 2**31), None) if isinstance(one, list) else None
-            if strange is not None:
-                raise invalid("", "token ids from 0 to 2147483647", strange)
         return prompts
 
 
@@ -225,7 +230,7 @@ class Message(Strict):
     def _refuse(cls, data: Any) -> Any:
         for field in ("function_call", "audio"):
             if isinstance(data, dict) and data.get(field):
-                raise unsupported(field, "this server does not have it yet")
+                raise FieldError(field, "this server does not have it yet")
         return data
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[dict[str, Any]])
@@ -236,7 +241,7 @@ class Message(Strict):
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind in _IMAGES_AND_SOUND:
-                raise unsupported("", f"this server reads text alone, not {kind}", "unsupported_content")
+                raise FieldError("", f"this server reads text alone, not {kind}", "unsupported_content")
             if kind != "text" or not isinstance(part.get("text"), str):
                 raise invalid("", "a part of type text", part)
         return "".join(part["text"] for part in content)
@@ -248,7 +253,7 @@ class Message(Strict):
         if self.role == "tool" and self.tool_call_id is None:
             raise invalid("tool_call_id", "the id of the call that this answers", None)
         if self.tool_calls and self.role != "assistant":
-            raise unsupported("tool_calls", "only an assistant's message has them")
+            raise FieldError("tool_calls", "only an assistant's message has them")
         return self
 
     def for_template(self) -> dict[str, Any]:
@@ -333,6 +338,9 @@ class ChatRequest(GenerationRequest):
         if self.grammar or (self.response_format is not None and self.response_format.type != "text"):
             raise invalid("tool_choice", "none or auto beside a response_format or a grammar", self.tool_choice)
         return self
+
+    def scored(self) -> int | None:
+        return self.top_logprobs if self.logprobs else None
 
     @property
     def functions(self) -> list[dict[str, Any]]:

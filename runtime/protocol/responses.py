@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from pydantic import ConfigDict, Field, field_validator
 
-from ..generation.engine import Generation, Piece
+from ..generation.request import Chunk, Generation
 from .errors import ApiError
 from .formatter import AnswerParser, Context, to_json
 from .requests import UNSUPPORTED, ChatRequest, GenerationRequest, Message, Strict, validated
@@ -170,7 +170,7 @@ class ResponsesFormatter:
             "response.in_progress", response=response
         )
 
-    def events(self, items: Sequence[tuple[int, Piece]]) -> bytes:
+    def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
         return b"".join(self._add(delta) for delta in self._parser.add([chunk for _, chunk in items]))
 
     def end(self, answers: Sequence[Generation]) -> bytes:
@@ -185,7 +185,7 @@ class ResponsesFormatter:
         failed = {"status": "failed", "error": {"code": "server_error", "message": told["message"]}}
         return self._event("error", **told) + self._event("response.failed", response={**self._response(), **failed})
 
-    def complete(self, items: Sequence[tuple[int, Piece]], answers: Sequence[Generation]) -> dict[str, Any]:
+    def complete(self, items: Sequence[tuple[int, Chunk]], answers: Sequence[Generation]) -> dict[str, Any]:
         self.events(items)
         self.end(answers)
         return self._response(answers[0])

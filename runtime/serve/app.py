@@ -25,18 +25,16 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from wisparse.formats.errors import UsageError, WisparseError
-from wisparse.formats.guard import parse_json
+from wisparse.formats.errors import WisparseError
 
-from ..decoding.sampling import SamplingParams
-from ..generation.choosing import Constraint
-from ..generation.engine import Engine, Generation, Piece, Ticket
+from ..generation.engine import Engine
+from ..generation.request import Chunk, Generation, Request
 from ..model import Model
 from ..protocol.errors import ApiError, as_api_error
 from ..protocol.formatter import ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
 from ..protocol.requests import ChatRequest, CompletionRequest
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
-from .encoder import Encoded, Encoder
+from .encoder import Encoder
 from .metrics import Metrics
 from .transport import EventStream, Guard, JsonRoute, handle_http_error, page_routes, unless_disconnected
 
@@ -74,69 +72,41 @@ class ServeSettings:
     cors: Sequence[str] = ()
 
 
-def sampling_defaults(model: Model) -> dict[str, float]:
-    """What a request that leaves these fields out gets: the model's generation config, else OpenAI's defaults."""
-    data = model.bundle.read_bytes("generation_config.json")
-    config = {} if data is None else parse_json(data, "generation_config.json", UsageError)
-    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
-    ranges = {"temperature": (0.0, 100.0), "top_k": (0, 2**31), "top_p": (1e-9, 1.0), "repetition_penalty": (0.01, 100)}
-    for name, (low, high) in ranges.items():
-        value = config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
-            defaults[name] = value
-    return defaults
-
-
 class AnswerQueue:
     """The answers to one request: takes their chunks from the engine's thread to the event loop."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._items: deque[tuple[int, Piece | WisparseError]] = deque()
+        self._items: deque[tuple[int, Chunk | WisparseError]] = deque()
         self._woken = asyncio.Event()
         # Set by the loop before it looks a last time, read by the engine's thread after it has added: one of them sees
         # the other.
         self._waiting = False
         self._taken = float("-inf")
-        self._tickets: list[Ticket] = []
+        self._requests: list[Request] = []
         self._finished: dict[int, Generation] = {}
 
-    def submit(
-        self, model: Model, request: ChatRequest | CompletionRequest, sampling: SamplingParams, encoded: Encoded,
-        constraints: Sequence[Constraint | None],
-    ) -> None:  # fmt: skip
-        """Queue every answer; ``constraints``: one for each."""
-        if isinstance(request, ChatRequest):
-            max_tokens, score_prompt = request.max_completion_tokens or request.max_tokens, False
-        else:
-            max_tokens, score_prompt = request.max_tokens, request.echo
-        score_only = max_tokens == 0
-        for index, constraint in enumerate(constraints):
-            prompt, copy = encoded.prompts[index // request.n], index % request.n
-            if sampling.seed is not None and copy:
-                own = replace(sampling, seed=(sampling.seed + copy) % 2**63)
-            else:
-                own = sampling
-            most = 1 if score_only else max_tokens
-            engine_request, stops = model.request(prompt, most, own, request.stop, model.prefill, request.sparsity)
-            engine_request = replace(
-                engine_request, score_prompt=score_prompt, constraint=constraint, spoken=encoded.visible
-            )
-            receiver = functools.partial(self._deliver, index, score_only)
-            self._tickets.append(self._engine.submit(engine_request, stops, receiver))
+    def submit(self, requests: Sequence[Request], score_only: bool) -> None:
+        """Queue every answer. ``score_only``: no token is wanted, and the one that the engine gives is dropped."""
+        for index, request in enumerate(requests):
+            self._requests.append(self._engine.submit(request, functools.partial(self._deliver, index, score_only)))
 
-    def _deliver(self, index: int, score_only: bool, item: Piece | WisparseError) -> None:
+    def _deliver(self, index: int, score_only: bool, item: Chunk | WisparseError) -> None:
         """Called by the engine's thread."""
-        if score_only and isinstance(item, Piece):
-            item = _without_token(item)
+        if score_only and isinstance(item, Chunk):
+            answer = item.generation
+            assert answer is not None
+            scores = None if answer.scores is None else ()
+            answer = replace(answer, text="", token_ids=(), finish_reason="length", scores=scores)
+            item = replace(item, text="", finish_reason="length", generation=answer, score=None)
         self._items.append((index, item))
         if self._waiting or isinstance(item, WisparseError) or item.finish_reason is not None:
             self._waiting = False
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._woken.set)
 
-    async def next(self, gather_seconds: float | None = None) -> list[tuple[int, Piece]]:
+    async def next(self, gather_seconds: float | None = None) -> list[tuple[int, Chunk]]:
         """What has come since the last call, one chunk at least; raises what ended an answer.
 
         Args:
@@ -166,7 +136,7 @@ class AnswerQueue:
 
     @property
     def done(self) -> bool:
-        return len(self._finished) == len(self._tickets)
+        return len(self._finished) == len(self._requests)
 
     @property
     def answers(self) -> list[Generation]:
@@ -174,17 +144,8 @@ class AnswerQueue:
         return [self._finished[index] for index in sorted(self._finished)]
 
     def cancel(self) -> None:
-        for ticket in self._tickets:
-            self._engine.cancel(ticket)
-
-
-def _without_token(piece: Piece) -> Piece:
-    """The chunk of an answer with ``max_tokens`` 0: the engine gives a token for every prompt, which is dropped."""
-    answer = piece.generation
-    if answer is not None:
-        scores = None if answer.scores is None else ()
-        answer = replace(answer, text="", token_ids=(), finish_reason="length", scores=scores)
-    return replace(piece, text="", finish_reason="length", generation=answer, score=None)
+        for request in self._requests:
+            self._engine.cancel(request)
 
 
 class Server:
@@ -194,7 +155,6 @@ class Server:
         self._model, self._settings, self._ready = model, settings, ready
         self._engine = model.engine
         self._encoder = Encoder(model)
-        self._defaults = sampling_defaults(model)
         self._spell = functools.lru_cache(_SPELLED_TOKENS)(model.spell)
         self._created = int(time.time())
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
@@ -227,56 +187,51 @@ class Server:
             raise renamed(as_api_error(error)) from error
 
     async def _answer(
-        self, http: HttpRequest, request: ChatRequest | CompletionRequest, make: Callable[[Context], Formatter]
+        self, http: HttpRequest, body: ChatRequest | CompletionRequest, make: Callable[[Context], Formatter]
     ) -> Response:
         began = time.perf_counter()
-        chat = isinstance(request, ChatRequest)
-        self._check(request)
-        count = request.n * (1 if chat else len(request.prompt))
-        loop = asyncio.get_running_loop()
-        encode = self._encoder.encode_chat if chat else self._encoder.encode_completion
+        self._check(body)
+        chat = isinstance(body, ChatRequest)
+        encode, count = (self._encoder.chat, body.n) if chat else (self._encoder.completion, body.n * len(body.prompt))
+        run = asyncio.get_running_loop().run_in_executor
         answers = AnswerQueue(self._engine)
         try:
             encoded, constraints = await unless_disconnected(
                 http.receive,
                 asyncio.gather(
-                    loop.run_in_executor(self._texts, encode, request),
-                    loop.run_in_executor(self._grammars, self._encoder.constraints, request, count),
+                    run(self._texts, encode, body), run(self._grammars, self._encoder.constraints, body, count)
                 ),
             )
-            logprobs = request.logprobs
-            if chat:
-                logprobs = request.top_logprobs if request.logprobs else None
-            sampling = SamplingParams(**request.sampling(self._defaults), logprobs=logprobs)
-            answers.submit(self._model, request, sampling, encoded, constraints)
+            for request, constraint in zip(encoded.requests, constraints, strict=True):
+                request.constraint = constraint
+            answers.submit(encoded.requests, score_only=body.max_tokens == 0)
             # Whatever is wrong with a request is known by its first token, before a status is sent.
             first = await unless_disconnected(http.receive, answers.next())
-        except WisparseError as error:
+        except BaseException as error:
             answers.cancel()
-            raise as_api_error(error, "messages" if chat else "prompt") from error
-        except BaseException:
-            answers.cancel()
+            if isinstance(error, WisparseError):
+                raise as_api_error(error, "messages" if chat else "prompt") from error
             raise
         self.metrics.first_token.observe(time.perf_counter() - began)
-        prompt_tokens = sum(map(len, encoded.prompts))
-        self.metrics.prompt_tokens.inc(prompt_tokens)
-        echo = [
-            (text, ids[0])
-            for text, ids in zip(encoded.texts, encoded.prompts, strict=False)
-            for _ in range(request.n)
-        ]  # fmt: skip
+        self.metrics.prompt_tokens.inc(encoded.prompt_tokens)
         formatter = make(
             Context(
-                self._settings.name, count, prompt_tokens, self._spell, encoded.thinks, encoded.call_parser, echo
+                model=self._settings.name,
+                count=count,
+                prompt_tokens=encoded.prompt_tokens,
+                spell=self._spell,
+                thinks=encoded.thinks,
+                call_parser=encoded.call_parser,
+                echo=encoded.echo,
             )
-        )  # fmt: skip
-        if request.stream:
-            return EventStream(self._events(answers, first, formatter, request.n), answers.cancel, self.metrics)
+        )
+        if body.stream:
+            return EventStream(self._events(answers, first, formatter, body.n), answers.cancel, self.metrics)
         try:
             items = await unless_disconnected(http.receive, self._collect(answers, first))
         finally:
             answers.cancel()
-        self.metrics.cached_tokens.inc(cached_tokens(answers.answers, request.n))
+        self.metrics.cached_tokens.inc(cached_tokens(answers.answers, body.n))
         return Response(to_json(formatter.complete(items, answers.answers)), media_type="application/json")
 
     def _check(self, request: ChatRequest | CompletionRequest) -> None:
@@ -297,7 +252,7 @@ class Server:
         if found != name:
             raise ApiError(404, f"model: expected {name!r}, found {found!r:.80}", param="model", code="model_not_found")
 
-    async def _collect(self, answers: AnswerQueue, first: list[tuple[int, Piece]]) -> list[tuple[int, Piece]]:
+    async def _collect(self, answers: AnswerQueue, first: list[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
         """All chunks, when all answers have ended."""
         self._count(first)
         items = first
@@ -308,7 +263,7 @@ class Server:
         return items
 
     async def _events(
-        self, answers: AnswerQueue, items: list[tuple[int, Piece]], formatter: Formatter, copies: int
+        self, answers: AnswerQueue, items: list[tuple[int, Chunk]], formatter: Formatter, copies: int
     ) -> AsyncIterator[bytes]:
         try:
             yield formatter.start()
@@ -323,7 +278,7 @@ class Server:
         except Exception as error:  # the status is out already
             yield formatter.failure(as_api_error(error))
 
-    def _count(self, items: Sequence[tuple[int, Piece]]) -> None:
+    def _count(self, items: Sequence[tuple[int, Chunk]]) -> None:
         self.metrics.tokens.inc(len(items))
         for _, piece in items:
             if piece.generation is not None and len(piece.generation.token_ids) > 1:
@@ -334,7 +289,7 @@ class Server:
         return {"status": "ok"}
 
     async def metrics_page(self) -> Response:
-        unread = await asyncio.wrap_future(self._engine.realised_sparsity())
+        unread = await asyncio.wrap_future(self._engine.ask(self._model.decoder.realised_sparsity))
         return Response(self.metrics.page(unread), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> dict[str, Any]:

@@ -1,129 +1,137 @@
-"""Prompts of the protocol's requests as token ids, and what formatting their answers takes."""
+"""Requests of the protocol as requests of the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
-from wisparse.formats.errors import ContextLengthError
+from wisparse.formats.errors import UsageError
+from wisparse.formats.guard import parse_json
 
-from ..generation.choosing import Constraint
-from ..generation.grammar import Grammar
+from ..decoding.sampling import SamplingParams
+from ..generation.logits import Constraint
+from ..generation.request import Request
 from ..model import Model
 from ..protocol.errors import ApiError
-from ..protocol.formatter import OPEN
+from ..protocol.formatter import THINK
 from ..protocol.requests import ChatRequest, CompletionRequest
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """A request's prompts.
+    """A request of the protocol for the engine.
 
     Attributes:
-        prompts: token ids.
-        texts: of each prompt, if the answers repeat it.
+        requests: one for each answer, validated.
+        prompt_tokens: of all prompts.
+        echo: of each answer the prompt's text and first token, if the prompt is part of the answer.
         thinks: whether answers begin inside a thought; None: the model has no thoughts to split off.
         call_parser: makes a parser of tool calls; None: no tools were offered.
-        visible: special tokens that are part of an answer's text.
     """
 
-    prompts: list[list[int]]
-    texts: list[str]
+    requests: Sequence[Request]
+    prompt_tokens: int
+    echo: Sequence[tuple[str, int]] = ()
     thinks: bool | None = None
     call_parser: Callable[[bool], ToolCallParser] | None = None
-    visible: frozenset[int] = frozenset()
+
+
+def sampling_defaults(model: Model) -> dict[str, float]:
+    """What a request that leaves these fields out gets: the model's generation config, else OpenAI's defaults."""
+    data = model.bundle.read_bytes("generation_config.json")
+    config = {} if data is None else parse_json(data, "generation_config.json", UsageError)
+    defaults: dict[str, float] = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    ranges = {"temperature": (0.0, 100.0), "top_k": (0, 2**31), "top_p": (1e-9, 1.0), "repetition_penalty": (0.01, 100)}
+    for name, (low, high) in ranges.items():
+        value = config.get(name)
+        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+            defaults[name] = value
+    return defaults
 
 
 class Encoder:
-    """Encodes requests for one model; from any thread."""
+    """For one model; from any thread."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
+        self._defaults = sampling_defaults(model)
         text = model.text
-        source = None if text is None else text.template_source
-        self._template = source or ""
-        self._syntax = None if source is None else syntax_of(source)
-        self._special: dict[str, int] = {}  # markers of calls that are special tokens
-        self._thinks = False
-        if text is not None:
-            markers = () if self._syntax is None else (self._syntax.opens, self._syntax.closes)
-            self._special = {one: text.token_id(one) for one in markers if text.is_special(one)}  # type: ignore[misc]
-            # A special token would be no part of an answer's text.
-            self._thinks = text.token_id(OPEN) is not None and not text.is_special(OPEN)
+        self._template = "" if text is None else text.template_source or ""
+        self._syntax = syntax_of(self._template)
+        markers = () if self._syntax is None else (self._syntax.opens, self._syntax.closes)
+        # Those that are special tokens, which an answer's text shows then.
+        self._special: dict[str, int] = {one: text.token_id(one) for one in markers if text.is_special(one)}  # type: ignore
+        # A special token would not be part of an answer's text.
+        self._thinks = text is not None and text.token_id(THINK) is not None and not text.is_special(THINK)
 
-    def encode_completion(self, request: CompletionRequest) -> Encoded:
-        prompts = [self._encode(one) if isinstance(one, str) else one for one in request.prompt]
-        size = self._model.config.vocab_size
-        for ids in prompts:
-            if len(ids) > self._model.max_seq_len:
-                limit = self._model.max_seq_len
-                raise ContextLengthError(f"the prompt has {len(ids)} tokens and the context holds {limit}: shorten it")
-            if not ids:
-                raise ContextLengthError("the prompt has no tokens: give at least one")
-            strange = next((token for token in ids if token >= size), None)
-            if strange is not None:
-                found = f"prompt: expected token ids from 0 to {size - 1}, found {strange}"
-                raise ApiError(400, found, param="prompt", code="invalid_value")
-        if not request.echo:
-            return Encoded(prompts, [])
-        decode = self._model.tokenizer.decode
-        texts = [
-            one if isinstance(one, str) else decode(ids, skip_special_tokens=False)
-            for one, ids in zip(request.prompt, prompts, strict=True)
+    def completion(self, body: CompletionRequest) -> Encoded:
+        text = self._model.text
+        prompts = [self._encode(one) if isinstance(one, str) else one for one in body.prompt]
+        requests = [
+            request
+            for ids in prompts
+            for request in self._requests(body, ids, max_new_tokens=body.max_tokens or 1, score_prompt=body.echo)
         ]
-        return Encoded(prompts, texts)
+        echo = [
+            (one if text is None or isinstance(one, str) else text.decode(ids, skip_special_tokens=False), ids[0])
+            for one, ids in zip(body.prompt, prompts, strict=True)
+            for _ in range(body.n)
+        ]
+        return Encoded(requests, sum(map(len, prompts)), echo if body.echo else ())
 
-    def encode_chat(self, request: ChatRequest) -> Encoded:
-        messages, functions, syntax = request.conversation(), request.functions, self._syntax
+    def chat(self, body: ChatRequest) -> Encoded:
+        messages, functions, syntax = body.conversation(), body.functions, self._syntax
         calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if self._template and "tool" not in self._template and calls:
-            raise ApiError(
-                400,
-                "messages: this model's chat template leaves calls and their results out; tell them as text",
-                param="messages",
-                code="unsupported_parameter",
-            )
+            raise _unsupported("messages", "chat template leaves calls and their results out; tell them as text")
         if functions and syntax is None:
-            raise ApiError(
-                400,
-                "tools: this model's chat template has no tools in a syntax that this server reads (Hermes's and "
-                "Qwen's <tool_call>, Llama 3's JSON, Mistral's [TOOL_CALLS] with a list); leave them out",
-                param="tools",
-                code="unsupported_parameter",
+            raise _unsupported(
+                "tools",
+                "chat template has no tools in a syntax that this server reads (Hermes's and Qwen's <tool_call>, Llama "
+                "3's JSON, Mistral's [TOOL_CALLS] with a list); leave them out",
             )
         if syntax is not None and syntax.short_ids:
             messages = short_ids(messages)
-        rendered = self._model.tokenizer.render(messages, **request.template_variables())
-        thinks = True if rendered.rstrip().endswith(OPEN) else False if self._thinks else None
-        if thinks and request.forced:
-            raise ApiError(
-                400,
-                "tool_choice: this model's template begins with a thought, for which a call that has to be leaves no "
-                "room; ask with auto, or switch thoughts off by chat_template_kwargs",
-                param="tool_choice",
-                code="invalid_value",
+        rendered = self._model.tokenizer.render(messages, **body.template_variables())
+        thinks = True if rendered.rstrip().endswith(THINK) else False if self._thinks else None
+        if thinks and body.forced:
+            raise _unsupported(
+                "tool_choice",
+                "template begins with a thought, for which a call that has to be leaves no room; ask with auto, or "
+                "switch thoughts off by chat_template_kwargs",
             )
-        prompts = [self._encode(rendered, add_special_tokens=False)]
+        ids = self._encode(rendered, add_special_tokens=False)
+        most = body.max_completion_tokens or body.max_tokens
         if not functions or syntax is None:
-            return Encoded(prompts, [], thinks)
-        names, one = [function["name"] for function in functions], not request.several_calls
+            return Encoded(self._requests(body, ids, max_new_tokens=most), len(ids), thinks=thinks)
+        names, one = [function["name"] for function in functions], not body.several_calls
 
         def parser(whole: bool) -> ToolCallParser:
             return ToolCallParser(syntax, names, one=one, whole=whole)
 
-        return Encoded(prompts, [], thinks, parser, frozenset(self._special.values()))
+        visible = frozenset(self._special.values())
+        requests = self._requests(body, ids, max_new_tokens=most, visible_special_tokens=visible)
+        return Encoded(requests, len(ids), thinks=thinks, call_parser=parser)
 
-    def constraints(self, request: ChatRequest | CompletionRequest, count: int) -> list[Constraint | None]:
-        """The grammar of each answer, at its beginning; compiling one may take long."""
-        grammar: Grammar | None = request.constraint()
-        if isinstance(request, ChatRequest) and request.forced and self._syntax is not None:
-            grammar = call_grammar(request.forced, self._syntax, self._special, request.several_calls)
+    def constraints(self, body: ChatRequest | CompletionRequest, count: int) -> list[Constraint | None]:
+        """The grammar of each answer, at its beginning; compiling it may take long."""
+        grammar = body.constraint()
+        if isinstance(body, ChatRequest) and body.forced and self._syntax is not None:
+            grammar = call_grammar(body.forced, self._syntax, self._special, body.several_calls)
         return [None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)]
 
     def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        tokenizer, limit = self._model.tokenizer, self._model.max_seq_len
-        ids = tokenizer.encode(text, add_special_tokens=add_special_tokens, most=limit)
-        if len(ids) > limit:
-            raise ContextLengthError(f"the prompt has {len(ids)} tokens and the context holds {limit}: shorten it")
-        return ids
+        tokenizer, most = self._model.tokenizer, self._model.max_seq_len
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)
+
+    def _requests(self, body: ChatRequest | CompletionRequest, ids: list[int], **more: Any) -> list[Request]:
+        sampling = SamplingParams(**body.sampling(self._defaults))
+        seeds = [None if sampling.seed is None else (sampling.seed + copy) % 2**63 for copy in range(body.n)]
+        common = {"stop": body.stop, "sparsity": body.sparsity, **more}
+        return [self._model.request(ids, sampling=replace(sampling, seed=seed), **common) for seed in seeds]
+
+
+def _unsupported(field: str, why: str) -> ApiError:
+    return ApiError(400, f"{field}: this model's {why}", param=field, code="unsupported_parameter")

@@ -144,7 +144,7 @@ class JsonRequest(Request):
 
     async def json(self) -> Any:
         try:
-            return parse_json(await self.body(), "body", UsageError, _MAX_BODY_BYTES)
+            return parse_json(await self.body(), "body", UsageError)
         except UsageError as error:
             raise as_api_error(error) from error
 

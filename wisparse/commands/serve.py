@@ -21,7 +21,7 @@ _KEY = "WISPARSE_API_KEY"
 _LONGEST_KEY = 4096
 # As browsers send it: a scheme, a host and perhaps a port, no path.
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s@?#]+")
-_NEEDED = ("starlette", "uvicorn", "prometheus_client", "llguidance")
+_NEEDED = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 @click.command("serve")
