@@ -172,9 +172,7 @@ def sparse_linear(
     lists = torch.empty((threads + 1) * k * (1 + rows), dtype=torch.float32)
     partial = torch.empty(threads * rows * (n + 2), dtype=torch.float32)
     counts = torch.zeros(threads, 3, dtype=torch.int64)
-    projection = np.zeros(len(ProjectionField), dtype=np.int64)
-    for field, value in weight_t.describe().items():
-        projection[field] = value.data_ptr() if isinstance(value, Tensor) else value
+    projection = weight_t.row()
     projection[ProjectionField.SCALE] = 0 if channel_scale is None else channel_scale.data_ptr()
     projection[ProjectionField.BIAS] = 0 if bias is None else bias.data_ptr()
     parameters = np.zeros(len(LinearField), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The one place where a back end, that is, the implementation of the sparse projections, is chosen.
+"""Choice of the back end, the implementation of the sparse projections.
 
 torch    plain PyTorch, any device: the readable reference; masks the input and multiplies densely, so not faster
 numba    CPU: reads the kept channels only
@@ -18,26 +18,28 @@ import torch
 
 log = logging.getLogger(__name__)
 
+BACKENDS = ("torch", "numba", "triton")
+_LEAST_CAPABILITY = (8, 0)  # Triton's tensor-core code and bf16 need Ampere
 _said: set[str] = set()
 
 
-def say_compiling(kind: str, count: int) -> None:
-    """Log, as a warning, which every verbosity but --quiet shows, that ``count`` kernels are being compiled."""
-    if kind in _said:
+def say_compiling(device: str, count: int) -> None:
+    """Warn, once for each device, that kernels are being compiled."""
+    if device in _said:
         return
-    _said.add(kind)
+    _said.add(device)
     log.warning(
         "compiling %d kernel%s for the %s, which takes some seconds; it happens once, later runs find %s on disk",
         count,
         "s"[: count != 1],
-        kind,
+        device,
         "them" if count != 1 else "it",
     )
 
 
 @contextmanager
 def triton_compiling(count: int) -> Iterator[None]:
-    """Around first launches of ``count`` Triton kernels: says so once one of them was not found on disk."""
+    """Around first launches of ``count`` Triton kernels: warns when one of them was not found on disk."""
     import triton
 
     compilation: Any = triton.knobs.compilation
@@ -56,12 +58,6 @@ def triton_compiling(count: int) -> Iterator[None]:
         compilation.listener = before
 
 
-BACKENDS = ("torch", "numba", "triton")
-
-# Triton's tensor-core paths and bf16 need Ampere.
-_LEAST_CAPABILITY = (8, 0)
-
-
 @dataclass(frozen=True)
 class Choice:
     """A back end's name and, as a clause for the log, why it was taken."""
@@ -71,16 +67,7 @@ class Choice:
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype, requested: str = "auto") -> Choice:
-    """Which back end runs projections of ``dtype`` on ``device``.
-
-    Args:
-        device: where the weights will be.
-        dtype: their floating type.
-        requested: ``auto``, or a name of ``BACKENDS``, which is taken as it is or refused, never replaced.
-
-    Raises:
-        ValueError: an unknown name, or a named back end that cannot run there; the message says why.
-    """
+    """The back end for weights of ``dtype`` on ``device``; a named one is taken as it is or refused by ValueError."""
     if requested == "auto":
         fast = "triton" if device.type == "cuda" else "numba"
         refused = _refusal(fast, device, dtype)
@@ -99,9 +86,9 @@ def _refusal(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why a back end cannot run there, or None."""
     if name == "torch":
         return None
-    kind = {"numba": "cpu", "triton": "cuda"}[name]
-    if device.type != kind:
-        return f"it runs on {kind}, the device is {device.type}"
+    wanted = {"numba": "cpu", "triton": "cuda"}[name]
+    if device.type != wanted:
+        return f"it runs on {wanted}, the device is {device.type}"
     if importlib.util.find_spec(name) is None:
         return f"the package {name} is not installed"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):

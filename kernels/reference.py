@@ -1,12 +1,11 @@
-"""The mask's one definition, and the slow twin of every sparse kernel.
+"""The mask's definition, and the reference of every sparse kernel.
 
     score_i = |x_i| * channel_scale_i          channel_scale = (g / gmean(g)) ** alpha, g_i = ||W[:, i]||_2
     keep_i  = score_i >= threshold
     y       = (x ∘ keep) @ W.T + bias
 
-Scores are computed in float32 from x as it is stored, so the same bits of x give the same mask on every back end.
-A NaN score is kept: dropping it would hide a broken activation behind a plausible output.
-Source: the paper's section 4.1 (importance score, mask).
+Scores are float32, from x as it is stored, so the same bits of x give the same mask on every back end. A NaN score is
+kept: dropping it would hide a broken activation behind a plausible output. Source: the paper's section 4.1.
 """
 
 from __future__ import annotations
@@ -31,79 +30,33 @@ def rows_together(rows: int, dtype: torch.dtype) -> int:
 
 
 def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
-    """Importance of every channel.
-
-    Args:
-        x: (..., K), any floating dtype.
-        channel_scale: (K,) float32.
-
-    Returns:
-        (..., K) float32, ``|x| * channel_scale``.
-    """
+    """``|x| * channel_scale``: x (..., K) of any type, channel_scale (K,) float32, to (..., K) float32."""
     return x.float().abs() * channel_scale
 
 
 def kept(score: Tensor, threshold: Tensor | float) -> Tensor:
-    """Which scores are kept: ``score >= threshold``, and NaN.
-
-    Args:
-        score: float32, of `scores`.
-        threshold: float32, of a shape that broadcasts; 0 keeps every score.
-
-    Returns:
-        bool, score's shape.
-    """
+    """``score >= threshold``, and NaN; threshold: float32, broadcast; 0 keeps every score."""
     return ~(score < threshold)
 
 
 def keep_mask(x: Tensor, channel_scale: Tensor, threshold: Tensor | float) -> Tensor:
-    """Which channels are kept: ``score >= threshold``, and any channel whose score is NaN.
-
-    Args:
-        x: (..., K), any floating dtype.
-        channel_scale: (K,) float32.
-        threshold: () float32; 0 keeps every channel.
-
-    Returns:
-        (..., K) bool.
-    """
+    """Which channels of x (..., K) are kept: (..., K) bool."""
     return kept(scores(x, channel_scale), threshold)
 
 
 def sparse_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    channel_scale: Tensor,
-    threshold: Tensor | float,
+    x: Tensor, weight: Tensor, bias: Tensor | None, channel_scale: Tensor, threshold: Tensor | float
 ) -> Tensor:
-    """A projection over its kept channels only.
-
-    Args:
-        x: (..., K), the weight's dtype.
-        weight: (N, K).
-        bias: (N,) or None.
-        channel_scale: (K,) float32.
-        threshold: () float32.
-
-    Returns:
-        (..., N), x's dtype.
-    """
+    """A projection over its kept channels: x (..., K), weight (N, K), bias (N,), channel_scale (K,), to (..., N)."""
     # where, not a product: a dropped Inf must become 0, and Inf * 0 is NaN.
     masked = torch.where(keep_mask(x, channel_scale, threshold), x, x.new_zeros(()))
     return torch.nn.functional.linear(masked, weight, bias)
 
 
 def from_codes(codes: Tensor, scales: Tensor, zeros: Tensor | float) -> Tensor:
-    """The weight that codes stand for: ``weight[n, k] = (code[n, k] - zero[n, g]) * scale[n, g]``, g = k // (K / G).
+    """A quantised weight (N, K) float32: ``(code[n, k] - zero[n, g]) * scale[n, g]``, g = k // (K / G).
 
-    Args:
-        codes: (N, K), any type.
-        scales: (N, G), any floating dtype.
-        zeros: (N, G), or one number for all.
-
-    Returns:
-        (N, K) float32: `sparse_linear` with it is what every product with codes has to give.
+    codes: (N, K) of any type; scales: (N, G); zeros: (N, G), or one number for all.
     """
     n, groups = scales.shape
     grouped = codes.float().reshape(n, groups, -1)
@@ -112,5 +65,5 @@ def from_codes(codes: Tensor, scales: Tensor, zeros: Tensor | float) -> Tensor:
 
 
 def soft_cap(x: Tensor, cap: float | None) -> Tensor:
-    """cap * tanh(x / cap): at most ``cap`` in size, and x where x is small; x itself without a cap."""
+    """cap * tanh(x / cap); x itself without a cap."""
     return x if cap is None else cap * torch.tanh(x / cap)

@@ -27,19 +27,8 @@ BLOCK_BYTES = 8 * len(BlockField)
 
 
 @dot
-def rms_norm(x, weight, n, eps, out):
-    x_, weight_, out_ = floats(x), floats(weight), floats(out)
-    total = ZERO
-    for i in range(n):
-        total += x_[i] * x_[i]
-    factor = ONE / np.float32(math.sqrt(total / np.float32(n) + eps))
-    for i in range(n):
-        out_[i] = x_[i] * factor * weight_[i]
-
-
-@dot
 def _rms_factor(x, n, eps):
-    """What a vector is multiplied by to have a mean square of 1."""
+    """1 / rms(x)."""
     x_ = floats(x)
     total = ZERO
     for i in range(n):
@@ -47,15 +36,20 @@ def _rms_factor(x, n, eps):
     return ONE / np.float32(math.sqrt(total / np.float32(n) + eps))
 
 
-@exact
-def _place(x, dim, facts, position, norm, factor, after, eps, out):
-    """A head's q or k, normalised and turned to its position.
+@dot
+def rms_norm(x, weight, n, eps, out):
+    """out = x / rms(x) * weight."""
+    x_, weight_, out_ = floats(x), floats(weight), floats(out)
+    factor = _rms_factor(x, n, eps)
+    for i in range(n):
+        out_[i] = x_[i] * factor * weight_[i]
 
-    Args:
-        facts: the block's row.
-        norm: the head's weights (dim,) float32, 0: none.
-        factor: of the norm, where that is the whole vector's; 0: the head's own.
-        after: normalise after the rotation.
+
+@exact
+def _place(x, dim, block, position, norm, factor, after, eps, out):
+    """A head's q or k (dim,), normalised by ``norm`` (dim,) and rotated to its position.
+
+    ``factor`` is 1 / rms of the whole vector, 0 where each head has its own; ``after``: normalise after the rotation.
     """
     x_, out_ = floats(x), floats(out)
     if norm == 0 or after != 0:
@@ -67,10 +61,10 @@ def _place(x, dim, facts, position, norm, factor, after, eps, out):
             out_[i] = x_[i] * factor * norm_[i]
     else:
         rms_norm(x, norm, dim, eps, out)
-    half = facts[BlockField.ROTARY_HALF]
+    half = block[BlockField.ROTARY_HALF]
     row = 4 * position * half
-    cos_, sin_ = floats(facts[BlockField.COS] + row), floats(facts[BlockField.SIN] + row)
-    if facts[BlockField.INTERLEAVED] == 0:
+    cos_, sin_ = floats(block[BlockField.COS] + row), floats(block[BlockField.SIN] + row)
+    if block[BlockField.INTERLEAVED] == 0:
         for i in range(half):
             a, b = out_[i], out_[i + half]
             out_[i] = a * cos_[i] - b * sin_[i]
@@ -86,10 +80,9 @@ def _place(x, dim, facts, position, norm, factor, after, eps, out):
 
 @dot
 def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len, out, tag):
-    """softmax(cap(scale * q k^T)) v for the heads that share one key-value head.
+    """out = softmax(cap(scale * q k^T)) v for the heads that share one key-value head.
 
-    q is (heads, dim); keys and values are (max_len, dim), of which start..end are attended to; scores (heads, max_len)
-    is scratch.
+    q, out: (heads, dim); keys, values: (max_len, dim), positions start..end; scores: (heads, max_len), scratch.
     """
     size = size_of(tag)
     for h in range(heads):
@@ -117,7 +110,7 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
             out_[d] = ZERO
         i = start
         while i < end:
-            # Four positions per pass; beyond the end the weight is 0 and the last row is read again.
+            # Four positions a pass; beyond the end the weight is 0.
             e0 = s_[i]
             e1 = s_[i + 1] if i + 1 < end else ZERO
             e2 = s_[i + 2] if i + 2 < end else ZERO
@@ -135,39 +128,30 @@ def _attend(q, heads, keys, values, start, end, dim, scale, cap, scores, max_len
 
 
 @exact
-def _gate(x, gate, n):
-    """x *= sigmoid(gate)."""
-    x_, gate_ = floats(x), floats(gate)
-    for i in range(n):
-        x_[i] = x_[i] / (ONE + exp32(-gate_[i]))
-
-
-@exact
 def attention(p, block, part, parts, out, scratch, tag):
-    """Attention of this thread's span of heads, for every row; appends k and v to the cache on the way.
+    """Attention of this thread's heads, for every row, appending k and v to the cache; returns its columns of ``out``.
 
-    ``out`` (rows, q_size) is this thread's own; only its heads' columns are written.
+    out: (rows, q_size), of which this thread writes its heads' columns; scratch: (heads, dim) float32.
     """
     rows, heads, max_len = p[StepField.ROWS], p[StepField.HEADS], p[StepField.MAX_LEN]
-    facts, constants = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES), constants_row(p[StepField.FLOATS])
+    block_, constants = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES), constants_row(p[StepField.FLOATS])
     eps, cap = constants[FloatField.EPS], constants[FloatField.ATTENTION_CAP]
     slots, positions = pointer(p[StepField.SLOTS], np.int64(0)), pointer(p[StepField.POSITIONS], np.int64(0))
-    window, kv_heads, dim = facts[BlockField.WINDOW], facts[BlockField.KV_HEADS], facts[BlockField.HEAD_DIM]
+    window, kv_heads, dim = block_[BlockField.WINDOW], block_[BlockField.KV_HEADS], block_[BlockField.HEAD_DIM]
     size = size_of(tag)
     q_size, share = heads * dim, heads // kv_heads
-    # What lies between a query and the next: with a gate, that.
-    stride = 2 * dim if p[StepField.GATED] != 0 else dim
-    keys_from, width = heads * stride, facts[BlockField.INPUT_WIDTH]
+    stride = 2 * dim if p[StepField.GATED] != 0 else dim  # from a query to the next: the gate lies between
+    keys_from, width = heads * stride, block_[BlockField.INPUT_WIDTH]
     values_from = width - kv_heads * dim
-    q_norm, k_norm, v_norm = facts[BlockField.Q_NORM], facts[BlockField.K_NORM], facts[BlockField.VALUE_NORM]
+    q_norm, k_norm, v_norm = block_[BlockField.Q_NORM], block_[BlockField.K_NORM], block_[BlockField.VALUE_NORM]
     whole, after = p[StepField.QK_WHOLE], p[StepField.QK_AFTER]
-    norm_bytes = 4 * dim if whole != 0 else 0  # from one head's weights to the next one's
+    norm_bytes = 4 * dim if whole != 0 else 0  # from a head's weights to the next
     first, last = heads * part // parts, heads * (part + 1) // parts
     for b in range(rows):
         qkv = p[StepField.QKV] + 4 * b * width
         position = positions[b]
         scale = constants[FloatField.ATTENTION_SCALE]
-        if p[StepField.QUERY_SCALES] != 0:  # scores grow as the query does
+        if p[StepField.QUERY_SCALES] != 0:
             scale *= floats(p[StepField.QUERY_SCALES])[position]
         q_factor = k_factor = ZERO
         if whole != 0:
@@ -178,10 +162,10 @@ def attention(p, block, part, parts, out, scratch, tag):
             group = h // share
             stop = min(last, (group + 1) * share)
             row = (slots[b] * kv_heads + group) * max_len * dim * size
-            keys, values = facts[BlockField.KEYS] + row, facts[BlockField.VALUES] + row
-            # A group shared by two threads is appended by both, with the same bits.
+            keys, values = block_[BlockField.KEYS] + row, block_[BlockField.VALUES] + row
+            # Two threads that share a group both append it, with the same bits.
             _place(
-                qkv + 4 * (keys_from + group * dim), dim, facts, position, k_norm + group * norm_bytes, k_factor, after,
+                qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor, after,
                 eps, scratch,
             )  # fmt: skip
             key, value = pointer(keys + position * dim * size, tag), pointer(values + position * dim * size, tag)
@@ -196,7 +180,7 @@ def attention(p, block, part, parts, out, scratch, tag):
                 value[d] = narrow(v[d], tag)
             for i in range(h, stop):
                 _place(
-                    qkv + 4 * i * stride, dim, facts, position, q_norm + i * norm_bytes, q_factor, after, eps,
+                    qkv + 4 * i * stride, dim, block_, position, q_norm + i * norm_bytes, q_factor, after, eps,
                     scratch + 4 * (i - h) * dim,
                 )  # fmt: skip
             _attend(
@@ -205,6 +189,8 @@ def attention(p, block, part, parts, out, scratch, tag):
             )  # fmt: skip
             if stride != dim:
                 for i in range(h, stop):
-                    _gate(out + 4 * (b * q_size + i * dim), qkv + 4 * (i * stride + dim), dim)
+                    out_, gate_ = floats(out + 4 * (b * q_size + i * dim)), floats(qkv + 4 * (i * stride + dim))
+                    for d in range(dim):
+                        out_[d] = out_[d] / (ONE + exp32(-gate_[d]))
             h = stop
     return first * dim, last * dim

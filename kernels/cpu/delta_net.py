@@ -1,11 +1,10 @@
-"""Compiled: one token's step of a gated DeltaNet, the recurrent half of a hybrid's blocks.
+"""Compiled: one token's step of a gated DeltaNet, in float32. The definition is ``runtime.torch.delta_net``.
 
     c     = silu(sum over taps of kernel * inputs)                     of queries, keys and values, channel by channel
     S     = exp(g) S + k (beta (v - exp(g) k^T S))^T,   o = S^T q      for each value head; q and k have length 1
     out   = o / rms(o) * norm * silu(z)
 
-g = -rate * softplus(a.x + dt_bias) and beta = sigmoid(b.x) are numbers of a head. The definition is
-``runtime.torch.delta_net``; here all of it is float32, whatever the weights' type.
+g = -rate * softplus(a.x + dt_bias) and beta = sigmoid(b.x) are numbers of a head.
 """
 
 from __future__ import annotations
@@ -25,12 +24,10 @@ _FIELDS = len(DeltaField)
 
 @exact
 def _convolve(new, inputs, kernel, taps, width, lo, count, out, tag):
-    """out = silu of the convolution of ``count`` channels from ``lo`` on, whose last inputs move on by one.
+    """out = silu(convolution) of ``count`` channels from ``lo`` on; ``inputs`` shift by one position.
 
-    Args:
-        new: (width,) float32, this position's input.
-        inputs: (taps - 1, width) of the base type, those of the positions before, oldest first.
-        kernel: (taps, width) float32.
+    new: (width,) float32, this position's input; inputs: (taps - 1, width) of the base type, oldest first; kernel:
+    (taps, width) float32.
     """
     size = size_of(tag)
     out_, new_, newest_tap = floats(out), floats(new), floats(kernel + 4 * (taps - 1) * width)
@@ -62,7 +59,7 @@ def _product(a, b, n):
 
 @exact
 def _scale_to(x, n, length):
-    """Make a vector ``length`` long."""
+    """Scale a vector to a length."""
     factor = length / np.float32(math.sqrt(_product(x, x, n) + _LENGTH_EPS))
     x_ = floats(x)
     for i in range(n):
@@ -71,7 +68,7 @@ def _scale_to(x, n, length):
 
 @exact
 def _update(state, q, k, v, key_dim, value_dim, decay, beta, recalled, out):
-    """Move a head's state (key_dim, value_dim) on and read it: ``out`` (value_dim,); ``recalled`` is scratch."""
+    """Update a head's state (key_dim, value_dim) and read it into ``out`` (value_dim,); ``recalled`` is scratch."""
     q_, k_, v_, recalled_, out_ = floats(q), floats(k), floats(v), floats(recalled), floats(out)
     for j in range(value_dim):
         recalled_[j] = ZERO
@@ -92,17 +89,10 @@ def _update(state, q, k, v, key_dim, value_dim, decay, beta, recalled, out):
 
 @exact
 def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
-    """The recurrent half of this thread's span of key heads, and of the value heads that share them, for every row.
+    """This thread's key heads and the value heads that share them, for every row; returns its columns of ``out``.
 
-    Args:
-        table: the block's row of ``DeltaField``.
-        x: (rows, hidden) float32, the half's input.
-        mixed: (rows, mixed_size + value_size) float32: queries, keys and values before the convolution, then the gate.
-        out: (rows, value_size), this thread's own; only its heads' columns are written.
-        scratch: 2 * (key_dim + value_dim) float32.
-
-    Returns:
-        Its first column of ``out`` and the one after its last.
+    x: (rows, hidden) float32; mixed: (rows, mixed_size + value_size) float32, queries, keys, values, then the gate;
+    out: (rows, value_size), of which this thread writes its heads' columns; scratch: 2 * (key_dim + value_dim) float32.
     """
     field = carray(pointer(table, np.int64(0)), (_FIELDS,))
     rows, hidden = p[StepField.ROWS], p[StepField.HIDDEN]
@@ -129,7 +119,7 @@ def delta_net(p, table, part, parts, x, mixed, out, scratch, tag):
                 _convolve(new, inputs, kernel, taps, width, 2 * key_size + h * value_dim, value_dim, v, tag)
                 beta = ONE / (ONE + exp32(-_product(x + 4 * b * hidden, field[DeltaField.B] + 4 * h * hidden, hidden)))
                 step = _product(x + 4 * b * hidden, field[DeltaField.A] + 4 * h * hidden, hidden) + dt_bias[h]
-                # softplus; above 20 it is the number itself
+                # softplus, which above 20 is the number itself
                 step = np.float32(math.log1p(math.exp(np.float64(step)))) if step < np.float32(20) else step
                 target = out + 4 * (b * value_size + h * value_dim)
                 _update(

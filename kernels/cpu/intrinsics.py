@@ -1,11 +1,8 @@
-"""What numba lacks for the CPU kernels: raw pointers, half-precision loads and stores, OpenMP's and the C library's
-calls, atomic words, a fast exp.
+"""Numba intrinsics for the CPU kernels: raw pointers, 16-bit loads and stores, atomics, OpenMP and libc calls, exp.
 
-A weight's type is told by the type of its bits, so that one kernel serves all of them:
+Kernels are generic over a weight's type by a ``tag``, a number whose numba type says how the bits are read:
 
     float32 -> float32        uint16 -> bfloat16        int16 -> float16        int8 -> int8
-
-Two int4 weights share a byte, of which there are the halves.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from numba.extending import intrinsic, overload
 
 from .layout import BlockField, FloatField, ProjectionField
 
-# OpenMP's and the C library's functions under names of our own, registered by `threads` before any code is loaded.
+# OpenMP's and libc's functions under our own names, which `threads` registers before any code is loaded.
 SYMBOLS = ("wisparse_thread_num", "wisparse_num_threads", "wisparse_usleep", "wisparse_clock_gettime")
 thread_num = types.ExternalFunction(SYMBOLS[0], types.int32())
 num_threads = types.ExternalFunction(SYMBOLS[1], types.int32())
@@ -31,12 +28,12 @@ sleep_us = types.ExternalFunction(SYMBOLS[2], types.int32(types.uint32))
 ZERO, ONE = np.float32(0), np.float32(1)
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 _PROJECTION_FIELDS, _BLOCK_FIELDS, _FLOAT_FIELDS = len(ProjectionField), len(BlockField), len(FloatField)
-_ALIGN = 32  # columns: 64 bytes of bfloat16, so that threads share no cache line of a row
+_ALIGN = 32  # columns: one cache line of bfloat16
 
 
 @overload(operator.getitem)
 def _field_of(parameters, field):
-    """Parameters are read by the names of ``layout``, which numba itself takes for an index from 0.68 on only."""
+    """Indexing by an IntEnum, which numba itself supports only from 0.68 on."""
     if isinstance(parameters, types.Array) and isinstance(field, types.IntEnumMember):
         return lambda parameters, field: parameters[field.value]
     return None
@@ -44,7 +41,7 @@ def _field_of(parameters, field):
 
 @intrinsic
 def pointer(typingctx, address, tag):
-    """An int64 as a pointer to elements of ``tag``'s type; ``tag``'s value is ignored."""
+    """An int64 address as a pointer to elements of ``tag``'s type."""
     result = types.CPointer(tag)
 
     def codegen(context, builder, signature, args):
@@ -55,7 +52,7 @@ def pointer(typingctx, address, tag):
 
 @intrinsic
 def size_of(typingctx, tag):
-    """Bytes of one element of ``tag``'s type."""
+    """Bytes of one element."""
 
     def codegen(context, builder, signature, args):
         return ir.Constant(ir.IntType(64), tag.bitwidth // 8)
@@ -65,7 +62,7 @@ def size_of(typingctx, tag):
 
 @intrinsic
 def widen(typingctx, value):
-    """One stored weight as float32, exactly."""
+    """A stored number as float32, exactly."""
     i32, f32 = ir.IntType(32), ir.FloatType()
 
     def codegen(context, builder, signature, args):
@@ -83,34 +80,35 @@ def widen(typingctx, value):
 @intrinsic
 def low_half(typingctx, byte):
     """Bits 0 to 3 of a byte as float32."""
-    return _half_of(byte, lambda builder, word: builder.and_(word, ir.Constant(word.type, 15)))
+
+    def codegen(context, builder, signature, args):
+        word = builder.zext(args[0], ir.IntType(32))
+        return builder.sitofp(builder.and_(word, ir.Constant(word.type, 15)), ir.FloatType())
+
+    return types.float32(byte), codegen
 
 
 @intrinsic
 def high_half(typingctx, byte):
     """Bits 4 to 7 of a byte as float32."""
-    return _half_of(byte, lambda builder, word: builder.lshr(word, ir.Constant(word.type, 4)))
 
-
-def _half_of(byte, taken):
     def codegen(context, builder, signature, args):
-        # Widened before it is cut: vectors of 32 bits can be shifted, those of bytes cannot.
-        return builder.sitofp(taken(builder, builder.zext(args[0], ir.IntType(32))), ir.FloatType())
+        word = builder.zext(args[0], ir.IntType(32))  # first: there is no vector shift of bytes
+        return builder.sitofp(builder.lshr(word, ir.Constant(word.type, 4)), ir.FloatType())
 
     return types.float32(byte), codegen
 
 
 @intrinsic
 def prefetch(typingctx, address):
-    """Ask for the cache line at an address; any address is fine."""
+    """Prefetch the cache line at an address; any address is fine."""
     byte, i32, nothing = ir.IntType(8).as_pointer(), ir.IntType(32), ir.VoidType()
 
     def codegen(context, builder, signature, args):
         function = cgutils.get_or_insert_function(
             builder.module, ir.FunctionType(nothing, [byte, i32, i32, i32]), "llvm.prefetch.p0"
         )
-        # For reading, into the nearest cache, of data.
-        words = [ir.Constant(i32, value) for value in (0, 3, 1)]
+        words = [ir.Constant(i32, value) for value in (0, 3, 1)]  # read, nearest cache, data
         builder.call(function, [builder.inttoptr(args[0], byte), *words])
         return context.get_dummy_value()
 
@@ -119,7 +117,7 @@ def prefetch(typingctx, address):
 
 @intrinsic
 def narrow(typingctx, value, tag):
-    """A float32 rounded to nearest even, as ``tag``'s type stores it (float32, bfloat16 or float16)."""
+    """A float32 rounded to nearest even, as ``tag``'s type (float32, bfloat16 or float16) stores it."""
     i16, i32 = ir.IntType(16), ir.IntType(32)
 
     def codegen(context, builder, signature, args):
@@ -140,7 +138,7 @@ def narrow(typingctx, value, tag):
 
 @intrinsic
 def add_word(typingctx, address, value):
-    """Add to an int64 that other threads use too, in one step; gives what it was."""
+    """Atomic fetch-and-add on an int64."""
 
     def codegen(context, builder, signature, args):
         return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "acq_rel")
@@ -150,7 +148,7 @@ def add_word(typingctx, address, value):
 
 @intrinsic
 def get_word(typingctx, address):
-    """Read an int64 that another thread writes by ``put_word``: what it wrote before is then seen too."""
+    """Load an int64 with acquire ordering."""
 
     def codegen(context, builder, signature, args):
         return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
@@ -160,7 +158,7 @@ def get_word(typingctx, address):
 
 @intrinsic
 def put_word(typingctx, address, value):
-    """Write an int64 that other threads read by ``get_word``."""
+    """Store an int64 with release ordering."""
 
     def codegen(context, builder, signature, args):
         builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
@@ -175,7 +173,7 @@ def _word(builder, address):
 
 @intrinsic
 def relax(typingctx):
-    """Tell the processor that this thread is spinning."""
+    """The processor's spin-wait hint."""
     machine = platform.machine().lower()
     i32, nothing = ir.IntType(32), ir.VoidType()
 
@@ -194,7 +192,7 @@ def relax(typingctx):
 
 @intrinsic
 def now_ns(typingctx):
-    """Nanoseconds on a clock that only goes forward."""
+    """Nanoseconds of the monotonic clock."""
     i32, i64 = ir.IntType(32), ir.IntType(64)
 
     def codegen(context, builder, signature, args):
@@ -210,14 +208,16 @@ def now_ns(typingctx):
 
 @intrinsic
 def bits_to_float(typingctx, value):
+    """An int32's bits as a float32."""
+
     def codegen(context, builder, signature, args):
         return builder.bitcast(args[0], ir.FloatType())
 
     return types.float32(types.int32), codegen
 
 
-# "contract" fuses a multiplication and an addition, and changes nothing between one machine's vector widths;
-# "reassoc" reorders sums, for dot products only, whose order is fixed once compiled.
+# "contract" allows fused multiply-adds, whose results do not depend on the vector width. "reassoc" allows reordered
+# sums: for dot products only, whose order is fixed once compiled.
 exact = njit(error_model="numpy", fastmath={"contract"})
 dot = njit(error_model="numpy", fastmath={"contract", "reassoc", "nsz"})
 
@@ -229,32 +229,29 @@ def floats(address):
 
 @exact
 def projection_row(address):
-    """A row of the table of projections, to be indexed by ``ProjectionField``."""
     return carray(pointer(address, np.int64(0)), (_PROJECTION_FIELDS,))
 
 
 @exact
 def block_row(address):
-    """A row of the table of blocks, to be indexed by ``BlockField``."""
     return carray(pointer(address, np.int64(0)), (_BLOCK_FIELDS,))
 
 
 @exact
 def constants_row(address):
-    """A step's numbers, to be indexed by ``FloatField``."""
     return carray(floats(address), (_FLOAT_FIELDS,))
 
 
 @exact
 def span(length, part, parts):
-    """Where a thread's span of columns begins (``part``) and ends (``part + 1``), on a multiple of ``_ALIGN``."""
+    """The first column of thread ``part``, a multiple of ``_ALIGN``; ``span(length, part + 1, parts)`` is its end."""
     units = (length + _ALIGN - 1) // _ALIGN
     return min(length, units * part // parts * _ALIGN)
 
 
 @exact
 def exp32(x):
-    """e**x in float32, within 2 units in the last place; vectorises, unlike the C library's (Cephes' expf)."""
+    """e**x in float32, within 2 ulp; vectorises, unlike libc's (Cephes' expf)."""
     y = min(max(x, np.float32(-87.3)), np.float32(88.7))
     magic = np.float32(12582912.0)  # 1.5 * 2**23: adding it rounds to an integer
     z = (y * np.float32(1.44269504088896341) + magic) - magic
@@ -275,7 +272,7 @@ def exp32(x):
 
 @exact
 def tanh32(x):
-    """tanh in float32, within 2 units in the last place (Cephes' tanhf)."""
+    """tanh in float32, within 2 ulp (Cephes' tanhf)."""
     z = x * x
     s = np.float32(-5.70498872745e-3)
     s = s * z + np.float32(2.06390887954e-2)

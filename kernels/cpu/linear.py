@@ -1,8 +1,13 @@
-"""Compiled: which channels are kept, and the products over them.
+"""Compiled: selection of the kept channels, and products over them.
 
-A kept channel's weights are one contiguous row of ``weight_t`` (K, N). Every thread owns a span of columns; eight rows
-are added per pass, each by its own fused multiply-add in the order of k, in float32. So the result depends neither on
-the number of threads nor on the other rows of a batch. The definition is ``reference``.
+    select:  index = {k : some row has |x_k| * channel_scale_k >= threshold},  value = x at these, 0 where a row drops k
+    project: y[n] = sum over the list of value_k * weight_t[k, n], + bias
+
+A kept channel's weights are one contiguous row of ``weight_t`` (K, N). Each thread owns a span of columns and adds
+eight channels per pass, by float32 fused multiply-adds in the order of k: the bits depend neither on the number of
+threads nor on the other rows of a batch. The definition is ``reference.sparse_linear``.
+
+Lists: index (count,) int32; value (rows, value_stride) float32.
 """
 
 from __future__ import annotations
@@ -16,213 +21,26 @@ from .intrinsics import (
     floats,
     high_half,
     low_half,
-    narrow,
     pointer,
     prefetch,
     projection_row,
     size_of,
     widen,
 )
-from .layout import ProjectionField, ScaleType, StoredAs
+from .layout import CACHE_LINE, ProjectionField, ScaleType, StoredAs
 
-_BYTE = np.uint8(0)
-_MIDDLE = np.float32(8)  # the code of zero where there are no zero points
-# While eight channels are added the next eight are on their way, a few cache lines of each at a time: kept channels
-# follow no stride that a processor would guess.
+_BYTE, _INT8 = np.uint8(0), np.int8(0)
+ZERO_CODE = np.float32(8)  # where there are no zero points
+# int4 prefetches the next eight channels, a few cache lines at a time: kept channels have no stride to predict.
 _AHEAD = 8
-_TILE = 256  # bytes of a row, of which each holds two weights
-_LINE = 64
-
-
-@exact
-def add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride):
-    """acc[b, :] = columns lo..hi of one projection over the listed channels; its bias is not added.
-
-    ``partial``: rows of ``partial_stride`` float32, at least ``hi - lo + 2``.
-    """
-    field = projection_row(row)
-    group, half = field[ProjectionField.GROUP], (field[ProjectionField.N] + 1) // 2
-    first = lo // 2
-    width = (hi + 1) // 2 - first
-    codes = field[ProjectionField.WEIGHT] + first
-    index_ = pointer(index, np.int32(0))
-    for b in range(rows):
-        a = floats(acc + 4 * b * acc_stride)
-        for j in range(hi - lo):
-            a[j] = ZERO
-    p = np.int64(0)
-    while p < count:
-        g = np.int64(index_[p]) // group
-        for b in range(rows):
-            sums = floats(partial + 4 * b * partial_stride)
-            for j in range(2 * width):
-                sums[j] = ZERO
-        end = p
-        while end < count and np.int64(index_[end]) < (g + 1) * group:
-            end += 1
-        i = p
-        while i + 8 <= end:
-            _add_eight(codes, half, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
-            i += 8
-        while i < end:
-            _add_one(codes, half, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
-            i += 1
-        for b in range(rows):
-            total = ZERO
-            v = floats(value + 4 * b * value_stride)
-            for i in range(p, end):
-                total += v[i]
-            sums, out = partial + 4 * b * partial_stride, acc + 4 * b * acc_stride
-            kind = field[ProjectionField.SCALE_TYPE]
-            if kind == ScaleType.BFLOAT16:
-                _fold(field, g, half, sums, width, total, lo, hi, out, np.uint16(0))
-            elif kind == ScaleType.FLOAT16:
-                _fold(field, g, half, sums, width, total, lo, hi, out, np.int16(0))
-            else:
-                _fold(field, g, half, sums, width, total, lo, hi, out, ZERO)
-        p = end
-
-
-@exact
-def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
-    """partial[b, :] += value[b, i:i + 8] @ codes of these channels, even outputs first."""
-    for x in range(0, width, _TILE):
-        m = min(_TILE, width - x)
-        for p in range(i + _AHEAD, min(i + _AHEAD + 8, count)):
-            ahead = codes + x + np.int64(index[p]) * stride
-            for line in range(0, m, _LINE):
-                prefetch(ahead + line)
-        r0 = pointer(codes + x + np.int64(index[i]) * stride, _BYTE)
-        r1 = pointer(codes + x + np.int64(index[i + 1]) * stride, _BYTE)
-        r2 = pointer(codes + x + np.int64(index[i + 2]) * stride, _BYTE)
-        r3 = pointer(codes + x + np.int64(index[i + 3]) * stride, _BYTE)
-        r4 = pointer(codes + x + np.int64(index[i + 4]) * stride, _BYTE)
-        r5 = pointer(codes + x + np.int64(index[i + 5]) * stride, _BYTE)
-        r6 = pointer(codes + x + np.int64(index[i + 6]) * stride, _BYTE)
-        r7 = pointer(codes + x + np.int64(index[i + 7]) * stride, _BYTE)
-        for b in range(rows):
-            v = floats(value + 4 * (b * value_stride + i))
-            v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
-            even = floats(partial + 4 * (b * partial_stride + x))
-            odd = floats(partial + 4 * (b * partial_stride + width + x))
-            for j in range(m):
-                s, t = even[j], odd[j]
-                c = r0[j]
-                s += v0 * low_half(c)
-                t += v0 * high_half(c)
-                c = r1[j]
-                s += v1 * low_half(c)
-                t += v1 * high_half(c)
-                c = r2[j]
-                s += v2 * low_half(c)
-                t += v2 * high_half(c)
-                c = r3[j]
-                s += v3 * low_half(c)
-                t += v3 * high_half(c)
-                c = r4[j]
-                s += v4 * low_half(c)
-                t += v4 * high_half(c)
-                c = r5[j]
-                s += v5 * low_half(c)
-                t += v5 * high_half(c)
-                c = r6[j]
-                s += v6 * low_half(c)
-                t += v6 * high_half(c)
-                c = r7[j]
-                s += v7 * low_half(c)
-                t += v7 * high_half(c)
-                even[j], odd[j] = s, t
-
-
-@exact
-def _add_one(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
-    """The same for one channel."""
-    if i + _AHEAD < count:
-        ahead = codes + np.int64(index[i + _AHEAD]) * stride
-        for line in range(0, width, _LINE):
-            prefetch(ahead + line)
-    r0 = pointer(codes + np.int64(index[i]) * stride, _BYTE)
-    for b in range(rows):
-        v0 = floats(value + 4 * b * value_stride)[i]
-        even = floats(partial + 4 * b * partial_stride)
-        odd = floats(partial + 4 * (b * partial_stride + width))
-        for j in range(width):
-            c = r0[j]
-            even[j] += v0 * low_half(c)
-            odd[j] += v0 * high_half(c)
-
-
-@exact
-def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
-    """out += scale * (sums - zero * total) for the columns lo..hi of group g; ``sums`` begins at an even column."""
-    first = lo // 2
-    size = 4 if field[ProjectionField.SCALE_TYPE] == ScaleType.FLOAT32 else 2
-    even, odd = floats(sums), floats(sums + 4 * width)
-    scale = field[ProjectionField.COLUMN_SCALE] + (2 * g * half + first) * size
-    scale_even, scale_odd = pointer(scale, tag), pointer(scale + half * size, tag)
-    if field[ProjectionField.ZERO_POINT] == 0:
-        middle = _MIDDLE * total
-        for j in range(width):
-            even[j] = (even[j] - middle) * widen(scale_even[j])
-            odd[j] = (odd[j] - middle) * widen(scale_odd[j])
-    else:
-        zero = field[ProjectionField.ZERO_POINT] + 2 * g * half + first
-        zero_even, zero_odd = pointer(zero, _BYTE), pointer(zero + half, _BYTE)
-        for j in range(width):
-            even[j] = (even[j] - np.float32(zero_even[j]) * total) * widen(scale_even[j])
-            odd[j] = (odd[j] - np.float32(zero_odd[j]) * total) * widen(scale_odd[j])
-    # A pair of columns may belong to two spans: whole pairs first.
-    out_ = floats(out)
-    skip, rest = lo % 2, hi % 2
-    for j in range(skip, width - rest):
-        out_[2 * j - skip] += even[j]
-        out_[2 * j + 1 - skip] += odd[j]
-    if skip == 1:
-        out_[0] += odd[0]
-    if rest == 1:
-        out_[hi - lo - 1] += even[width - 1]
-
-
-@exact
-def dequantized(row, k, lo, hi, target, tag):
-    """target[0:hi - lo] = channel k of the columns lo..hi as numbers of ``tag``'s type; lo is even."""
-    field = projection_row(row)
-    g, half = k // field[ProjectionField.GROUP], (field[ProjectionField.N] + 1) // 2
-    kind = field[ProjectionField.SCALE_TYPE]
-    if kind == ScaleType.BFLOAT16:
-        _dequantized(field, k, g, half, lo, hi, target, np.uint16(0), 2, tag)
-    elif kind == ScaleType.FLOAT16:
-        _dequantized(field, k, g, half, lo, hi, target, np.int16(0), 2, tag)
-    else:
-        _dequantized(field, k, g, half, lo, hi, target, ZERO, 4, tag)
-
-
-@exact
-def _dequantized(field, k, g, half, lo, hi, target, scale_tag, size, tag):
-    first = lo // 2
-    codes = pointer(field[ProjectionField.WEIGHT] + k * half + first, _BYTE)
-    scale = field[ProjectionField.COLUMN_SCALE] + (2 * g * half + first) * size
-    scale_even, scale_odd = pointer(scale, scale_tag), pointer(scale + half * size, scale_tag)
-    zero = field[ProjectionField.ZERO_POINT] + 2 * g * half + first
-    zero_even, zero_odd = pointer(zero, _BYTE), pointer(zero + half, _BYTE)
-    middle = field[ProjectionField.ZERO_POINT] == 0
-    out = pointer(target, tag)
-    for j in range((hi - lo + 1) // 2):
-        zero_ = _MIDDLE if middle else np.float32(zero_even[j])
-        out[2 * j] = narrow((low_half(codes[j]) - zero_) * widen(scale_even[j]), tag)
-    for j in range((hi - lo) // 2):
-        zero_ = _MIDDLE if middle else np.float32(zero_odd[j])
-        out[2 * j + 1] = narrow((high_half(codes[j]) - zero_) * widen(scale_odd[j]), tag)
-
-
-_INT8 = np.int8(0)
+_TILE = 256  # bytes of a row
 
 
 @exact
 def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stride, counts):
-    """List the channels lo..hi kept by at least one row, in order; a row that drops one gets the value 0 there.
+    """List the channels lo..hi that at least one row keeps, in order; returns their number.
 
-    Returns their number. ``counts`` grows by the number kept, row by row.
+    ``counts`` (one int64) grows by the channels kept, summed over rows.
     """
     x_, scale_, value_ = floats(x), floats(scale), floats(value)
     index_ = pointer(index, np.int32(0))
@@ -260,7 +78,7 @@ def select(x, x_stride, rows, lo, hi, scale, threshold, index, value, value_stri
 
 @exact
 def gather(segment_index, segment_value, segment_stride, segments, parts, rows, index, value, value_stride):
-    """Join the lists that the threads made, in order of channels. Returns the length."""
+    """Join the lists of all threads, in order of channels; returns the length."""
     from_, to = pointer(segment_index, np.int32(0)), pointer(index, np.int32(0))
     segments_ = pointer(segments, np.int64(0))
     n = 0
@@ -326,15 +144,161 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
 
 
 @exact
-def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
-    """acc[b, :] = columns lo..hi of one projection, with its scales and bias; ``tag`` is the base type's.
+def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride):
+    """acc[b, :] = columns lo..hi of an int4 projection, without its bias, a group of channels at a time.
 
-    ``partial``: scratch, see `add_grouped`.
+    ``partial``: (rows, partial_stride) float32, partial_stride >= hi - lo + 2, the sums of one group.
     """
+    field = projection_row(row)
+    group, half = field[ProjectionField.GROUP], (field[ProjectionField.N] + 1) // 2
+    first = lo // 2
+    width = (hi + 1) // 2 - first
+    codes = field[ProjectionField.WEIGHT] + first
+    index_ = pointer(index, np.int32(0))
+    for b in range(rows):
+        a = floats(acc + 4 * b * acc_stride)
+        for j in range(hi - lo):
+            a[j] = ZERO
+    p = np.int64(0)
+    while p < count:
+        g = np.int64(index_[p]) // group
+        for b in range(rows):
+            sums = floats(partial + 4 * b * partial_stride)
+            for j in range(2 * width):
+                sums[j] = ZERO
+        end = p
+        while end < count and np.int64(index_[end]) < (g + 1) * group:
+            end += 1
+        i = p
+        while i + 8 <= end:
+            _add_eight(codes, half, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
+            i += 8
+        while i < end:
+            _add_one(codes, half, index_, i, count, value, value_stride, rows, width, partial, partial_stride)
+            i += 1
+        for b in range(rows):
+            total = ZERO
+            v = floats(value + 4 * b * value_stride)
+            for i in range(p, end):
+                total += v[i]
+            sums, out = partial + 4 * b * partial_stride, acc + 4 * b * acc_stride
+            kind = field[ProjectionField.SCALE_TYPE]
+            if kind == ScaleType.BFLOAT16:
+                _fold(field, g, half, sums, width, total, lo, hi, out, np.uint16(0))
+            elif kind == ScaleType.FLOAT16:
+                _fold(field, g, half, sums, width, total, lo, hi, out, np.int16(0))
+            else:
+                _fold(field, g, half, sums, width, total, lo, hi, out, ZERO)
+        p = end
+
+
+@exact
+def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
+    """partial[b, :] += value[b, i:i + 8] @ codes of these channels; even outputs first, then odd ones."""
+    for x in range(0, width, _TILE):
+        m = min(_TILE, width - x)
+        for p in range(i + _AHEAD, min(i + _AHEAD + 8, count)):
+            ahead = codes + x + np.int64(index[p]) * stride
+            for line in range(0, m, CACHE_LINE):
+                prefetch(ahead + line)
+        r0 = pointer(codes + x + np.int64(index[i]) * stride, _BYTE)
+        r1 = pointer(codes + x + np.int64(index[i + 1]) * stride, _BYTE)
+        r2 = pointer(codes + x + np.int64(index[i + 2]) * stride, _BYTE)
+        r3 = pointer(codes + x + np.int64(index[i + 3]) * stride, _BYTE)
+        r4 = pointer(codes + x + np.int64(index[i + 4]) * stride, _BYTE)
+        r5 = pointer(codes + x + np.int64(index[i + 5]) * stride, _BYTE)
+        r6 = pointer(codes + x + np.int64(index[i + 6]) * stride, _BYTE)
+        r7 = pointer(codes + x + np.int64(index[i + 7]) * stride, _BYTE)
+        for b in range(rows):
+            v = floats(value + 4 * (b * value_stride + i))
+            v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
+            even = floats(partial + 4 * (b * partial_stride + x))
+            odd = floats(partial + 4 * (b * partial_stride + width + x))
+            for j in range(m):
+                s, t = even[j], odd[j]
+                c = r0[j]
+                s += v0 * low_half(c)
+                t += v0 * high_half(c)
+                c = r1[j]
+                s += v1 * low_half(c)
+                t += v1 * high_half(c)
+                c = r2[j]
+                s += v2 * low_half(c)
+                t += v2 * high_half(c)
+                c = r3[j]
+                s += v3 * low_half(c)
+                t += v3 * high_half(c)
+                c = r4[j]
+                s += v4 * low_half(c)
+                t += v4 * high_half(c)
+                c = r5[j]
+                s += v5 * low_half(c)
+                t += v5 * high_half(c)
+                c = r6[j]
+                s += v6 * low_half(c)
+                t += v6 * high_half(c)
+                c = r7[j]
+                s += v7 * low_half(c)
+                t += v7 * high_half(c)
+                even[j], odd[j] = s, t
+
+
+@exact
+def _add_one(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
+    """As `_add_eight`, for one channel."""
+    if i + _AHEAD < count:
+        ahead = codes + np.int64(index[i + _AHEAD]) * stride
+        for line in range(0, width, CACHE_LINE):
+            prefetch(ahead + line)
+    r0 = pointer(codes + np.int64(index[i]) * stride, _BYTE)
+    for b in range(rows):
+        v0 = floats(value + 4 * b * value_stride)[i]
+        even = floats(partial + 4 * b * partial_stride)
+        odd = floats(partial + 4 * (b * partial_stride + width))
+        for j in range(width):
+            c = r0[j]
+            even[j] += v0 * low_half(c)
+            odd[j] += v0 * high_half(c)
+
+
+@exact
+def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
+    """out += scale * (sums - zero * total) for columns lo..hi of group g; ``sums`` begins at an even column."""
+    first = lo // 2
+    size = 4 if field[ProjectionField.SCALE_TYPE] == ScaleType.FLOAT32 else 2
+    even, odd = floats(sums), floats(sums + 4 * width)
+    scale = field[ProjectionField.COLUMN_SCALE] + (2 * g * half + first) * size
+    scale_even, scale_odd = pointer(scale, tag), pointer(scale + half * size, tag)
+    if field[ProjectionField.ZERO_POINT] == 0:
+        middle = ZERO_CODE * total
+        for j in range(width):
+            even[j] = (even[j] - middle) * widen(scale_even[j])
+            odd[j] = (odd[j] - middle) * widen(scale_odd[j])
+    else:
+        zero = field[ProjectionField.ZERO_POINT] + 2 * g * half + first
+        zero_even, zero_odd = pointer(zero, _BYTE), pointer(zero + half, _BYTE)
+        for j in range(width):
+            even[j] = (even[j] - np.float32(zero_even[j]) * total) * widen(scale_even[j])
+            odd[j] = (odd[j] - np.float32(zero_odd[j]) * total) * widen(scale_odd[j])
+    # lo and hi may each cut a pair of columns: whole pairs first.
+    out_ = floats(out)
+    skip, rest = lo % 2, hi % 2
+    for j in range(skip, width - rest):
+        out_[2 * j - skip] += even[j]
+        out_[2 * j + 1 - skip] += odd[j]
+    if skip == 1:
+        out_[0] += odd[0]
+    if rest == 1:
+        out_[hi - lo - 1] += even[width - 1]
+
+
+@exact
+def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride, tag):
+    """acc[b, :] = columns lo..hi of one projection, with scales and bias; ``tag`` is the base type's."""
     field = projection_row(row)
     weight, n, kind = field[ProjectionField.WEIGHT], field[ProjectionField.N], field[ProjectionField.STORED_AS]
     if kind == StoredAs.INT4:
-        add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride)
+        _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, partial, partial_stride)
     elif kind == StoredAs.INT8:
         _add_rows(weight, n, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, _INT8)
         column_scale = floats(field[ProjectionField.COLUMN_SCALE] + 4 * lo)
@@ -354,12 +318,12 @@ def project(row, index, value, count, value_stride, rows, lo, hi, acc, acc_strid
 
 @dot
 def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, tag):
-    """Dot products of the rows lo..hi of a (V, K) matrix, four at a time, with every x."""
+    """out[slots[b], lo:hi] = weight[lo:hi] (V, K) @ x[b], four dot products at a time; ``scale``: (V,) of int8."""
     size = size_of(tag)
     slots_ = pointer(slots, np.int64(0))
     v = lo
     while v < hi:
-        # The last rows are computed again rather than by another loop; never rows of a neighbour's span.
+        # The last group overlaps the one before it, within this thread's span.
         group = min(v, max(lo, hi - 4))
         last = hi - 1
         r0 = pointer(weight + group * k * size, tag)

@@ -1,4 +1,8 @@
-"""Compiled: one decode step of the whole model, run by every thread of a team. Activations are float32."""
+"""Compiled: one decode step of the whole model, run by every thread of a team. Activations are float32.
+
+A block takes five barriers. After each half every thread adds all of it to a residual of its own, since a norm and the
+next half's selection need all of it.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +37,18 @@ from .layout import BlockField, FloatField, ProjectionField, StepField, TeamFiel
 from .linear import gather, output_rows, project, select
 
 _ARRIVED, _PASSED, _WAITED = (8 * field.value for field in TeamField if field != TeamField.SIZE)
-_LOOKS = 64  # between two looks at the clock
-_BRIEF_NS = 100_000  # a thread that is late for longer has no core; putting one to sleep and waking it costs a tenth
+_SPINS = 64  # between two readings of the clock
+_SPIN_NS = 100_000  # a thread that is later than this has no core: sleep until it comes
 _SLEEP_US = 50
+_INT8 = np.int8(0)
+_ROW_BYTES = 8 * len(ProjectionField)
+# GELU's tanh approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
+_GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
 
 
 @exact
 def barrier(team, parts):
-    """Wait until all ``parts`` threads of a team are here; ``team`` is the address of its `TeamField`."""
+    """Wait until all ``parts`` threads are here: spin, then sleep; ``team`` is the address of a `TeamField`."""
     if parts == 1:
         return
     arrived, passed = team + _ARRIVED, team + _PASSED
@@ -52,29 +60,23 @@ def barrier(team, parts):
         return
     began = np.int64(0)
     while True:
-        for _ in range(_LOOKS):
+        for _ in range(_SPINS):
             if get_word(passed) != now:
                 return
             relax()
         if began == 0:
             began = now_ns()
-        elif now_ns() - began > _BRIEF_NS:
+        elif now_ns() - began > _SPIN_NS:
             break
     while get_word(passed) == now:
         sleep_us(np.uint32(_SLEEP_US))
-    if place == 0:  # one of them counts it, the one who waited longest
+    if place == 0:  # only the thread that waited longest counts it
         add_word(team + _WAITED, now_ns() - began)
-
-
-_INT8 = np.int8(0)
-_ROW_BYTES = 8 * len(ProjectionField)
-# GELU by its approximation: 0.5 x (1 + tanh(t / 2)) = x / (1 + e**-t) with t = sqrt(8 / pi) (x + 0.044715 x**3).
-_GELU_SLOPE, _GELU_CUBIC = np.float32(1.5957691216057308), np.float32(0.044715)
 
 
 @exact
 def _normed(x, norm, rows, hidden, eps, out):
-    """Where x (rows, hidden) is to be found normalised: in ``out``; without a norm, where it was."""
+    """x (rows, hidden) normalised into ``out``; x itself without a norm."""
     if norm == 0:
         return x
     for b in range(rows):
@@ -90,14 +92,7 @@ def _add(residual, half, length, multiplier):
 
 
 @exact
-def _scale(residual, length, factor):
-    r = floats(residual)
-    for j in range(length):
-        r[j] *= factor
-
-
-@exact
-def _activate_times(gate, up, stride, rows, width, gelu):
+def activate_times(gate, up, stride, rows, width, gelu):
     """gate = activation(gate) * up."""
     for b in range(rows):
         g, u = floats(gate + 4 * b * stride), floats(up + 4 * b * stride)
@@ -111,11 +106,19 @@ def _activate_times(gate, up, stride, rows, width, gelu):
 
 
 @exact
-def _finish_logits(logits, slots, rows, vocab, lo, hi, multiplier, cap):
-    """Multiply and cap the columns lo..hi of every row's logits, where there is anything to do."""
-    slots_ = pointer(slots, np.int64(0))
+def _logits(p, x, part, parts, base_tag):
+    """This thread's span of every row's logits, multiplied and capped; x: (rows, hidden)."""
+    rows, hidden, vocab = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.VOCAB]
+    head, scale, out, slots = p[StepField.HEAD], p[StepField.HEAD_SCALE], p[StepField.LOGITS], p[StepField.SLOTS]
+    lo, hi = vocab * part // parts, vocab * (part + 1) // parts
+    if scale != 0:
+        output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, slots, vocab, _INT8)
+    else:
+        output_rows(head, hidden, lo, hi, x, hidden, rows, scale, out, slots, vocab, base_tag)
+    constants = constants_row(p[StepField.FLOATS])
+    multiplier, cap = constants[FloatField.LOGITS_MULTIPLIER], constants[FloatField.LOGITS_CAP]
     for b in range(rows):
-        row = floats(logits + 4 * slots_[b] * vocab)
+        row = floats(out + 4 * pointer(slots, np.int64(0))[b] * vocab)
         if multiplier != ONE:
             for v in range(lo, hi):
                 row[v] *= multiplier
@@ -126,14 +129,7 @@ def _finish_logits(logits, slots, rows, vocab, lo, hi, multiplier, cap):
 
 @exact
 def step(p, base_tag):
-    """One token for every row: embedding, blocks, final norm, logits. Five barriers a block.
-
-    What is added to the residual may have to be normalised as a whole first, and the next half reads all of the
-    residual: so every thread adds all of it for itself, to a residual of its own.
-
-    A thread's scratch: the residual and normed (rows, hidden), two accumulators (rows, acc_length), an index list
-    (list_length), its values (rows, list_length) and the sums of a group (rows, acc_length + 2).
-    """
+    """One token for every row: embedding, blocks, final norm, logits."""
     parts, part = np.int64(num_threads()), np.int64(thread_num())
     team = p[StepField.TEAM]
     rows, hidden, inner = p[StepField.ROWS], p[StepField.HIDDEN], p[StepField.INTERMEDIATE]
@@ -143,20 +139,17 @@ def step(p, base_tag):
     half, qkv = p[StepField.HALF], p[StepField.QKV]
     thresholds = floats(p[StepField.THRESHOLDS])
 
-    length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
     residual = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
-    normed = residual + 4 * rows * hidden
-    acc = normed + 4 * rows * hidden
-    acc_up = acc + 4 * rows * acc_stride
-    index = acc_up + 4 * rows * acc_stride
-    value = index + 4 * length
-    partial, partial_stride = value + 4 * rows * length, acc_stride + 2
-    seg_index, seg_value = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE]
-    seg_count = p[StepField.SEGMENT_COUNT]
+    normed = residual + p[StepField.NORMED_AT]
+    acc, acc_up = residual + p[StepField.ACC_AT], residual + p[StepField.ACC_UP_AT]
+    index, value = residual + p[StepField.INDEX_AT], residual + p[StepField.VALUE_AT]
+    partial = residual + p[StepField.PARTIAL_AT]
+    length, acc_stride = p[StepField.LIST_LENGTH], p[StepField.ACC_LENGTH]
+    partial_stride = acc_stride + 2
+    seg_index, seg_value, seg_count = p[StepField.SEGMENT_INDEX], p[StepField.SEGMENT_VALUE], p[StepField.SEGMENT_COUNT]
     segments = pointer(seg_count, np.int64(0))
     counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]
-    # What every thread lists for itself is counted once.
-    spare = p[StepField.SPARE_COUNTS] + 8 * part
+    spare = p[StepField.SPARE_COUNTS] + 8 * part  # what every thread selects for itself is counted by thread 0 only
 
     lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
     mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
@@ -169,11 +162,12 @@ def step(p, base_tag):
             target[j] = widen(source[j]) * constants[FloatField.EMBEDDING_MULTIPLIER]
 
     for block in range(p[StepField.NUM_BLOCKS]):
-        facts = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES)
-        first, num_qkv, width = facts[BlockField.FIRST], facts[BlockField.NUM_INPUTS], facts[BlockField.INPUT_WIDTH]
+        block_ = block_row(p[StepField.BLOCKS] + block * BLOCK_BYTES)
+        first, num_qkv, width = block_[BlockField.FIRST], block_[BlockField.NUM_INPUTS], block_[BlockField.INPUT_WIDTH]
         qkv_lo, qkv_hi = span(width, part, parts), span(width, part + 1, parts)
 
-        x = _normed(residual, facts[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
+        # q, k, v: this thread's columns of all of them together.
+        x = _normed(residual, block_[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
         begin = np.int64(0)
         for i in range(num_qkv):
             row = p[StepField.PROJECTIONS] + (first + i) * _ROW_BYTES
@@ -193,9 +187,9 @@ def step(p, base_tag):
             begin = end
         barrier(team, parts)
 
-        # The heads' outputs are written where the accumulators are, and the channels kept for o_proj listed.
-        if facts[BlockField.DELTA] != 0:
-            a_lo, a_hi = delta_net(p, facts[BlockField.DELTA], part, parts, x, qkv, acc, index, base_tag)
+        # This thread's heads into the accumulator, and their kept channels listed for o.
+        if block_[BlockField.DELTA] != 0:
+            a_lo, a_hi = delta_net(p, block_[BlockField.DELTA], part, parts, x, qkv, acc, index, base_tag)
         else:
             a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
         i = first + num_qkv
@@ -214,10 +208,11 @@ def step(p, base_tag):
         )
         barrier(team, parts)
 
-        x = _normed(half, facts[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
+        x = _normed(half, block_[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
 
-        x = _normed(residual, facts[BlockField.MLP_INPUT], rows, hidden, eps, normed)
+        # gate and up into the two accumulators, and the kept channels of their product listed for down.
+        x = _normed(residual, block_[BlockField.MLP_INPUT], rows, hidden, eps, normed)
         count = 0
         for i in range(2):
             j = first + num_qkv + 1 + (i if num_gate_up == 2 else 0)
@@ -232,7 +227,7 @@ def step(p, base_tag):
                 row, index, value, count, length, rows, offset + mlp_lo, offset + mlp_hi, acc if i == 0 else acc_up,
                 acc_stride, partial, partial_stride, base_tag,
             )  # fmt: skip
-        _activate_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo, p[StepField.GELU])
+        activate_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo, p[StepField.GELU])
         i = first + num_qkv + num_gate_up + 1
         row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
         segments[2 * part] = mlp_lo
@@ -249,26 +244,13 @@ def step(p, base_tag):
         )
         barrier(team, parts)
 
-        x = _normed(half, facts[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
+        x = _normed(half, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
         _add(residual, x, rows * hidden, multiplier)
-        if facts[BlockField.SCALAR] != 0:
-            _scale(residual, rows * hidden, floats(facts[BlockField.SCALAR])[0])
+        if block_[BlockField.SCALAR] != 0:
+            scalar, r = floats(block_[BlockField.SCALAR])[0], floats(residual)
+            for j in range(rows * hidden):
+                r[j] *= scalar
 
     x = _normed(residual, p[StepField.FINAL_NORM], rows, hidden, eps, normed)
-    vocab = p[StepField.VOCAB]
-    lo, hi = vocab * part // parts, vocab * (part + 1) // parts
-    if p[StepField.HEAD_SCALE] != 0:
-        output_rows(
-            p[StepField.HEAD], hidden, lo, hi, x, hidden, rows, p[StepField.HEAD_SCALE], p[StepField.LOGITS],
-            p[StepField.SLOTS], vocab, _INT8,
-        )  # fmt: skip
-    else:
-        output_rows(
-            p[StepField.HEAD], hidden, lo, hi, x, hidden, rows, np.int64(0), p[StepField.LOGITS], p[StepField.SLOTS],
-            vocab, base_tag,
-        )  # fmt: skip
-    _finish_logits(
-        p[StepField.LOGITS], p[StepField.SLOTS], rows, vocab, lo, hi, constants[FloatField.LOGITS_MULTIPLIER],
-        constants[FloatField.LOGITS_CAP],
-    )  # fmt: skip
+    _logits(p, x, part, parts, base_tag)
     barrier(team, parts)

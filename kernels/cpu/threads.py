@@ -1,10 +1,9 @@
-"""How many threads the next launch gets: as many as find a core, found out by what they waited for each other.
+"""Launches regions on a team of OpenMP threads, as many as find a core.
 
-All threads of a team wait for the last one. Where another program takes a core, the thread that is left without one
-holds up all others for as long as the scheduler lets the other program run, which is longer than ten whole decode
-steps of a small model. So a team that lost too much time becomes smaller by a thread, and tries a larger size again
-later: soon at first, and less often with every try that failed. Nothing but the waits is looked at: not how many
-programs run (in a container one cannot see them), and not how fast a step was (its work differs).
+All threads of a team wait for the last one. Where another program takes a core, the thread without one holds up the
+others for as long as the scheduler lets that program run, which is longer than ten decode steps of a small model. So a
+team that lost too much time shrinks by a thread, and tries the larger size again later, less often with every try that
+failed. Only the waits are measured: other programs cannot be counted in a container, and a step's work differs.
 """
 
 from __future__ import annotations
@@ -28,29 +27,29 @@ import torch
 from ..backend import say_compiling
 from .compile import REGIONS, compile_region, compile_regions, is_compiled, is_kept
 from .intrinsics import SYMBOLS
-from .layout import TeamField
+from .layout import TeamField, aligned_empty
 
 log = logging.getLogger(__name__)
 
+# Together in the order of `SYMBOLS`.
+_OPENMP = ("omp_get_thread_num", "omp_get_num_threads")
+_LIBC = ("usleep", "clock_gettime")
 _regions: dict[str, Any] = {}
 _lock = threading.Lock()
 
 
 def team_size() -> int:
     """Threads of the next launch: torch's own setting, or 1 where no OpenMP runtime was found."""
-    return torch.get_num_threads() if _runtime() is not None else 1
+    return torch.get_num_threads() if _openmp() is not None else 1
 
 
 def launch(name: str, parameters: np.ndarray, threads: int) -> None:
-    """Run a region on a team of ``threads`` threads and wait for it.
+    """Run a region of ``compile.REGIONS`` on at most ``threads`` threads and wait for it.
 
-    Args:
-        name: a key of ``regions.REGIONS``.
-        parameters: int64, contiguous, laid out as the region's fields say. Every address in it must stay alive.
-        threads: what the caller sized its scratch for; the team is never larger.
+    parameters: int64, by the region's fields; what they point to must stay alive.
     """
     address = prepare(name)
-    runtime = _runtime()
+    runtime = _openmp()
     if runtime is None:
         ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(parameters.ctypes.data)
     else:
@@ -58,12 +57,11 @@ def launch(name: str, parameters: np.ndarray, threads: int) -> None:
 
 
 def prepare_all(names: Sequence[str]) -> None:
-    """Compile regions, side by side, before several threads would each compile them; says so if they are not on
-    disk."""
+    """Compile the regions that are not on disk, side by side, and say so."""
     missing = [name for name in names if name not in _regions and not is_compiled(REGIONS[name])]
-    if missing and is_kept():  # else it is said already that every process compiles them
+    if missing and is_kept():  # else a warning has said that every process compiles them
         say_compiling("CPU", len(missing))
-        with contextlib.suppress(OSError):  # said below, by the region that is compiled again
+        with contextlib.suppress(OSError):  # reported below, by the region that is compiled again
             compile_regions([REGIONS[name] for name in missing])
     for name in names:
         prepare(name)
@@ -80,8 +78,8 @@ def prepare(name: str) -> int:
 
 
 @functools.cache
-def _runtime() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch uses, or None with the reason logged."""
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch uses; None, with a warning, where none was found."""
     tried = []
     for library in _candidates():
         try:
@@ -99,14 +97,9 @@ def _runtime() -> ctypes.CDLL | None:
     return None
 
 
-# Together in the order of `SYMBOLS`.
-_OPENMP = ("omp_get_thread_num", "omp_get_num_threads")
-_C = ("usleep", "clock_gettime")
-
-
 def _candidates() -> Iterator[str]:
-    # The file inside torch's folder is loaded already, so this gives the very pool that torch computes on. Builds
-    # without one (conda, distributions) load the system's, under one of these names; LLVM's and Intel's speak GOMP too.
+    # The library in torch's folder is loaded already, so its threads are torch's own. Builds without one (conda,
+    # distributions) load the system's, under one of these names; LLVM's and Intel's have GOMP's entry points too.
     yield from sorted(str(path) for path in (Path(torch.__file__).parent / "lib").glob("*omp*") if ".so" in path.name)
     for name in ("gomp", "iomp5", "omp"):
         found = ctypes.util.find_library(name)
@@ -116,18 +109,14 @@ def _candidates() -> Iterator[str]:
 
 @functools.cache
 def _register() -> tuple[Any, ...]:
-    """Give OpenMP's and the C library's functions the names under which compiled code looks for them.
-
-    Returns:
-        What has to stay alive for them.
-    """
-    runtime = _runtime()
+    """Give OpenMP's and libc's functions the names that compiled code uses; returns what must stay alive for them."""
+    runtime = _openmp()
     if runtime is not None:
         libc = ctypes.CDLL(None)
         functions: tuple[Any, ...] = (runtime, libc)
-        entries = [getattr(runtime, name) for name in _OPENMP] + [getattr(libc, name) for name in _C]
+        entries = [getattr(runtime, name) for name in _OPENMP] + [getattr(libc, name) for name in _LIBC]
         addresses = [ctypes.cast(entry, ctypes.c_void_p).value for entry in entries]
-    else:  # one thread waits for nobody, so it never sleeps nor looks at the clock
+    else:  # one thread waits for nobody: it neither sleeps nor reads the clock
         functions = (numba.cfunc("int32()")(_zero), numba.cfunc("int32()")(_one))
         addresses = [functions[0].address, functions[1].address, functions[0].address, functions[0].address]
     for symbol, address in zip(SYMBOLS, addresses, strict=True):
@@ -143,27 +132,20 @@ def _one():
     return 1
 
 
-_CACHE_LINE = 64
-# A thread less costs 1/size of the speed or less, so half of that is what waiting may cost for longer.
+# A thread less costs at most 1 / size of the speed; half of that may be lost by waiting for longer.
 _TOLERATED = 0.5
-_DEBT_NS = 1_000_000  # beyond it, at once: a program that takes a core takes it for a slice of some milliseconds
-_FIRST_PAUSE_NS, _LONGEST_PAUSE_NS = 10_000_000, 640_000_000  # a failed try costs a slice
-_CROWDED = 0.05  # of a smaller team's time, in which its calling thread had no core
+_DEBT_NS = 1_000_000  # shrink when this much more was lost: another program takes a core for milliseconds
+_FIRST_PAUSE_NS, _LONGEST_PAUSE_NS = 10_000_000, 640_000_000  # between tries of a larger size
+_CROWDED = 0.05  # share of a smaller team's time in which the calling thread had no core: no point in a try
 
 
 class Team:
-    """Launches one region after the other, each on as many threads as have found a core lately.
-
-    Attributes:
-        size: threads of the last launch.
-    """
+    """Launches one region after the other, each on as many threads as found a core lately."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size = 0  # threads of the last launch
         self._most = 0
-        self._words = np.zeros(TeamField.SIZE + _CACHE_LINE // 8, dtype=np.int64)
-        skip = -self._words.ctypes.data % _CACHE_LINE // 8
-        self._words = self._words[skip : skip + TeamField.SIZE]
+        self._words = aligned_empty((TeamField.SIZE,), torch.int64).zero_().numpy()
         self._pause = _FIRST_PAUSE_NS
         self._since = self._retry = 0
         self._debt = 0.0
@@ -171,11 +153,11 @@ class Team:
 
     @property
     def address(self) -> int:
-        """Of the words by which the team's threads meet: the region's TEAM."""
+        """Of the barrier's `TeamField`."""
         return self._words.ctypes.data
 
     def launch(self, name: str, parameters: np.ndarray, most: int) -> None:
-        """Run a region on at most ``most`` threads; see :func:`threads.launch`."""
+        """Run a region on at most ``most`` threads; see :func:`launch`."""
         if most != self._most:
             self.size = self._most = most
             self._since = self._retry = self._debt = 0
@@ -199,10 +181,10 @@ class Team:
             self._learn(end, end - now, int(self._words[TeamField.WAITED_NS]))
 
     def _learn(self, now: int, took: int, waited: int) -> None:
-        """All in nanoseconds: the time, how long a launch took, and how much of that was waiting for a core."""
+        """After a launch that took ``took`` ns, ``waited`` of them for a core."""
         self._debt = max(0.0, self._debt + waited - took * _TOLERATED / self.size)
         if self._debt > _DEBT_NS:
-            # A try, not a size that had been good for long; the wait itself may be longer than the pause.
+            # A failed try doubles the pause, a size that had been good for long does not.
             failed = now - took - self._since < self._pause
             self._pause = min(2 * self._pause, _LONGEST_PAUSE_NS) if failed else _FIRST_PAUSE_NS
             self._resize(self.size - 1, now, self._pause)

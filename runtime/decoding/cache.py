@@ -1,8 +1,4 @@
-"""Keys and values of the positions seen so far, allocated once; of recurrent blocks, their state instead.
-
-Memory of one position: ``2 * num_kv_heads * head_dim`` numbers in each block that has attention, by its own heads
-(``bytes_per_position``).
-"""
+"""Keys and values of the positions seen so far, allocated once; of recurrent blocks, their state instead."""
 
 from __future__ import annotations
 
@@ -20,31 +16,24 @@ def bytes_per_position(config: ModelConfig, dtype: torch.dtype) -> int:
     return 2 * sum(block.kv_size for block in config.blocks if not block.recurrent) * dtype.itemsize
 
 
-def prefix_block_size(config: ModelConfig, prefix_block_size: int, max_seq_len: int) -> int:
-    """A decoder's ``prefix_block_size``: what it would be, or, as the state of recurrent blocks cannot be taken back to an earlier
-    position, so large that no beginning serves again."""
-    return prefix_block_size if config.delta_net is None else max_seq_len + 1
+def prefix_block_size(config: ModelConfig, size: int, max_seq_len: int) -> int:
+    """A decoder's ``prefix_block_size``: ``size``, or with recurrent blocks, whose state cannot be taken back to an
+    earlier position, so large that no prefix serves again."""
+    return size if config.delta_net is None else max_seq_len + 1
 
 
 @dataclass(frozen=True)
 class DeltaState:
-    """What one recurrent block remembers of one sequence.
+    """What one recurrent block remembers of one sequence."""
 
-    Attributes:
-        inputs: (taps - 1, mixed_size), the convolution's last inputs, zero before the first position.
-        state: (value_heads, key_dim, value_dim) float32 (float64 where everything is).
-    """
-
-    inputs: Tensor
-    state: Tensor
+    inputs: Tensor  # (taps - 1, mixed_size), the convolution's last inputs, zero before the first position
+    state: Tensor  # (value_heads, key_dim, value_dim) float32
 
     def clear(self) -> None:
-        """As before the first position."""
         self.inputs.zero_()
         self.state.zero_()
 
     def take(self, other: DeltaState) -> None:
-        """Become a copy of another one."""
         self.inputs.copy_(other.inputs)
         self.state.copy_(other.state)
 
@@ -53,13 +42,10 @@ class KVCache:
     """``max_batch`` slots of ``max_seq_len`` positions.
 
     Attributes:
-        max_seq_len: positions of a slot.
-        attention: block -> keys and values of one with attention in all slots, (max_batch, num_kv_heads, max_seq_len,
-            head_dim) each by its own heads; uninitialised beyond ``lengths``.
-        recurrent: block -> the state of a recurrent one, of all slots: each tensor of a ``DeltaState`` with (sides,
-            max_batch) in front. A state holds for the whole of what was read: unlike keys and values, it cannot be
-            taken back to an earlier position.
-        lengths: positions filled, slot by slot.
+        attention: block -> keys and values, each (max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
+            ``lengths``.
+        recurrent: recurrent block -> its states, each tensor of a ``DeltaState`` with (sides, max_batch) in front.
+        lengths: positions filled in each slot.
     """
 
     def __init__(
@@ -74,15 +60,23 @@ class KVCache:
     ) -> None:
         """``sides``: 1, or 2: the state after p positions then lies in side p % 2, and a step leaves that of the
         position before it where it is."""
-        self._sides, self.max_seq_len = sides, max_seq_len
+        self._sides, self.max_seq_len, self.dtype = sides, max_seq_len, dtype
         self.attention: dict[int, tuple[Tensor, Tensor]] = {}
+        self.recurrent: dict[int, DeltaState] = {}
+        delta, copies = config.delta_net, (sides, max_batch)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
         try:
             for index, block in enumerate(config.blocks):
-                if not block.recurrent:
+                if block.recurrent and delta is not None:
+                    heads = delta.value_heads, delta.key_dim, delta.value_dim
+                    self.recurrent[index] = DeltaState(
+                        torch.zeros(*copies, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
+                        torch.zeros(*copies, *heads, dtype=wide, device=device),
+                    )
+                else:
                     shape = (2, max_batch, block.num_kv_heads, max_seq_len, block.head_dim)
                     keys, values = torch.empty(shape, dtype=dtype, device=device)
                     self.attention[index] = keys, values
-            self.recurrent = _states(config, (sides, max_batch), device, dtype)
         except (RuntimeError, MemoryError) as error:  # torch's CPU allocator raises a plain RuntimeError
             size = bytes_per_position(config, dtype) * max_batch * max_seq_len
             raise ResourceError(
@@ -92,11 +86,7 @@ class KVCache:
         self.lengths = [0] * max_batch
 
     def begin(self, slot: int, start: int) -> None:
-        """A slot's positions from ``start`` on are read now; ``lengths`` is 0 until that is done.
-
-        Raises:
-            UsageError: it has recurrent blocks, and their state is that of another position.
-        """
+        """Before a slot's positions from ``start`` on are read; ``lengths`` is 0 until the caller sets it."""
         if start == 0:
             for block in self.recurrent:
                 self.state(block, slot, 0).clear()
@@ -110,10 +100,9 @@ class KVCache:
             self.begin(slot, 0)
 
     def write(self, block: int, slot: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Put ``keys`` and ``values`` (num_kv_heads, T, head_dim) at ``start``; ``lengths`` is the caller's.
+        """Put keys and values (num_kv_heads, T, head_dim) at ``start``.
 
-        Returns:
-            The slot's keys and values up to the end of what was written, (num_kv_heads, start + T, head_dim).
+        Returns the slot's keys and values up to there, (num_kv_heads, start + T, head_dim).
         """
         stop = start + keys.shape[1]
         own_keys, own_values = (tensor[slot] for tensor in self.attention[block])
@@ -127,7 +116,7 @@ class KVCache:
         return DeltaState(states.inputs[side, slot], states.state[side, slot])
 
     def moving(self, block: int, slot: int, start: int, stop: int) -> DeltaState:
-        """The state after ``start`` positions, in the place of that after ``stop``: to be moved on there."""
+        """The state after ``start`` positions, in the place of the one after ``stop``, for the caller to update."""
         target = self.state(block, slot, stop)
         if (stop - start) % self._sides:
             target.take(self.state(block, slot, start))
@@ -149,20 +138,3 @@ class KVCache:
                 f"slot {slot}: the state of its recurrent blocks is that of {self.lengths[slot]} positions, "
                 f"expected {position}"
             )
-
-
-def _states(
-    config: ModelConfig, copies: tuple[int, int], device: torch.device, dtype: torch.dtype
-) -> dict[int, DeltaState]:
-    delta = config.delta_net
-    if delta is None:
-        return {}
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return {
-        index: DeltaState(
-            torch.zeros(*copies, delta.taps - 1, delta.mixed_size, dtype=dtype, device=device),
-            torch.zeros(*copies, delta.value_heads, delta.key_dim, delta.value_dim, dtype=wide, device=device),
-        )
-        for index, block in enumerate(config.blocks)
-        if block.recurrent
-    }

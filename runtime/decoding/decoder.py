@@ -1,11 +1,13 @@
-"""How much memory a model needs, how much was used, and what is said where there is not enough."""
+"""The interface of all decoders with what they share, and how much memory a model needs."""
 
 from __future__ import annotations
 
+import resource
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,75 +18,76 @@ from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
 from wisparse.kernels.reference import activation_dtype
 
-from .cache import bytes_per_position
+from .cache import KVCache, bytes_per_position
 from .sampling import SamplingParams, sample
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
     from wisparse.formats.checkpoint import StoredWeight
 
+_CACHE_SHARE = 0.25  # of the memory that the weights leave free
+_FEWEST_POSITIONS = 256
+# torch's messages where the error has no type of its own.
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
 
-class Decoder(Protocol):
+
+class Decoder(ABC):
     """One model on one device, with ``max_batch`` slots of up to ``max_seq_len`` positions.
 
-    Implementations subclass it. They are constructed as ``Implementation(bundle, device=..., dtype=..., weights=...,
-    max_seq_len=..., max_batch=...)`` by ``backends.make_decoder``, which has asked ``refusal`` before.
-
-    Not safe to call from several threads at once: ``engine`` sees to it that one at a time does. After any exception,
-    also a KeyboardInterrupt, inside ``prefill``, ``decode`` or ``step`` the slots are undefined until their next
-    ``prefill`` from position 0, and that must then work.
-
-    Attributes:
-        name: ``torch``, ``numba`` or ``triton``.
-        weight_types: which of ``WEIGHT_TYPES`` it can hold weights as.
-        config: the model's dimensions.
-        device, dtype: where the weights are, and their floating type; activations between projections have this type.
-        max_batch: number of slots.
-        max_seq_len: positions of one slot, at most ``config.max_position_embeddings``.
-        piece: positions of a prompt that are read in one go: the pieces of a prompt begin at multiples of it.
-        prefix_block_size: a slot's first positions can serve another prompt up to a multiple of it. Where that is the piece,
-            what comes after is the same to the last bit whether they were read anew or not: each piece is computed
-            from the same matrices either way. On a GPU it is 1, and products of other shapes round otherwise.
+    Constructed by ``backends.make_decoder`` as ``Implementation(bundle, device=..., dtype=..., weights=...,
+    max_seq_len=..., max_batch=...)``, after ``refusal`` was asked. Not thread-safe. After an exception inside
+    ``prefill``, ``decode`` or ``step``, also a KeyboardInterrupt, a slot is undefined until it is prefilled from 0.
     """
 
-    name: ClassVar[str]
-    weight_types: ClassVar[tuple[str, ...]]
+    name: ClassVar[str]  # torch, numba or triton
+    weight_types: ClassVar[tuple[str, ...]]  # which of WEIGHT_TYPES it can hold weights as
     config: ModelConfig
     device: torch.device
-    dtype: torch.dtype
+    dtype: torch.dtype  # of weights, and of activations between projections
     max_batch: int
     max_seq_len: int
-    prefill_chunk: int
+    prefill_chunk: int  # positions of a prompt that are read together; chunks begin at multiples of it
+    # The first positions of a slot can serve another prompt up to a multiple of this. Where it is the prefill chunk,
+    # the rest has the same bits whether they were read anew or not, as each chunk is the same matrix products.
     prefix_block_size: int
+    _cache: KVCache
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
-        """Why this implementation cannot run such a model there, as a clause without a full stop; None if it can.
-
-        Must be cheap: called before any weight is read.
-        """
+        """Why it cannot run such a model there, as a clause without a full stop, or None; reads no weights."""
         return None
 
     @classmethod
     def keeps(cls, stored: StoredWeight) -> bool:
-        """Whether it multiplies with a weight's codes as a bundle stores them, where it may (``weights`` native or of
-        their kind); if not, they are widened at load."""
+        """Whether it multiplies with a quantised weight as stored; if not, the weight is dequantised at load."""
         return False
-
-    def bytes_read(self) -> tuple[int, int]:
-        """Bytes of the projections' weights and of the output layer's, as a step reads them: all that it keeps."""
-        ...
 
     @property
     def prefill_chunk_under_load(self) -> int:
-        """As ``piece``, while other sequences wait for their next token; ``piece`` is a multiple of it."""
+        """The prefill chunk while other sequences wait for their next token; divides ``prefill_chunk``."""
         return self.prefill_chunk
 
     @property
     def lengths(self) -> list[int]:
-        """Positions filled in each of the ``max_batch`` slots, counted on the host (no device synchronisation)."""
-        ...
+        """Positions filled in each slot, counted on the host."""
+        return list(self._cache.lengths)
 
+    @abstractmethod
+    def bytes_read(self) -> tuple[int, int]:
+        """Bytes of the projections' weights and of the output layer's."""
+
+    @abstractmethod
+    def _read(
+        self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int
+    ) -> Iterator[Tensor]:
+        """Run positions start..stop of a prompt through the blocks, filling the cache; yields each chunk's hidden states
+        (chunk, H)."""
+
+    @abstractmethod
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """(T, H) to (T, V) float32."""
+
+    @torch.inference_mode()
     def prefill(
         self,
         slot: int,
@@ -95,60 +98,42 @@ class Decoder(Protocol):
         stop: int | None = None,
         on_logits: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """Read a prompt into a slot, or a part of it; what the slot held from ``start`` on is forgotten.
+        """Read positions start..stop of a prompt (T,) int64 into a slot: the last one's logits (V,) float32.
 
-        Positions before ``sparse_from`` run dense, the others with the bundle's masks (policy ``dense``: T, ``half``:
-        T - T // 2, ``all``: 0). Memory must not grow with T**2.
-
-        Rotary scaling ``longrope`` takes its long factors for the whole prompt if T is above
-        ``original_max_position_embeddings``, else the short ones, as transformers does.
-
-        Args:
-            slot: 0 to ``max_batch`` - 1.
-            token_ids: (T,) int64, on any device, 1 <= T <= ``max_seq_len``, every id in [0, vocab_size).
-            sparse_from: 0 to T.
-            start: positions before it stand in the slot already: read from the same tokens, with the same positions
-                sparse and (``longrope``) the same factors. Below ``stop``.
-            stop: positions from it on are left for later calls; None for T.
-            on_logits: called with the logits (n, V) of all positions read, chunk by chunk, in order.
-
-        Returns:
-            (V,) float32 on ``device``: logits of the last position read. Valid until the decoder's next call.
-
-        Raises:
-            ContextLengthError: T is 0 or above ``max_seq_len`` (see :func:`check_prompt`).
+        Positions from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) run with the bundle's
+        masks. Those before ``start`` must stand in the slot already, read from the same tokens. ``on_logits`` is called
+        with the logits (n, V) of each chunk. The result is valid until the next call. Rotary scaling ``longrope`` takes its long factors if T is above
+        ``original_max_position_embeddings``, as transformers does.
         """
-        ...
+        stop = check_part(token_ids, self.max_seq_len, start, stop)
+        self._cache.begin(slot, start)
+        for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
+            if on_logits is not None:
+                on_logits(self._logits(hidden))
+            last = hidden[-1:]
+        self._cache.lengths[slot] = stop
+        return self._logits(last)[0]
 
+    @torch.inference_mode()
+    def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
+        """Logits (T, V) float32 of every position of one sequence; no slot is changed."""
+        total = len(token_ids)
+        check_prompt(total, self.max_seq_len)
+        scratch = KVCache(self.config, 1, total, self.device, self._cache.dtype)
+        result = torch.empty(total, self.config.vocab_size, device=self.device)
+        start = 0
+        for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
+            result[start : start + len(hidden)] = self._logits(hidden)
+            start += len(hidden)
+        return result
+
+    @abstractmethod
     def decode(self, token_ids: Tensor) -> Tensor:
-        """Append one token to each of the slots 0..B-1, with the bundle's masks.
+        """Append one token to each of the slots 0..B-1, with the bundle's masks: (B,) int64 to logits (B, V) float32.
 
-        A negative id marks an idle row: its slot stays as it is; its row of the result is undefined (it must cost no
-        error, even if the slot is full or was never filled).
-
-        ``longrope``: the position's own factors (long beyond ``original_max_position_embeddings``). Keys cached with
-        the short factors would not fit them, so the caller prefills the sequence anew at that point, as transformers
-        does; ``generation.Scheduler`` takes care of it.
-
-        Args:
-            token_ids: (B,) int64, on any device, 1 <= B <= ``max_batch``.
-
-        Returns:
-            (B, V) float32 on ``device``. Valid until the decoder's next call.
-
-        Raises:
-            ContextLengthError: a slot that is not idle holds ``max_seq_len`` positions already.
+        A negative id marks an idle row: its slot stays as it is, its logits are undefined. The result is valid until
+        the next call. ``longrope``: a sequence that grows beyond ``switch_length`` must be prefilled anew first.
         """
-        ...
-
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Fill a slot with the first ``length`` positions of another one.
-
-        Args:
-            source, target: slots.
-            length: 1 to the positions that ``source`` holds.
-        """
-        ...
 
     def step(
         self,
@@ -156,21 +141,11 @@ class Decoder(Protocol):
         settings: Sequence[SamplingParams],
         adjust: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """``decode``, then choose the next token of every row: what the generation loop calls.
+        """``decode``, then choose the next token of every row: (B,) int64; idle rows are undefined.
 
-        An implementation that samples on its device (in its graph, say) overrides this. It has to give what
-        ``sampling.sample`` gives: for greedy rows the lowest id among the most probable; for sampled rows the same
-        filters and the same random numbers, ``sampling.uniform(seed, position)`` with position = the slot's length
-        after the append, that is, the position the chosen token will have; -1 for a row whose logits are not finite.
-
-        Args:
-            token_ids: (B,) int64, as for ``decode``.
-            settings: B of them, one for each row, seeds resolved.
-            adjust: changes the logits (B, V) in place before tokens are chosen from them; called once. What it raises
-                comes out of here.
-
-        Returns:
-            (B,) int64, on ``device`` or on the CPU; idle rows hold anything.
+        ``settings``: one for each row, seeds resolved. ``adjust`` changes the logits (B, V) in place. An implementation
+        that samples on its device must give the same tokens as ``sampling.sample``, with position = the slot's length
+        after the append.
         """
         logits = self.decode(token_ids)
         if adjust is not None:
@@ -180,69 +155,46 @@ class Decoder(Protocol):
         chosen = sample(logits[active:], settings[active:], self.lengths[active : len(settings)])
         return chosen if active == 0 else torch.cat((chosen.new_full((active,), -1), chosen))
 
-    def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
-        """Do now what the first of some steps would do before it runs: compile kernels, capture graphs.
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Fill a slot with the first ``length`` positions of another one."""
+        self._cache.copy(source, target, length)
 
-        Args:
-            slots: those that are not idle in the steps.
-            first, last: how many positions the longest of them holds after the first step and after the last.
-            sampled: whether tokens are drawn.
-        """
+    def prepare(self, slots: Sequence[int], first: int, last: int, *, sampled: bool = False) -> None:
+        """Compile and capture what steps of these slots need while their longest context grows from first to last."""
         return None
 
     def prepare_prompts(self) -> None:
-        """Do now what the first long prompt would do before it is read: for a server, whose clients would all wait."""
+        """Compile and capture what prompts need, for a server."""
         return None
 
     def prepare_batches(self) -> None:
-        """Do now what the first step of some later batch would do: for a server, whose running answers would wait."""
+        """Compile and capture the steps of larger batches, for a server."""
         return None
 
-    def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
-        """Logits of every position of one sequence, for evaluation; no slot is changed.
-
-        Args:
-            token_ids: (T,) int64, as for ``prefill``.
-            sparse_from: as for ``prefill``.
-
-        Returns:
-            (T, V) float32 on ``device``.
-        """
-        ...
-
+    @abstractmethod
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        """Put other masks in force: another sparsity level of the same bundle, or none that drops anything.
+        """Use other masks, one for every projection by name: another sparsity level. Takes milliseconds.
 
-        Costs milliseconds, as no weight is touched. ``lengths`` are 0 afterwards, and nothing is counted. A slot's
-        first positions that were read dense still stand there, the same under any masks: ``prefill`` may go on behind
-        them (``start``), and ``copy`` take them. What was computed with other masks is no longer of use.
-
-        Args:
-            masks: projection name -> mask, for every projection.
+        ``lengths`` are 0 afterwards and nothing is counted. Positions that were read dense are still valid: ``prefill``
+        may go on behind them, and ``copy`` take them.
         """
-        ...
 
+    @abstractmethod
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
-        """Start counting dropped channels from zero, or stop; ``every``: one decode step of so many is enough.
+        """Start counting dropped channels from zero, or stop; ``every``: one decode step of so many is enough."""
 
-        What it costs: a decode step runs the same launches either way. ``triton`` counts in them (one number a program
-        writes; the choice of the kernel and of the graph is all that differs), ``numba`` always does, so both decode
-        as fast as without; ``torch``, the readable one, adds up every mask it makes, some percent. Positions of a
-        prompt that run sparse (prefill ``half`` or ``all``, and ``logits``) are masked a second time to count them.
-        """
-        ...
-
+    @abstractmethod
     def realised_sparsity(self) -> float | None:
-        """Share of the projections' weights that needed no reading at the sparse positions since counting began.
+        """Share of the projections' weights that the sparse positions since then did not need; None without any.
 
-        Dropped channels over all channels, each weighted by the projection's number of parameters, dense projections
-        included; None if nothing was counted or this implementation cannot count.
+        Each projection weighs as many as its parameters; dense projections are included.
         """
-        return None
 
     def close(self) -> None:
-        """Give the memory back; the decoder cannot be used any more. Closing twice is fine."""
-        ...
+        """Free the memory. Closing twice is fine."""
+        for name in [name for name in self.__dict__ if name.startswith("_")]:
+            del self.__dict__[name]
 
 
 def check_prompt(length: int, max_seq_len: int) -> None:
@@ -257,12 +209,7 @@ def check_prompt(length: int, max_seq_len: int) -> None:
 
 
 def check_part(token_ids: Tensor, max_seq_len: int, start: int, stop: int | None) -> int:
-    """``stop`` of a prefill, its default resolved.
-
-    Raises:
-        ContextLengthError: the prompt does not fit.
-        UsageError: not ``0 <= start < stop <= T``.
-    """
+    """``stop`` of a prefill, its default resolved; the prompt must fit."""
     total = len(token_ids)
     check_prompt(total, max_seq_len)
     stop = total if stop is None else stop
@@ -279,14 +226,7 @@ def check_capacity(token_ids: Sequence[int], lengths: Sequence[int], max_seq_len
 
 
 def prompt_chunks(start: int, stop: int, total: int, size: int, sparse_from: int) -> Iterator[tuple[int, int, int]]:
-    """The pieces, at most ``size`` long, of the positions ``start`` to ``stop`` of a sequence of ``total``.
-
-    Yields:
-        First and last position (this one not included), and how many of them stand before ``sparse_from``.
-
-    Raises:
-        UsageError: not ``0 <= sparse_from <= total``.
-    """
+    """Split positions start..stop of a sequence of ``total``: (first, end, positions of it before sparse_from)."""
     if not 0 <= sparse_from <= total:
         raise UsageError(f"sparse_from: expected 0 to {total}, found {sparse_from}")
     while start < stop:
@@ -295,27 +235,15 @@ def prompt_chunks(start: int, stop: int, total: int, size: int, sparse_from: int
         start = end
 
 
-def next_chunk(start: int, piece: int) -> int:
-    """Where the piece that position ``start`` lies in ends."""
-    return (start // piece + 1) * piece
-
-
-# The cache may take this share of the memory that the weights leave free.
-_CACHE_SHARE = 0.25
-_FEWEST_POSITIONS = 256
-# How torch says it where the error has no type of its own.
-_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory")
+def next_chunk(start: int, size: int) -> int:
+    """The end of the chunk that position ``start`` lies in."""
+    return (start // size + 1) * size
 
 
 def weight_bytes(
     bundle: Bundle, dtype: torch.dtype, weights: str, keeps: Callable[[StoredWeight], bool] = lambda _: False
 ) -> int:
-    """What a bundle's weights take in memory, matrices held as ``weights`` says, all else as numbers of ``dtype``. The
-    files may hold another type.
-
-    Args:
-        keeps: whether a weight that is stored in codes stays so, as of a `decoder.Decoder`.
-    """
+    """What a bundle's weights take in memory as ``weights``, all else in ``dtype``; keeps: as of a `Decoder`."""
     chosen = WEIGHT_TYPES[weights]
     total = 0
     for name, shape in expected_tensors(bundle.config).items():
@@ -332,11 +260,7 @@ def weight_bytes(
 
 @contextmanager
 def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Turn what torch raises when a device has no memory left into a sentence.
-
-    Raises:
-        ResourceError: there is not enough.
-    """
+    """Raise ResourceError for what torch raises when a device has no memory left."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -350,13 +274,9 @@ def memory_errors(device: torch.device, doing: str) -> Iterator[None]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory used so far: of the device on a GPU, else resident memory of this process."""
+    """The most memory used so far: of a GPU, else the resident memory of this process."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -364,10 +284,7 @@ def peak_bytes(device: torch.device) -> int:
 def default_max_seq_len(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int, weight_bytes: int
 ) -> int:
-    """The model's context, or as many positions as fit into a quarter of the memory that the weights leave free.
-
-    At least 256, and rounded down to a multiple of 256 unless it is the model's context.
-    """
+    """The model's context, or the positions, a multiple of 256, that fit a quarter of the memory the weights leave."""
     if device.type == "cuda":
         dtype = activation_dtype(dtype)
     free = max(available_bytes(device) - weight_bytes, 0)

@@ -2,8 +2,8 @@
 
     angle(p, i) = p * inv_freq_i          cos and sin in float32, then in the activations' type, as transformers does
 
-LongRoPE has two sets of frequencies, for sequences up to the length of the pretraining and for longer ones
-(https://arxiv.org/abs/2402.13753); which one is used depends on the length of the whole sequence, not on the position.
+LongRoPE (https://arxiv.org/abs/2402.13753) has one set of frequencies for sequences up to the pretraining's length and
+one for longer ones: the length of the whole sequence decides, not the position.
 """
 
 from __future__ import annotations
@@ -17,18 +17,10 @@ from wisparse.formats.model_config import ModelConfig, RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
-    """Angle per position for every pair of dimensions.
-
-    Args:
-        rope: settings, checked by ``ModelConfig.from_dict``.
-        long: LongRoPE only: the frequencies for sequences above ``original_max_position_embeddings``.
-
-    Returns:
-        (rotary_dim / 2,) float32, on the CPU.
-    """
+    """Angle per position of every pair of dimensions: (rotary_dim / 2,) float32, on the CPU."""
     exponents = torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim
     if rope.rope_type == "dynamic" and rope.parameters.get("alpha") is not None:
-        # Hunyuan's: the base is stretched once for all. Without alpha nothing changes up to the length trained on.
+        # Hunyuan's. Without alpha nothing changes up to the length trained on.
         stretched = rope.theta * rope.parameters["alpha"] ** (rope.rotary_dim / (rope.rotary_dim - 2))
         return 1.0 / stretched**exponents
     if rope.rope_type == "longrope":
@@ -36,37 +28,27 @@ def inverse_frequencies(rope: RopeConfig, *, long: bool = False) -> Tensor:
         return 1.0 / (factors * rope.theta**exponents)
     plain = 1.0 / rope.theta**exponents
     if rope.rope_type == "proportional":
-        turned = int(rope.parameters["partial_rotary_factor"] * rope.rotary_dim // 2)
-        plain[turned:] = 0
+        plain[int(rope.parameters["partial_rotary_factor"] * rope.rotary_dim // 2) :] = 0
         return plain / (rope.parameters.get("factor") or 1.0)
     if rope.rope_type == "linear":
         return plain / rope.parameters["factor"]
-    if rope.rope_type == "llama3":
-        return _llama3(plain, rope)
+    if rope.rope_type == "llama3":  # long wavelengths are stretched by factor, short ones kept, those between blended
+        factor, low, high = (float(rope.parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
+        rotations = rope.parameters["original_max_position_embeddings"] * plain / (2 * math.pi)
+        blend = ((rotations - low) / (high - low)).clamp(0.0, 1.0)
+        return (1 - blend) * plain / factor + blend * plain
     if rope.rope_type == "yarn":
         return _yarn(plain, rope)
     return plain
 
 
-def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Long wavelengths are stretched by ``factor``, short ones kept, those between blended."""
-    factor, low, high = (float(rope.parameters[key]) for key in ("factor", "low_freq_factor", "high_freq_factor"))
-    original = rope.parameters["original_max_position_embeddings"]
-    turns = original * plain / (2 * math.pi)  # of each pair over the original context
-    blend = ((turns - low) / (high - low)).clamp(0.0, 1.0)
-    return (1 - blend) * plain / factor + blend * plain
-
-
 def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Pairs that turn often over the original context are kept, slow ones stretched by ``factor``, others blended.
-
-    https://arxiv.org/abs/2309.00071, section 3.2.
-    """
+    """As llama3, blended by the pair's index: https://arxiv.org/abs/2309.00071, section 3.2."""
     original, factor = rope.parameters["original_max_position_embeddings"], float(rope.parameters["factor"])
 
-    def pair(turns: float) -> float:
-        """The pair, as a fraction, that turns so often over the original context."""
-        return rope.rotary_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+    def pair(rotations: float) -> float:
+        """The fractional index of the pair that rotates so often over the original context."""
+        return rope.rotary_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = pair(rope.parameters.get("beta_fast") or 32), pair(rope.parameters.get("beta_slow") or 1)
     if rope.parameters.get("truncate", True):
@@ -78,7 +60,7 @@ def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """What cos and sin are multiplied by: above 1 for LongRoPE and YaRN beyond the original context, else 1."""
+    """What cos and sin are multiplied by: above 1 for LongRoPE and YaRN, else 1."""
     if rope.rope_type not in ("longrope", "yarn"):
         return 1.0
     given = rope.parameters.get("attention_factor")
@@ -87,11 +69,11 @@ def attention_scaling(rope: RopeConfig) -> float:
     if rope.rope_type == "yarn":
         factor = rope.parameters["factor"]
         mscale, all_dim = (rope.parameters.get(key) for key in ("mscale", "mscale_all_dim"))
-        return (
-            _yarn_scaling(factor, mscale) / _yarn_scaling(factor, all_dim)
-            if mscale and all_dim
-            else _yarn_scaling(factor, 1.0)
-        )
+
+        def scaling(mscale: float) -> float:
+            return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+        return scaling(mscale) / scaling(all_dim) if mscale and all_dim else scaling(1.0)
     original = rope.parameters["original_max_position_embeddings"]
     factor = rope.parameters.get("factor")
     if factor is None:
@@ -99,14 +81,10 @@ def attention_scaling(rope: RopeConfig) -> float:
     return 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _yarn_scaling(factor: float, mscale: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
 def switch_length(config: ModelConfig) -> int | None:
     """The longest sequence that LongRoPE's short factors serve; None for other models.
 
-    A sequence that grows beyond it has to be prefilled anew, because its cached keys were turned by other angles.
+    A sequence that grows beyond it must be prefilled anew, because its cached keys were rotated by other angles.
     """
     lengths = [
         int(rope.parameters["original_max_position_embeddings"])
@@ -127,10 +105,9 @@ class Rotary:
         self._dtype = dtype
 
     def tables(self, start: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the positions ``start`` to ``stop`` - 1 in a sequence of ``length`` positions.
+        """cos and sin of positions start..stop in a sequence of ``length``: (stop - start, rotary_dim) each.
 
-        Returns:
-            Two tensors (stop - start, rotary_dim) of the activations' type; the halves of the last axis are equal.
+        The halves of the last axis are equal.
         """
         long = self._switch is not None and length > self._switch
         positions = torch.arange(start, stop, dtype=torch.float32, device=self._short.device)
@@ -140,25 +117,19 @@ class Rotary:
         return cos.to(self._dtype), sin.to(self._dtype)
 
     def step_tables(self, count: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the first ``count`` positions, each with the factors that a token there is decoded with:
-        LongRoPE's differ from those of a longer sequence.
-
-        Returns:
-            Two tensors (count, rotary_dim / 2) of the activations' type.
-        """
+        """cos and sin of the first ``count`` positions, as a token decoded there has them: (count, rotary_dim / 2)."""
         switch = min(self._switch or count, count)
         parts = [self.tables(0, switch, switch)]
         if switch < count:
             parts.append(self.tables(switch, count, count))
-        cos, sin = (torch.cat(pieces).chunk(2, dim=1)[0].contiguous() for pieces in zip(*parts, strict=True))
+        cos, sin = (torch.cat(parts_).chunk(2, dim=1)[0].contiguous() for parts_ in zip(*parts, strict=True))
         return cos, sin
 
 
 def query_scales(config: ModelConfig, start: int, stop: int, device: torch.device) -> Tensor | None:
-    """What queries at the positions ``start`` to ``stop`` - 1 are multiplied by; None where it is 1.
+    """What queries at positions start..stop are multiplied by, Llama 4's and Ministral 3's temperature; None for 1.
 
-    Returns:
-        (stop - start,) float32: 1 + beta * log(1 + floor(p / n)), Llama 4's and Ministral 3's temperature.
+    (stop - start,) float32: 1 + beta * log(1 + floor(p / n)).
     """
     if config.query_scaling is None:
         return None
@@ -168,24 +139,18 @@ def query_scales(config: ModelConfig, start: int, stop: int, device: torch.devic
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Turn pairs of the first rotary_dim dimensions, (i, i + rotary_dim / 2) or (2i, 2i + 1); the others pass.
+    """Rotate x (heads, T, head_dim) in pairs of its first rotary_dim dimensions; cos, sin: of :meth:`Rotary.tables`.
 
-    Args:
-        x: (heads, T, head_dim).
-        cos, sin: (T, rotary_dim), from :meth:`Rotary.tables`.
-        interleaved: neighbours are turned together, not halves.
-
-    Returns:
-        (heads, T, head_dim).
+    Pairs are (i, i + rotary_dim / 2), or ``interleaved`` (2i, 2i + 1).
     """
     rotary_dim = cos.shape[-1]
-    turned, passed = x[..., :rotary_dim], x[..., rotary_dim:]
+    rotated, rest = x[..., :rotary_dim], x[..., rotary_dim:]
     if interleaved:
         half = rotary_dim // 2
         cos, sin = (table[:, :half].repeat_interleave(2, dim=-1) for table in (cos, sin))
-        crossed = torch.stack((-turned[..., 1::2], turned[..., 0::2]), dim=-1).flatten(-2)
+        crossed = torch.stack((-rotated[..., 1::2], rotated[..., 0::2]), dim=-1).flatten(-2)
     else:
-        first, second = turned.chunk(2, dim=-1)
+        first, second = rotated.chunk(2, dim=-1)
         crossed = torch.cat((-second, first), dim=-1)
-    turned = turned * cos + crossed * sin
-    return turned if not passed.shape[-1] else torch.cat((turned, passed), dim=-1)
+    rotated = rotated * cos + crossed * sin
+    return rotated if not rest.shape[-1] else torch.cat((rotated, rest), dim=-1)

@@ -1,10 +1,9 @@
-"""The next token from the logits.
+"""The next token from the logits, after penalties and biases (``generation.choosing``).
 
-What a sequence's own history does to its logits comes first (``choosing``). The filters then apply in the order of
-``SamplingParams``: temperature, top-k, top-p, min-p (the order of transformers); tokens as probable as the last one
-kept are kept too. The token is then the first id, in ascending order, at which the kept probabilities, renormalised and
-summed in float64, exceed a uniform random number. That number is a function of the seed and of the token's position
-alone: a sequence can be repeated, resumed, or decoded beside others, and stays the same.
+Filters apply in transformers' order: temperature, top-k, top-p, min-p; tokens as probable as the last one kept are kept
+too. The token is the first id at which the kept probabilities, renormalised and summed in float64 by ascending id,
+exceed a uniform random number, a function of the seed and the token's position alone: a sequence is the same repeated,
+resumed, or beside others.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from torch import Tensor
 from wisparse.formats import guard
 from wisparse.formats.errors import UsageError
 
-# How many of the most probable tokens may be told beside each token.
-MOST_LOGPROBS = 100
+MOST_LOGPROBS = 100  # the largest number of top log-probabilities beside each token
 
 _MASK = 2**64 - 1
 _MOST_BIASES = 10_000
@@ -30,34 +28,18 @@ _MOST_BIASES = 10_000
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen from the logits; filters apply in the order of the fields, penalties before them.
+    """How the next token is chosen from the logits."""
 
-    Attributes:
-        temperature: the logits are divided by it; 0 takes the most probable token and ignores everything below.
-        top_k: keep the k most probable tokens; 0 keeps all.
-        top_p: of those, keep the smallest set whose probabilities sum to at least this; 1 keeps all.
-        min_p: of those, keep what is at least this share of the most probable token's probability; 0 keeps all.
-        seed: the random number of every position is a function of the seed and the position alone, so a sequence does
-            not depend on its neighbours in a batch. It must be resolved (not None) by the time a decoder sees it.
-        repetition_penalty: logits of tokens that prompt or answer hold are divided by it where positive, else
-            multiplied, as transformers does; 1 changes nothing.
-        frequency_penalty, presence_penalty: taken off the logits of tokens that the answer holds, once for each time,
-            and once; OpenAI's, -2 to 2.
-        logit_bias: token id -> what is added to its logit, -100 to 100.
-        logprobs: tell each token's log-probability, and those of so many of the most probable ones, as the model gives
-            them: before penalties, bias, grammar, temperature and filters. None tells none.
-    """
-
-    temperature: float = 0.0
-    top_k: int = 0
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: all
     top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | None = None
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
+    min_p: float = 0.0  # relative to the most probable token
+    seed: int | None = None  # must be resolved before a decoder sees it
+    repetition_penalty: float = 1.0  # of tokens in prompt or answer, as in transformers
+    frequency_penalty: float = 0.0  # of tokens in the answer, OpenAI's
     presence_penalty: float = 0.0
     logit_bias: Mapping[int, float] | None = None
-    logprobs: int | None = None
+    logprobs: int | None = None  # this many top log-probabilities of the model's own distribution
 
     def __post_init__(self) -> None:
         checked: dict[str, Any] = {
@@ -69,28 +51,27 @@ class SamplingParams:
             "repetition_penalty": guard.number(
                 "repetition_penalty", self.repetition_penalty, 0.0, 100.0, "a number above 0, at most 100", above=True
             ),
-            "frequency_penalty": _penalty("frequency_penalty", self.frequency_penalty),
-            "presence_penalty": _penalty("presence_penalty", self.presence_penalty),
+            "frequency_penalty": guard.number(
+                "frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2"
+            ),
+            "presence_penalty": guard.number(
+                "presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2"
+            ),
             "logit_bias": _biases(self.logit_bias),
             "logprobs": None if self.logprobs is None else guard.integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
         }
-        for name, value in checked.items():  # as Python's own numbers, whoever's they were
+        for name, value in checked.items():  # as Python's own numbers
             object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken."""
         return self.temperature == 0.0
 
     @property
     def adjusts(self) -> bool:
-        """Whether logits change before a token is chosen from them."""
+        """Whether logits change before filters apply."""
         penalties = self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
         return penalties or self.logit_bias is not None
-
-
-def _penalty(name: str, value: Any) -> float:
-    return guard.number(name, value, -2.0, 2.0, "a number from -2 to 2")
 
 
 def _biases(given: Any) -> dict[int, float] | None:
@@ -110,7 +91,7 @@ def _biases(given: Any) -> dict[int, float] | None:
 
 
 def resolve_seed(settings: SamplingParams) -> SamplingParams:
-    """The settings with a seed: theirs, or a fresh one."""
+    """The settings with a seed, a fresh one if they have none."""
     return settings if settings.seed is not None else replace(settings, seed=secrets.randbits(62))
 
 
@@ -122,25 +103,19 @@ def _mix(state: int) -> int:
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number for the token at ``position``: a multiple of 2**-24 in [0, 1), exact in float32."""
+    """The random number of a token: a multiple of 2**-24 in [0, 1), exact in float32."""
     start = _mix((seed + 0x9E3779B97F4A7C15) & _MASK)
     return (_mix((start + (position + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 40) * 2.0**-24
 
 
 def sample(logits: Tensor, settings: Sequence[SamplingParams], positions: Sequence[int]) -> Tensor:
-    """Choose one token per row.
+    """Choose one token per row of logits (B, V) float32: (B,) int64; positions: those the tokens will have.
 
-    Args:
-        logits: (B, V) float32.
-        settings: B of them, seeds resolved.
-        positions: B of them: the position that the chosen token will have in its sequence.
-
-    Returns:
-        (B,) int64 on the logits' device; -1 for a row that holds a NaN or whose largest logit is infinite.
+    -1 for a row that holds a NaN or whose largest logit is infinite.
     """
-    if logits.device.type == "cpu":  # numpy needs a fifth of the time, which is a tenth of a small model's step
+    if logits.device.type == "cpu":  # numpy takes a fifth of torch's time
         rows = logits.numpy()
-        ids = rows.argmax(1)  # the lowest id of the largest logit; a NaN wins over every number
+        ids = rows.argmax(1)  # the lowest id of the largest logit, or a NaN's
         largest = rows[np.arange(len(rows)), ids]
         chosen = torch.from_numpy(np.where(np.isfinite(largest), ids, -1))
     else:
@@ -170,17 +145,17 @@ def _draw(logits: Tensor, settings: SamplingParams, position: int) -> Tensor:
 
 
 def _cut(scaled: Tensor, least: Tensor) -> Tensor:
-    """Drop what is below ``least``; what equals it stays, so the outcome does not hang on the order of equals."""
+    """Drop what is below ``least``."""
     return torch.where(scaled >= least, scaled, -torch.inf)
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> Tensor:
-    """The smallest value within the smallest set of most probable tokens whose probabilities sum to ``top_p``."""
+    """The smallest logit of the smallest set of most probable tokens whose probabilities sum to ``top_p``."""
     total = scaled.exp().sum()
-    for count in (1024, scaled.shape[0]):  # the first is nearly always enough, and far cheaper than a full sort
+    for count in (1024, scaled.shape[0]):  # 1024 is nearly always enough, and far cheaper than a full sort
         ordered = scaled.topk(min(count, scaled.shape[0])).values
         sums = ordered.exp().cumsum(0) / total
         if bool(sums[-1] >= top_p):
             break
-    inside = (sums - ordered.exp() / total) < top_p  # the first is always inside: nothing comes before it
+    inside = (sums - ordered.exp() / total) < top_p  # the first always is
     return ordered[int(inside.sum()) - 1]

@@ -1,13 +1,12 @@
-"""The decoder in plain PyTorch: the one to read, and the one the faster ones must agree with.
+"""The decoder in plain PyTorch: the readable one, with which the faster ones must agree.
 
-Every projection q … down of its blocks (``block``) drops the channels its mask drops (``kernels.reference``), on the
-sparse positions. It multiplies by the whole weight all the same, so it is right, not fast. Slots are decoded one after
-the other: a sequence then meets the same matrix shapes, and so gives the same bits, alone and in a batch.
+Each projection drops channels by its mask on the sparse positions, and multiplies by the whole weight all the same: it
+is right, not fast. Slots are decoded one after the other, so a sequence gives the same bits alone and in a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -17,16 +16,14 @@ from torch.nn import functional
 from wisparse.formats.model_config import ModelConfig
 
 from ..decoding.cache import KVCache, prefix_block_size
-from ..decoding.decoder import Decoder, check_capacity, check_part, check_prompt, prompt_chunks
+from ..decoding.decoder import Decoder, check_capacity, prompt_chunks
 from ..decoding.rotary import Rotary
 from .block import Block, MaskedLinear, Positions, embed, finish_logits, read_block, read_norm, run_block
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
-
-# Prompts are read in pieces: bounds the activations and the (piece, T) attention mask of a long prompt, and the time
-# that other sequences wait for theirs. What a chat's turns share is read again up to a piece.
+# Bounds a prompt's activations, its (chunk, T) attention mask, and the time that other sequences wait.
 PREFILL_CHUNK = 128
 
 
@@ -47,7 +44,7 @@ class _Projection(MaskedLinear):
 
 
 class TorchDecoder(Decoder):
-    """See :class:`runtime.decoding.decoder.Decoder`; any device, any floating dtype."""
+    """Any device, any floating dtype."""
 
     name: ClassVar[str] = "torch"
     weight_types: ClassVar[tuple[str, ...]] = ("native",)
@@ -63,20 +60,26 @@ class TorchDecoder(Decoder):
         max_batch: int = 1,
         weights: str = "native",
     ) -> None:
-        self.config: ModelConfig = bundle.config
+        self.config = config = bundle.config
         self.device, self.dtype = device, dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         self._embedding = bundle.checkpoint.tensor("model.embed_tokens.weight", device).to(dtype)
-        self._blocks = [
-            read_block(bundle, index, device, dtype, lambda p: _Projection(bundle, p.name, p.bias, device, dtype))
-            for index in range(self.config.num_blocks)
-        ]
-        self._norm = read_norm(bundle, "model.norm", device, dtype)
-        tied = self.config.tie_word_embeddings
+        tied = config.tie_word_embeddings
         self._head = self._embedding if tied else bundle.checkpoint.tensor("lm_head.weight", device).to(dtype)
-        self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
-        self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype)
-        self.prefix_block_size = prefix_block_size(self.config, PREFILL_CHUNK, max_seq_len)
+        self._blocks: list[Block] = [
+            read_block(bundle, index, device, dtype, lambda p: _Projection(bundle, p.name, p.bias, device, dtype))
+            for index in range(config.num_blocks)
+        ]
+        self._prepare(bundle)
+
+    def _prepare(self, bundle: Bundle) -> None:
+        """All but the matrices."""
+        config, device, dtype = self.config, self.device, self.dtype
+        self._norm = read_norm(bundle, "model.norm", device, dtype)
+        self._rotaries = [Rotary(rope, device, dtype) for rope in config.rotaries]
+        self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
+        self._projections = [projection for block in self._blocks for projection in block.projections]
+        self.prefix_block_size = prefix_block_size(config, PREFILL_CHUNK, self.max_seq_len)
         self._sparse_positions = 0
 
     @classmethod
@@ -84,38 +87,11 @@ class TorchDecoder(Decoder):
         return None if weights in cls.weight_types else f"it has no {weights} weights"
 
     def bytes_read(self) -> tuple[int, int]:
-        inside = sum(projection.nbytes for block in self._blocks for projection in block.projections)
-        return inside, self._head.nbytes
-
-    @property
-    def lengths(self) -> list[int]:
-        return list(self._cache.lengths)
-
-    @torch.inference_mode()
-    def prefill(
-        self,
-        slot: int,
-        token_ids: Tensor,
-        sparse_from: int,
-        *,
-        start: int = 0,
-        stop: int | None = None,
-        on_logits: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        stop = check_part(token_ids, self.max_seq_len, start, stop)
-        self._cache.begin(slot, start)
-        for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
-            if on_logits is not None:
-                on_logits(self._logits(hidden))
-            last = hidden[-1:]
-        self._cache.lengths[slot] = stop
-        return self._logits(last)[0]
+        return sum(projection.nbytes for projection in self._projections), self._head.nbytes
 
     @torch.inference_mode()
     def decode(self, token_ids: Tensor) -> Tensor:
-        lengths = self._cache.lengths
-        tokens = token_ids.tolist()
-        rows = []
+        lengths, tokens, rows = self._cache.lengths, token_ids.tolist(), []
         check_capacity(tokens, lengths, self.max_seq_len)
         for slot, token in enumerate(tokens):
             if token < 0:
@@ -127,67 +103,24 @@ class TorchDecoder(Decoder):
             rows.append(self._logits(hidden))
         return torch.cat(rows)
 
-    @torch.inference_mode()
-    def copy(self, source: int, target: int, length: int) -> None:
-        self._cache.copy(source, target, length)
-
-    @torch.inference_mode()
-    def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
-        total = len(token_ids)
-        check_prompt(total, self.max_seq_len)
-        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
-        result = torch.empty(total, self.config.vocab_size, device=self.device)
-        start = 0
-        for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
-            result[start : start + len(hidden)] = self._logits(hidden)
-            start += len(hidden)
-        return result
-
-    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
-        self.measure_sparsity(False)
-        self._cache.forget()
-        for block in self._blocks:
-            for projection in block.projections:
-                projection.set_mask(masks[projection.name])
-
-    def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
-        self._sparse_positions = 0
-        for block in self._blocks:
-            for projection in block.projections:
-                projection.kept = torch.zeros((), dtype=torch.int64, device=self.device) if enabled else None
-
-    def realised_sparsity(self) -> float | None:
-        positions = self._sparse_positions
-        dropped = total = 0
-        for block in self._blocks:
-            for projection in block.projections:
-                if projection.kept is None or not positions:
-                    return None
-                outputs, channels = projection.out_features, projection.in_features
-                total += outputs * channels * positions
-                if projection.channel_scale is not None:
-                    dropped += outputs * (channels * positions - int(projection.kept))
-        return dropped / total
-
-    def close(self) -> None:
-        for name in ("_embedding", "_blocks", "_norm", "_head", "_cache"):
-            self.__dict__.pop(name, None)
-
-    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
-        """Run positions of a sequence through the blocks; yields their hidden states piece by piece, (piece, H)."""
+    def _read(
+        self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int
+    ) -> Iterator[Tensor]:
         total = len(token_ids)
         for first, end, first_sparse in prompt_chunks(start, stop, total, self.prefill_chunk, sparse_from):
-            piece = token_ids[first:end].to(self.device)
-            yield self._forward(cache, slot, piece, start=first, total=total, first_sparse=first_sparse)
+            chunk = token_ids[first:end].to(self.device)
+            yield self._forward(cache, slot, chunk, start=first, total=total, first_sparse=first_sparse)
 
     def _forward(
         self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
     ) -> Tensor:
-        """Positions ``start``.. of a sequence of ``total``: (T,) ids to (T, H) hidden states, filling the cache."""
+        """Positions from ``start`` on, of a sequence of ``total``: (T,) ids to (T, H) hidden states, filling the cache.
+
+        Those from the chunk's ``first_sparse``-th on are masked.
+        """
         config, count = self.config, len(token_ids)
         self._sparse_positions += count - first_sparse
-        places = range(start, start + count)
-        at = Positions.of(config, self._rotaries, cache, slot, places, total, self.device)
+        at = Positions.of(config, self._rotaries, cache, slot, range(start, start + count), total, self.device)
         x = embed(config, self._embedding, token_ids)
         for index, block in enumerate(self._blocks):
 
@@ -200,5 +133,31 @@ class TorchDecoder(Decoder):
         return x
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """(T, H) to (T, V) float32."""
         return finish_logits(self.config, functional.linear(self._norm(hidden), self._head).float())
+
+    def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
+        self.measure_sparsity(False)
+        self._cache.forget()
+        for projection in self._projections:
+            projection.set_mask(masks[projection.name])
+
+    def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
+        self._sparse_positions = 0
+        for projection in self._projections:
+            projection.kept = torch.zeros((), dtype=torch.int64, device=self.device) if enabled else None
+
+    def realised_sparsity(self) -> float | None:
+        positions = self._sparse_positions
+        dropped = total = 0
+        for projection, kept in zip(self._projections, self._kept_channels(), strict=True):
+            if projection.kept is None or not positions:
+                return None
+            channels, outputs = projection.in_features * positions, projection.out_features
+            total += outputs * channels
+            if projection.channel_scale is not None:
+                dropped += outputs * (channels - kept)
+        return dropped / total
+
+    def _kept_channels(self) -> list[int]:
+        """Of each projection, summed over the sparse positions."""
+        return [0 if projection.kept is None else int(projection.kept) for projection in self._projections]

@@ -1,13 +1,12 @@
-"""The recurrent half of a hybrid model's blocks, in plain PyTorch: a gated DeltaNet (``formats.model.delta_net``).
+"""The recurrent half of a hybrid model's blocks in plain PyTorch: a gated DeltaNet. Names are Hugging Face's.
 
-A chunk of positions is computed together. Within one, with G the sum of the log decays up to and including a position,
+Positions are computed in chunks. Within one, with G the sum of the log decays up to and including a position,
 
     (I + A) U = beta (V - exp(G) K S),     A_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i
     O         = exp(G) Q S + B U,          B_ij = (q_i . k_j) exp(G_i - G_j)        for j <= i
     S        <- exp(G_last) S + (exp(G_last - G) K)^T U
 
-which is the rule applied position by position: row i of U is what position i adds to the state along its key. One
-position is a chunk of one. Names are Hugging Face's.
+which equals the rule applied position by position: row i of U is what position i adds to the state S along its key.
 """
 
 from __future__ import annotations
@@ -24,41 +23,34 @@ from wisparse.formats.model_config import DeltaNet, ModelConfig
 from ..decoding.cache import DeltaState
 
 _CHUNK = 64
-_LENGTH_EPS = 1e-6  # of the squared length by which queries and keys are divided
+_LENGTH_EPS = 1e-6  # added to the squared length of queries and keys
+
+
+def float_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type of what must not be in half precision: float32, or float64 in a float64 model."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
 class DeltaWeights:
-    """All of a recurrent half but its products in scope.
-
-    Attributes:
-        a, b: (value_heads, H), how fast a head forgets and how much it takes in, of each position.
-        kernel: (mixed_size, 1, taps).
-        log_rate, dt_bias: (value_heads,).
-        norm: (value_dim,), over each head's output.
-    """
+    """A recurrent half without its large projections."""
 
     config: DeltaNet
-    a: Tensor
-    b: Tensor
-    kernel: Tensor
-    log_rate: Tensor
-    dt_bias: Tensor
-    norm: Tensor
+    a: Tensor  # (value_heads, H): decay
+    b: Tensor  # (value_heads, H): beta
+    kernel: Tensor  # (mixed_size, 1, taps)
+    log_rate: Tensor  # (value_heads,)
+    dt_bias: Tensor  # (value_heads,)
+    norm: Tensor  # (value_dim,), over each head's output
     eps: float
 
     def __call__(self, x: Tensor, mixed: Tensor, gate: Tensor, memory: DeltaState) -> Tensor:
-        """Positions that follow those in ``memory``, which is moved on.
+        """Positions that follow those in ``memory``, which is updated: to (T, value_size), the input of out_proj.
 
-        Args:
-            x: (T, H), the half's input.
-            mixed: (T, mixed_size), the output of ``in_proj_qkv``.
-            gate: (T, value_size), the output of ``in_proj_z``.
-
-        Returns:
-            (T, value_size), the input of ``out_proj``.
+        x: (T, H), the block's normalised input; mixed: (T, mixed_size) of in_proj_qkv; gate: (T, value_size) of
+        in_proj_z.
         """
-        delta, wide = self.config, _wide(x.dtype)
+        delta, wide = self.config, float_dtype(x.dtype)
         seen = torch.cat((memory.inputs, mixed))
         memory.inputs.copy_(seen[len(mixed) :])
         mixed = functional.silu(functional.conv1d(seen.t()[None], self.kernel, groups=delta.mixed_size)[0].t())
@@ -70,20 +62,22 @@ class DeltaWeights:
                 strict=True,
             )
         )
-        q, k = (_unit(part).repeat_interleave(delta.value_heads // delta.key_heads, dim=0) for part in (q, k))
+        q, k = (
+            (part * torch.rsqrt(part.pow(2).sum(-1, keepdim=True) + _LENGTH_EPS)).repeat_interleave(
+                delta.value_heads // delta.key_heads, dim=0
+            )
+            for part in (q, k)
+        )
         beta = functional.linear(x, self.b).sigmoid().to(wide).t()
         steps = functional.softplus(functional.linear(x, self.a).to(wide) + self.dt_bias)
         log_decay = (-self.log_rate.to(wide).exp() * steps).t()
         out = apply_delta_rule(q * delta.key_dim**-0.5, k, v, log_decay, beta, memory.state)
-        return self._finish(out.transpose(0, 1).to(x.dtype), gate).reshape(len(x), delta.value_size)
 
-    def _finish(self, out: Tensor, gate: Tensor) -> Tensor:
-        """(T, value_heads, value_dim): normalised by head, then gated, rounded where transformers rounds."""
-        wide = _wide(out.dtype)
-        normed = out.to(wide)
+        # Normalised by head, then gated, rounded where transformers rounds.
+        normed = out.transpose(0, 1).to(x.dtype).to(wide)
         normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + self.eps)
-        normed = self.norm * normed.to(out.dtype)
-        return (normed * functional.silu(gate.view_as(out).to(wide))).to(out.dtype)
+        normed = self.norm * normed.to(x.dtype)
+        return (normed * functional.silu(gate.view_as(normed).to(wide))).to(x.dtype).reshape(len(x), delta.value_size)
 
 
 def delta_names(config: ModelConfig, index: int) -> dict[str, str]:
@@ -94,7 +88,7 @@ def delta_names(config: ModelConfig, index: int) -> dict[str, str]:
 
 
 def read_delta_weights(config: ModelConfig, index: int, read: Callable[[str], Tensor]) -> DeltaWeights | None:
-    """Those of block ``index``, in the type that ``read`` gives; None if it is not a recurrent one."""
+    """Those of block ``index``; None if it is not a recurrent one."""
     tensors = {name: read(full) for name, full in delta_names(config, index).items()}
     if config.delta_net is None or not tensors:
         return None
@@ -111,16 +105,10 @@ def read_delta_weights(config: ModelConfig, index: int, read: Callable[[str], Te
 
 
 def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """The gated delta rule over T positions; ``state`` (heads, key_dim, value_dim) is moved on in place.
+    """The gated delta rule over T positions: (heads, T, value_dim); ``state`` (heads, key_dim, value_dim) is updated.
 
-    Args:
-        q, k: (heads, T, key_dim), k of length 1.
-        v: (heads, T, value_dim).
-        log_decay: (heads, T), 0 or less.
-        beta: (heads, T), between 0 and 1.
-
-    Returns:
-        (heads, T, value_dim).
+    q, k: (heads, T, key_dim), k of length 1; v: (heads, T, value_dim); log_decay: (heads, T), at most 0; beta: (heads,
+    T), between 0 and 1.
     """
     outputs = []
     for chunk in zip(*(part.split(_CHUNK, dim=1) for part in (q, k, v, log_decay, beta)), strict=True):
@@ -134,11 +122,3 @@ def apply_delta_rule(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: T
         last = total[:, -1:]
         state.copy_(last.exp() * state + ((last - total).exp() * k_).transpose(1, 2) @ added)
     return torch.cat(outputs, dim=1)
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + _LENGTH_EPS)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
