@@ -1,4 +1,4 @@
-"""The ways by which a GPU computes a masked layer's product, each for a range of rows, and their launches' tiles."""
+"""How a GPU computes a masked layer's product, for each range of rows, and which tiles the launches take."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from wisparse.formats.bundle import ProjectionMask
 
-# Rows of the weights start at multiples of so many elements, so that they can be read 16 bytes at a time.
-_ALIGNED = 16
+_ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
 
 
 def channel_major(weight: Tensor) -> Tensor:
@@ -30,8 +29,10 @@ def channel_major(weight: Tensor) -> Tensor:
 
 
 def mask_tensors(masks: Sequence[ProjectionMask], channels: slice) -> tuple[Tensor, Tensor]:
-    """Scales (projections, K) of these channels and thresholds (projections,), both float32: vLLM builds models with the
-    weights' type as torch's default, to which a threshold would be rounded."""
+    """Scales (projections, K) of these channels and thresholds (projections,), both float32.
+
+    Explicitly: vLLM builds models with the weights' type as torch's default.
+    """
     scales = torch.stack([mask.channel_scale[channels] for mask in masks]).float()
     thresholds = torch.tensor([mask.threshold for mask in masks], dtype=torch.float32)
     return scales, thresholds
@@ -39,10 +40,7 @@ def mask_tensors(masks: Sequence[ProjectionMask], channels: slice) -> tuple[Tens
 
 @dataclass(frozen=True)
 class Layer:
-    """Projections that read the same input, and their masks: the operator's arguments, beside the rows that it gets.
-
-    Attributes: as `masked_linear` has them.
-    """
+    """Projections that read the same input, and their masks: arguments of `masked_linear`."""
 
     weight: Tensor
     bias: Tensor | None
@@ -51,18 +49,17 @@ class Layer:
     widths: Sequence[int]
 
     def group(self) -> Any:
-        """The same for our GPU kernels."""
+        """For our GPU kernels."""
         from wisparse.kernels.gpu.gemv import Group
         from wisparse.kernels.gpu.matrix import plain_matrix
 
-        # Never "dense": a layer without a threshold drops nothing all the same, and a compiled graph holds for any
-        # bundle.
+        # Never "dense", so that a compiled graph holds for any bundle: a threshold of 0 drops nothing.
         widths = tuple(self.widths)
         matrix = plain_matrix(self.weight.t(), widths)
         return Group(matrix, widths, self.bias, self.scales, self.thresholds, dense=False)
 
     def parts(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
-        """Of each projection: which outputs are its, its weight (width, K) and bias (width,)."""
+        """Each projection's outputs, weight (width, K) and bias (width,)."""
         first = 0
         for width in self.widths:
             part = slice(first, first + width)
@@ -70,20 +67,15 @@ class Layer:
             first += width
 
 
-# Rows for which the sparse kernels leave channels unread; for more of them they read all weights, like a dense product.
-SKIPPED_ROWS = 2
-# Rows that the sparse kernels take in one launch. They could take 16, but are slower there than masked copies: eight
-# rows' inputs fit in shared memory beside the weights.
-SPARSE_ROWS = 8
-# Rows that one tile of the product holds which masks in its own loop.
-MASKED_ROWS = 128
-# Up to so many rows, projections of unlike widths share one batched product: the narrow ones alone do not fill a GPU.
-# With more rows they do, and the copies of the wide ones' inputs cost more.
-BATCHED_ROWS = 512
+# Up to so many rows:
+SKIPPED_ROWS = 2  # the sparse kernels leave channels unread; for more rows they read all weights
+SPARSE_ROWS = 8  # the sparse kernels are faster than masked copies: the rows fit in shared memory beside the weights
+MASKED_ROWS = 128  # one tile holds all rows of the product that masks in its own loop
+BATCHED_ROWS = 512  # projections of unlike widths share one batched product: narrow ones alone do not fill a GPU
 
 
 def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
-    """The same with all masks in one launch, and products that write where their outputs belong."""
+    """All masks in one launch, then dense products."""
     from wisparse.kernels.gpu.masked_gemm import mask_rows
 
     piece = math.gcd(*layer.widths)
@@ -97,10 +89,9 @@ def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
 
 
 def products(inputs: Tensor, layer: Layer) -> Tensor:
-    """y (M, N) of the projections' own inputs: one product for each, or one batched product of equal pieces.
+    """y (M, N) of inputs (projections, M, K), one product each; or of (pieces, M, K), one batched product.
 
-    Args:
-        inputs: (projections, M, K); or (pieces, M, K), a copy for each of the pieces that all projections divide into.
+    Pieces: a copy of a projection's input for each of the equal pieces that all projections divide into.
     """
     pieces, rows, _ = inputs.shape
     out = inputs.new_empty(rows, layer.weight.shape[0])
@@ -122,14 +113,14 @@ def products(inputs: Tensor, layer: Layer) -> Tensor:
 
 
 def fused_mask(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
-    """One launch that masks x beside its loads."""
+    """One product that masks x in its own loop."""
     from wisparse.kernels.gpu.masked_gemm import mask_gemm
 
     return mask_gemm(x, layer.group(), masked, tile)
 
 
 def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
-    """One launch that reads the kept channels of one or two rows, or all of them once for up to SPARSE_ROWS."""
+    """One launch that reads the kept channels of up to SKIPPED_ROWS rows, or all channels once for up to SPARSE_ROWS."""
     from wisparse.kernels.gpu.gemv import launch_gemv
 
     group = layer.group()
@@ -143,7 +134,7 @@ def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
 
 
 def reserve_scratch(layer: Layer) -> None:
-    """Make room for what the programs of a layer's sparse launches share, before a graph keeps its address."""
+    """Allocate what a layer's sparse launches share, before a graph captures its address."""
     group = layer.group()
     weight = layer.weight
     for rows in range(1, SPARSE_ROWS + 1):
@@ -169,7 +160,7 @@ def _tile(device: torch.device, dtype: torch.dtype, in_features: int, widths: tu
 
 @functools.cache
 def mask_tile(device: torch.device, in_features: int, out_features: int, rows: int) -> Any:
-    """The tile of the product that masks in its own loop, None where another way is taken."""
+    """The tile of `fused_mask`, None where none was measured."""
     if not SKIPPED_ROWS < rows <= MASKED_ROWS:
         return None
     from wisparse.kernels.gpu.masked_gemm import mask_gemm_kind
@@ -187,14 +178,15 @@ def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
 
 
 _THREADS = 3
-# Kinds of layers whose kernels are compiled, and those that are being compiled.
-_known: set[tuple[Any, ...]] = set()
+_known: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are compiled, or being compiled
 _running: list[Future[None]] = []
 
 
 def start_compiling(layer: Layer, *, ahead: bool = False) -> None:
-    """Have the kernels of a layer's launches compiled, if none like it came before. Each is launched once, on the
-    current stream, with rows of zeros; ``ahead``: as for `reserve`."""
+    """Compile the kernels of a layer's launches, if none like it came before, by launching each once on zeros.
+
+    ``ahead``: as for `reserve`.
+    """
     weight = layer.weight
     kind = (weight.device, weight.dtype, weight.shape[1], tuple(layer.widths), layer.bias is None)
     if kind in _known:
@@ -206,7 +198,7 @@ def start_compiling(layer: Layer, *, ahead: bool = False) -> None:
 
 
 def finish_compiling() -> None:
-    """Wait for them: a graph that is being captured is no place for their launches. Raises what a launch raised."""
+    """Wait for `start_compiling`, before a graph is captured. Raises what a launch raised."""
     if not _running:
         return
     while _running:
@@ -216,7 +208,7 @@ def finish_compiling() -> None:
 
 
 def _ways(layer: Layer, ahead: bool) -> Iterator[tuple[Callable[[Tensor, Layer, Tensor], Tensor], int]]:
-    """Launches that graphs of vLLM's usual sizes hold, each for the fewest rows that take the same kernel."""
+    """The launches in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel."""
     from wisparse.kernels.gpu.masked_gemm import rows_of_tile
 
     rows = 1
@@ -244,5 +236,5 @@ def _launch_once(stream: Any, run: Callable[[Tensor, Layer, Tensor], Tensor], la
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    # A few: what they do in Python takes turns with the tracing of the model, which a start waits for.
+    # A few: they share the interpreter with the tracing of the model.
     return ThreadPoolExecutor(min(_THREADS, len(os.sched_getaffinity(0))), "wisparse-compile")

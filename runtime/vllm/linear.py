@@ -1,4 +1,4 @@
-"""A linear layer of vLLM's with the masks of its projections: one copy of the weights, laid out for the kernels."""
+"""vLLM's linear layer with the masks of its projections."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from .launches import Layer, channel_major, mask_tensors
 from .product import mask_ahead, reserve
 from .rows import MaskedRows
 
-# The layer that reads what the activation and its product with `up` have written.
-_AFTER_ELEMENTWISE = ".down_proj"
+_AFTER_ELEMENTWISE = ".down_proj"  # reads the product of activation and `up`
 
 
 @register_weight_loader_v2_supported_method
@@ -27,7 +26,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
     supports_pre_processed_weights = False
 
     def __init__(self, prefix: str, masks: Sequence[ProjectionMask], rows: MaskedRows) -> None:
-        """``masks``: of the layer's projections, in the order of its outputs."""
+        """masks: of the layer's projections, in the order of its outputs."""
         super().__init__()
         self._prefix, self._masks, self._rows = prefix, masks, rows
         self._ahead = prefix.endswith(_AFTER_ELEMENTWISE) and len(masks) == 1
@@ -44,11 +43,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """As vLLM's own; remembers which part of the layer this process has.
-
-        Raises:
-            BundleError: masks of another shape.
-        """
+        """As vLLM's own, with the masks checked against the layer."""
         if len(self._masks) not in (1, len(output_partition_sizes)):
             raise BundleError(
                 f"{self._prefix}: expected masks for {len(output_partition_sizes)} outputs, found {len(self._masks)}"
@@ -68,7 +63,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         )  # fmt: skip
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        """Lay the weights out channel by channel, and put scales and thresholds beside them."""
+        """Lay the weights out channel-major, with scales and thresholds beside them."""
         device = layer.weight.device
         layer.weight.data = channel_major(layer.weight.data)
         # A layer split along its inputs has a slice of them here.
@@ -83,8 +78,7 @@ class WisparseLinearMethod(UnquantizedLinearMethod):
         )
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """y of x, (..., K) to (..., N): one opaque operator, so that graphs and compilers see no branch. The mask of an
-        input that a compiled step has just written stands before it: there it costs nothing."""
+        """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch."""
         ready = self._ahead and torch.compiler.is_compiling()
         if ready:
             x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)

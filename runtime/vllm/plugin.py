@@ -1,35 +1,51 @@
-"""vLLM's entry point: makes ``--quantization wisparse`` known, and bundles by themselves.
+"""vLLM's entry point: makes ``--quantization wisparse`` known, and recognises bundles; and what needs no vLLM to decide.
 
-It is called in every process of vLLM, some of them more than once, and touches no GPU.
-
-A bundle's ``config.json`` has no ``quantization_config``, so that other programs load it dense. vLLM asks nobody about
-such a model; what it does let a plug-in replace is the reader of ``config.json``. Ours adds, in memory, the entry that
-names us.
+vLLM calls ``register`` in each of its processes, some more than once; it touches no GPU. A bundle's ``config.json`` has
+no ``quantization_config``, so that other programs load it dense, and vLLM asks no plug-in about such a model. But a
+plug-in may replace the parser of ``config.json``: ours adds, in memory, the entry that names us.
 """
 
 from __future__ import annotations
 
+import difflib
 import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from wisparse.formats.errors import UsageError
+from wisparse.formats.manifest import MANIFEST, SIDECAR
 
-from .config import require_known_version
+# 0.26 and 0.32 were run; where they differ the code says so.
+FIRST, BEFORE = (0, 26), (0, 33)
+NAME = "wisparse"
+POLICIES = ("dense", "all")  # "half" needs whole prompts, and vLLM reads them in chunks
+ENVIRONMENT = {"prefill": "WISPARSE_VLLM_PREFILL", "sparsity": "WISPARSE_VLLM_SPARSITY"}
 
 log = logging.getLogger("vllm.wisparse")
 
 
 def register() -> None:
-    """Register the method and the reader; the entry point of the group ``vllm.general_plugins``.
+    """The entry point of the group ``vllm.general_plugins``.
 
-    A vLLM that is not known and has nothing to register with goes on without us, and says so: it may be serving
-    something else. Where it does have, a bundle is refused when it is opened.
+    An unknown vLLM that has nothing to register with only logs a warning, as it may be serving another model. One that
+    has refuses a bundle when it is opened.
     """
     import vllm
 
     try:
-        _register()
+        from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
+        from vllm.transformers_utils.config import get_config_parser, register_config_parser
+
+        from .config import WisparseConfig
+
+        if NAME not in QUANTIZATION_METHODS:
+            register_quantization_config(NAME)(WisparseConfig)
+        parser = type(get_config_parser("hf"))
+        if not getattr(parser, "knows_bundles", False):
+            register_config_parser("hf")(_with_bundles(parser))
     except (ImportError, AttributeError) as error:
         try:
             require_known_version(vllm.__version__)
@@ -39,23 +55,10 @@ def register() -> None:
             raise error
 
 
-def _register() -> None:
-    from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
-    from vllm.transformers_utils.config import get_config_parser, register_config_parser
+def _with_bundles(parser: Any) -> type:
+    """vLLM's parser of ``config.json``, which also recognises bundles."""
 
-    from .config import NAME, WisparseConfig
-
-    if NAME not in QUANTIZATION_METHODS:
-        register_quantization_config(NAME)(WisparseConfig)
-    reader = type(get_config_parser("hf"))
-    if not getattr(reader, "knows_bundles", False):
-        register_config_parser("hf")(_with_bundles(reader))
-
-
-def _with_bundles(reader: Any) -> type:
-    """vLLM's reader of ``config.json``, which also tells bundles from other models."""
-
-    class Reader(reader):
+    class Parser(parser):
         knows_bundles = True
 
         def parse(
@@ -65,19 +68,15 @@ def _with_bundles(reader: Any) -> type:
             _mark(found, config, model, revision)
             return found, config
 
-    return Reader
+    return Parser
 
 
 def _mark(found: dict[str, Any], config: Any, model: str | Path, revision: str | None) -> None:
     """Name us as the method of a bundle's config; refusals come later, where vLLM does not try again."""
-    from wisparse.formats.manifest import MANIFEST, SIDECAR
-
     # A folder of ours whose config.json lost its entry is opened as a bundle too, and refused there.
     if "wisparse" not in found and not all((Path(model) / name).is_file() for name in (MANIFEST, SIDECAR)):
         return
     from vllm.transformers_utils.repo_utils import file_or_path_exists
-
-    from .config import NAME
 
     if not any(file_or_path_exists(model, name, revision) for name in (MANIFEST, SIDECAR)):
         # transformers copies our entry into whatever it saves from a bundle, which is a dense checkpoint.
@@ -88,3 +87,67 @@ def _mark(found: dict[str, Any], config: Any, model: str | Path, revision: str |
     if isinstance(stored, dict):
         entry["stored"] = str(stored.get("quant_method"))
     config.quantization_config = found["quantization_config"] = entry
+
+
+def require_known_version(found: str) -> None:
+    """Raise UsageError unless ``found``, vLLM's ``__version__``, is in the declared range."""
+    match = re.match(r"(\d+)\.(\d+)", found)
+    if match is None or not FIRST <= (int(match[1]), int(match[2])) < BEFORE:
+        first, before = (f"{major}.{minor}" for major, minor in (FIRST, BEFORE))
+        raise UsageError(
+            f"vLLM: expected a version from {first} to before {before}, found {found}; install one "
+            "(pip install 'wisparse[vllm]') or run the dense model: VLLM_PLUGINS='' vllm serve …"
+        )
+
+
+def require_cards(size: int, model: Any) -> None:
+    """Raise UsageError unless a model of this config can be split into ``size`` parts by tensor parallelism."""
+    for key in ("num_attention_heads", "hidden_size", "intermediate_size"):
+        value = getattr(model, key)
+        if value % size:
+            raise UsageError(f"tensor_parallel_size: expected a divisor of {key} ({value}), found {size}")
+    heads = getattr(model, "num_key_value_heads", None) or size
+    if heads % size and size % heads:
+        raise UsageError(
+            f"tensor_parallel_size: expected a divisor or a multiple of num_key_value_heads ({heads}), found {size}"
+        )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a bundle is run."""
+
+    prefill: str  # dense: prompt tokens are not masked; all: every token is
+    sparsity: float  # of a sparsity level, or 0
+
+    @classmethod
+    def read(cls, additional: Any, environment: Mapping[str, str], default: float) -> Settings:
+        """From vLLM's ``additional_config`` and the environment; default: the default level's sparsity."""
+        entry = None
+        if isinstance(additional, Mapping):
+            for key in map(str, additional):  # other keys are other plug-ins', but these were meant for us
+                nearly = key != "wisparse" and difflib.get_close_matches(key.lower(), ["wisparse"], cutoff=0.8)
+                if key in ENVIRONMENT or nearly:
+                    raise UsageError(
+                        'additional_config: expected {"wisparse": {"sparsity": …}} or the like, found the key '
+                        f"{key!r:.80}"
+                    )
+            entry = additional.get("wisparse")
+        if entry is not None and not isinstance(entry, Mapping):
+            raise UsageError(f"additional_config: wisparse: expected an object, found {entry!r:.80}")
+        given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)}
+        given |= dict(entry or {})
+        for key in given:
+            if key not in ENVIRONMENT:
+                raise UsageError(
+                    f"additional_config: wisparse: expected {' or '.join(ENVIRONMENT)}, found {str(key)!r:.80}"
+                )
+        prefill, sparsity = given.get("prefill", "dense"), given.get("sparsity", default)
+        if prefill not in POLICIES:
+            raise UsageError(f"prefill: expected one of {', '.join(POLICIES)} in vLLM, found {prefill!r:.80}")
+        try:
+            if isinstance(sparsity, bool):
+                raise ValueError
+            return cls(prefill, float(sparsity))
+        except (TypeError, ValueError):
+            raise UsageError(f"sparsity: expected a number, found {sparsity!r:.80}") from None

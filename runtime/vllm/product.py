@@ -1,7 +1,6 @@
 """The product of a masked layer as one torch operator, ``wisparse::masked_linear``.
 
-Which kernel does it is decided inside, where the number of rows is a plain number (while a CUDA graph is captured: the
-graph's own):
+Which kernel runs is decided inside, where the number of rows is a plain number:
 
     none is masked, no graph is captured     vLLM's dense product
     up to SKIPPED_ROWS rows on a GPU         our sparse kernels, which leave channels unread
@@ -11,10 +10,8 @@ graph's own):
     more of them                             dense products of masked inputs, one for each projection
     on a CPU, and in float32                 the same in plain torch
 
-The weights lie channel-major, (K, N), for all of them: the dense product of vLLM's reads either layout.
-
-A layer with one projection whose input comes out of an elementwise step is masked by `mask_ahead`, in plain torch,
-where the compiler sees it and makes it part of that step; the operator then gets inputs that are ``ready``.
+The weights are channel-major, (K, N), for all of them. The input of a layer with one projection behind an elementwise
+step is masked by `mask_ahead` in plain torch, which the compiler fuses with that step.
 """
 
 from __future__ import annotations
@@ -52,20 +49,11 @@ def masked_linear(
     widths: list[int],
     ready: bool = False,
 ) -> Tensor:
-    """Projections that read the same input, over the channels that each row keeps; ``wisparse::masked_linear``.
+    """Projections of x (..., K) that read the same input, over the channels that each row keeps: (..., N).
 
-    Args:
-        x: (..., K).
-        weight: (N, K), on a GPU with contiguous columns; the projections' outputs one after the other.
-        bias: (N,) or None.
-        scales: (projections, K) float32.
-        thresholds: (projections,) float32.
-        masked: (rows or more,) float32, 1 for a row that is masked, 0 for one that keeps all its channels.
-        widths: outputs of each projection.
-        ready: x comes from `mask_ahead`.
-
-    Returns:
-        (..., N).
+    weight: (N, K), on a GPU with contiguous columns, the projections' outputs side by side; bias: (N,); scales:
+    (projections, K) float32; thresholds: (projections,) float32; masked: (rows or more,) float32, 1 for a row that is
+    masked, else 0; widths: outputs of each projection; ready: x comes from `mask_ahead`.
     """
     finish_compiling()
     count = x.numel() // x.shape[-1]
@@ -104,21 +92,13 @@ torch.library.register_fake("wisparse::masked_linear", _shape, lib=_LIBRARY)
 
 
 def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> Tensor:
-    """x with its dropped channels at zero, for one projection.
-
-    Args:
-        x: (M, K).
-        scale: (K,) float32.
-        threshold: () float32.
-        masked: (M or more,) as `masked_linear` has it.
-    """
+    """x (M, K) with dropped channels at zero; scale: (K,), threshold: (), masked: as for `masked_linear`."""
     limit = threshold * masked.narrow(0, 0, x.shape[0])
     return torch.where(keep_mask(x, scale, limit[:, None]), x, x.new_zeros(()))
 
 
 def reserve(layer: Layer, *, ahead: bool = False) -> None:
-    """Before the first batch: make room for a layer's launches, and begin to compile them; ``ahead``: those of a layer
-    whose inputs `mask_ahead` masks."""
+    """Before the first batch: allocate and compile. ``ahead``: the layer's inputs are masked by `mask_ahead`."""
     if layer.weight.is_cuda and layer.weight.dtype in _HALF:
         reserve_scratch(layer)
         start_compiling(layer, ahead=ahead)

@@ -1,10 +1,8 @@
 """Which rows of a batch are masked: with the policy ``dense`` those of decoded tokens, not those of prompts.
 
-A batch of vLLM's mixes both, a CUDA graph is captured once for all of them, and one row of a prompt looks like a
-decoded one. So every product reads, row by row, a tensor on the device that is written before each batch. vLLM tells
-nobody but its model runner how long a request's prompt is; the runners' step that lays out a batch is therefore
-wrapped. (With a public hook before each forward pass, or with prompt lengths in the attention's metadata, nothing
-would have to be.)
+A batch of vLLM's mixes both in one CUDA graph, so every product reads a tensor on the device, written before each batch,
+that says so for each row. Only vLLM's model runner knows how long a prompt is, and there is no hook before a forward
+pass: the runner's method that prepares a batch is wrapped.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor
 
 from wisparse.formats.errors import UsageError
 
-# Module of a runner -> its method that lays out a batch. vLLM has two runners and picks one by model and version.
+# Module of a runner -> its method that prepares a batch. vLLM has two runners and picks one by model and version.
 _RUNNERS = {
     "vllm.v1.worker.gpu_model_runner": "_prepare_inputs",
     "vllm.v1.worker.gpu.model_runner": "prepare_inputs",
@@ -32,19 +30,15 @@ _AT: weakref.WeakValueDictionary[int, MaskedRows] = weakref.WeakValueDictionary(
 
 
 class MaskedRows:
-    """1 for a row that is masked, 0 for one that is not, for the batch that runs next.
-
-    Attributes:
-        any: whether any row may be masked; False lets a product skip the masks where no graph is captured.
-    """
+    """For the next batch: 1 for a row that is masked, else 0."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._device: Tensor | None = None
-        # What all of it holds, None if a batch mixes both. Until the first batch (and with the policy "all" for ever)
-        # every row is masked: graphs are captured with the masks in them.
+        # The value of all rows, None if they differ. Every row is masked until the first batch, so that graphs are
+        # captured with the masks in them, and always with the policy "all".
         self._uniform: float | None = 1.0
-        self.any = True
+        self.any = True  # whether any row may be masked
 
     def on(self, device: torch.device) -> Tensor:
         """(rows,) float32 on ``device``, the same tensor for every layer."""
@@ -54,7 +48,7 @@ class MaskedRows:
         return self._device
 
     def set(self, computed: np.ndarray, counts: np.ndarray, prompts: np.ndarray) -> None:
-        """Write what the next batch needs; arguments as for ``masked_positions``. Asynchronous on a GPU."""
+        """Describe the next batch; arguments as for `masked_positions`. Asynchronous on a GPU."""
         if self._device is None:
             return
         if (computed >= prompts).all():
@@ -77,18 +71,15 @@ class MaskedRows:
 
 
 def may_mask(masked: Tensor) -> bool:
-    """Whether a row of what ``MaskedRows.on`` gave, or of its beginning, may be masked: what the host knows of it."""
+    """Whether a row of (the beginning of) what `MaskedRows.on` returned may be masked, as the host knows it."""
     rows = _AT.get(masked.data_ptr())
     return rows is None or rows.any
 
 
 def masked_positions(computed: np.ndarray, counts: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Which tokens of a batch were decoded, (sum(counts),) bool: those at or after the end of their prompt.
+    """Which tokens of a batch were decoded, those behind their prompt: (sum(counts),) bool.
 
-    Args:
-        computed: (requests,) tokens of each request that earlier batches have read.
-        counts: (requests,) tokens of each in this batch, one request after the other.
-        prompts: (requests,) length of each prompt.
+    Each (requests,): tokens that earlier batches have read, tokens in this batch, length of the prompt.
     """
     begins = np.cumsum(counts) - counts
     position = np.arange(int(counts.sum())) - np.repeat(begins - computed, counts)
@@ -96,11 +87,7 @@ def masked_positions(computed: np.ndarray, counts: np.ndarray, prompts: np.ndarr
 
 
 def watch_runners() -> None:
-    """Have vLLM's model runners say what each batch is made of; once in a process, later calls do nothing.
-
-    Raises:
-        UsageError: this process has none of the runners that are known.
-    """
+    """Wrap vLLM's model runners, once in a process, so that they describe each batch."""
     found = [(sys.modules[name].GPUModelRunner, method) for name, method in _RUNNERS.items() if name in sys.modules]
     for runner, method in found:
         original = getattr(runner, method)
