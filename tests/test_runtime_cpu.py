@@ -430,7 +430,7 @@ from wisparse.runtime.cpu.decoder import CpuDecoder
 bundle = Bundle.open(sys.argv[1])
 settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8)
 from wisparse.kernels.cpu.threads import prepare
-for region in ("step_float32", "step_bfloat16", "transpose_float32", "quantize_float32"):
+for region in ("step_float32", "step_bfloat16", "transpose_float32", "quantize"):
     prepare(region)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 decoder = CpuDecoder(bundle, weights=sys.argv[2], **settings)
