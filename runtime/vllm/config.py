@@ -19,8 +19,8 @@ from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageErr
 from wisparse.formats.hub import fetch_bundle
 
 from .linear import WisparseLinearMethod
-from .plugin import NAME, Settings, require_cards, require_known_version
 from .rows import MaskedRows, watch_runners
+from .settings import NAME, Settings, require_cards, require_known_version
 
 _BLOCKS = "model.layers."
 
