@@ -27,20 +27,24 @@ _LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
     "rope_type": "llama3",
+    "rope_theta": 500000.0,
 }
+_PLAIN = {"rope_type": "default", "rope_theta": 1e6}
 SHAPES = {
     "llama-3.1-8b": dict(
         model_type="llama", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_theta=500000.0,
-        rope_scaling=_LLAMA3, rms_norm_eps=1e-5,
+        num_key_value_heads=8, vocab_size=128256, max_position_embeddings=131072, rope_parameters=_LLAMA3,
+        rms_norm_eps=1e-5, hidden_act="silu",
     ),
     "mistral-7b": dict(
         model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, vocab_size=32768, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-5,
+        num_key_value_heads=8, vocab_size=32768, max_position_embeddings=32768, rope_parameters=_PLAIN,
+        rms_norm_eps=1e-5, hidden_act="silu",
     ),
     "qwen2.5-7b": dict(
         model_type="qwen2", hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28,
-        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, rope_theta=1e6, rms_norm_eps=1e-6,
+        num_key_value_heads=4, vocab_size=152064, max_position_embeddings=32768, rope_parameters=_PLAIN,
+        rms_norm_eps=1e-6, hidden_act="silu", layer_types=["full_attention"] * 28,
     ),
 }  # fmt: skip
 
@@ -78,6 +82,8 @@ def random_bundle(
     config_dict = dict(SHAPES[shape] if isinstance(shape, str) else shape)
     if num_blocks is not None:
         config_dict["num_hidden_layers"] = num_blocks
+        if "layer_types" in config_dict:
+            config_dict["layer_types"] = config_dict["layer_types"][:num_blocks]
     config = ModelConfig.from_dict(config_dict)
     return SimpleNamespace(config=config, checkpoint=_RandomCheckpoint(config, seed, dtype), masks={})
 

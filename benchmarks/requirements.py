@@ -15,6 +15,7 @@ import torch
 
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
+from wisparse.converter.source_config import full_config
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
 
@@ -45,7 +46,7 @@ SHAPES = {
 
 def row(name: str, shape: dict[str, object]) -> list[str]:
     """One line of the table; sizes in GB (1e9 bytes), bf16, default settings."""
-    config = ModelConfig.from_dict({"architectures": ["x"], "torch_dtype": "bfloat16", **shape})
+    config = ModelConfig.from_dict(full_config({"architectures": ["x"], "torch_dtype": "bfloat16", **shape}))
     parameters = sum(torch.Size(size).numel() for size in expected_tensors(config).values())
     needs = {}
     for device in ("cuda", "cpu"):

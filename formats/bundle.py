@@ -20,7 +20,7 @@ from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
 from .errors import BundleError, UsageError
 from .guard import PARTIAL, folder_kind, list_files, parse_json, read_bounded, read_json, require_folder, shown
 from .manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, Recipe, require_version
-from .model_config import ModelConfig, Projection
+from .model_config import ModelConfig
 from .sidecar import ProjectionMask, read_masks
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
@@ -56,9 +56,8 @@ class Bundle:
     """A checked bundle; make one with ``Bundle.open``.
 
     Attributes:
-        sparsity levels: sparsity -> masks, ascending: one mask per projection of the model, under the projection's name, in the
-            order of execution.
-        sparsity: of the sparsity level in force, one of ``sparsity levels``, or 0 for the dense model.
+        levels: sparsity -> masks, ascending: one mask per projection of the model, in the order of execution.
+        sparsity: of the level in force, one of ``levels``, or 0 for the dense model.
     """
 
     folder: Path
@@ -79,11 +78,7 @@ class Bundle:
         return {name: ProjectionMask(mask.channel_scale, 0.0, 0.0) for name, mask in first.items()}
 
     def at(self, sparsity: float) -> Bundle:
-        """The same bundle with another sparsity level in force, 0 for the dense model.
-
-        Raises:
-            UsageError: it has no such sparsity level.
-        """
+        """The same bundle with another sparsity level in force, 0 for the dense model; UsageError if it has none such."""
         # The comparison before the difference: an integer may be too large to become a float.
         number = isinstance(sparsity, int | float) and not isinstance(sparsity, bool) and -1 < sparsity < 2
         for level in (*self.levels, 0.0):
@@ -94,59 +89,62 @@ class Bundle:
         raise UsageError(f"sparsity: expected {listed}0 for the dense model, found {sparsity!r:.60}")
 
     @classmethod
-    def open(cls, folder: str | os.PathLike[str]) -> Bundle:
+    def open(cls, folder: str | os.PathLike[str], *, unfinished: bool = False) -> Bundle:
         """Check and open a bundle; no weight is read.
 
         Checked: that every file that decides anything is there, is a regular file inside the folder, and has its
         sha256 (the weights: their headers only); every name, shape, dtype and value of the sidecar; that recipe,
         sidecar, index, headers and config tell the same story; the format version.
 
+        Args:
+            unfinished: the folder may have the name of an unfinished conversion.
+
         Raises:
-            BundleError: anything is missing, damaged, contradictory or of a newer format.
+            BundleError: anything is missing, damaged, contradictory or of another format version.
             AccessError: no such folder, or no permission.
         """
         folder = Path(folder)
         require_folder(folder)
-        if os.path.realpath(folder).endswith(PARTIAL):
+        if os.path.realpath(folder).endswith(PARTIAL) and not unfinished:
             raise BundleError(f"{shown(folder)}: an unfinished conversion, not a bundle; run the conversion again")
-        return _open(folder)
+        # lexists: a dangling symlink is a damaged bundle, not a folder that never was one.
+        if not os.path.lexists(folder / MANIFEST):
+            kind = folder_kind(folder)
+            how = shlex.quote(shown(folder)) if kind is None else f"from a model (this is {kind})"
+            raise BundleError(f"{shown(folder)}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
+        manifest = Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
+        recipe = manifest.recipe
+        config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
+        entry = config_dict.get("wisparse")
+        if not isinstance(entry, dict):
+            raise BundleError(f"config.json: expected an object under 'wisparse', found {entry!r:.80}")
+        require_version(entry.get("format_version"), "config.json")
+        expected = {"sidecar": SIDECAR, "sparsity": recipe.default, "sparsities": list(recipe.sparsities)}
+        for key, wanted in expected.items():
+            found = entry.get(key)
+            if found != wanted or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
+                raise BundleError(f"config.json: wisparse.{key}: expected {wanted!r}, found {found!r:.80}")
+        checkpoint = Checkpoint.open(folder, error=BundleError)
+        _check_names(folder, checkpoint, manifest)
+        for name in (INDEX, *SMALL_FILES):
+            if name in manifest.sha256:
+                data = _read_checked(folder, name, manifest)
+                document = parse_json(data, name, BundleError) if name in _JSON else None
+                if name == "config.json" and not document == checkpoint.config_dict == config_dict:
+                    raise BundleError(f"{name}: changed while the bundle was opened; open it again")
+        projections = {projection.name: projection for projection in checkpoint.config.projections()}
+        _check_recipe(list(projections), checkpoint.config, recipe)
+        levels = read_masks(_read_checked(folder, SIDECAR, manifest), projections, manifest)
+        return cls(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
     def read_bytes(self, name: str) -> bytes | None:
-        """A small file of the bundle, with its sha256 checked on the very bytes returned; None if it has no such file.
-
-        Raises:
-            BundleError: missing, changed or too large.
-        """
+        """A small file of the bundle, with the sha256 of the bytes returned checked; None if it has no such file."""
         return _read_checked(self.folder, name, self.manifest) if name in self.manifest.sha256 else None
 
 
 def is_document(name: str) -> bool:
     """Whether a file is for people only and may be edited after the conversion: model card, licences, figures."""
     return _DOCUMENT.fullmatch(name) is not None
-
-
-def _open(folder: Path) -> Bundle:
-    # lexists: a dangling symlink is a damaged bundle, not a folder that never was one.
-    if not os.path.lexists(folder / MANIFEST):
-        kind = folder_kind(folder)
-        how = shlex.quote(shown(folder)) if kind is None else f"from a model (this is {kind})"
-        raise BundleError(f"{shown(folder)}: not a bundle: no {MANIFEST}; make one with wisparse-convert {how}")
-    manifest = Manifest.from_dict(read_json(folder, MANIFEST, MAX_MANIFEST_BYTES, BundleError))
-    config_dict = read_json(folder, "config.json", MAX_CONFIG_BYTES, BundleError)
-    _check_config_entry(config_dict, manifest)
-    checkpoint = Checkpoint.open(folder, error=BundleError)
-    _check_names(folder, checkpoint, manifest)
-    for name in (INDEX, *SMALL_FILES):
-        if name in manifest.sha256:
-            data = _read_checked(folder, name, manifest)
-            document = parse_json(data, name, BundleError) if name in _JSON else None
-            if name == "config.json" and not document == checkpoint.config_dict == config_dict:
-                raise BundleError(f"{name}: changed while the bundle was opened; open it again")
-    projections = {projection.name: projection for projection in checkpoint.config.projections()}
-    _check_recipe(projections, checkpoint.config, manifest.recipe)
-    levels = read_masks(_read_checked(folder, SIDECAR, manifest), projections, manifest)
-    recipe = manifest.recipe
-    return Bundle(folder, checkpoint.config, config_dict, recipe, levels, recipe.default, checkpoint, manifest)
 
 
 def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
@@ -158,19 +156,6 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
             "edited: fetch it again"
         )
     return data
-
-
-def _check_config_entry(config_dict: Mapping[str, Any], manifest: Manifest) -> None:
-    entry = config_dict.get("wisparse")
-    if not isinstance(entry, dict):
-        raise BundleError(f"config.json: expected an object under 'wisparse', found {entry!r:.80}")
-    require_version(entry.get("format_version"), "config.json")
-    recipe = manifest.recipe
-    expected = {"sidecar": SIDECAR, "sparsity": recipe.default, "sparsities": list(recipe.sparsities)}
-    for key, wanted in expected.items():
-        found = entry.get(key)
-        if found != wanted or any(isinstance(one, bool) for one in (found if isinstance(found, list) else [found])):
-            raise BundleError(f"config.json: wisparse.{key}: expected {wanted!r}, found {entry.get(key)!r:.80}")
 
 
 def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -191,17 +176,16 @@ def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> No
             raise BundleError(f"{MANIFEST}: files: no entry for {name}")
 
 
-def _check_recipe(projections: Mapping[str, Projection], config: ModelConfig, recipe: Recipe) -> None:
+def _check_recipe(names: list[str], config: ModelConfig, recipe: Recipe) -> None:
     for level in recipe.levels:
         at = f" of the sparsity level {level.sparsity!r:.20}" if len(recipe.levels) > 1 else ""
         found = [entry.name for entry in level.projections]
-        if found != list(projections):
-            missing = [name for name in projections if name not in found]
-            extra = [name for name in found if name not in projections]
+        if found != names:
+            missing = [name for name in names if name not in found]
+            extra = [name for name in found if name not in names]
             what = f"no entry for {missing[0]}" if missing else f"unknown or repeated {(extra or found)[0]!r:.200}"
             raise BundleError(
-                f"{MANIFEST}: projections{at}: expected the model's {len(projections)} in their order, {what}; "
-                "convert again"
+                f"{MANIFEST}: projections{at}: expected the model's {len(names)} in their order, {what}; convert again"
             )
         if len(level.block_sparsities) != config.num_blocks:
             raise BundleError(

@@ -1,7 +1,7 @@
-"""How weights in few bits lie in a checkpoint's tensors: one class a packing, from the formats' public descriptions.
+"""How quantized weights lie in a checkpoint's tensors: one class a packing, from the formats' public descriptions.
 
-A packing says which tensors stand for a weight (N, K), with which shapes and types, and makes a `QuantizedMatrix` of
-them. It knows nothing of files; what it is given has the shapes it asked for.
+A packing says which tensors stand for a weight (N, K), with which shapes and types, and makes a `QuantizedMatrix` of them.
+It is given tensors of the shapes it asked for; errors are ValueError, in words.
 """
 
 from __future__ import annotations
@@ -32,57 +32,32 @@ class Part:
 
 
 class Packing(ABC):
-    """A way to store a weight. Two weights are stored alike if their packings are equal.
+    """A way to store a weight. Two weights are stored alike if their packings are equal."""
 
-    Attributes:
-        group: neighbouring channels that share a scale, None for a whole row.
-    """
-
+    kind: Kind
+    # Neighbouring channels that share a scale; None for a whole row.
     group: int | None
-
-    @property
-    @abstractmethod
-    def kind(self) -> Kind:
-        """What a weight becomes."""
-
-    @property
-    @abstractmethod
-    def zero_points(self) -> bool:
-        """Whether each scale has a code of its own for zero."""
+    zero_points: bool
 
     @abstractmethod
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
-        """Last part of a tensor's name -> what is expected there, for a weight (rows, columns).
-
-        Raises:
-            ValueError: such a weight cannot be stored so; in words.
-        """
+        """Last part of a tensor's name -> what is expected there, for a weight (rows, columns)."""
 
     @abstractmethod
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        """The weight (rows, columns) from the tensors of `parts`.
-
-        Raises:
-            ValueError: values that make no weight; in words.
-        """
+        """The weight (rows, columns) from the tensors of `parts`."""
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:  # noqa: B027
-        """Look at those of the small tensors ``weight_shape`` and ``g_idx`` that there are.
-
-        Raises:
-            ValueError: a weight (rows, columns) is not stored like this.
-        """
+        """Check those of the small tensors ``weight_shape`` and ``g_idx`` that there are."""
 
     def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
         """The reverse of `decode`, for those packings that are written: without zero points."""
         raise NotImplementedError(f"{type(self).__name__} is not written")
 
     def _groups(self, columns: int) -> int:
-        if self.group is None:
-            return 1
-        if columns % self.group:
+        if self.group is not None and columns % self.group:
             raise ValueError(f"groups of {self.group} do not divide its {columns} channels")
-        return columns // self.group
+        return 1 if self.group is None else columns // self.group
 
 
 @dataclass(frozen=True)
@@ -96,22 +71,22 @@ class Packed(Packing):
     per_tensor: bool = False
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Kind:  # type: ignore[override]
         return "int4" if self.bits == 4 else "int8"
 
     @property
-    def zero_points(self) -> bool:
+    def zero_points(self) -> bool:  # type: ignore[override]
         return not self.symmetric
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = self._groups(columns)
         found = {
-            "weight_packed": Part(((rows, _words(columns, self.bits)),), ("I32",)),
+            "weight_packed": Part(((rows, -(-columns * self.bits // 32)),), ("I32",)),
             "weight_scale": Part(((1,), ()) if self.per_tensor else ((rows, groups),), _FLOATS),
             "weight_shape": Part(((2,),), ("I64", "I32")),
         }
         if not self.symmetric:
-            found["weight_zero_point"] = Part(((_words(rows, self.bits), groups),), ("I32",))
+            found["weight_zero_point"] = Part(((-(-rows * self.bits // 32), groups),), ("I32",))
         return found
 
     def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
@@ -120,16 +95,14 @@ class Packed(Packing):
             raise ValueError(f"weight_shape: expected {[rows, columns]}, found {stated}")
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
-        packed = parts["weight_packed"].contiguous().view(torch.uint8)
-        zeros = None
+        codes, zeros = parts["weight_packed"].contiguous().view(torch.uint8), None
         if not self.symmetric:
-            zeros = _from_words(parts["weight_zero_point"].t(), self.bits, rows).t()
+            zeros = _from_words(parts["weight_zero_point"].t(), self.bits, rows).t().contiguous()
         scales = _scales(parts["weight_scale"], self.bits).expand(rows, -1)
         if self.bits == 8:
-            codes, zeros = _signed(packed[:, :columns]), None if zeros is None else _signed(zeros)
+            codes, zeros = _signed(codes[:, :columns]), None if zeros is None else _signed(zeros)
         else:
-            codes = packed[:, : (columns + 1) // 2]
-        zeros = None if zeros is None else zeros.contiguous()
+            codes = codes[:, : (columns + 1) // 2]
         return QuantizedMatrix(self.kind, codes.contiguous(), scales, zeros, self.group, (rows, columns))
 
     def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
@@ -152,7 +125,7 @@ class Plain(Packing):
     are named ``weight_scale_inv`` (and are multiplied with nevertheless).
     """
 
-    number: Literal["int8", "fp8"]
+    kind: Literal["int8", "fp8"]
     group: int | None = None
     block_rows: int | None = None
     per_tensor: bool = False
@@ -161,11 +134,7 @@ class Plain(Packing):
     input_scale: bool = False
 
     @property
-    def kind(self) -> Kind:
-        return self.number
-
-    @property
-    def zero_points(self) -> bool:
+    def zero_points(self) -> bool:  # type: ignore[override]
         return not self.symmetric
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
@@ -173,62 +142,50 @@ class Plain(Packing):
         scale_rows = rows if self.block_rows is None else -(-rows // self.block_rows)
         shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1)) if self.per_tensor else ((scale_rows, groups),)
         found = {
-            "weight": Part(((rows, columns),), ("I8" if self.number == "int8" else "F8_E4M3",)),
+            "weight": Part(((rows, columns),), ("I8" if self.kind == "int8" else "F8_E4M3",)),
             self.scale: Part(shapes, _FLOATS),
         }
         if not self.symmetric:
             found["weight_zero_point"] = Part(shapes, ("I8",))
-        if self.input_scale:
-            # Of activations, which are not rounded here.
+        if self.input_scale:  # of activations, which are not rounded here
             found["input_scale"] = Part(((1,), ()), _FLOATS, required=False)
         return found
 
     def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
+        def by_row(values: Tensor) -> Tensor:
+            if self.per_tensor:
+                return values.reshape(1, 1).expand(rows, 1).contiguous()
+            if self.block_rows is not None:
+                return values.repeat_interleave(self.block_rows, dim=0)[:rows].contiguous()
+            return values.contiguous()
+
         codes = parts["weight"]
-        if self.number == "fp8" and bool(((codes.view(torch.uint8) & _FP8_NAN) == _FP8_NAN).any()):
+        if self.kind == "fp8" and bool(((codes.view(torch.uint8) & _FP8_NAN) == _FP8_NAN).any()):
             raise ValueError("the weights hold NaN; the model is damaged")
-        scales = self._by_row(_scales(parts[self.scale], 8), rows)
-        zeros = None if self.symmetric else self._by_row(parts["weight_zero_point"].reshape(scales.shape), rows)
+        scales = by_row(_scales(parts[self.scale], 8))
+        zeros = None if self.symmetric else by_row(parts["weight_zero_point"])
         return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (rows, columns))
 
     def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
         return {"weight": matrix.codes, self.scale: matrix.scales.to(scale_dtype)}
 
-    def _by_row(self, values: Tensor, rows: int) -> Tensor:
-        if self.per_tensor:
-            return values.reshape(1, 1).expand(rows, 1).contiguous()
-        if self.block_rows is not None:
-            return values.repeat_interleave(self.block_rows, dim=0)[:rows].contiguous()
-        return values.contiguous()
-
 
 @dataclass(frozen=True)
-class _InWords(Packing):
-    """int4, eight codes to an int32 word."""
-
-    group: int | None
-
-    @property
-    def kind(self) -> Kind:
-        return "int4"
-
-    @property
-    def zero_points(self) -> bool:
-        return True
-
-
-@dataclass(frozen=True)
-class Gptq(_InWords):
-    """GPTQ's: codes in int32 words along K, zero points along N, scales (G, N); everything is transposed.
+class Gptq(Packing):
+    """GPTQ's: 4-bit codes in int32 words along K, zero points along N, scales (G, N); everything is transposed.
 
     ``zero_offset``: what is added to a stored zero point: 1 in the first version of the format, 0 in the second.
     """
 
+    group: int | None
     zero_offset: int
+    kind = "int4"
+    zero_points = True
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = self._groups(columns)
-        _require_words(rows, columns)
+        if rows % 8 or columns % 8:
+            raise ValueError(f"words of eight codes do not divide its shape {(rows, columns)}")
         return {
             "qweight": Part(((columns // 8, rows),), ("I32",)),
             "qzeros": Part(((groups, rows // 8),), ("I32",)),
@@ -252,12 +209,17 @@ class Gptq(_InWords):
 
 
 @dataclass(frozen=True)
-class Awq(_InWords):
-    """AutoAWQ's ``gemm``: codes and zero points in int32 words along N, interleaved; scales (G, N)."""
+class Awq(Packing):
+    """AutoAWQ's ``gemm``: 4-bit codes and zero points in int32 words along N, interleaved; scales (G, N)."""
+
+    group: int | None
+    kind = "int4"
+    zero_points = True
 
     def parts(self, rows: int, columns: int) -> dict[str, Part]:
         groups = self._groups(columns)
-        _require_words(rows, 8)
+        if rows % 8:
+            raise ValueError(f"words of eight codes do not divide its shape {(rows, columns)}")
         return {
             "qweight": Part(((columns, rows // 8),), ("I32",)),
             "qzeros": Part(((groups, rows // 8),), ("I32",)),
@@ -271,15 +233,6 @@ class Awq(_InWords):
         )
         scales = _scales(parts["scales"], 4).t().contiguous()
         return QuantizedMatrix("int4", pack_int4(codes), scales, zeros.contiguous(), self.group, (rows, columns))
-
-
-def _words(count: int, bits: int) -> int:
-    return -(-count * bits // 32)
-
-
-def _require_words(rows: int, columns: int) -> None:
-    if rows % 8 or columns % 8:
-        raise ValueError(f"words of eight codes do not divide its shape {(rows, columns)}")
 
 
 def _from_words(words: Tensor, bits: int, columns: int) -> Tensor:
@@ -297,7 +250,7 @@ def _signed(codes: Tensor) -> Tensor:
 
 
 def _scales(stored: Tensor, bits: int) -> Tensor:
-    """Scales in float32; 4 and 8 bits have codes, less their zero points, of at most 15 and 448."""
+    """Scales in float32; codes of 4 and 8 bits, less their zero points, are at most 15 and 448."""
     scales = stored.to(torch.float32)
     least, largest = (float(value) for value in torch.aminmax(scales))
     # NaN fails every comparison.

@@ -40,55 +40,45 @@ _REFUSED = {
 }
 _MAX_GROUPS = 64
 _MAX_NAMES = 100_000
-# A stranger's pattern is only run where the time it takes is bounded: names are short, a few quantifiers of single
-# letters or sets are tried at every place, and none of a group.
+# A pattern is only run where the time it takes is bounded: names are short, a few quantifiers of single letters or sets
+# are tried at every place, and none of a group.
 _MAX_PATTERN = 200
 _MAX_QUANTIFIERS = 3
 _MAX_TRIALS = 20_000
 
 
+def _expected(key: str, what: str, found: Any) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: {key}: expected {what}, found {found!r:.80}")
+
+
 def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
-    """Name of every weight that is stored in few bits -> how.
+    """Name of every quantized weight -> its packing; ``config`` is read from ``config_dict``, which is ``config.json``.
 
-    Only linear layers are: projections and the output layer. Empty where the model is not quantised.
-
-    Args:
-        config_dict: ``config.json``.
-        config: read from it.
-
-    Raises:
-        UnsupportedModelError: a method, scheme or setting not known, or one that contradicts itself.
+    Only linear layers are quantized: projections and the output layer. Raises UnsupportedModelError for a method, scheme
+    or setting that is not known, or one that contradicts itself.
     """
     given = config_dict.get(_KEY)
     if given is None or given == {}:
         return {}
     if not isinstance(given, dict):
-        raise UnsupportedModelError(f"config.json: {_KEY}: expected an object, found {given!r:.80}")
+        raise _expected(_KEY, "an object", given)
     method = given.get("quant_method")
     if method is None and "config_groups" in given:
         method = "compressed-tensors"
     readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
-        raise UnsupportedModelError(_why_refused(given, method))
+        if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+            method = "bitsandbytes"
+        named = _REFUSED.get(str(method).replace("_fp4", "").lower())
+        by = f"{method!r:.80};" if named is None else f"{named[0]}: {named[1]};"
+        raise UnsupportedModelError(
+            f"the model is quantised by {by} known are {_KNOWN}: use the unquantised checkpoint"
+        )
     layers = [projection.name for projection in config.projections()]
     if not config.tie_word_embeddings:
         layers.append(LM_HEAD.removesuffix(".weight"))
     packings = readers[method](given, layers)
-    _require_alike(config, packings)
-    return {f"{layer}.weight": packing for layer, packing in packings.items()}
-
-
-def _why_refused(given: Mapping[str, Any], method: Any) -> str:
-    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-        method = "bitsandbytes"
-    named = _REFUSED.get(str(method).replace("_fp4", "").lower())
-    if named is None:
-        return f"the model is quantised by {method!r:.80}; known are {_KNOWN}: use the unquantised checkpoint"
-    return f"the model is quantised by {named[0]}: {named[1]}; known are {_KNOWN}: use the unquantised checkpoint"
-
-
-def _require_alike(config: ModelConfig, packings: Mapping[str, Packing]) -> None:
-    """Projections that read one input are one product in every runtime, so they have to be stored alike."""
+    # Projections that read one input are one product in every runtime, so they have to be stored alike.
     for block in range(config.num_blocks):
         for first, *others in config.shared_inputs(block):
             for other in others:
@@ -97,15 +87,17 @@ def _require_alike(config: ModelConfig, packings: Mapping[str, Packing]) -> None
                         f"config.json: {_KEY}: {first.name} and {other.role} read one input but are stored in "
                         "different ways; expected one scheme for both"
                     )
-
-
-# ---------------------------------------------------------------------- compressed-tensors
+    return {f"{layer}.weight": packing for layer, packing in packings.items()}
 
 
 def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    for key, plain in (("sparsity_config", ("dense", None)), ("transform_config", ())):
-        inner = given.get(key)
-        if inner and not (isinstance(inner, dict) and plain and inner.get("format") in plain):
+    sparsity = given.get("sparsity_config")
+    dense = isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)
+    for key, refused in (
+        ("sparsity_config", sparsity and not dense),
+        ("transform_config", given.get("transform_config")),
+    ):
+        if refused:
             raise UnsupportedModelError(f"config.json: {_KEY}.{key} is not known here; use the unquantised checkpoint")
     if given.get("kv_cache_scheme"):
         raise UnsupportedModelError(
@@ -113,21 +105,18 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
         )
     status = given.get("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):
-        raise UnsupportedModelError(
-            f"config.json: {_KEY}.quantization_status: expected 'compressed', found {status!r:.80}"
-        )
+        raise _expected(f"{_KEY}.quantization_status", "'compressed'", status)
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_GROUPS:
-        raise UnsupportedModelError(f"config.json: {_KEY}.config_groups: expected an object, found {groups!r:.80}")
+        raise _expected(f"{_KEY}.config_groups", "an object", groups)
     ignore = _Names("ignore", given.get("ignore") or [], len(layers))
     schemes = []
     for name, group in groups.items():
         where = f"{_KEY}.config_groups.{name:.40}"
         if not isinstance(group, dict):
-            raise UnsupportedModelError(f"config.json: {where}: expected an object, found {group!r:.80}")
+            raise _expected(where, "an object", group)
         packing = _scheme(where, group, group.get("format") or given.get("format"))
-        targets = _Names(f"config_groups.{name:.40}.targets", group.get("targets"), len(layers))
-        schemes.append((targets, packing))
+        schemes.append((_Names(f"config_groups.{name:.40}.targets", group.get("targets"), len(layers)), packing))
     found: dict[str, Packing] = {}
     for layer in layers:
         if ignore.match(layer):
@@ -146,16 +135,15 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
 
 
 def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
-    weights = group.get("weights")
+    weights, activations = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict):
-        raise UnsupportedModelError(f"config.json: {where}.weights: expected an object, found {weights!r:.80}")
+        raise _expected(f"{where}.weights", "an object", weights)
     bits, number, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     form = {"naive-quantized": f"{number}-quantized"}.get(form, form) if isinstance(form, str) else form
     if strategy is None:
         # What compressed-tensors takes it for.
         size = weights.get("group_size")
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
-    named = f"{form!r:.40} of {bits!r:.20}-bit {number!r:.20} by {strategy!r:.20}"
     if weights.get("dynamic") not in (None, False):
         raise UnsupportedModelError(f"config.json: {where}: weights that are rounded anew at every use are not known")
     if weights.get("actorder") in ("group", "dynamic", True):
@@ -166,40 +154,30 @@ def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
     symmetric = weights.get("symmetric", True)
     if not isinstance(symmetric, bool):
         raise UnsupportedModelError(f"config.json: {where}: symmetric: expected true or false, found {symmetric!r:.80}")
+    if activations is not None and not isinstance(activations, dict):
+        raise _expected(f"{where}.input_activations", "an object", activations)
     size = dimension(weights, "group_size") if strategy == "group" else None
-    per_tensor = strategy == "tensor"
-    integers = number == "int" and strategy in ("tensor", "channel", "group")
-    if form == "pack-quantized" and integers and bits in (4, 8) and (symmetric or not per_tensor):
+    per_tensor, known = strategy == "tensor", strategy in ("tensor", "channel", "group")
+    static = (activations or {}).get("dynamic") is False
+    if form == "pack-quantized" and number == "int" and known and bits in (4, 8) and (symmetric or not per_tensor):
         return Packed(bits, size, symmetric, per_tensor)
-    static = (group.get("input_activations") or {}).get("dynamic") is False if _is_object(where, group) else False
-    if form == "int-quantized" and integers and bits == 8:
+    if form == "int-quantized" and number == "int" and known and bits == 8:
         return Plain("int8", size, None, per_tensor, symmetric, input_scale=static)
     if form == "float-quantized" and number == "float" and bits == 8 and symmetric:
         if strategy == "block":
             block_rows, block_columns = _block(weights.get("block_structure"), where)
             return Plain("fp8", block_columns, block_rows, input_scale=static)
-        if strategy in ("tensor", "channel", "group"):
+        if known:
             return Plain("fp8", size, None, per_tensor, input_scale=static)
+    named = f"{form!r:.40} of {bits!r:.20}-bit {number!r:.20} by {strategy!r:.20}"
     raise UnsupportedModelError(
         f"config.json: {where}: {named} is not among the schemes read here ({_KNOWN}); use the unquantised checkpoint"
     )
 
 
-def _is_object(where: str, group: Mapping[str, Any]) -> bool:
-    activations = group.get("input_activations")
-    if activations is not None and not isinstance(activations, dict):
-        raise UnsupportedModelError(
-            f"config.json: {where}.input_activations: expected an object, found {activations!r:.80}"
-        )
-    return True
-
-
 def _block(given: Any, where: str) -> tuple[int, int]:
-    if (
-        not isinstance(given, list)
-        or len(given) != 2
-        or not all(type(size) is int and 0 < size < 2**20 for size in given)
-    ):
+    valid = isinstance(given, list) and len(given) == 2
+    if not valid or not all(type(size) is int and 0 < size < 2**20 for size in given):
         raise UnsupportedModelError(f"config.json: {where}: expected a block of two sizes, found {given!r:.80}")
     return given[0], given[1]
 
@@ -243,12 +221,9 @@ class _Names:
             raise UnsupportedModelError(f"{self._key}: not a regular expression: {pattern!r:.80}") from None
 
 
-# ---------------------------------------------------------------------- fp8, GPTQ, AWQ
-
-
 def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    if given.get("fmt", "e4m3") != "e4m3" and given.get("fmt") != "float8_e4m3fn":
-        raise UnsupportedModelError(f"config.json: {_KEY}.fmt: expected 'e4m3', found {given.get('fmt')!r:.80}")
+    if given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        raise _expected(f"{_KEY}.fmt", "'e4m3'", given["fmt"])
     static = given.get("activation_scheme") == "static"
     packing = Plain("fp8", per_tensor=True, input_scale=static)
     if given.get("weight_block_size") is not None:
@@ -258,35 +233,36 @@ def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
 
 
 def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    _require(given, ("bits", "w_bit"), 4)
+    _require_4_bits(given, "w_bit" if "bits" not in given and "w_bit" in given else "bits")
     version = given.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
         raise UnsupportedModelError(
             f"config.json: {_KEY}.version: expected AWQ's 'gemm', found {version!r:.80}, which is packed in another way"
         )
-    return _but(given, ("modules_to_not_convert",), layers, Awq(_group_size(given, ("group_size", "q_group_size"))))
+    group = _group_size(
+        given, "q_group_size" if "group_size" not in given and "q_group_size" in given else "group_size"
+    )
+    return _but(given, ("modules_to_not_convert",), layers, Awq(group))
 
 
 def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    _require(given, ("bits",), 4)
-    form = given.get("checkpoint_format", "gptq")
-    if form not in ("gptq", "gptq_v2") or given.get("is_marlin_format"):
+    _require_4_bits(given, "bits")
+    form = "marlin" if given.get("is_marlin_format") else given.get("checkpoint_format", "gptq")
+    if form not in ("gptq", "gptq_v2"):
         raise UnsupportedModelError(
-            f"config.json: {_KEY}.checkpoint_format: expected 'gptq' or 'gptq_v2', found "
-            f"{'marlin' if given.get('is_marlin_format') else form!r:.80}, which is packed in another way"
+            f"config.json: {_KEY}.checkpoint_format: expected 'gptq' or 'gptq_v2', found {form!r:.80}, which is packed "
+            "in another way"
         )
     if given.get("dynamic"):
         raise UnsupportedModelError(f"config.json: {_KEY}.dynamic: layers with settings of their own are not known")
-    packing = Gptq(_group_size(given, ("group_size",)), 0 if form == "gptq_v2" else 1)
+    packing = Gptq(_group_size(given, "group_size"), 0 if form == "gptq_v2" else 1)
     head = LM_HEAD.removesuffix(".weight")
     layers = [layer for layer in layers if layer != head or given.get("lm_head") is True]
     only = given.get("modules_in_block_to_quantize")
     if only is None:
         return dict.fromkeys(layers, packing)
     if not isinstance(only, list):
-        raise UnsupportedModelError(
-            f"config.json: {_KEY}.modules_in_block_to_quantize: expected a list, found {only!r:.80}"
-        )
+        raise _expected(f"{_KEY}.modules_in_block_to_quantize", "a list", only)
     named = _strings("modules_in_block_to_quantize", [x for one in only for x in (one if type(one) is list else [one])])
     return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
 
@@ -299,19 +275,16 @@ def _but(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], pac
 
 def _strings(key: str, given: Any) -> list[str]:
     if not isinstance(given, list) or len(given) > _MAX_NAMES or not all(isinstance(name, str) for name in given):
-        raise UnsupportedModelError(f"config.json: {_KEY}.{key}: expected a list of names, found {given!r:.80}")
+        raise _expected(f"{_KEY}.{key}", "a list of names", given)
     return given
 
 
-def _group_size(given: Mapping[str, Any], keys: tuple[str, ...]) -> int | None:
-    key = next((key for key in keys if key in given), keys[0])
-    return None if given.get(key) == -1 and not isinstance(given.get(key), bool) else dimension(given, key)
+def _group_size(given: Mapping[str, Any], key: str) -> int | None:
+    return None if type(given.get(key)) is int and given[key] == -1 else dimension(given, key)
 
 
-def _require(given: Mapping[str, Any], keys: tuple[str, ...], wanted: int) -> None:
-    key = next((key for key in keys if key in given), keys[0])
-    if type(given.get(key)) is not int or given[key] != wanted:
+def _require_4_bits(given: Mapping[str, Any], key: str) -> None:
+    if type(given.get(key)) is not int or given[key] != 4:
         raise UnsupportedModelError(
-            f"config.json: {_KEY}.{key}: expected {wanted}, found {given.get(key)!r:.80}; use the unquantised "
-            "checkpoint"
+            f"config.json: {_KEY}.{key}: expected 4, found {given.get(key)!r:.80}; use the unquantised checkpoint"
         )

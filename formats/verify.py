@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .bundle import MAX_FILE_BYTES, Bundle, _open, is_document
+from .bundle import MAX_FILE_BYTES, Bundle, is_document
 from .errors import BundleError, printable
 from .guard import identity, list_files, open_regular
 from .manifest import MANIFEST
@@ -45,7 +45,7 @@ def verify_bundle(folder: str | os.PathLike[str]) -> VerifyReport:
 
 def verify_files(folder: Path) -> VerifyReport:
     """``verify_bundle`` for a folder that still has its unfinished name."""
-    return _verify(_open(folder), time.monotonic())
+    return _verify(Bundle.open(folder, unfinished=True), time.monotonic())
 
 
 def _verify(bundle: Bundle, started: float) -> VerifyReport:

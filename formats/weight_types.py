@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,13 +16,10 @@ PREFILL_POLICIES = ("dense", "half", "all")
 
 
 def sparse_from(policy: str, length: int) -> int:
-    """The first sparse position of a prompt of ``length`` tokens; ``length`` if none is.
+    """The first sparse position of a prompt of ``length`` tokens, ``length`` if none is.
 
-    ``dense``: none of them is sparse. ``half``: the last ``length // 2``, the paper's protocol for measuring accuracy.
-    ``all``: every one.
-
-    Raises:
-        UsageError: no such policy.
+    ``dense``: none is sparse. ``half``: the last ``length // 2``, the paper's protocol for measuring accuracy. ``all``:
+    every one.
     """
     guard.choice("prefill", policy, PREFILL_POLICIES)
     return {"dense": length, "half": length - length // 2, "all": 0}[policy]
@@ -37,8 +34,8 @@ _MIDDLE = {"int8": 0, "int4": 8, "fp8": 0}
 _FP8_LARGEST = 448.0
 # A scale below this would round to zero or lose its digits.
 _SMALLEST_NORMAL = torch.finfo(torch.float32).tiny
-# Numbers widened at a time: a piece stays small beside any weight that is worth quantising.
-_PIECE = 4 << 20
+# Numbers in float32 at a time.
+_CHUNK = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,7 @@ class QuantizedMatrix:
     """A weight (N, K) in codes.
 
     Attributes:
-        kind: ``int8``, ``int4`` or ``fp8`` (e4m3).
-        codes: int8: (N, K) int8; int4: (N, ceil(K / 2)) uint8, see the module's text; fp8: (N, K) float8_e4m3fn.
+        codes: int8: (N, K) int8; int4: (N, ceil(K / 2)) uint8, see `pack_int4`; fp8: (N, K) float8_e4m3fn (e4m3).
         scales: (N, G) float32, finite and not zero; G = K / group, or 1 without groups.
         zeros: (N, G), of the type and in the range of an integer code, unpacked; None: 0 for int8, 8 for int4.
         group: neighbouring channels that share a scale; divides K. None: the whole row does.
@@ -93,20 +89,17 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (len(codes), self.shape[1]))
 
     def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """The weight (N, K) in ``dtype``, computed in float32 and rounded once; in pieces of some rows."""
+        """The weight (N, K) in ``dtype``, computed in float32 and rounded once; some rows at a time."""
         weight = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
-        for first, last in _pieces(*self.shape):
-            weight[first:last] = self.rows(first, last)._widened()
+        for part in _row_slices(*self.shape):
+            codes = unpack_int4(self.codes[part], self.shape[1]) if self.kind == "int4" else self.codes[part]
+            groups = codes.to(torch.float32).unflatten(1, (self.scales.shape[1], -1))
+            if self.zeros is not None:
+                groups -= self.zeros[part].to(torch.float32).unsqueeze(2)
+            elif _MIDDLE[self.kind]:
+                groups -= _MIDDLE[self.kind]
+            weight[part] = groups.mul_(self.scales[part].unsqueeze(2)).flatten(1)
         return weight
-
-    def _widened(self) -> Tensor:
-        codes = unpack_int4(self.codes, self.shape[1]) if self.kind == "int4" else self.codes
-        groups = codes.to(torch.float32).unflatten(1, (*self.scales.shape[1:], -1))
-        if self.zeros is not None:
-            groups -= self.zeros.to(torch.float32).unsqueeze(2)
-        elif _MIDDLE[self.kind]:
-            groups -= _MIDDLE[self.kind]
-        return groups.mul_(self.scales.unsqueeze(2)).flatten(1)
 
 
 def pack_int4(codes: Tensor) -> Tensor:
@@ -125,10 +118,9 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
 def quantise_int8(
     weight: Tensor, *, group: int | None = None, zero_points: bool = False, scale_dtype: torch.dtype = torch.float32
 ) -> QuantizedMatrix:
-    """Round a weight to int8.
+    """Round a weight (N, K), floating and finite, to int8.
 
     Args:
-        weight: (N, K), floating, finite.
         group: neighbouring channels that share a scale, or None for whole rows.
         zero_points: from the least to the largest value of a group, instead of symmetric about zero.
         scale_dtype: a scale is a number of this type, for files that store it so.
@@ -151,15 +143,15 @@ def quantise_fp8(weight: Tensor, *, per_row: bool = True, scale_dtype: torch.dty
     """Round a weight (N, K) to float8 e4m3, with a scale a row or one for all rows."""
     rows, columns = weight.shape
     largest = torch.empty(rows, 1, device=weight.device)
-    for first, last in _pieces(rows, columns):
-        largest[first:last] = weight[first:last].to(torch.float32).abs().amax(1, keepdim=True)
+    for part in _row_slices(rows, columns):
+        largest[part] = weight[part].to(torch.float32).abs().amax(1, keepdim=True)
     if not per_row:
         largest = largest.amax().expand(rows, 1)
     scales = _as_scales(largest / _FP8_LARGEST, scale_dtype)
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight.device)
-    for first, last in _pieces(rows, columns):
-        piece = weight[first:last].to(torch.float32) / scales[first:last]
-        codes[first:last] = piece.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
+    for part in _row_slices(rows, columns):
+        scaled = weight[part].to(torch.float32) / scales[part]
+        codes[part] = scaled.clamp_(-_FP8_LARGEST, _FP8_LARGEST).to(torch.float8_e4m3fn)
     return QuantizedMatrix("fp8", codes, scales, None, None, (rows, columns))
 
 
@@ -175,31 +167,24 @@ def _quantise_integers(
     codes = torch.empty(rows, width, dtype=_STORED[kind], device=weight.device)
     scales = torch.empty(rows, groups, device=weight.device)
     zeros = torch.empty(rows, groups, dtype=_STORED[kind], device=weight.device) if zero_points else None
-    for first, last in _pieces(rows, columns):
-        piece = weight[first:last].to(torch.float32).unflatten(1, (groups, -1))
-        scale, zero = _grid(kind, piece, zero_points, scale_dtype)
+    for part in _row_slices(rows, columns):
+        values = weight[part].to(torch.float32).unflatten(1, (groups, -1))
+        if zero_points:
+            least, largest = values.amin(2).clamp_(max=0), values.amax(2).clamp_(min=0)
+            # Divided before they are subtracted: the difference alone can overflow.
+            scale = _as_scales(largest / (high - low) - least / (high - low), scale_dtype)
+            zero = (low + torch.round(-least / scale)).clamp_(low, high)
+        else:
+            # int8 leaves -128 unused; of four bits' sixteen codes none is spared: half a step is lost at either end.
+            scale = _as_scales(values.abs().amax(2) / (127.0 if kind == "int8" else 7.5), scale_dtype)
+            zero = torch.full_like(scale, _MIDDLE[kind])
         # Rounded before the zero point is added: what is halfway then rounds as it does without one.
-        code = torch.round(piece / scale.unsqueeze(2)) + zero.unsqueeze(2)
-        code = code.clamp_(low, high).flatten(1)
-        codes[first:last] = pack_int4(code) if kind == "int4" else code.to(torch.int8)
-        scales[first:last] = scale
+        code = (torch.round(values / scale.unsqueeze(2)) + zero.unsqueeze(2)).clamp_(low, high).flatten(1)
+        codes[part] = pack_int4(code) if kind == "int4" else code.to(torch.int8)
+        scales[part] = scale
         if zeros is not None:
-            zeros[first:last] = zero.to(zeros.dtype)
+            zeros[part] = zero.to(zeros.dtype)
     return QuantizedMatrix(kind, codes, scales, zeros, group, (rows, columns))
-
-
-def _grid(kind: Kind, groups: Tensor, zero_points: bool, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale and zero point, (R, G) float32 each, of float32 values (R, G, K / G)."""
-    low, high = _RANGE[kind]
-    if not zero_points:
-        # int8 leaves -128 unused. Of four bits' sixteen codes none is spared: half a step is lost at either end.
-        steps = 127.0 if kind == "int8" else 7.5
-        scale = _as_scales(groups.abs().amax(2) / steps, scale_dtype)
-        return scale, torch.full_like(scale, _MIDDLE[kind])
-    least, largest = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
-    # Divided before they are subtracted: the difference alone can overflow.
-    scale = _as_scales(largest / (high - low) - least / (high - low), scale_dtype)
-    return scale, (low + torch.round(-least / scale)).clamp_(low, high)
 
 
 def _as_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,10 +194,9 @@ def _as_scales(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype).to(torch.float32).contiguous()
 
 
-def _pieces(rows: int, columns: int) -> Iterator[tuple[int, int]]:
-    step = max(1, _PIECE // max(1, columns))
-    for first in range(0, rows, step):
-        yield first, min(rows, first + step)
+def _row_slices(rows: int, columns: int) -> list[slice]:
+    step = max(1, _CHUNK // max(1, columns))
+    return [slice(first, min(rows, first + step)) for first in range(0, rows, step)]
 
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -226,11 +210,9 @@ class WeightType:
     """A way to hold the weights of a model's projections.
 
     Attributes:
-        name: as ``load(weights=...)`` and ``--weights`` take it.
         bits: of one code; None: numbers of the decoder's floating type.
         grouped: a scale for each group of neighbouring channels, see :func:`group_of`, else one a row.
-        scale_dtype: of the scales.
-        head: what the output layer is held as: codes of four bits would cost quality where it shows.
+        head: what the output layer is held as: four bits would cost quality.
     """
 
     name: str
@@ -267,8 +249,7 @@ def code_bytes(bits: int, shape: tuple[int, ...], group: int | None, *, zero_poi
 def group_of(k: int) -> int:
     """Channels that share a scale of a weight with ``k`` of them: the largest divisor up to 128.
 
-    Raises:
-        ValueError: it would be below 32 (and not ``k`` itself): so many scales outweigh the codes.
+    Raises ValueError where it would be below 32 (and not ``k`` itself): so many scales outweigh the codes.
     """
     group = next(divisor for divisor in range(min(_GROUP, k), 0, -1) if k % divisor == 0)
     if group < min(_SMALLEST_GROUP, k):
@@ -277,11 +258,7 @@ def group_of(k: int) -> int:
 
 
 def round_weight(weight: Tensor, weights: str) -> QuantizedMatrix:
-    """A weight (N, K), floating and finite, as it is held with ``weights``, which is not ``native``.
-
-    Raises:
-        ValueError: its channels cannot be cut into groups.
-    """
+    """A weight (N, K), floating and finite, as it is held with ``weights``, not ``native``; ValueError from `group_of`."""
     if weights == "int4":
         held = WEIGHT_TYPES[weights]
         return quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=held.scale_dtype)

@@ -52,7 +52,7 @@ def weights(draw: st.DrawFn) -> tuple[torch.Tensor, int | None]:
 @given(weights(), st.sampled_from([quantise_int8, quantise_int4]), st.booleans(), st.sampled_from([1, 40, 10**6]))
 def test_rounding_to_integers_loses_at_most_half_a_step(given_weight, quantise, zero_points, piece):
     weight, group = given_weight
-    with patch.object(weight_types, "_PIECE", piece):
+    with patch.object(weight_types, "_CHUNK", piece):
         matrix = quantise(weight, group=group, zero_points=zero_points)
         found = matrix.dequantise(torch.float32)
     np.testing.assert_allclose(found.double().numpy(), dequantised(matrix), rtol=2**-23)
