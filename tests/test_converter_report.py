@@ -30,6 +30,9 @@ def config(model_type: str = "llama", num_blocks: int = 3) -> ModelConfig:
             "num_key_value_heads": 2,
             "vocab_size": 100,
             "max_position_embeddings": 128,
+            "rms_norm_eps": 1e-6,
+            "hidden_act": "silu",
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         }
     )
 

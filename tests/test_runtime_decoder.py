@@ -12,6 +12,7 @@ from bundle_maker import make_bundle
 from runtime_models import FAMILIES, HYBRIDS, VARIANTS, make_checkpoint
 from torch import Tensor
 
+from wisparse.converter.source_config import full_config
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model_config import ModelConfig
@@ -261,7 +262,7 @@ def test_a_block_with_wider_heads_than_the_kernels_keep_is_refused() -> None:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
     given = {**settings, **sizes, "model_type": model_type, "vocab_size": 9, "max_position_embeddings": 64}
     for width, refused in ((512, None), (514, "up to 512 wide; head_dim is 514")):
-        config = ModelConfig.from_dict(given | {"global_head_dim": width})
+        config = ModelConfig.from_dict(full_config(given | {"global_head_dim": width}))
         found = CudaDecoder.refusal(config, torch.device("cuda"), torch.bfloat16, "native")
         assert found is refused if refused is None else str(found).endswith(refused)
 
