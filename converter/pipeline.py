@@ -149,7 +149,14 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         with progress.stage("Reading the weights"):
             weight_files = weight_digests(checkpoint) if settings.resume else {}
         fingerprint = _fingerprint(plan, fetched, {**weight_files, **small_files})
-    if processes.broadcast(plan.placed and processes.leads and _is_complete(settings, fingerprint)):
+    complete = plan.placed and processes.leads
+    if complete and (complete := placed_bundle(settings.state_dir, settings.output_dir) == fingerprint):
+        try:  # an interrupted run had only not cleaned up
+            verify_bundle(settings.output_dir)
+            clear_leftovers(Path(os.path.abspath(settings.output_dir)), BUNDLE)
+        except BundleError:
+            complete = False
+    if processes.broadcast(complete):
         if not processes.leads:
             return None
         _log.warning("the bundle in %s was complete already", settings.output_dir)
@@ -233,18 +240,6 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
         "upload_repo": settings.upload_repo,
         "full report": settings.full_report(plan.device.type),
     }
-
-
-def _is_complete(settings: ConvertSettings, fingerprint: dict[str, Any]) -> bool:
-    """Whether the bundle in place is what this conversion gives: an interrupted run had only not cleaned up."""
-    if placed_bundle(settings.state_dir, settings.output_dir) != fingerprint:
-        return False
-    try:
-        verify_bundle(settings.output_dir)
-    except BundleError:
-        return False
-    clear_leftovers(Path(os.path.abspath(settings.output_dir)), BUNDLE)
-    return True
 
 
 def _directions_text(num_samples: int, seq_len: int, seed: int) -> tuple[int, int, int]:

@@ -102,16 +102,31 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     parse_size(settings.max_shard_size)
     device = choose_device(settings.device, "--device")
     with progress.stage("Checking", 4) as stage:
-        _check_access(settings)
+        check_read_access(settings.model)
+        if settings.upload_repo is not None:
+            check_write_access(settings.upload_repo)
+            if settings.private and is_public(settings.upload_repo):
+                raise AccessError(
+                    f"{settings.upload_repo!r} exists and is public, but --private was given; choose a new name for "
+                    "--upload-repo, or leave --private out"
+                )
         stage.advance()
         source = fetch_source(settings.model, settings.revision, weights=False)
         read = read_config(source.folder)
         stated = full_config(read)
         config = ModelConfig.from_dict(stated)
         quantised = bool(read_quantisation(stated, config))
-        _check_weight_options(settings, config, quantised)
-        if settings.seq_len is None:
-            settings = replace(settings, seq_len=auto_seq_len(device.type, config.max_position_embeddings))
+        for option, value, kept in (("dtype", settings.dtype, "auto"), ("weights", settings.weights, "native")):
+            if quantised and value != kept:
+                raise UsageError(
+                    f"--{option} {value}: the model is quantised, and its weights stay as they are; leave it out"
+                )
+        if settings.weights == "int4":
+            group_size(config)
+        context = config.max_position_embeddings
+        settings = replace(settings, seq_len=settings.seq_len or auto_seq_len(device.type, context))
+        if settings.length > context:
+            raise UsageError(f"--seq-len {settings.seq_len}: the model's context is {context} tokens")
         placed = settings.resume and placed_bundle(settings.state_dir, settings.output_dir) is not None
         check_places(settings, source, placed)
         for _ in copied_files(source.folder, UnsupportedModelError):
@@ -134,6 +149,9 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
             raise ResourceError(f"{source.name}: {why}; choose a larger device, or --rotation none")
         rotation, not_rotated, untied = "none", why, 0
     needed = (num_parameters + untied) * dtype.itemsize + working
+    existing = Path(os.path.abspath(settings.output_dir))
+    while not existing.exists():
+        existing = existing.parent
     settings = replace(settings, rotation=rotation)
     plan = Plan(
         settings=settings,
@@ -148,7 +166,7 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
         calibration=describe_spec(settings.calibration),
         download_bytes=download_bytes(settings.model, settings.revision),
         bundle_bytes=bundle_bytes(config, num_parameters + untied, settings.dtype, max(1, len(settings.levels))),
-        disk_free_bytes=shutil.disk_usage(_existing(settings.output_dir)).free,
+        disk_free_bytes=shutil.disk_usage(existing).free,
         memory_bytes=needed,
         memory_free_bytes=free,
         max_memory=_spread_over(device, free, working) if needed > free else None,
@@ -159,32 +177,6 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
     if not placed:
         check_resources(plan)
     return plan
-
-
-def _check_access(settings: ConvertSettings) -> None:
-    """May the model be read, and the upload repository be written?"""
-    check_read_access(settings.model)
-    if settings.upload_repo is not None:
-        check_write_access(settings.upload_repo)
-        if settings.private and is_public(settings.upload_repo):
-            raise AccessError(
-                f"{settings.upload_repo!r} exists and is public, but --private was given; choose a new name for "
-                "--upload-repo, or leave --private out"
-            )
-
-
-def _check_weight_options(settings: ConvertSettings, config: ModelConfig, quantised: bool) -> None:
-    """Can this model have these --weights, --dtype and --seq-len?"""
-    for option, value, kept in (("dtype", settings.dtype, "auto"), ("weights", settings.weights, "native")):
-        if quantised and value != kept:
-            raise UsageError(
-                f"--{option} {value}: the model is quantised, and its weights stay as they are; leave it out"
-            )
-    if settings.weights == "int4":
-        group_size(config)
-    context = config.max_position_embeddings
-    if settings.seq_len is not None and settings.seq_len > context:
-        raise UsageError(f"--seq-len {settings.seq_len}: the model's context is {context} tokens")
 
 
 def check_places(settings: ConvertSettings, source: Source, placed: bool) -> None:
@@ -287,10 +279,3 @@ def check_resources(plan: Plan) -> None:
             f"{plan.memory_free_bytes / 1e9:.1f} GB are free; close other programs, choose another --device, or lower "
             "--num-samples or --seq-len"
         )
-
-
-def _existing(path: Path) -> Path:
-    path = Path(os.path.abspath(path))
-    while not path.exists():
-        path = path.parent
-    return path

@@ -163,13 +163,24 @@ def render_card(
             ". The weights are the source's in other coordinates, where leaving channels out costs less; dense, they "
             f"say what the source's say but for rounding (KL {recipe.rotation.kl:.2g} nats per token)"
         )
+    place = repo_id or "path/to/this/folder"
+    prompt = '[{"role": "user", "content": "Why is the sky blue?"}]' if inherited.chat else '"Why is the sky blue?"'
+    chat = f"wisparse chat {place}\n" if inherited.chat else ""
+    usage = (
+        f'```sh\npip install wisparse\nwisparse generate {place} --prompt "Why is the sky blue?"\n{chat}```\n\n'
+        f'```python\nimport wisparse\n\nmodel = wisparse.load("{place}")\n'
+        f"print(model.generate({prompt}, max_new_tokens=200).text)\n```\n\n"
+        f"In vLLM, with `wisparse[vllm]` installed: `vllm serve {place}`.\n\n"
+        "Any program that reads Hugging Face checkpoints loads this folder too, as the dense model. In transformers,\n"
+        "`wisparse.sparsify(model, bundle)` puts the masks on."
+    )
     sections = [
         f"# {title}",
         f"A WiSparse bundle of {source}: at every decoded token each linear layer reads only the weights of its most "
         f"important input channels, about {100 * recipe.sparsity:.4g}% fewer in all. Nothing was trained{changed}.",
         "## Measured\n\n" + _measured(recipe, report),
         *(f"![{caption}]({name})\n\n*{caption}*" for name, caption in figures),
-        "## Use\n\n" + _usage(repo_id or "path/to/this/folder", inherited.chat),
+        f"## Use\n\n{usage}",
         "## Recipe\n\n" + _recipe(recipe),
         "## Limitations\n\n" + _limitations(recipe, inherited),
         "## Citation\n\n" + _CITATION,
@@ -200,19 +211,6 @@ def _measured(recipe: Recipe, report: Mapping[str, Any]) -> str:
         f"| weights left unread | 0 | {quality['realised_sparsity'] or 0:.1%} |\n\n{levels}"
         f"On {sparse['num_tokens']:,} tokens of {quality['text']}; every token sparse. {report['sparsity']['expect']} "
         "Speed depends on the machine: `wisparse bench` measures it on yours, dense and sparse side by side."
-    )
-
-
-def _usage(place: str, chat: bool) -> str:
-    prompt = '[{"role": "user", "content": "Why is the sky blue?"}]' if chat else '"Why is the sky blue?"'
-    return (
-        f'```sh\npip install wisparse\nwisparse generate {place} --prompt "Why is the sky blue?"\n'
-        + (f"wisparse chat {place}\n" if chat else "")
-        + f'```\n\n```python\nimport wisparse\n\nmodel = wisparse.load("{place}")\n'
-        f"print(model.generate({prompt}, max_new_tokens=200).text)\n```\n\n"
-        f"In vLLM, with `wisparse[vllm]` installed: `vllm serve {place}`.\n\n"
-        "Any program that reads Hugging Face checkpoints loads this folder too, as the dense model. In transformers,\n"
-        "`wisparse.sparsify(model, bundle)` puts the masks on."
     )
 
 

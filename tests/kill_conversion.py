@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from wisparse.converter import report
 from wisparse.converter.pipeline import convert
 
 
@@ -69,6 +70,7 @@ def _arm(kill: str | None, trace: int, out: str) -> None:
 
 def main() -> None:
     torch.set_num_threads(1)  # threads do not survive a fork
+    report.render_figures = lambda report: {}  # they take longer than the rest of a conversion
     import transformers.models.auto.modeling_auto
     import transformers.models.llama.modeling_llama  # noqa: F401 - imported once, for all children
 

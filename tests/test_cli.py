@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import subprocess
@@ -17,6 +18,7 @@ from tiny_bundle import write_tiny_bundle, write_tiny_model
 
 from wisparse import cli
 from wisparse.commands import convert
+from wisparse.converter.settings import ConvertSettings
 from wisparse.formats import errors
 
 
@@ -155,13 +157,25 @@ def test_a_variable_of_torchrun_alone_silences_nothing(
     assert "in the environment ignored" in caplog.text
 
 
-def test_help_is_quick_and_light() -> None:
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["convert", "--help"], ["convert", "x", "--sparsty", "1"], ["convert", "x", "--seed=-1"]]
+)
+def test_help_and_usage_errors_need_no_torch(arguments: list[str]) -> None:
     script = (
-        "import sys\nfrom wisparse.cli import main\n"
-        "try: main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+        f"import sys\nfrom wisparse.cli import main\ntry: main({arguments})\n"
+        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("False")
+    assert done.stdout.strip().endswith("0 False" if "--help" in arguments else "2 False")
+
+
+def test_the_table_of_settings_is_the_command_lines() -> None:
+    settings = {field.name: field for field in dataclasses.fields(ConvertSettings)}
+    parameters = {parameter.name: parameter for parameter in convert.command.params}
+    own = {"dry_run", "verbose", "quiet", "as_json"}
+    assert parameters.keys() == settings.keys() | own
+    for name in settings.keys() - {"model", "sparsity"}:  # which is a text there
+        assert parameters[name].get_default(click.Context(convert.command)) == settings[name].default, name
 
 
 def test_closed_pipe_shows_no_traceback() -> None:

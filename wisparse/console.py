@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from wisparse.formats.errors import printable
 from wisparse.formats.guard import expand, place
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Place(click.types.StringParamType):
@@ -35,6 +38,17 @@ class _NewFolder(click.Path):
 FOLDER = FOLDER_OR_ID = _Place("dir")
 FILE_OR_ID = _Place("file")
 NEW_FOLDER = _NewFolder()
+
+
+def stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """Several click options as one decorator, in this order in the help text."""
+
+    def decorate(function: _F) -> _F:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
 
 
 def print_rows(title: str, rows: list[tuple[str, str]]) -> None:

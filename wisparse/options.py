@@ -13,7 +13,7 @@ import click
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS
 
-from .console import FILE_OR_ID, FOLDER, FOLDER_OR_ID, NEW_FOLDER  # noqa: F401  (for the verbs)
+from .console import FILE_OR_ID, FOLDER, FOLDER_OR_ID, NEW_FOLDER, stacked  # noqa: F401  (for the verbs)
 
 if TYPE_CHECKING:
     from wisparse.runtime.model import Generation, Model
@@ -25,15 +25,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def _stacked(*options: Callable[[_F], _F]) -> Callable[[_F], _F]:
-    def decorate(function: _F) -> _F:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
 def _option(*names: str, shown: bool = True, **settings: Any) -> Callable[[_F], _F]:
     return click.option(*names, show_default=shown, **settings)
 
@@ -41,7 +32,7 @@ def _option(*names: str, shown: bool = True, **settings: Any) -> Callable[[_F], 
 revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 
 # Where and how a bundle runs.
-device_options = _stacked(
+device_options = stacked(
     _option("--device", default="auto", help="auto, cpu, cuda or cuda:N."),
     _option(
         "--dtype",
@@ -77,7 +68,7 @@ device_options = _stacked(
 )
 
 # The same for the verbs that generate text, which follow one prefill policy.
-loading_options = _stacked(
+loading_options = stacked(
     device_options,
     _option(
         "--prefill",
@@ -88,7 +79,7 @@ loading_options = _stacked(
 )
 
 _FRACTION = {"max": 1, "min": 0}
-sampling_options = _stacked(
+sampling_options = stacked(
     _option("--max-new-tokens", type=click.IntRange(min=1), default=256, help="Longest answer, in tokens."),
     _option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy decoding."),
     click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample from the K likeliest tokens."),

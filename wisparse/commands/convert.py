@@ -18,7 +18,7 @@ from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.errors import UsageError
 from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 
-from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, print_rows
+from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, print_rows, stacked
 
 if TYPE_CHECKING:
     from wisparse.converter.choice import Choice
@@ -67,14 +67,9 @@ def _option(field: Field[Any]) -> Any:
     return click.option(*letter, name, default=field.default, show_default=about.get("shown", True), **given)
 
 
-def _conversion_options(command: Any) -> Any:
-    for field in reversed(fields(ConvertSettings)[1:]):
-        command = _option(field)(command)
-    return click.argument("model", type=FOLDER_OR_ID)(command)
-
-
 @click.command("convert", cls=_Command, context_settings={"show_default": True})
-@_conversion_options
+@click.argument("model", type=FOLDER_OR_ID)
+@stacked(*map(_option, fields(ConvertSettings)[1:]))
 @click.option("--dry-run", is_flag=True, help="Check everything, print the plan, and stop.")
 @click.option("-v", "--verbose", is_flag=True, help="Say more.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress bars, only errors.")
