@@ -226,7 +226,7 @@ def _checked(option: Field[Any], value: Any) -> Any:
         several = list(value) if isinstance(value, (list, tuple)) else [value]
         if about["kind"] == "places":
             return tuple(guard.place(name, one) for one in several)
-        if value is None or value == ():
+        if value is None or (isinstance(value, tuple) and not value):
             return ()
         expected = f"{about['expected']}, or several"
         if not several:

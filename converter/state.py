@@ -36,7 +36,7 @@ _OWN = re.compile(r"lock|(state\.json|[\w.-]+\.stage)(\.partial)?")
 
 
 class Stages:
-    """Results of finished stages. Without a folder nothing is kept; several processes share those of the first."""
+    """Results of finished stages; nothing is kept without a folder. Several processes share those of the first."""
 
     def __init__(self, folder: Path | None = None, processes: Processes | None = None) -> None:
         self.folder, self._processes = folder, processes
@@ -48,28 +48,24 @@ class Stages:
 
         A result is made of numbers, strings and tensors in dicts, lists and tuples. Every process calls this alike.
         """
-        data = self._load(name)
+        path, data = self.folder / f"{name}.stage" if self.folder is not None else None, None
+        if path is not None and path.exists():
+            content = path.read_bytes()
+            if content[:64] == _digest(name, content[64:]):
+                data = content[64:]
+            else:
+                _log.warning("the state of stage %s is damaged and will be computed again (%s)", name, path)
         if self._processes is not None:
             data = self._processes.broadcast(data)
         if data is not None:
             return torch.load(io.BytesIO(data), weights_only=True)
         value = compute()
-        if self.folder is not None:
+        if path is not None:
             buffer = io.BytesIO()
             torch.save(value, buffer)
-            with _disk_errors(self.folder):
-                write_file(self.folder / f"{name}.stage", _digest(name, buffer.getvalue()) + buffer.getvalue())
+            with _disk_errors(path.parent):
+                write_file(path, _digest(name, buffer.getvalue()) + buffer.getvalue())
         return value
-
-    def _load(self, name: str) -> bytes | None:
-        path = self.folder / f"{name}.stage" if self.folder is not None else None
-        if path is None or not path.exists():
-            return None
-        content = path.read_bytes()
-        if content[:64] == _digest(name, content[64:]):
-            return content[64:]
-        _log.warning("the state of stage %s is damaged and will be computed again (%s)", name, path)
-        return None
 
     @classmethod
     def open(
@@ -77,8 +73,7 @@ class Stages:
     ) -> Stages:
         """The results in ``folder``, made if need be, and emptied if they belong to another ``fingerprint``.
 
-        ``default``: nobody chose this folder, so it is ours to remove, whoever made it. Raises UsageError if another
-        process works in it or it holds other files, ResourceError if the disk is full.
+        ``default``: nobody chose this folder, so it is ours to remove, whoever made it.
         """
         check_folder(folder)
         folder = Path(os.path.realpath(folder))
@@ -162,7 +157,7 @@ def _digest(name: str, data: bytes) -> bytes:
 def _read_state(folder: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((folder / "state.json").read_bytes()))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:  # none, or a name that can be none
         return {}
     except (ValueError, TypeError):
         return {"fingerprint": {"state.json": "damaged"}}

@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,11 @@ FLAGS = [str(word) for name, value in FAST.items() for word in ("--" + name.repl
 
 
 @pytest.fixture(autouse=True)
-def _without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+def _without_figures() -> Iterator[None]:
     """They take longer than the rest of a conversion; tests/test_converter_report.py draws them."""
-    monkeypatch.setattr("wisparse.converter.report.render_figures", lambda report: {})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("wisparse.converter.report.render_figures", lambda report: {})
+        yield
 
 
 @pytest.fixture
@@ -370,7 +373,7 @@ def test_damaged_state_is_computed_again(
     units = sorted(out.with_name("bundle.work").rglob("*.stage"))
     assert len(units) >= 2
     for path in units if damage == "all" else units[:1]:
-        path.write_bytes(path.read_bytes()[:-1] + b"\0")
+        path.write_bytes(path.read_bytes()[:-1])
     with caplog.at_level(logging.WARNING, "wisparse"):
         convert(model, out, **FAST)
     assert caplog.text.count("damaged") >= 1

@@ -283,11 +283,11 @@ def test_convert_refuses_what_an_argument_cannot_be(name: str, tmp_path: Path, m
         ({"overwrite": 1}, "overwrite: expected True or False, found 1"),
         ({"device": None}, "--device: expected auto, cpu, cuda or cuda:N, found None"),
         ({"method": 3}, "--method: expected one of wisparse,"),
-        ({"output_dir": 3}, "output_dir: expected a path"),
+        ({"output_dir": 3}, "--output-dir: expected a path"),
         ({"output_dir": "."}, "--output-dir: expected the name of a folder to be made, found '.'"),
         ({"output_dir": "/"}, "--output-dir: expected the name of a folder to be made, found '/'"),
         ({"output_dir": ".."}, "--output-dir: expected the name of a folder to be made, found '..'"),
-        ({"max_shard_size": None}, "max_shard_size: expected a positive integer, found None"),
+        ({"max_shard_size": None}, "--max-shard-size: expected a positive integer, found None"),
         ({"max_shard_size": "9" * 400}, "max_shard_size: expected a size such as 5GB, found '999"),
     ],
 )
