@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.derived_checkpoint import Remade, remade
+from wisparse.formats.derived_checkpoint import DerivedCheckpoint, derive
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.manifest import RotationRecord
 from wisparse.formats.model_config import LM_HEAD, ModelConfig
@@ -118,7 +118,7 @@ def _directions(moments: Tensor) -> Tensor:
     return (vectors * largest.sign()).float()
 
 
-def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> Remade:
+def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> DerivedCheckpoint:
     """The checkpoint in other coordinates: tensors are made on ``device`` when they are read, in the source's types.
 
     Its embeddings are not tied.
@@ -174,7 +174,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="", start=0)
     stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
     made = {name: partial(one, name) for name in tensors}
-    return remade(checkpoint, made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
+    return derive(checkpoint, made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
 
 
 def _readers(config: ModelConfig) -> dict[str, str]:
@@ -217,7 +217,7 @@ class Turned:
     """
 
     source: SourceModel
-    checkpoint: Remade
+    checkpoint: DerivedCheckpoint
     record: RotationRecord
 
 
@@ -273,7 +273,7 @@ def _rotate_directions(
         return find_rotation(source, checkpoint, ids, keep, batch_size=_BATCH, advance=stage.advance)
 
 
-def _put_in_place(source: SourceModel, turned: Remade, progress: Progress) -> None:
+def _put_in_place(source: SourceModel, turned: DerivedCheckpoint, progress: Progress) -> None:
     """Give the model the rotated weights, tensor by tensor; of tied embeddings the output layer gets its own."""
     model = source.model
     output = model.get_output_embeddings()

@@ -1,4 +1,4 @@
-"""A checkpoint with its projections in codes, as compressed-tensors stores them: what a bundle is then written from."""
+"""Checkpoints derived from another: with tensors made anew, or with quantized projections as compressed-tensors stores them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .weight_types import QuantizedMatrix
 
 
 @dataclass(frozen=True)
-class Remade(Checkpoint):
-    """``made``: name -> what makes a tensor that is not in the files, on the CPU and contiguous."""
+class DerivedCheckpoint(Checkpoint):
+    """``made``: name -> what makes a tensor that is not in the files, on the CPU and contiguous, when it is read."""
 
     made: Mapping[str, Callable[[], Tensor]]
 
@@ -38,27 +38,26 @@ class Remade(Checkpoint):
         return tensor
 
 
-def remade(source: Checkpoint, made: Mapping[str, Callable[[], Tensor]], **changes: Any) -> Remade:
-    """``source`` with other attributes (``tensors``, ``config``, …), and with these tensors made.
-
-    What ``source`` makes itself, and is still among the tensors, it makes here too.
-    """
+def derive(source: Checkpoint, made: Mapping[str, Callable[[], Tensor]], **changes: Any) -> DerivedCheckpoint:
+    """``source`` with other attributes (``tensors``, ``config``, …), and with these tensors made, beside its own."""
     same = {field.name: getattr(source, field.name) for field in fields(Checkpoint)} | changes
-    before = source.made if isinstance(source, Remade) else {}
+    before = source.made if isinstance(source, DerivedCheckpoint) else {}
     every = {name: make for name, make in {**before, **made}.items() if name in same["tensors"]}
-    return Remade(**same, made=every)
+    return DerivedCheckpoint(**same, made=every)
 
 
-def in_codes(source: Checkpoint, matrices: Mapping[str, QuantizedMatrix], scale_dtype: torch.dtype) -> Checkpoint:
-    """``source`` with the weights of these projections replaced by their codes.
+def quantized_checkpoint(
+    source: Checkpoint, matrices: Mapping[str, QuantizedMatrix], scale_dtype: torch.dtype
+) -> Checkpoint:
+    """``source``, not quantized, with the weights of these projections replaced by their codes.
 
-    Args:
-        source: not quantised.
-        matrices: name of a projection -> its codes, without zero points; all of one kind and group.
-        scale_dtype: of the stored scales, which are numbers of this type.
+    ``matrices``, by projection, have no zero points and are all of one kind and group; ``scale_dtype`` is that of the
+    stored scales.
     """
     first = next(iter(matrices.values()))
-    packing, form = _packing(first)
+    packing: Packing = Plain("fp8")
+    if first.kind != "fp8":
+        packing = Packed(4 if first.kind == "int4" else 8, first.group, symmetric=True)
     tensors: dict[str, TensorInfo] = {}
     made: dict[str, Callable[[], Tensor]] = {}
     quantised: dict[str, StoredWeight] = {}
@@ -70,23 +69,13 @@ def in_codes(source: Checkpoint, matrices: Mapping[str, QuantizedMatrix], scale_
         quantised[name] = StoredWeight(packing, *matrix.shape)
         for part, tensor in packing.encode(matrix, scale_dtype).items():
             stored = name.removesuffix("weight") + part
-            made[stored] = partial(_same, tensor)
+            made[stored] = partial(lambda made: made, tensor)
             tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), tensor.dtype)
-    config = {**source.config_dict, "quantization_config": _config(source.config, first, form)}
-    return remade(source, made, config_dict=config, tensors=tensors, quantised=quantised)
+    config = {**source.config_dict, "quantization_config": _config(source.config, first)}
+    return derive(source, made, config_dict=config, tensors=tensors, quantised=quantised)
 
 
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _packing(matrix: QuantizedMatrix) -> tuple[Packing, str]:
-    if matrix.kind == "fp8":
-        return Plain("fp8"), "float-quantized"
-    return Packed(4 if matrix.kind == "int4" else 8, matrix.group, symmetric=True), "pack-quantized"
-
-
-def _config(config: ModelConfig, matrix: QuantizedMatrix, form: str) -> dict[str, Any]:
+def _config(config: ModelConfig, matrix: QuantizedMatrix) -> dict[str, Any]:
     weights = {
         "num_bits": 4 if matrix.kind == "int4" else 8,
         "type": "float" if matrix.kind == "fp8" else "int",
@@ -102,7 +91,7 @@ def _config(config: ModelConfig, matrix: QuantizedMatrix, form: str) -> dict[str
         ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
     return {
         "quant_method": "compressed-tensors",
-        "format": form,
+        "format": "float-quantized" if matrix.kind == "fp8" else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ignore,

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """A stranger's text on one line: nothing of it steers the terminal, turns the text around, or cannot be encoded."""
+    """Untrusted text on one line, without control characters."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
 
 
 def first_line(error: BaseException) -> str:
-    """What another library's error says, without what follows: its first line with anything on it, else its type."""
+    """The first line of another library's error, or its type."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip()[:200] if lines else type(error).__name__
 
@@ -33,7 +33,7 @@ class WisparseError(Exception):
     exit_code = 1
 
     def __str__(self) -> str:
-        # A message can quote a stranger's file.
+        # A message can quote untrusted text.
         return printable(super().__str__())
 
 

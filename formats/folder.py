@@ -34,8 +34,7 @@ class Kind:
     """One kind of folder, and how it is told from all others.
 
     Attributes:
-        name: in words: ``a bundle``.
-        maker: who writes one: ``conversion``.
+        name: in words: ``a bundle``; ``maker``: who writes one: ``conversion``.
         manifest: the file of a finished one that says what it is; the last to be deleted.
         files: the names of all files of a finished one, from its manifest; None for any other folder.
     """
@@ -47,13 +46,7 @@ class Kind:
 
 
 def check_target(out: Path, kind: Kind, overwrite: bool) -> None:
-    """Whether `replaced_folder` may write to ``out``; meant for a preflight, before any work.
-
-    Raises:
-        UsageError: ``out`` exists (with ``overwrite``: and is not of this kind, holds more than belongs to it, or may
-            not be written to), a stranger's folder or a living process stands where the unfinished one would, or there
-            is no writable parent.
-    """
+    """UsageError unless `replaced_folder` may write to ``out``; meant for a preflight, before any work."""
     partial, previous = _beside(out)
     if out.name.endswith((PARTIAL, PREVIOUS)):
         raise UsageError(f"{out}: names ending in {PARTIAL} or {PREVIOUS} are kept for unfinished work; choose another")
@@ -89,47 +82,58 @@ def require_writable(folder: Path, option: str, advice: str, name: str = "") -> 
 def replaced_folder(out: Path, kind: Kind, files: Iterable[str], *, overwrite: bool = False) -> Iterator[Path]:
     """``with replaced_folder(out, …) as partial:`` fill ``partial``; after the block it stands at ``out``.
 
-    A block that raises leaves everything as it was. So does a kill, but for what the next run clears away.
-
-    Args:
-        out: absolute.
-        files: every name that may be written, with ``/`` between folder and file.
-        overwrite: an ``out`` of the same kind is replaced, once the new one is complete.
-
-    Raises:
-        UsageError: as `check_target`; also before the swap, for what came in meanwhile.
+    A block that raises leaves everything as it was. So does a kill, but for what the next run clears away. ``out`` is
+    absolute; ``files`` is every name that may be written; with ``overwrite`` an ``out`` of the same kind is replaced.
     """
     names = {*files, UNFINISHED}
-    partial = _beside(out)[0]
-    with _disk_errors(out), contextlib.ExitStack() as held:
+    partial, previous = _beside(out)
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
         check_target(out, kind, overwrite)
         clear_leftovers(out, kind)
         try:
             partial.mkdir()
-            marker = held.enter_context(_lock_marker(partial, kind))
+            marker = _lock_marker(partial, kind)
         except (FileExistsError, FileNotFoundError):
             raise _busy(partial, kind) from None  # it came, or took the folder away, in this very moment
-        try:
-            marker.write(json.dumps({"kind": kind.name, "files": sorted(names)}))
-            marker.flush()
-            yield partial
-            _sync_tree(partial)
-            _check_out(out, kind, overwrite)
-            _swap(partial, out, kind)
-        except BaseException:
-            # Without the marker it is the former OUT by now; the next run clears it away, as after a kill.
-            if (partial / UNFINISHED).is_file():
-                remove_files(partial, names, last=(UNFINISHED,))
-            raise
+        with marker:
+            try:
+                marker.write(json.dumps({"kind": kind.name, "files": sorted(names)}))
+                marker.flush()
+                yield partial
+                # To the disk, not only to its cache: a rename may otherwise be there before what it names.
+                for where, _, inside in os.walk(partial):
+                    for name in (*inside, "."):
+                        _sync(Path(where, name))
+                _check_out(out, kind, overwrite)
+                # An old folder leaves only once the new one is in its place.
+                if not os.path.lexists(out):
+                    os.rename(partial, out)
+                elif _exchange(partial, out):
+                    os.rename(partial, previous)
+                else:
+                    os.rename(out, previous)
+                    try:
+                        os.rename(partial, out)
+                    except BaseException:
+                        os.rename(previous, out)
+                        raise
+                _sync(out.parent)
+                clear_leftovers(out, kind)
+            except BaseException:
+                # Without the marker it is the former OUT by now; the next run clears it away, as after a kill.
+                if (partial / UNFINISHED).is_file():
+                    remove_files(partial, names, last=(UNFINISHED,))
+                raise
+    except OSError as reason:
+        full = reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        what = f"the disk is full ({reason.strerror}); nothing was kept, free some space"
+        other = f"cannot be written: {reason.strerror or reason}"
+        raise ResourceError(f"{out}: {what if full else other}") from None
 
 
 def clear_leftovers(out: Path, kind: Kind) -> None:
-    """Undo or finish what a killed process left half-done at ``out``: a swap, or a folder being written.
-
-    Raises:
-        UsageError: somebody else's files, or a living process.
-    """
+    """Undo or finish what a killed process left half-done at ``out``; UsageError for other files or a live process."""
     partial, previous = _beside(out)
     if os.path.lexists(previous):
         names = _owned(previous, kind)
@@ -181,11 +185,7 @@ def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (),
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Put a file in place, replacing what was there; a kill at any moment leaves the old one or the new one.
-
-    Raises:
-        OSError: as the system says it; what was there is intact.
-    """
+    """Put a file in place, replacing what was there; a kill at any moment leaves the old one or the new one."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with open(partial, "wb") as file:
@@ -201,11 +201,7 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 def lock_file(path: Path, busy: UsageError, mode: str = "a+") -> IO[str]:
-    """Open a file and hold it for this process until it is closed; a process that was killed holds nothing.
-
-    Raises:
-        busy: another process holds it, or took it away in this very moment.
-    """
+    """Open a file and lock it for this process until it is closed; ``busy`` if another process has it."""
     file = open(path, mode, encoding="utf-8")  # noqa: SIM115 - the caller closes it
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -218,18 +214,6 @@ def lock_file(path: Path, busy: UsageError, mode: str = "a+") -> IO[str]:
         raise
     file.close()
     raise busy
-
-
-@contextlib.contextmanager
-def _disk_errors(out: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as reason:
-        if reason.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise ResourceError(
-                f"{out}: the disk is full ({reason.strerror}); nothing was kept, free some space"
-            ) from None
-        raise ResourceError(f"{out}: cannot be written: {reason.strerror or reason}") from None
 
 
 def _beside(out: Path) -> tuple[Path, Path]:
@@ -246,11 +230,7 @@ def _check_out(out: Path, kind: Kind, overwrite: bool) -> None:
 
 
 def _owned(folder: Path, kind: Kind) -> set[str]:
-    """The names of what lies in one of our folders, finished or not.
-
-    Raises:
-        UsageError: it is another kind of folder, or something lies in it that is not part of it.
-    """
+    """The names of what lies in one of our folders; UsageError for another kind of folder, or for other files in it."""
     if folder.is_symlink():
         raise UsageError(f"{folder}: a symlink to {os.readlink(folder)}; give the folder itself")
     if not folder.is_dir():
@@ -288,24 +268,6 @@ def _busy(partial: Path, kind: Kind) -> UsageError:
     return UsageError(f"{partial}: another {kind.maker} is writing there; wait for it or choose another output folder")
 
 
-def _swap(partial: Path, out: Path, kind: Kind) -> None:
-    """Rename the finished folder; an old one leaves only once the new one is in its place."""
-    previous = _beside(out)[1]
-    if not os.path.lexists(out):
-        os.rename(partial, out)
-    elif _exchange(partial, out):
-        os.rename(partial, previous)
-    else:
-        os.rename(out, previous)
-        try:
-            os.rename(partial, out)
-        except BaseException:
-            os.rename(previous, out)
-            raise
-    _sync(out.parent)
-    clear_leftovers(out, kind)
-
-
 def _exchange(one: Path, other: Path) -> bool:
     """Let two folders change names in one step, so that both are there all the time.
 
@@ -314,14 +276,6 @@ def _exchange(one: Path, other: Path) -> bool:
     call = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
     return call is not None and call(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
-
-
-def _sync_tree(folder: Path) -> None:
-    """Everything to the disk, not only to its cache: a rename may otherwise be there before what it names."""
-    for where, _, files in os.walk(folder):
-        for name in files:
-            _sync(Path(where, name))
-        _sync(Path(where))
 
 
 def _sync(path: Path) -> None:

@@ -475,7 +475,7 @@ def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:  # all is written, the mark too, and nothing is in place
-        patched.setattr("wisparse.formats.folder._swap", stop)
+        patched.setattr("wisparse.formats.folder._exchange", stop)
         with pytest.raises(KeyboardInterrupt):
             convert(model, out, **FAST, overwrite=True)
     assert (out / changed).read_text() == '{"eos_token_id": 1}'
