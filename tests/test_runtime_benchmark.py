@@ -144,7 +144,7 @@ def _greedy(model: Any, prompt: torch.Tensor, count: int) -> list[int]:
 
 
 def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda step, **_: step)  # which takes a minute: the next test
+    monkeypatch.setattr(torch, "compile", lambda step, **_: step)  # a minute: the next test
     arguments = [str(bundle), "--device", "cpu", "--runs", "2", "--max-new-tokens", "3", "--baseline", "torch.compile"]
     result = CliRunner().invoke(command, [*arguments, "--all-weights"])
     assert result.exit_code == 0, result.output
@@ -166,7 +166,7 @@ def test_one_table_with_the_baseline(bundle: Path, monkeypatch: pytest.MonkeyPat
     assert "over torch.compile: dense {:.2f}x, sparse {:.2f}x".format(*ratios) in result.stdout
 
 
-@pytest.mark.slow  # a C++ compiler is called
+@pytest.mark.exhaustive  # a C++ compiler is called
 def test_the_baseline_is_really_compiled(tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", tiny_config(num_hidden_layers=1))
     opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
@@ -179,7 +179,7 @@ def test_the_baseline_is_really_compiled(tmp_path: Path) -> None:
 
 def test_a_baseline_without_a_compiler_is_refused_at_once(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch._inductor.config.cpp.cxx", (None, "no-such-compiler"))
-    monkeypatch.setattr("wisparse.runtime.backends.load", lambda *_, **__: pytest.fail("loaded first"))
+    monkeypatch.setattr("wisparse.commands.bench.load", lambda *_, **__: pytest.fail("loaded first"))
     result = CliRunner().invoke(command, [str(bundle), "--device", "cpu", "--baseline", "torch.compile"])
     assert isinstance(result.exception, UsageError)
     assert str(result.exception) == (

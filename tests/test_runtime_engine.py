@@ -49,7 +49,7 @@ class Reader:
         return self.items.get(timeout=60)
 
     def all(self) -> Chunk | WisparseError:
-        """The last piece, or the error."""
+        """The last chunk, or the error."""
         while True:
             item = self.next()
             if isinstance(item, WisparseError):
@@ -249,8 +249,8 @@ def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
     alone = [model.generate(prompt, max_new_tokens=40).token_ids for prompt in ("import", "def f(x):")]
     monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 1e9)
     together = list(model.stream_together("import", max_new_tokens=40))
-    assert [len(pieces) for pieces in together] == [1, 39]  # the first one is not kept back
-    assert tuple(piece.token_id for pieces in together for piece in pieces) == alone[0]
+    assert [len(chunks) for chunks in together] == [1, 39]  # the first one is not kept back
+    assert tuple(chunk.token_id for chunks in together for chunk in chunks) == alone[0]
 
     step, rows = model.decoder.step, []
     early, late, tickets = Reader(), Reader(), []
@@ -275,7 +275,7 @@ def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
     assert isinstance(last, Chunk)
     assert last.generation is not None
     assert last.generation.token_ids == alone[1]
-    given = [piece.token_id for piece in _drained(early)]
+    given = [chunk.token_id for chunk in _drained(early)]
     assert given == list(alone[0][: len(given)])
     assert model.engine.state.running == 0
 
@@ -423,7 +423,7 @@ def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypat
     def call(number: int) -> None:
         if number:
             inside.wait(60)
-            found[number] = tuple(piece.token_id for piece in model.stream(prompts[number], max_new_tokens=30))
+            found[number] = tuple(chunk.token_id for chunk in model.stream(prompts[number], max_new_tokens=30))
         else:
             found[0] = model.generate(prompts[0], max_new_tokens=30).token_ids
 
@@ -439,14 +439,14 @@ def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypat
 
 
 def test_an_unfinished_stream_keeps_nobody_waiting_for_ever(model: Model) -> None:
-    wanted = [piece.token_id for piece in model.stream("import", max_new_tokens=20)]
+    wanted = [chunk.token_id for chunk in model.stream("import", max_new_tokens=20)]
     expected = [model.generate("def f(x):", max_new_tokens=8).token_ids] * 5
     streams = [model.stream("import", max_new_tokens=20) for _ in range(3)]
     begun = [next(stream) for stream in streams]
-    # Every place is taken by a stream that nobody reads: they are moved on, and their pieces are kept for them.
+    # Every place is taken by a stream that nobody reads: they are moved on, and their chunks are kept for them.
     assert [answer.token_ids for answer in model.generate(["def f(x):"] * 5, max_new_tokens=8)] == expected
     for first, stream in zip(begun, streams, strict=True):
-        assert [first.token_id, *(piece.token_id for piece in stream)] == wanted
+        assert [first.token_id, *(chunk.token_id for chunk in stream)] == wanted
     forgotten = model.stream("import", max_new_tokens=90)
     next(forgotten)
     del forgotten
@@ -454,12 +454,12 @@ def test_an_unfinished_stream_keeps_nobody_waiting_for_ever(model: Model) -> Non
     assert model.engine.state == type(model.engine.state)(0, 0)
 
 
-def test_pieces_for_an_event_loop(model: Model) -> None:
+def test_chunks_for_an_event_loop(model: Model) -> None:
     prompts = ["def f(x):", "import", "class A:", "x"]
     alone = [model.generate(prompt, max_new_tokens=12) for prompt in prompts]
 
     async def read(prompt: str) -> list[Chunk]:
-        return [piece async for piece in model.astream(prompt, max_new_tokens=12)]
+        return [chunk async for chunk in model.astream(prompt, max_new_tokens=12)]
 
     async def leave(prompt: str) -> None:
         stream = model.astream(prompt, max_new_tokens=90)
@@ -471,10 +471,10 @@ def test_pieces_for_an_event_loop(model: Model) -> None:
         await asyncio.gather(*(leave(prompt) for prompt in prompts))
         return await read_all
 
-    for pieces, expected in zip(asyncio.run(everything()), alone, strict=True):
-        assert tuple(piece.token_id for piece in pieces) == expected.token_ids
-        assert pieces[-1].generation is not None
-        assert "".join(piece.text for piece in pieces) == expected.text
+    for chunks, expected in zip(asyncio.run(everything()), alone, strict=True):
+        assert tuple(chunk.token_id for chunk in chunks) == expected.token_ids
+        assert chunks[-1].generation is not None
+        assert "".join(chunk.text for chunk in chunks) == expected.text
     with pytest.raises(UsageError, match="max_new_tokens"):
         model.astream("x", max_new_tokens=0)  # at once
     with pytest.raises(UsageError, match="one prompt"):
@@ -498,7 +498,7 @@ def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
 
 
 def test_an_interrupted_call_leaves_the_others_what_they_have(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [piece.text for piece in model.stream("import", max_new_tokens=20)]
+    expected = [chunk.text for chunk in model.stream("import", max_new_tokens=20)]
     stream = model.stream("import", max_new_tokens=20)
     found = [next(stream).text]
     step, steps = model.decoder.step, 0
@@ -513,7 +513,7 @@ def test_an_interrupted_call_leaves_the_others_what_they_have(model: Model, monk
     monkeypatch.setattr(model.decoder, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
         model.generate("def f(x):", max_new_tokens=20)
-    assert found + [piece.text for piece in stream] == expected
+    assert found + [chunk.text for chunk in stream] == expected
     assert model.engine.state.running == 0
 
 

@@ -113,7 +113,7 @@ PROMPTS = ["def f(", ">>> 12 + 30\n", SOLVED, "import ", "class A:\n    def", "x
     prefill=st.sampled_from(["dense", "half", "all"]),
     tokens=st.integers(1, 14),
 )
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_batch_gives_what_one_at_a_time_gives(
     model: Model, prompts: list[str], temperature: float, top_p: float, seed: int, prefill: str, tokens: int
 ) -> None:
@@ -136,11 +136,11 @@ def test_a_batch_gives_what_one_at_a_time_gives(
 def test_a_stream_gives_what_generate_gives(model: Model) -> None:
     kwargs = {"max_new_tokens": 30, "temperature": 1.0, "seed": 3, "stop": ["):"]}
     answer = model.generate("def area(", **kwargs)
-    pieces = list(model.stream("def area(", **kwargs))
-    assert "".join(piece.text for piece in pieces) == answer.text == pieces[-1].generation.text
-    assert tuple(piece.token_id for piece in pieces) == answer.token_ids
-    assert [piece.finish_reason for piece in pieces[:-1]] == [None] * (len(pieces) - 1)
-    assert pieces[-1].finish_reason == answer.finish_reason
+    chunks = list(model.stream("def area(", **kwargs))
+    assert "".join(chunk.text for chunk in chunks) == answer.text == chunks[-1].generation.text
+    assert tuple(chunk.token_id for chunk in chunks) == answer.token_ids
+    assert [chunk.finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].finish_reason == answer.finish_reason
     assert "):" not in answer.text
 
 
@@ -302,7 +302,7 @@ def test_bad_arguments(model: Model, prompt: object, settings: dict[str, object]
     with pytest.raises(UsageError, match=message):
         model.generate(prompt, **settings)
     with pytest.raises(UsageError, match=message):
-        model.stream(prompt, **settings)  # at once, not at the first piece
+        model.stream(prompt, **settings)  # at once, not at the first chunk
 
 
 def test_bad_loading_arguments(bundle: Path, tmp_path: Path) -> None:
@@ -335,8 +335,8 @@ def test_a_weight_that_is_no_number_is_seen_at_load(bundle: Path, tmp_path: Path
 
 def test_leaving_a_stream_early_leaves_the_model_usable(model: Model) -> None:
     expected = model.generate("def f(", max_new_tokens=8).token_ids
-    for piece in model.stream("import os\n", max_new_tokens=50):
-        if piece.token_id:
+    for chunk in model.stream("import os\n", max_new_tokens=50):
+        if chunk.token_id:
             break
     gc.collect()
     assert model.generate("def f(", max_new_tokens=8).token_ids == expected
@@ -349,14 +349,14 @@ def test_leaving_a_stream_early_leaves_the_model_usable(model: Model) -> None:
 
 def test_a_stream_may_be_pulled_by_a_thread_pool(model: Model) -> None:
     expected = model.generate("def f(", max_new_tokens=8).token_ids
-    wanted = [piece.token_id for piece in model.stream("import os\n", max_new_tokens=12)]
+    wanted = [chunk.token_id for chunk in model.stream("import os\n", max_new_tokens=12)]
     with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
         stream = first.submit(model.stream, "import os\n", max_new_tokens=12).result()
         found = [first.submit(next, stream).result()]
         waiting = first.submit(model.generate, "def f(", max_new_tokens=8)  # by the thread that pulled last
         found += second.submit(list, stream).result()
         assert waiting.result().token_ids == expected
-    assert [piece.token_id for piece in found] == wanted
+    assert [chunk.token_id for chunk in found] == wanted
 
 
 def test_without_a_seed_each_prompt_of_a_list_has_its_own(model: Model) -> None:
@@ -374,9 +374,9 @@ def test_the_speed_told_is_that_of_the_clock(model: Model, monkeypatch: pytest.M
     monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 0.0)
     began = time.perf_counter()
     answer = None
-    for piece in model.stream([5, 6, 7], max_new_tokens=4):
+    for chunk in model.stream([5, 6, 7], max_new_tokens=4):
         time.sleep(0.05)
-        answer = piece.generation
+        answer = chunk.generation
     seconds = time.perf_counter() - began
     assert answer is not None
     assert 3 * 0.05 <= answer.generation_seconds <= seconds
@@ -417,8 +417,8 @@ def test_threads_wait_for_each_other(model: Model) -> None:
                 if number % 2:
                     found[number, prompt] = model.generate(prompt, max_new_tokens=10).token_ids
                 else:
-                    pieces = list(model.stream(prompt, max_new_tokens=10))
-                    found[number, prompt] = tuple(piece.token_id for piece in pieces)
+                    chunks = list(model.stream(prompt, max_new_tokens=10))
+                    found[number, prompt] = tuple(chunk.token_id for chunk in chunks)
         except BaseException as error:
             errors.append(error)
 
@@ -478,7 +478,7 @@ def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> N
         object.__setattr__(tiny.config, "max_position_embeddings", 256)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_many_prompts_do_not_grow(model: Model) -> None:
     process = psutil.Process()
 

@@ -133,7 +133,7 @@ def test_back_ends_give_a_real_models_tokens_at_every_level(example: Path) -> No
     assert found == expected
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_back_ends_give_a_larger_models_tokens_at_every_level(qwen_model: Path, tmp_path: Path) -> None:
     """Biases at q, k and v, and embeddings of their own."""
     bundle = make_bundle(qwen_model, tmp_path / "bundle", *LEVELS)
@@ -290,7 +290,7 @@ ACTIONS = st.lists(
 
 
 @given(actions=ACTIONS)
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_requests_for_any_levels_get_what_loading_at_theirs_gives(bench: Bench, actions: list[Any]) -> None:
     """And their first tokens in the order in which they came."""
     bench.renew()

@@ -125,7 +125,7 @@ def test_scores_are_the_models_own(model: Model) -> None:
         top = row.topk(3)
         assert [value for _, value in score.top] == pytest.approx(top.values.tolist(), abs=2e-3)
         assert score.top[0][0] == int(top.indices[0])
-    streamed = [piece.score for piece in model.stream(ids, max_new_tokens=10, logprobs=3, **settings)]  # type: ignore[arg-type]
+    streamed = [chunk.score for chunk in model.stream(ids, max_new_tokens=10, logprobs=3, **settings)]  # type: ignore[arg-type]
     assert tuple(streamed) == answer.scores
 
 
