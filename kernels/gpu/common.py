@@ -1,64 +1,63 @@
-"""What the Triton kernels share: modes, the order in which channels are dealt to programs, programmatic dependent
-launch.
+"""What the Triton kernels share: argument groups, programmatic dependent launch, shared memory, RMSNorm.
 
-Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program c mod S. Heads or other
-runs of channels that are kept more often than others are thereby spread evenly, so the splits finish together.
-
-Kernels write "wide" for the type they add up in (``precision``).
+Sums are float32. Channels are dealt to the S programs of a split in chunks of ``CHUNK``: chunk c goes to program
+c mod S. Heads or other runs of channels that are kept more often than others are spread evenly, so the splits finish
+together.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-class Stretches(NamedTuple):
-    """The attention's partial results, one for each stretch of the context."""
+class KVSplits(NamedTuple):
+    """Attention's partial results, one for each split of the context."""
 
-    x: Tensor  # (B, heads, kv_splits, head_dim) wide, softmax-weighted sums
-    maximum: Tensor  # (B, heads, kv_splits) wide, log2 domain
+    x: Tensor  # (B, heads, kv_splits, head_dim) float32, softmax-weighted sums
+    maximum: Tensor  # (B, heads, kv_splits) float32, log2 domain
     total: Tensor  # the same shape, denominators
 
 
-class Source(NamedTuple):
-    """Where a projection's input comes from: x as it is; x, the residual stream, after an RMSNorm; or the attention's
-    stretches, combined."""
+class Input(NamedTuple):
+    """A linear's input: x as it is; x after an RMSNorm (``ssq``, ``norm``); or attention's splits, combined."""
 
     x: Tensor | None  # (B, K) dtype
-    ssq: Tensor | None  # RMSNorm: (B, ssq_parts) wide, partial sums of squares
-    norm: Tensor | None  # RMSNorm: (K,) of the weights' type, or wide: 1 + weight
-    stretches: Stretches | None
+    ssq: Tensor | None = None  # (B, ssq_parts) float32, partial sums of squares of x's rows
+    norm: Tensor | None = (
+        None  # (K,) of the weights' dtype; float32 if it is multiplied before any rounding: 1 + weight
+    )
+    attention: KVSplits | None = None
+    row_mask: Tensor | None = None  # (B,) float32, 1 for a masked row, 0 for one that keeps all channels; None: all 1
 
 
 class Weights(NamedTuple):
-    """A group of projections that read one input."""
+    """A fused linear's tensors."""
 
-    weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; codes: int32 words
-    bias: Tensor | None  # (N,) of the weights' type, or wide
-    scales: Tensor  # (projections, K) float32
+    weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; quantized: int32 words
+    bias: Tensor | None  # (N,) of the weights' dtype
+    scales: Tensor  # (projections, K) float32, channel scales
     thresholds: Tensor  # (projections,) float32
-    code_scales: Tensor | None  # codes: (K / group, padded columns) float32
-    zeros: Tensor | None  # codes of zero that are not the kind's own: the same shape
+    quant_scales: Tensor | None  # quantized: (K / group, padded columns) float32
+    quant_zeros: Tensor | None  # zero points other than the type's own: the same shape
 
 
-class Target(NamedTuple):
-    """Where a projection's output goes, as ``Modes.output`` says."""
+class Output(NamedTuple):
+    """Where a linear's output goes, as ``Problem.output`` says."""
 
-    out: Tensor  # dtype: TO_PLAIN (B, N); TO_RESIDUAL (B, N), read and written; TO_SILU and TO_GELU (B, n0)
-    ssq: Tensor | None  # TO_RESIDUAL: (B, tiles * max(1, pollers)) wide
+    out: Tensor  # dtype: PLAIN (B, N); RESIDUAL (B, N), read and written; SILU and GELU (B, n0)
+    ssq: Tensor | None = None  # RESIDUAL: (B, tiles * max(1, reducers)) float32
 
 
-class Memory(NamedTuple):
-    """What the programs of a launch leave for each other, and each for itself."""
+class Workspace(NamedTuple):
+    """Scratch memory of a launch."""
 
-    partial: Tensor  # (splits, B, N) integers as wide as the sums; with pollers NOTHING before and after
-    counter: Tensor | None  # no pollers: (tiles,) int32, 0 before and after
-    list_index: Tensor | None  # lists that are not in shared memory: (programs, length) int32
+    partial: Tensor  # (splits, B, N) int32, bits of float32; with spinning reducers EMPTY before and after
+    counter: Tensor | None  # no spinning reducers: (tiles,) int32, 0 before and after
+    list_index: Tensor | None  # compacted index lists outside shared memory: (programs, length) int32
     list_value: Tensor | None  # and (programs, B, length) dtype
 
 
@@ -70,92 +69,101 @@ class Counting(NamedTuple):
     after: Tensor  # the same shape: before, and what this launch keeps
 
 
-class Shape(NamedTuple):
-    """Compiled in: K, the projections' widths and their sum N, tiles of columns, rows B; the attention's stretches; how
-    many partial sums of squares there may be, a multiple of 32."""
+class Problem(NamedTuple):
+    """Compiled in: what is computed."""
 
     k: int
-    n0: int
+    n0: int  # the projections' widths, and their sum
     n1: int
     n2: int
     n: int
-    stride: int
-    tiles: int
+    stride: int  # of weight_t
     batch: int
-    kv_splits: int
+    kv_splits: int  # of the attention that is read
     head_dim: int
-    ssq_pad: int
+    ssq_pad: int  # partial sums of squares at most, a multiple of 32
+    output: int  # PLAIN, RESIDUAL, SILU, GELU
+    dense: bool  # no channel is dropped
+    pdl: bool  # programmatic dependent launch
+    quant: str  # "none", "int4", "int8", "fp8"
+    group: int  # channels that share a quantization scale
 
 
-class Modes(NamedTuple):
-    """Compiled in: ``output`` is TO_PLAIN, TO_RESIDUAL, TO_SILU or TO_GELU; ``dense``: no channel is dropped; ``pdl``:
-    programmatic dependent launch; ``codes``: the ``Matrix``'s kind, and its ``group``."""
+class LaunchConfig(NamedTuple):
+    """Compiled in: how it is computed. Fields as in ``GemvTile``, and what follows from it."""
 
-    output: int
-    dense: bool
-    pdl: bool
-    codes: str
-    group: int
+    tiles: int  # of columns
+    block_n: int
+    block_k: int
+    splits: int
+    warps: int
+    stages: int
+    chunk: int
+    unroll: int
+    trigger: int
+    lead: int
+    reducers: int
+    segment: int  # a program's channels, a power of two
+    length: int  # entries of each of its lists
+    smem: str  # PTX that declares the lists' shared memory; "": they lie in scratch memory
+    reduce_splits: int  # splits whose partial sums are read at a time
 
 
 class Columns(NamedTuple):
-    """Within a kernel: the projection that a tile of columns belongs to, which of its tiles it is, and the projection's
-    first column and width."""
+    """Within a kernel: a tile's projection, its index there, the projection's first column and width."""
 
-    projection: int
-    local: int
-    first: int
-    width: int
-
-
-# Bytes. Triton's own use comes on top, and without asking the driver a program may have 48 KiB in all. Triton asks if
-# its own use is more than that; what is declared here may then be nearly as much beside it.
-ROOM_LIMIT = 36 * 1024
-ROOM_LIMIT_BESIDE = 47 * 1024
+    projection: Any
+    local: Any
+    first: Any
+    width: Any
 
 
-def room_source(num_bytes: int, limit: int = ROOM_LIMIT) -> str:
-    """PTX that declares so much shared memory and gives its address; "" for none, if it is more than there may be."""
+PLAIN = tl.constexpr(0)  # y (B, N)
+RESIDUAL = tl.constexpr(1)  # residual + y, with the sums of squares that the next norm needs
+SILU = tl.constexpr(2)  # silu(gate) * up
+GELU = tl.constexpr(3)  # gelu_tanh(gate) * up; from SILU on, outputs are made of pairs
+
+# Bytes. Triton's own shared memory comes on top, and without asking the driver a program may have 48 KiB in all. Triton
+# asks if its own use is more than that; what is declared here may then be nearly as much beside it.
+SMEM_LIMIT = 36 * 1024
+SMEM_LIMIT_BESIDE = 47 * 1024
+
+
+def smem_source(num_bytes: int, limit: int = SMEM_LIMIT) -> str:
+    """PTX that declares so much shared memory and gives its address; "" if that is more than ``limit``."""
     if num_bytes > limit:
         return ""
-    return f"{{ .shared .align 16 .b8 room[{num_bytes}]; mov.u32 $0, room; }}"
+    return f"{{ .shared .align 16 .b8 smem[{num_bytes}]; mov.u32 $0, smem; }}"
 
 
 @triton.jit
-def room(SOURCE: tl.constexpr, scalar):
-    """The address of the room that ``room_source`` declares; ``scalar`` is any int32. Once in a kernel."""
+def smem_alloc(SOURCE: tl.constexpr, scalar):
+    """The address of what ``smem_source`` declares; ``scalar`` is any int32. Once in a kernel."""
     return tl.inline_asm_elementwise(SOURCE, "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
-def put(items, place, value, wanted, SHARED: tl.constexpr):
-    """items[place] = value where wanted: int32, or floating point, which is float32 in shared memory."""
+def smem_store(items, place, value, wanted, SHARED: tl.constexpr):
+    """items[place] = value where wanted, in shared (int32 or float32) or global memory."""
     if not SHARED:
         tl.store(items + place, value.to(items.dtype.element_ty), mask=wanted)
     elif value.dtype.is_floating():
-        # Its own way in: as bits among integers it costs a quarter more registers.
+        # An asm of its own: as bits among integers it costs a quarter more registers.
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }",
-            "=r,r,f,r",
-            [items + place * 4, value.to(tl.float32), wanted.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "=r,r,f,r", [items + place * 4, value.to(tl.float32), wanted.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     else:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b32 [$1], $2; mov.b32 $0, 0; }",
-            "=r,r,r,r",
-            [items + place * 4, value, wanted.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "=r,r,r,r", [items + place * 4, value, wanted.to(tl.int32)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
-def get(items, place, FLOATING: tl.constexpr, SHARED: tl.constexpr):
-    """items[place], after ``settled``."""
+def smem_load(items, place, FLOATING: tl.constexpr, SHARED: tl.constexpr):
+    """items[place], after ``smem_barrier``."""
     if SHARED:
         value = tl.inline_asm_elementwise(
             "ld.shared.b32 $0, [$1];", "=r,r", [items + place * 4], dtype=tl.int32, is_pure=True, pack=1
@@ -168,24 +176,21 @@ def get(items, place, FLOATING: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def put_half(items, place, value, wanted, SHARED: tl.constexpr):
+def smem_store16(items, place, value, wanted, SHARED: tl.constexpr):
     """items[place] = value where wanted: fp16 or bf16."""
     if SHARED:
         tl.inline_asm_elementwise(
             "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.shared.b16 [$1], $2; mov.b32 $0, 0; }",
-            "=r,r,h,r",
-            [items + place * 2, value.to(tl.int16, bitcast=True), wanted.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+            "=r,r,h,r", [items + place * 2, value.to(tl.int16, bitcast=True), wanted.to(tl.int32)],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
     else:
         tl.store(items + place, value, mask=wanted)
 
 
 @triton.jit
-def get_half(items, place, dtype: tl.constexpr, SHARED: tl.constexpr):
-    """items[place], after ``settled``: fp16 or bf16."""
+def smem_load16(items, place, dtype: tl.constexpr, SHARED: tl.constexpr):
+    """items[place], after ``smem_barrier``: fp16 or bf16."""
     if SHARED:
         value = tl.inline_asm_elementwise(
             "ld.shared.b16 $0, [$1];", "=h,r", [items + place * 2], dtype=tl.int16, is_pure=True, pack=1
@@ -196,8 +201,8 @@ def get_half(items, place, dtype: tl.constexpr, SHARED: tl.constexpr):
 
 
 @triton.jit
-def settled(items, SHARED: tl.constexpr):
-    """The list again, once every thread of the program has put what it had to."""
+def smem_barrier(items, SHARED: tl.constexpr):
+    """``items`` again, once every thread of the program has stored."""
     if SHARED:
         # Not the compiler's own barrier: it reads no weights ahead in a loop that has one.
         items = tl.inline_asm_elementwise(
@@ -209,69 +214,34 @@ def settled(items, SHARED: tl.constexpr):
 
 
 @triton.jit
-def hold_reads(scalar):
-    """What was read before this is on its way: left alone, the compiler moves each read to where it is needed, to save
-    registers. ``scalar`` is any int32."""
+def issue_loads(scalar):
+    """The loads before this are issued before what follows: left alone, the compiler moves each to where it is needed,
+    to save registers. ``scalar`` is any int32."""
     tl.inline_asm_elementwise(
         "bar.warp.sync 0xffffffff; mov.b32 $0, 0;", "=r,r", [scalar], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def add_rows(values, items, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Sum of float32 values (ROWS, COLUMNS) over the rows, first to last, in one exchange through shared memory.
-
-    ``tl.sum`` takes one for each number a thread holds. Columns are spread so that few threads meet in a bank.
-    """
-    row = tl.arange(0, ROWS)
-    column = tl.arange(0, COLUMNS)
-    place = (column % 8) * (COLUMNS // 8) + column // 8
-    put(items, row[:, None] * COLUMNS + place[None, :], values, place[None, :] >= 0, True)
-    items = settled(items, True)
-    total = get(items, place, True, True)
-    for other in tl.static_range(1, ROWS):
-        total += get(items, other * COLUMNS + place, True, True)
-    return total
-
-
-# Where a projection's output goes.
-TO_PLAIN = tl.constexpr(0)  # y (B, N)
-TO_RESIDUAL = tl.constexpr(1)  # added to the residual stream, with the sum of squares the next norm needs
-TO_SILU = tl.constexpr(2)  # gate and up: silu(gate) * up
-TO_GELU = tl.constexpr(3)  # the same, by the tanh form of GELU; from TO_SILU on, outputs are made of pairs
-
-
-def exact_argument(value: float, wide: torch.dtype) -> float | tl.constexpr:
-    """A number for a kernel that adds up in ``wide``: an ordinary argument is rounded to float32, a constant is not."""
-    return tl.constexpr(value) if wide == torch.float64 else value
-
-
-@triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr):
-    """Wait until the kernel before this one has written everything.
-
-    What stands before this call may only read constants (weights, scales): it overlaps the previous kernel's tail.
-    """
+    """Wait until the previous kernel has written everything. What precedes this call may only read constants (weights,
+    scales): it overlaps the previous kernel's tail."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_kernel_start(PDL: tl.constexpr):
-    """Let the next kernel's programs take their places; they wait for this kernel's end before they read its
-    results."""
+    """Let the next kernel's programs start; they wait for this kernel's end before they read its results."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
 def wait_in_loop(scalar, PDL: tl.constexpr):
-    """``wait_for_previous_kernel`` and ``let_next_kernel_start``, in a loop whose first reads are to come before them:
-    the compiler thinks that nothing may pass those. Returns 0; what is read afterwards has to add it to its address, or
-    may come too early.
-
-    ``scalar``: any int32.
-    """
+    """``wait_for_previous_kernel`` and ``let_next_kernel_start`` inside a loop whose first loads have to come before
+    them: the compiler moves no load across those. Returns 0, to be added to the address of what is read afterwards, or
+    that may come too early. ``scalar``: any int32."""
     zero = scalar * 0
     if PDL:
         zero = tl.inline_asm_elementwise(
@@ -283,7 +253,7 @@ def wait_in_loop(scalar, PDL: tl.constexpr):
 
 @triton.jit
 def segment_channel(position, split, SPLITS: tl.constexpr, CHUNK: tl.constexpr):
-    """The channel that stands at ``position`` of a split's segment."""
+    """The channel at ``position`` of a split's segment."""
     return ((position // CHUNK) * SPLITS + split) * CHUNK + position % CHUNK
 
 
@@ -292,77 +262,6 @@ def segment_length(split, K: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.const
     """Positions in a split's segment; the last chunk may run past K and is masked where it is read."""
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     return ((CHUNKS - split + SPLITS - 1) // SPLITS) * CHUNK
-
-
-@triton.jit
-def normalise(hidden, norm_weight, rstd, dtype, ONCE: tl.constexpr):
-    """RMSNorm's two roundings: ``dtype(weight * dtype(hidden * rstd))``, from wide values. ONCE: only the last one."""
-    scaled = hidden * rstd
-    if not ONCE:
-        scaled = scaled.to(dtype).to(rstd.dtype)
-    return (scaled * norm_weight).to(dtype)
-
-
-@triton.jit
-def soft_cap(x, CAP: tl.constexpr):
-    """CAP * tanh(x / CAP), to a few roundings of CAP."""
-    return CAP - 2.0 * CAP / (1.0 + tl.exp(x * (2.0 / CAP)))
-
-
-@triton.jit
-def inverse_root(x):
-    """1 / sqrt(x). The instruction for float64 is only good to 7 digits."""
-    if x.dtype == tl.float64:  # noqa: SIM108 (resolved at compile time)
-        root = 1.0 / tl.sqrt(x)
-    else:
-        root = tl.rsqrt(x)
-    return root
-
-
-@triton.jit
-def load_squares(ssq_ptr, row, parts, SSQ_PAD: tl.constexpr):
-    """(32,) sums of the partial sums of squares that a row's writers left: as many as a warp adds up by itself, where
-    more would have to be exchanged between warps. SSQ_PAD: ``parts`` at most, a multiple of 32."""
-    i = tl.arange(0, 32)
-    squares = tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0)
-    for start in tl.static_range(32, SSQ_PAD, 32):
-        squares += tl.load(ssq_ptr + row * parts + start + i, mask=start + i < parts, other=0.0)
-    return squares
-
-
-@triton.jit
-def reciprocal_rms(squares, eps, K: tl.constexpr):
-    """1 / rms of a row of the residual stream, from what ``load_squares`` gives."""
-    return inverse_root(tl.sum(squares, axis=0) / K + eps)
-
-
-@triton.jit
-def combined_attention(stretches, row, k, live, shape: tl.constexpr, dtype: tl.constexpr):
-    """The attention's output [row, k] in ``dtype`` from its ``Stretches``, 0 where not live.
-
-    One tensor for each stretch: a second dimension would cost exchanges between threads.
-    """
-    KV_SPLITS: tl.constexpr = shape.kv_splits
-    HEAD_DIM: tl.constexpr = shape.head_dim
-    at = (row * (shape.k // HEAD_DIM) + k // HEAD_DIM) * KV_SPLITS
-    ms = ()
-    totals = ()
-    parts = ()
-    for s in tl.static_range(KV_SPLITS):
-        ms = ms + (tl.load(stretches.maximum + at + s, mask=live, other=0.0),)  # noqa: RUF005
-        totals = totals + (tl.load(stretches.total + at + s, mask=live, other=1.0),)  # noqa: RUF005
-        part = tl.load(stretches.x + (at + s) * HEAD_DIM + k % HEAD_DIM, mask=live, other=0.0)
-        parts = parts + (part,)  # noqa: RUF005
-    m = ms[0]
-    for s in tl.static_range(1, KV_SPLITS):
-        m = tl.maximum(m, ms[s])
-    x = tl.zeros(k.shape, m.dtype)
-    total = tl.zeros(k.shape, m.dtype)
-    for s in tl.static_range(KV_SPLITS):
-        factor = tl.exp2(ms[s] - m)
-        total += totals[s] * factor
-        x += parts[s] * factor
-    return (x / total).to(dtype)
 
 
 @triton.jit
@@ -381,3 +280,41 @@ def tile_columns(tile, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr, BLO
         first = tl.where(third > 0, N0 + N1, first)
         width = tl.where(third > 0, N2, width)
     return Columns(projection, local, first, width)
+
+
+@triton.jit
+def is_dropped(x, scale, limit):
+    """The mask, as ``reference.keep_mask`` defines it: a NaN is not below anything, so it is kept."""
+    return tl.abs(x.to(tl.float32)) * scale < limit
+
+
+@triton.jit
+def rms_normalize(x, weight, rstd, dtype, ROUND_ONCE: tl.constexpr):
+    """``dtype(weight * dtype(x * rstd))`` from float32; ROUND_ONCE: only the outer rounding, as Gemma's norms have."""
+    scaled = x * rstd
+    if not ROUND_ONCE:
+        scaled = scaled.to(dtype).to(tl.float32)
+    return (scaled * weight).to(dtype)
+
+
+@triton.jit
+def load_squares(ssq_ptr, row, parts, SSQ_PAD: tl.constexpr):
+    """(32,) sums of a row's partial sums of squares: as many as one warp adds up by itself, where more would have to be
+    exchanged between warps. SSQ_PAD: ``parts`` at most, a multiple of 32."""
+    i = tl.arange(0, 32)
+    squares = tl.load(ssq_ptr + row * parts + i, mask=i < parts, other=0.0)
+    for start in tl.static_range(32, SSQ_PAD, 32):
+        squares += tl.load(ssq_ptr + row * parts + start + i, mask=start + i < parts, other=0.0)
+    return squares
+
+
+@triton.jit
+def reciprocal_rms(squares, eps, K: tl.constexpr):
+    """1 / rms of a row, from what ``load_squares`` gives."""
+    return tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+
+
+@triton.jit
+def soft_cap(x, CAP: tl.constexpr):
+    """CAP * tanh(x / CAP), to a few roundings of CAP."""
+    return CAP - 2.0 * CAP / (1.0 + tl.exp(x * (2.0 / CAP)))

@@ -3,34 +3,28 @@
     c     = silu(sum over taps of kernel * inputs)                     of queries, keys and values, channel by channel
     S     = exp(g) S + k (beta (v - exp(g) k^T S))^T,   o = S^T q      for each value head; q and k have length 1
     out   = norm(o) * silu(z)
-    g     = -rate * softplus(a.x + dt_bias),  beta = sigmoid(b.x)      x: the half's input
+    g     = -rate * softplus(a.x + dt_bias),  beta = sigmoid(b.x)      x: the input of the block's first linear
 
-Each program has one value head of one row: its state fits in registers, and a norm needs all of it. States and inputs
-have two sides: at position p the one with p's parity is read and the other one written. So value heads that share a
-key head read the same inputs whoever writes first, and a step that was started ahead and is not wanted has destroyed
-nothing. Roundings are transformers'. With float32 weights all of it is float64.
+Each program has one value head of one row: its state (key_dim x value_dim, float32) fits in registers, and a norm needs
+all of it. Bytes: twice the state, 128 KiB a head of 128 x 128, and the weights of a and b. Roundings are transformers'.
+
+States and inputs are double buffered: at position p the buffer with p's parity is read and the other one written. So
+value heads that share a key head read the same inputs whoever writes first, and a step that was started ahead and is not
+wanted has destroyed nothing. Twin: ``runtime.torch.delta_net``.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    exact_argument,
-    inverse_root,
-    let_next_kernel_start,
-    load_squares,
-    normalise,
-    reciprocal_rms,
-    wait_for_previous_kernel,
-)
+from .attention import Rows
+from .common import let_next_kernel_start, load_squares, reciprocal_rms, rms_normalize, wait_for_previous_kernel
 
-LARGEST_STATE = 128 * 128  # numbers of a head's state, either side padded to a power of two: they stay in registers
+LARGEST_STATE = 128 * 128  # numbers of a head's state that stay in registers, both sides padded to powers of two
 _LENGTH_EPS = tl.constexpr(1e-6)  # of the squared length by which queries and keys are divided
 _BLOCK_H = 1024
 
@@ -47,33 +41,23 @@ class DeltaTensors(NamedTuple):
 
 
 class DeltaInput(NamedTuple):
-    """What the products before left; the half's input is the residual stream, normalised as ``launch_gemv`` does."""
-
     mixed: Tensor  # (B, mixed + value_size) dtype: queries, keys and values, then the gate z
-    hidden: Tensor  # (B, H) dtype
-    ssq: Tensor | None  # (B, parts) wide, partial sums of squares; None: no norm
-    norm: Tensor | None  # (H,) of the weights' type, or wide: 1 + weight
+    hidden: Tensor  # (B, H) dtype, normalized as ``common.Input`` says
+    ssq: Tensor | None  # (B, parts) float32, partial sums of squares; None: no norm
+    norm: Tensor | None  # (H,)
 
 
 class DeltaMemory(NamedTuple):
-    """Both sides; slot = row. A side's slots lie behind each other, the second side ``…_stride`` numbers after the
-    first."""
+    """Both buffers; slot = row. The second buffer lies ``…_stride`` numbers after the first."""
 
     inputs: Tensor  # (2, slots, taps - 1, mixed) dtype, oldest first
-    state: Tensor  # (2, slots, value_heads, key_dim, value_dim) wide
+    state: Tensor  # (2, slots, value_heads, key_dim, value_dim) float32
     inputs_stride: int
     state_stride: int
 
 
-class _Rows(NamedTuple):
-    """(B,) int64, negative for an idle row, and int32."""
-
-    token: Tensor
-    position: Tensor
-
-
 class _Shape(NamedTuple):
-    """Known at compile time; ``…_pad``: powers of two, ``ssq_pad`` a multiple of 32."""
+    """Compiled in; ``…_pad``: powers of two, ``ssq_pad`` a multiple of 32."""
 
     hidden: int
     key_heads: int
@@ -108,21 +92,21 @@ def _earlier(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: 
 @triton.jit
 def _convolved(
     kernel, earlier, inputs, new_ptr, after, channel, live, moves, MIXED: tl.constexpr, TAPS: tl.constexpr,
-    dtype: tl.constexpr, wide: tl.constexpr,
+    dtype: tl.constexpr,
 ):  # fmt: skip
-    """The convolution of some channels, wide; their inputs move on by one position."""
+    """The convolution of some channels, float32; their inputs move on by one position."""
     t = tl.arange(0, kernel.shape[0])[:, None]
     new = tl.load(new_ptr + channel[None, :] + t * 0, mask=(t == TAPS - 1) & live[None, :], other=0.0)
     x = tl.where(t == TAPS - 1, new, earlier)
     at = after + (t - 1) * MIXED + channel[None, :]
     tl.store(inputs + at, x, mask=(t >= 1) & (t < TAPS) & moves[None, :])
-    total = tl.sum(kernel.to(wide) * x.to(wide), axis=0)
-    return _silu(total.to(dtype).to(wide)).to(dtype).to(wide)
+    total = tl.sum(kernel.to(tl.float32) * x.to(tl.float32), axis=0)
+    return _silu(total.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
 
 
 @triton.jit
 def _unit(x):
-    return x * inverse_root(tl.sum(x * x, axis=0) + _LENGTH_EPS)
+    return x * tl.rsqrt(tl.sum(x * x, axis=0) + _LENGTH_EPS)
 
 
 @triton.jit
@@ -130,7 +114,7 @@ def _delta_net_kernel(
     given,  # DeltaInput
     weights,  # DeltaTensors
     memory,  # DeltaMemory
-    rows,  # _Rows
+    rows,  # Rows
     out_ptr,  # (B, value_size) dtype
     eps,  # of both norms
     query_scale,
@@ -139,7 +123,6 @@ def _delta_net_kernel(
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    wide: tl.constexpr = memory.state.dtype.element_ty
     H: tl.constexpr = shape.hidden
     BLOCK_H: tl.constexpr = shape.block_h
     KEY: tl.constexpr = shape.key_dim
@@ -191,34 +174,33 @@ def _delta_net_kernel(
         of_a = of_a + (a,)  # noqa: RUF005 (the compiler knows no unpacking)
         of_b = of_b + (b,)  # noqa: RUF005
         of_norm = of_norm + (factors,)  # noqa: RUF005
-    rate = tl.exp(tl.load(weights.log_rate + head).to(wide))
-    dt_bias = tl.load(weights.dt_bias + head).to(wide)
-    out_norm = tl.load(weights.norm + j, mask=j < VALUE, other=0.0).to(wide)
+    rate = tl.exp(tl.load(weights.log_rate + head).to(tl.float32))
+    dt_bias = tl.load(weights.dt_bias + head).to(tl.float32)
+    out_norm = tl.load(weights.norm + j, mask=j < VALUE, other=0.0).to(tl.float32)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
 
     new_ptr = given.mixed + row * (MIXED + VALUE_SIZE)
-    gate = tl.load(new_ptr + MIXED + head * VALUE + j, mask=j < VALUE, other=0.0).to(wide)
-    q = _convolved(q_kernel, q, memory.inputs, new_ptr, after, q_at, live_key, moves_key, MIXED, TAPS, dtype, wide)
-    k = _convolved(k_kernel, k, memory.inputs, new_ptr, after, k_at, live_key, moves_key, MIXED, TAPS, dtype, wide)
-    v = _convolved(v_kernel, v, memory.inputs, new_ptr, after, v_at, live_value, live_value, MIXED, TAPS, dtype, wide)
-    sums_a = tl.zeros((BLOCK_H,), wide)
-    sums_b = tl.zeros((BLOCK_H,), wide)
+    gate = tl.load(new_ptr + MIXED + head * VALUE + j, mask=j < VALUE, other=0.0).to(tl.float32)
+    q = _convolved(q_kernel, q, memory.inputs, new_ptr, after, q_at, live_key, moves_key, MIXED, TAPS, dtype)
+    k = _convolved(k_kernel, k, memory.inputs, new_ptr, after, k_at, live_key, moves_key, MIXED, TAPS, dtype)
+    v = _convolved(v_kernel, v, memory.inputs, new_ptr, after, v_at, live_value, live_value, MIXED, TAPS, dtype)
+    sums_a = tl.zeros((BLOCK_H,), tl.float32)
+    sums_b = tl.zeros((BLOCK_H,), tl.float32)
     rstd = eps
     if NORMED:
-        # Factors that are wide are multiplied by before the only rounding.
-        ONCE: tl.constexpr = given.norm.dtype.element_ty == wide
+        ONCE: tl.constexpr = given.norm.dtype.element_ty == tl.float32
         rstd = reciprocal_rms(load_squares(given.ssq, row, ssq_parts, shape.ssq_pad), eps, H)
     for start in tl.static_range(0, H, BLOCK_H):
         x = tl.load(given.hidden + row * H + start + h, mask=start + h < H, other=0.0)
         if NORMED:
-            x = normalise(x.to(wide), of_norm[start // BLOCK_H].to(wide), rstd, dtype, ONCE)
-        sums_a += x.to(wide) * of_a[start // BLOCK_H].to(wide)
-        sums_b += x.to(wide) * of_b[start // BLOCK_H].to(wide)
-    step = tl.sum(sums_a, axis=0).to(dtype).to(wide) + dt_bias
+            x = rms_normalize(x.to(tl.float32), of_norm[start // BLOCK_H].to(tl.float32), rstd, dtype, ONCE)
+        sums_a += x.to(tl.float32) * of_a[start // BLOCK_H].to(tl.float32)
+        sums_b += x.to(tl.float32) * of_b[start // BLOCK_H].to(tl.float32)
+    step = tl.sum(sums_a, axis=0).to(dtype).to(tl.float32) + dt_bias
     # softplus; above 20 it is the number itself
     step = tl.where(step > 20.0, step, tl.log(1.0 + tl.exp(tl.minimum(step, 20.0))))
-    beta = (1.0 / (1.0 + tl.exp(-tl.sum(sums_b, axis=0).to(dtype).to(wide)))).to(dtype).to(wide)
+    beta = (1.0 / (1.0 + tl.exp(-tl.sum(sums_b, axis=0).to(dtype).to(tl.float32)))).to(dtype).to(tl.float32)
     decay = tl.exp(-rate * step)
 
     q = _unit(q) * query_scale
@@ -226,9 +208,9 @@ def _delta_net_kernel(
     recalled = decay * tl.sum(k[:, None] * state, axis=0)
     state = decay * state + k[:, None] * (beta * (v - recalled))[None, :]
     tl.store(memory.state + (1 - side) * memory.state_stride + at, state, mask=own)
-    y = tl.sum(q[:, None] * state, axis=0).to(dtype).to(wide)
-    out_rstd = inverse_root(tl.sum(y * y, axis=0) / VALUE + eps)
-    y = normalise(y, out_norm, out_rstd, dtype, False).to(wide) * _silu(gate)
+    y = tl.sum(q[:, None] * state, axis=0).to(dtype).to(tl.float32)
+    out_rstd = tl.rsqrt(tl.sum(y * y, axis=0) / VALUE + eps)
+    y = rms_normalize(y, out_norm, out_rstd, dtype, False).to(tl.float32) * _silu(gate)
     tl.store(out_ptr + row * VALUE_SIZE + head * VALUE + j, y.to(dtype), mask=j < VALUE)
 
 
@@ -237,57 +219,35 @@ def delta_state_size(key_dim: int, value_dim: int) -> int:
     return triton.next_power_of_2(key_dim) * triton.next_power_of_2(value_dim)
 
 
-def warps_for(shape: _Shape, exact: bool) -> int:
-    """Of a program, for a state in float32 or, ``exact``, float64: so many that nearly nothing is spilled. (For float64
-    the compiler wants few threads with many registers each.)"""
-    return max(1, min(8 if exact else 16, shape.key_pad * shape.value_pad // (32 * 32)))
+def warps_for(shape: _Shape) -> int:
+    """Warps of a program: so many that nearly nothing is spilled."""
+    return max(1, min(16, shape.key_pad * shape.value_pad // (32 * 32)))
 
 
 def launch_delta_net(
     given: DeltaInput,
     weights: DeltaTensors,
     memory: DeltaMemory,
-    tokens: Tensor,
-    positions: Tensor,
+    rows: Rows,
     out: Tensor,
     *,
     key_heads: int,
     eps: float,
     pdl: bool = False,
 ) -> None:
-    """Launch one block's recurrent half for B rows on the current stream. Nothing is checked or allocated here.
-
-    Args:
-        tokens: (B,) int64; a negative one marks an idle row, whose state and inputs are neither read nor written.
-        positions: (B,) int32: which side is read.
-        out: (B, value_heads * value_dim) dtype.
-        key_heads: as many of queries and of keys; each serves a group of value heads.
-        eps: of the norm of the half's input and of that of each head's output.
-    """
+    """Launch one block's recurrent half for B rows on the current stream: out (B, value_heads * value_dim). Nothing is
+    checked or allocated. ``key_heads``: of queries and of keys; each serves a group of value heads. ``eps``: of the
+    input's norm and of each head's output."""
     _, _, value_heads, key_dim, value_dim = memory.state.shape
     batch, hidden = given.hidden.shape
-    wide = memory.state.dtype
     parts = 1 if given.ssq is None else given.ssq.shape[1]
+    taps = weights.kernel.shape[-1]
     shape = _Shape(
-        hidden, key_heads, value_heads, key_dim, value_dim, weights.kernel.shape[-1],
-        taps_pad=triton.next_power_of_2(weights.kernel.shape[-1]),
-        key_pad=triton.next_power_of_2(key_dim),
-        value_pad=triton.next_power_of_2(value_dim),
-        ssq_pad=max(32, triton.next_power_of_2(parts)),
-        block_h=min(_BLOCK_H, triton.next_power_of_2(hidden)),
+        hidden, key_heads, value_heads, key_dim, value_dim, taps, triton.next_power_of_2(taps),
+        triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim), max(32, triton.next_power_of_2(parts)),
+        min(_BLOCK_H, triton.next_power_of_2(hidden)),
     )  # fmt: skip
-    options = {"launch_pdl": True} if pdl else {}
     _delta_net_kernel[(value_heads, batch)](
-        given,
-        weights,
-        memory,
-        _Rows(tokens, positions),
-        out,
-        exact_argument(eps, wide),
-        exact_argument(key_dim**-0.5, wide),
-        parts,
-        shape,
-        pdl,
-        num_warps=warps_for(shape, wide == torch.float64),
-        **options,
-    )
+        given, weights, memory, rows, out, eps, key_dim**-0.5, parts, shape, pdl, num_warps=warps_for(shape),
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

@@ -1,32 +1,54 @@
 """The two ends of a decode step: the embedding row that starts the residual stream, and the vocabulary's logits.
 
-    embed:    hidden = embedding[token], multiplied, with the partial sums of squares the first norm needs
-    logits:   dtype(weight @ RMSNorm(hidden)), float32 storage; the largest of each tile, lowest id first
+    embed:    hidden = embedding[token], multiplied, with the partial sums of squares that the first norm needs
+    logits:   dtype(weight @ RMSNorm(hidden)), stored as float32; the largest of each tile, lowest id first
     next id:  the largest of the tiles' largest, lowest id first; the positions move on by one
 
-``lm_head`` is read densely, in Hugging Face's (V, K) layout: tied embeddings are then stored once.
+``lm_head`` is read densely, in Hugging Face's (V, K) layout: tied embeddings are then stored once. One row of x: a
+program reads ``passes`` times a few whole rows of the weights, x broadcast over them. More rows: tl.dot. Bytes: V * K *
+sizeof(dtype) (int8: V * (K + 4)); 128,256 x 4,096 bf16 take at least 229 us at the 4.59 TB/s that an H200 reaches.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import (
-    exact_argument,
-    inverse_root,
-    let_next_kernel_start,
-    load_squares,
-    normalise,
-    reciprocal_rms,
-    wait_for_previous_kernel,
-)
+from .common import let_next_kernel_start, load_squares, reciprocal_rms, rms_normalize, wait_for_previous_kernel
 
-# Vocabulary rows of one program; batches of float32 rows are launched row by row.
-HEAD_ROWS = 16
-HEAD_ROWS_BATCHED = 64
+
+class Logits(NamedTuple):
+    """What the head leaves: values rounded to the weights' dtype, each tile's largest and its lowest id."""
+
+    values: Tensor  # (B, V) float32
+    best: Tensor  # (B, tiles) float32; NaN if one of the tile's logits is
+    best_id: Tensor  # (B, tiles) int32
+
+    @classmethod
+    def empty(cls, batch: int, vocabulary: int, device: torch.device, block_v: int | None = None) -> Logits:
+        tiles = triton.cdiv(vocabulary, block_v or head_config(batch, 16, 1, torch.bfloat16).block_v)
+        return cls(
+            torch.empty(batch, vocabulary, device=device),
+            torch.empty(batch, tiles, device=device),
+            torch.empty(batch, tiles, dtype=torch.int32, device=device),
+        )
+
+
+class HeadConfig(NamedTuple):
+    """Compiled in. A program has ``block_v`` rows of the vocabulary, in ``passes`` (one row of x)."""
+
+    k: int
+    batch: int
+    ssq_parts: int
+    ssq_pad: int
+    block_v: int
+    passes: int
+    block_k: int
+    stages: int
 
 
 @triton.jit
@@ -34,7 +56,7 @@ def _embed_kernel(
     token_ptr,  # (B,) int64; negative: idle row
     embedding_ptr,  # (V, K)
     hidden_ptr,  # (B, K) dtype
-    ssq_ptr,  # (B, tiles) wide
+    ssq_ptr,  # (B, tiles) float32
     MULTIPLIER: tl.constexpr,
     K: tl.constexpr,
     TILES: tl.constexpr,
@@ -49,116 +71,105 @@ def _embed_kernel(
     token = tl.load(token_ptr + row)
     x = tl.load(embedding_ptr + token * K + k, mask=tl.where(token >= 0, k, K) < K, other=0.0)
     if MULTIPLIER != 1.0:
-        x = (x.to(ssq_ptr.dtype.element_ty) * MULTIPLIER).to(hidden_ptr.dtype.element_ty)
+        x = (x.to(tl.float32) * MULTIPLIER).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + row * K + k, x, mask=k < K)
-    wide = x.to(ssq_ptr.dtype.element_ty)
-    tl.store(ssq_ptr + row * TILES + tile, tl.sum(wide * wide, axis=0))
+    x = x.to(tl.float32)
+    tl.store(ssq_ptr + row * TILES + tile, tl.sum(x * x, axis=0))
 
 
 @triton.jit
 def _logits_kernel(
     hidden_ptr,  # (B, K) dtype
-    ssq_ptr,  # (B, SSQ) wide
-    norm_ptr,  # (K,) of the weights' type, or wide: 1 + weight
+    ssq_ptr,  # (B, ssq_parts) float32
+    norm_ptr,  # (K,) as common.Input.norm
     weight_ptr,  # (V, K)
-    scale_ptr,  # (V,) float32: of int8 weights; None for plain ones
-    logits_ptr,  # (B, V) float32
-    best_ptr,  # (B, tiles) float32
-    best_id_ptr,  # (B, tiles) int32
+    scale_ptr,  # (V,) float32, of int8 weights; None for unquantized ones
+    out,  # Logits
     eps,
     V,
-    K: tl.constexpr,
-    BATCH: tl.constexpr,
-    SSQ: tl.constexpr,
-    SSQ_PAD: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    PASSES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    config: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    K: tl.constexpr = config.k
+    BLOCK_V: tl.constexpr = config.block_v
+    BLOCK_K: tl.constexpr = config.block_k
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
-    wide: tl.constexpr = ssq_ptr.dtype.element_ty
-    ONCE: tl.constexpr = norm_ptr.dtype.element_ty == wide
+    ROUND_ONCE: tl.constexpr = norm_ptr.dtype.element_ty == tl.float32
     tile = tl.program_id(0)
     lane = tl.arange(0, BLOCK_K)
-    if BATCH == 1:
-        PART: tl.constexpr = BLOCK_V // PASSES
+    if config.batch == 1:
+        PART: tl.constexpr = BLOCK_V // config.passes
         WHOLE: tl.constexpr = K <= BLOCK_K
         v = tile * BLOCK_V + tl.arange(0, PART)
         if WHOLE:
-            # The first rows and the norm are constants: they are on their way before the last block has ended.
+            # The first rows and the norm are constants: they are in flight before the last block has ended.
             w = _vocabulary_rows(weight_ptr, v, lane, V, K)
-            norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0).to(wide)
+            norm = tl.load(norm_ptr + lane, mask=lane < K, other=0.0).to(tl.float32)
         wait_for_previous_kernel(PDL)
         let_next_kernel_start(PDL)
-        rstd = reciprocal_rms(load_squares(ssq_ptr, 0, SSQ, SSQ_PAD), eps, K)
+        rstd = reciprocal_rms(load_squares(ssq_ptr, 0, config.ssq_parts, config.ssq_pad), eps, K)
         if WHOLE:
-            x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0).to(wide)
-            x = normalise(x, norm, rstd, dtype, ONCE).to(wide)
+            x = tl.load(hidden_ptr + lane, mask=lane < K, other=0.0).to(tl.float32)
+            x = rms_normalize(x, norm, rstd, dtype, ROUND_ONCE).to(tl.float32)
         best = tl.full((PART,), float("-inf"), tl.float32)
         best_id = tl.full((PART,), 2147483647, tl.int32)
         broken = tl.zeros((PART,), tl.int32)
-        for part in tl.static_range(PASSES):
+        for part in tl.static_range(config.passes):
             if WHOLE:
-                acc = x[None, :] * w.to(wide)
-                if part + 1 < PASSES:
+                acc = x[None, :] * w.to(tl.float32)
+                if part + 1 < config.passes:
                     w = _vocabulary_rows(weight_ptr, v + PART, lane, V, K)
             else:
-                acc = tl.zeros((PART, BLOCK_K), wide)
-                for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+                acc = tl.zeros((PART, BLOCK_K), tl.float32)
+                for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
                     k = start + lane
                     w = _vocabulary_rows(weight_ptr, v, k, V, K)
-                    x = tl.load(hidden_ptr + k, mask=k < K, other=0.0).to(wide)
-                    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(wide)
-                    acc += normalise(x, norm, rstd, dtype, ONCE).to(wide)[None, :] * w.to(wide)
+                    x = tl.load(hidden_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+                    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+                    x = rms_normalize(x, norm, rstd, dtype, ROUND_ONCE).to(tl.float32)
+                    acc += x[None, :] * w.to(tl.float32)
             y = _as_logits(tl.sum(acc, axis=1), scale_ptr, v, V, dtype)
-            tl.store(logits_ptr + v, y, mask=v < V)
+            tl.store(out.values + v, y, mask=v < V)
             better = (v < V) & (y > best)
             best = tl.where(better, y, best)
             best_id = tl.where(better, v, best_id)
             broken = broken | ((v < V) & (y != y)).to(tl.int32)
             v += PART
-        _store_best(best_ptr, best_id_ptr, best, best_id, broken, tile)
+        _store_best(out, best, best_id, broken, tile)
     else:
         wait_for_previous_kernel(PDL)
         let_next_kernel_start(PDL)
         v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         rows = tl.arange(0, 16)
-        live_rows = rows < BATCH
-        i = tl.arange(0, SSQ_PAD)
-        squares = tl.load(
-            ssq_ptr + rows[:, None] * SSQ + i[None, :], mask=live_rows[:, None] & (i < SSQ)[None, :], other=0.0
-        )
-        rstd_rows = inverse_root(tl.sum(squares, axis=1) / K + eps)
+        live_rows = rows < config.batch
+        i = tl.arange(0, config.ssq_pad)
+        squares_at = ssq_ptr + rows[:, None] * config.ssq_parts + i[None, :]
+        squares = tl.load(squares_at, mask=live_rows[:, None] & (i < config.ssq_parts)[None, :], other=0.0)
+        rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
         acc = tl.zeros((16, BLOCK_V), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+        for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
             k = start + lane
             live = k < K
             w = _vocabulary_rows(weight_ptr, v, k, V, K)
-            x = tl.load(
-                hidden_ptr + rows[:, None] * K + k[None, :], mask=live_rows[:, None] & live[None, :], other=0.0
-            ).to(tl.float32)
+            x_at = hidden_ptr + rows[:, None] * K + k[None, :]
+            x = tl.load(x_at, mask=live_rows[:, None] & live[None, :], other=0.0).to(tl.float32)
             norm = tl.load(norm_ptr + k, mask=live, other=0.0).to(tl.float32)
-            acc = tl.dot(
-                normalise(x, norm[None, :], rstd_rows[:, None], dtype, ONCE),
-                tl.trans(w.to(dtype)),  # a code of eight bits is exact in every type
-                acc,
-                input_precision="ieee",
-            )
-        for row in tl.static_range(BATCH):
+            x = rms_normalize(x, norm[None, :], rstd_rows[:, None], dtype, ROUND_ONCE)
+            # An int8 code is exact in every dtype.
+            acc = tl.dot(x, tl.trans(w.to(dtype)), acc, input_precision="ieee")
+        for row in tl.static_range(config.batch):
             y = _as_logits(tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0), scale_ptr, v, V, dtype)
-            tl.store(logits_ptr + row * V + v, y, mask=v < V)
+            tl.store(out.values + row * V + v, y, mask=v < V)
             shown = tl.where((v < V) & (y == y), y, float("-inf"))
             broken = ((v < V) & (y != y)).to(tl.int32)
-            _store_best(best_ptr, best_id_ptr, shown, v, broken, row * tl.num_programs(0) + tile)
+            _store_best(out, shown, v, broken, row * tl.num_programs(0) + tile)
 
 
 @triton.jit
 def _as_logits(total, scale_ptr, v, V, dtype: tl.constexpr):
-    """Sums of the tokens ``v``, times the scales of their codes if there are any, as the weights' type rounds them."""
+    """Sums of the tokens ``v``, times their int8 scales if there are any, as the weights' dtype rounds them."""
     if scale_ptr is not None:
-        total *= tl.load(scale_ptr + v, mask=v < V, other=0.0).to(total.dtype)
+        total *= tl.load(scale_ptr + v, mask=v < V, other=0.0)
     return total.to(dtype).to(tl.float32)
 
 
@@ -174,17 +185,16 @@ def _vocabulary_rows(weight_ptr, v, k, V, K: tl.constexpr):
 
 
 @triton.jit
-def _store_best(best_ptr, best_id_ptr, best, best_id, broken, at):
+def _store_best(out, best, best_id, broken, at):
     """The largest of a tile's logits and its lowest id; NaN if one is NaN: such a row has no largest."""
     largest = tl.max(best, axis=0)
-    tl.store(best_id_ptr + at, tl.min(tl.where(best == largest, best_id, 2147483647), axis=0))
-    tl.store(best_ptr + at, tl.where(tl.max(broken, axis=0) > 0, float("nan"), largest))
+    tl.store(out.best_id + at, tl.min(tl.where(best == largest, best_id, 2147483647), axis=0))
+    tl.store(out.best + at, tl.where(tl.max(broken, axis=0) > 0, float("nan"), largest))
 
 
 @triton.jit
-def _next_kernel(
-    best_ptr,  # (B, tiles) float32
-    best_id_ptr,  # (B, tiles) int32
+def _argmax_kernel(
+    logits,  # Logits
     token_ptr,  # (B,) int64: the ids just read, idle ones negative
     next_ptr,  # (B,) int64
     position_ptr,  # (B,) int32
@@ -196,8 +206,8 @@ def _next_kernel(
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
     i = tl.arange(0, BLOCK)
-    value = tl.load(best_ptr + row * tiles + i, mask=i < tiles, other=float("-inf"))
-    token = tl.load(best_id_ptr + row * tiles + i, mask=i < tiles, other=2147483647)
+    value = tl.load(logits.best + row * tiles + i, mask=i < tiles, other=float("-inf"))
+    token = tl.load(logits.best_id + row * tiles + i, mask=i < tiles, other=2147483647)
     best = tl.max(value, axis=0)
     chosen = tl.min(tl.where(value == best, token, 2147483647), axis=0)
     # As sampling.sample has it: -1 for a row that holds a NaN or whose largest logit is infinite.
@@ -212,18 +222,22 @@ def _next_kernel(
 def launch_embed(
     tokens: Tensor, embedding: Tensor, hidden: Tensor, ssq: Tensor, *, multiplier: float = 1.0, pdl: bool = False
 ) -> None:
-    """hidden (B, K) = rows of ``embedding`` (V, K) at ``tokens`` (B,) int64, multiplied; idle rows (negative) become
-    zeros.
-
-    ``ssq`` (B, parts) wide receives the partial sums of squares, whatever number of parts it has.
-    """
-    width = hidden.shape[1]
-    parts = ssq.shape[1]
-    options = {"launch_pdl": True} if pdl else {}
+    """hidden (B, K) = multiplied rows of ``embedding`` (V, K) at ``tokens`` (B,) int64; idle rows (negative) become
+    zeros. ``ssq`` (B, parts) float32 receives the partial sums of squares, whatever number of parts it has."""
+    width, parts = hidden.shape[1], ssq.shape[1]
     _embed_kernel[(parts, hidden.shape[0])](
         tokens, embedding, hidden, ssq, multiplier, width, parts, triton.next_power_of_2(triton.cdiv(width, parts)),
-        pdl, **options,
+        pdl, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
+
+
+def head_config(batch: int, k: int, ssq_parts: int, dtype: torch.dtype) -> HeadConfig:
+    """One row: whole rows of the weights, four at a time."""
+    block_v, block_k, stages = (16, 4096, 1) if batch == 1 else (64, 128 if dtype != torch.float32 else 64, 3)
+    block_k = min(block_k, max(16, triton.next_power_of_2(k)))
+    passes = max(1, block_v * block_k // 16384) if batch == 1 else 1
+    ssq_pad = max(32, triton.next_power_of_2(ssq_parts))
+    return HeadConfig(k, batch, ssq_parts, ssq_pad, block_v, passes, block_k, stages)
 
 
 def launch_logits(
@@ -231,80 +245,27 @@ def launch_logits(
     ssq: Tensor,
     norm: Tensor,
     weight: Tensor,
-    logits: Tensor,
-    best: Tensor,
-    best_id: Tensor,
+    scales: Tensor | None,
+    out: Logits,
     *,
     eps: float,
-    scales: Tensor | None = None,
-    block_k: int | None = None,
-    warps: int | None = None,
-    stages: int | None = None,
-    block_v: int | None = None,
-    passes: int | None = None,
     pdl: bool = False,
+    config: HeadConfig | None = None,
 ) -> None:
-    """Final norm and ``lm_head``, without selection.
-
-    Args:
-        hidden: (B, K), with ``ssq`` (B, parts) wide, the partial sums of its squares.
-        norm: (K,).
-        weight: (V, K), Hugging Face's layout; of the hidden state's type, or int8.
-        scales: (V,) float32, what the products with int8 rows are multiplied by.
-        logits: (B, V) float32, values rounded to the weights' dtype. float32's rows are launched one by one.
-        best, best_id: (B, ceil(V / block_v)) float32 and int32, each tile's largest logit and its lowest id.
-    """
+    """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) the partial sums of its squares, norm (K,), weight (V, K)
+    of hidden's dtype or int8 with scales (V,) float32."""
     batch, width = hidden.shape
-    vocabulary = weight.shape[0]
-    parts = ssq.shape[1]
-    if batch > 1 and ssq.dtype == torch.float64:
-        for i in range(batch):
-            one = slice(i, i + 1)
-            launch_logits(
-                hidden[one], ssq[one], norm, weight, logits[one], best[one], best_id[one], eps=eps, scales=scales,
-                block_k=block_k, warps=warps, stages=stages, block_v=block_v, passes=passes, pdl=pdl,
-            )  # fmt: skip
-        return
-    block_v = block_v or (HEAD_ROWS if batch == 1 else HEAD_ROWS_BATCHED)
-    # One row: whole rows of the weights, four at a time. float64 sums take twice the registers.
-    exact = ssq.dtype == torch.float64
-    block_k = block_k or ((256 if exact else 4096) if batch == 1 else 128)
-    block_k = min(block_k, max(16, triton.next_power_of_2(width)))
-    passes = passes or (max(1, block_v * block_k // 16384) if batch == 1 and not exact else 1)
-    stages = stages or (1 if batch == 1 else 3)
-    warps = warps or (4 if batch == 1 else 2)
-    options = {"launch_pdl": True} if pdl else {}
-    _logits_kernel[(triton.cdiv(vocabulary, block_v),)](
-        hidden,
-        ssq,
-        norm,
-        weight,
-        scales,
-        logits,
-        best,
-        best_id,
-        exact_argument(eps, ssq.dtype),
-        vocabulary,
-        K=width,
-        BATCH=batch,
-        SSQ=parts,
-        SSQ_PAD=max(32, triton.next_power_of_2(parts)),
-        BLOCK_V=block_v,
-        PASSES=passes,
-        BLOCK_K=block_k,
-        STAGES=stages,
-        PDL=pdl,
-        num_warps=warps,
-        **options,
-    )
+    config = config or head_config(batch, width, ssq.shape[1], hidden.dtype)
+    _logits_kernel[(triton.cdiv(weight.shape[0], config.block_v),)](
+        hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=4 if batch == 1 else 2,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip
 
 
-def launch_next(
-    best: Tensor, best_id: Tensor, tokens: Tensor, next_tokens: Tensor, positions: Tensor, *, pdl: bool = False
-) -> None:
+def launch_argmax(logits: Logits, tokens: Tensor, next_tokens: Tensor, positions: Tensor, *, pdl: bool = False) -> None:
     """The greedy choice of every row, and its position moved on; idle rows give -1 and stay where they are."""
-    tiles = best.shape[1]
-    options = {"launch_pdl": True} if pdl else {}
-    _next_kernel[(best.shape[0],)](
-        best, best_id, tokens, next_tokens, positions, tiles, triton.next_power_of_2(tiles), pdl, num_warps=8, **options
-    )
+    batch, tiles = logits.best.shape
+    _argmax_kernel[(batch,)](
+        logits, tokens, next_tokens, positions, tiles, triton.next_power_of_2(tiles), pdl, num_warps=8,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

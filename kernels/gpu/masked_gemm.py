@@ -1,26 +1,139 @@
-"""Projections of more rows of x than ``gemv`` takes, each over the channels that each row keeps, in one launch.
+"""Three to sixteen rows of x in a decode step, and the rows of a batch in vLLM, on the tensor cores: every weight is
+read once, dropped channels are zeros in x.
 
-    y[m, :] = sum over k of where(|x[m, k]| * scales[p, k] < thresholds[p] * masked[m], 0, x[m, k]) * weight_t[k, :]
+    y[m, n] = sum over k of where(|x[m, k]| * scales[p, k] < thresholds[p] * row_mask[m], 0, x[m, k]) * weight_t[k, n]
 
-A program owns one tile of rows and columns and goes through all channels; the mask is worked out beside the loads, so
-nothing is written but the result. Every weight is read once for each tile of rows: for a few dozen rows that is what
-takes the time, and a plain product of copies of x (``mask``) reads no less.
+Rows that keep half of their channels each leave few that none of them keeps (four rows: 6%), so nothing is skipped.
+Bytes: K * N * sizeof(dtype), whatever the rows; an H200 reaches 4.59 TB/s. The twin is ``reference.sparse_linear``.
+
+``masked_gemm_kernel``: a program owns a tile of columns and every splits-th block of block_k channels.
+
+    x (16, K) in shared memory             weight_t (K, N): (stages - 1) blocks in flight before x is known
+    rows beyond B repeat the last          +-----------+
+    +-----+-----+-----+                    | block_k x |  split 0        acc (16, block_n) float32 = tl.dot, mma.m16n8k16:
+    | 16 x block_k ...|                    |  block_n  |  split 1        Triton gives lane 4 g + t rows g, g + 8 and
+    +-----+-----+-----+                    +-----------+  split 0        columns 2 t, 2 t + 1 of each 8
+
+``mask_gemm`` has no splits and masks x beside its loads; ``mask_rows`` only writes masked copies of x, for cuBLAS.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import tile_columns, wait_for_previous_kernel
-from .gemv import GemvTile, Group
+from .common import (
+    Counting,
+    is_dropped,
+    segment_channel,
+    smem_alloc,
+    smem_load16,
+    tile_columns,
+    wait_for_previous_kernel,
+)
+from .reduction import reduce_tile, store_partial
+from .selection import Channels, store_inputs
+from .weights import FusedLinear, dequantize_block, quant_columns
+
+if TYPE_CHECKING:
+    from .plan import GemvTile
 
 _BLOCK_K = 1024
+
+
+@triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
+def masked_gemm_kernel(
+    given,  # as for sparse_gemv_kernel
+    weights,
+    output,
+    workspace,
+    counting,
+    eps,
+    ssq_parts,
+    problem: tl.constexpr,
+    launch: tl.constexpr,  # block_k at least tl.dot's smallest K
+):
+    K: tl.constexpr = problem.k
+    BATCH: tl.constexpr = problem.batch
+    BLOCK_N: tl.constexpr = launch.block_n
+    BLOCK_K: tl.constexpr = launch.block_k
+    SPLITS: tl.constexpr = launch.splits
+    LENGTH: tl.constexpr = launch.length
+    # No mask where none is needed: a weight's address is then all there is to work out.
+    WHOLE: tl.constexpr = K % BLOCK_K + problem.n0 % BLOCK_N + problem.n1 % BLOCK_N + problem.n2 % BLOCK_N == 0
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    ROWS: tl.constexpr = 16  # of the tensor cores
+    SMEM: tl.constexpr = launch.smem
+    SHARED: tl.constexpr = SMEM != ""
+    dtype: tl.constexpr = output.out.dtype.element_ty
+    program = tl.program_id(0)
+    tile = program % launch.tiles
+    split = program // launch.tiles
+    of = tile_columns(tile, problem.n0, problem.n1, problem.n2, BLOCK_N)
+    n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_width = n < of.width
+    columns = of.first + n
+    QUANTIZED: tl.constexpr = problem.quant != "none"
+    read = quant_columns(of, n, problem) if QUANTIZED else weights.weight_t + columns
+
+    # --- constants: read before the previous kernel has ended
+    position = tl.arange(0, launch.segment)
+    k = segment_channel(position, split, SPLITS, BLOCK_K)
+    live = k < K
+    threshold = tl.load(weights.thresholds + of.projection)
+    norm = k
+    scale = k
+    if given.norm is not None:
+        norm = tl.load(given.norm + k, mask=live, other=0.0)
+    if not problem.dense:
+        scale = tl.load(weights.scales + of.projection * K + k, mask=live, other=0.0)
+    channels = Channels(position, k, live, norm, scale, threshold)
+    # As in sparse_gemv_kernel: a projection's first tile counts, each program in its own cell.
+    counts = of.local == 0
+    if counting is not None:
+        cell = of.projection * SPLITS + split
+        counting = Counting(counting.token, counting.before + cell, counting.after + cell)
+    values = smem_alloc(SMEM, program) if SHARED else workspace.list_value + program * BATCH * LENGTH
+    if not SHARED:
+        values = store_inputs(values, given, channels, counting, counts, eps, ssq_parts, problem, LENGTH, SHARED, dtype)
+
+    # --- the product
+    rows = tl.arange(0, ROWS)
+    held = tl.minimum(rows, BATCH - 1)[:, None] * LENGTH
+    lane = tl.arange(0, BLOCK_K)
+    acc = tl.zeros((ROWS, BLOCK_N), tl.float32)
+    count = (BLOCKS - split + SPLITS - 1) // SPLITS
+    for step in tl.range(0, count, num_stages=launch.stages):
+        k_now = (step * SPLITS + split) * BLOCK_K + lane
+        if QUANTIZED:
+            w = dequantize_block(weights, read, k_now, (k_now < K)[:, None] & in_width[None, :], problem)
+        else:
+            at = read[None, :] + k_now.to(tl.int64)[:, None] * problem.stride
+            if WHOLE:  # noqa: SIM108 (resolved at compile time)
+                w = tl.load(at)
+            else:
+                w = tl.load(at, mask=(k_now < K)[:, None] & in_width[None, :], other=0.0)
+        if SHARED:  # noqa: SIM102 (resolved at compile time)
+            # Inside the loop, as the compiler puts the first loads of weights before it.
+            if step == 0:
+                values = store_inputs(
+                    values, given, channels, counting, counts, eps, ssq_parts, problem, LENGTH, SHARED, dtype
+                )
+        x = smem_load16(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
+        acc = tl.dot(x.to(w.dtype), w, acc, input_precision="ieee")
+    if BLOCKS < SPLITS:
+        # A program without a block was not in the loop; the previous kernel's sums may still lie in the workspace.
+        wait_for_previous_kernel(problem.pdl)
+    place = (split * BATCH + rows)[:, None] * problem.n + columns[None, :]
+    store_partial(workspace.partial, place, acc, (rows < BATCH)[:, None] & in_width[None, :])
+
+    reduce_tile(split, tile, of, weights.bias, output, workspace, problem, launch, True)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -28,11 +141,11 @@ def _mask_rows_kernel(
     x_ptr,  # (M, K)
     scale_ptr,  # (projections, K) float32
     threshold_ptr,  # (projections,) float32
-    masked_ptr,  # (M,) float32
+    row_mask_ptr,  # (M,) float32
     out_ptr,  # (copies, M, K)
     M,
     K: tl.constexpr,
-    SECOND: tl.constexpr,
+    SECOND: tl.constexpr,  # the first copy of the second projection, and of the third
     THIRD: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -40,16 +153,14 @@ def _mask_rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     copy = tl.program_id(2)
-    # Copies of the second and of the third projection begin at SECOND and THIRD.
     p = (copy >= SECOND).to(tl.int32) + (copy >= THIRD).to(tl.int32)
     live = k < K
     scale = tl.load(scale_ptr + p * K + k, mask=live, other=0.0)
     threshold = tl.load(threshold_ptr + p)
     wait_for_previous_kernel(PDL)
     x = tl.load(x_ptr + row * K + k, mask=live, other=0.0)
-    limit = threshold * tl.load(masked_ptr + row)
-    # A NaN is not below anything: it is kept.
-    kept = tl.where(tl.abs(x.to(tl.float32)) * scale < limit, 0.0, x)
+    limit = threshold * tl.load(row_mask_ptr + row)
+    kept = tl.where(is_dropped(x, scale, limit), 0.0, x)
     tl.store(out_ptr + (copy.to(tl.int64) * M + row) * K + k, kept, mask=live)
 
 
@@ -57,20 +168,15 @@ def mask_rows(
     x: Tensor,
     scales: Tensor,
     thresholds: Tensor,
-    masked: Tensor,
+    row_mask: Tensor,
     *,
     copies: Sequence[int] | None = None,
     pdl: bool = False,
 ) -> Tensor:
-    """The masked copies of x, (sum(copies), M, K), those of one projection after those of another.
+    """The masked copies of x (M, K): (sum(copies), M, K), those of one projection after those of another.
 
-    Args:
-        x: (M, K), contiguous.
-        scales: (projections, K) float32.
-        thresholds: (projections,) float32.
-        masked: (M,) float32, 1 for a row that is masked, 0 for one that keeps all its channels.
-        copies: how many of each projection, one to three of them; None for one of each.
-        pdl: programmatic dependent launch (compute capability 9.0 or later).
+    ``scales``: (projections, K) float32; ``thresholds``: (projections,) float32; ``row_mask``: (M,) float32, 0 for a row
+    that keeps all its channels; ``copies`` of each projection, one to three of them; None: one of each.
     """
     rows, k = x.shape
     ends = list(accumulate(copies or [1] * len(scales)))
@@ -78,49 +184,57 @@ def mask_rows(
     block_k = min(_BLOCK_K, triton.next_power_of_2(k))
     second, third = (*ends, ends[-1], ends[-1])[:2]
     _mask_rows_kernel[(rows, triton.cdiv(k, block_k), ends[-1])](
-        x, scales, thresholds, masked, out, rows, K=k, SECOND=second, THIRD=third, BLOCK_K=block_k, PDL=pdl,
+        x, scales, thresholds, row_mask, out, rows, K=k, SECOND=second, THIRD=third, BLOCK_K=block_k, PDL=pdl,
         num_warps=4, **({"launch_pdl": True} if pdl else {}),
     )  # fmt: skip
     return out
 
 
+class _MaskGemm(NamedTuple):
+    """Compiled in."""
+
+    k: int
+    n0: int
+    n1: int
+    n2: int
+    stride: int
+    block_m: int
+    block_n: int
+    block_k: int
+    stages: int
+
+
 @triton.jit(do_not_specialize=["M"])
 def _mask_gemm_kernel(
     x_ptr,  # (M, K)
-    weight_ptr,  # (K, STRIDE)
-    bias_ptr,  # (N0 + N1 + N2,)
+    weight_ptr,  # (K, stride)
+    bias_ptr,  # (N,) or None
     scale_ptr,  # (projections, K) float32
     threshold_ptr,  # (projections,) float32
-    masked_ptr,  # (M,) float32
-    out_ptr,  # (M, N0 + N1 + N2)
+    row_mask_ptr,  # (M,) float32
+    out_ptr,  # (M, N)
     M,
-    K: tl.constexpr,
-    N0: tl.constexpr,
-    N1: tl.constexpr,
-    N2: tl.constexpr,
-    STRIDE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    STAGES: tl.constexpr,
+    config: tl.constexpr,  # _MaskGemm
 ):
-    N: tl.constexpr = N0 + N1 + N2
-    WHOLE: tl.constexpr = K % BLOCK_K + N0 % BLOCK_N + N1 % BLOCK_N + N2 % BLOCK_N == 0
+    K: tl.constexpr = config.k
+    BLOCK_N: tl.constexpr = config.block_n
+    BLOCK_K: tl.constexpr = config.block_k
+    N: tl.constexpr = config.n0 + config.n1 + config.n2
+    WHOLE: tl.constexpr = K % BLOCK_K + config.n0 % BLOCK_N + config.n1 % BLOCK_N + config.n2 % BLOCK_N == 0
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    of = tile_columns(tl.program_id(0), N0, N1, N2, BLOCK_N)
+    of = tile_columns(tl.program_id(0), config.n0, config.n1, config.n2, BLOCK_N)
     n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = n < of.width
     columns = of.first + n
-    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    m = tl.program_id(1) * config.block_m + tl.arange(0, config.block_m)
     there = m < M
-    limit = tl.load(threshold_ptr + of.projection) * tl.load(masked_ptr + m, mask=there, other=0.0)
+    limit = tl.load(threshold_ptr + of.projection) * tl.load(row_mask_ptr + m, mask=there, other=0.0)
     lane = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
+    acc = tl.zeros((config.block_m, BLOCK_N), tl.float32)
+    for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
         k = start + lane
         x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
-        w_at = weight_ptr + k.to(tl.int64)[:, None] * STRIDE + columns[None, :]
+        w_at = weight_ptr + k.to(tl.int64)[:, None] * config.stride + columns[None, :]
         if WHOLE:
             w = tl.load(w_at)
             x = tl.load(x_at, mask=there[:, None], other=0.0)
@@ -130,45 +244,30 @@ def _mask_gemm_kernel(
             w = tl.load(w_at, mask=live[:, None] & in_width[None, :], other=0.0)
             x = tl.load(x_at, mask=there[:, None] & live[None, :], other=0.0)
             scale = tl.load(scale_ptr + of.projection * K + k, mask=live, other=0.0)
-        # A NaN is not below anything: it is kept.
-        x = tl.where(tl.abs(x.to(tl.float32)) * scale[None, :] < limit[:, None], 0.0, x).to(dtype)
+        x = tl.where(is_dropped(x, scale[None, :], limit[:, None]), 0.0, x).to(dtype)
         acc = tl.dot(x, w, acc)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += tl.load(bias_ptr + columns, mask=in_width, other=0.0).to(tl.float32)[None, :]
     out_at = out_ptr + m.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(out_at, acc.to(dtype), mask=there[:, None] & in_width[None, :])
 
 
-def mask_gemm_kind(rows: int) -> str:
-    """The kind of a launch for so many rows, in the table of tiles; one tile holds up to 128 of them."""
-    return f"mask{max(4, min(128, triton.next_power_of_2(rows)))}"
-
-
 def rows_of_tile(rows: int) -> int:
-    """Rows that the kernel for so many is compiled for."""
+    """Rows that ``mask_gemm``'s kernel for so many is compiled for."""
     return max(16, min(128, triton.next_power_of_2(rows)))
 
 
-def mask_gemm(x: Tensor, group: Group, masked: Tensor, tile: GemvTile) -> Tensor:
-    """y (M, N), x's dtype.
-
-    Args:
-        x: (M, K), contiguous, fp16 or bf16 as the weights.
-        group: weights, scales and thresholds.
-        masked: (M,) float32, 1 for a row that is masked, 0 for one that keeps all its channels.
-        tile: columns (``block_n``), channels that are read at a time (``block_k``), how many times that are on their
-            way and one (``stages``), ``warps``.
-    """
-    rows = len(x)
-    block_m = rows_of_tile(rows)
-    widths = (*group.widths, 0, 0)[:3]
-    out = torch.empty(rows, group.out_features, dtype=x.dtype, device=x.device)
-    weight_t = group.matrix.data
-    grid = (sum(triton.cdiv(width, tile.block_n) for width in group.widths), triton.cdiv(rows, block_m))
+def mask_gemm(x: Tensor, linear: FusedLinear, row_mask: Tensor, tile: GemvTile) -> Tensor:
+    """y (M, N) of x (M, K), contiguous, fp16 or bf16 as the weights, in one launch; ``row_mask`` as for ``mask_rows``.
+    Of ``tile``: block_n, block_k, stages and warps."""
+    rows, block_m = len(x), rows_of_tile(len(x))
+    out = torch.empty(rows, linear.out_features, dtype=x.dtype, device=x.device)
+    weight_t = linear.weight.data
+    grid = (sum(triton.cdiv(width, tile.block_n) for width in linear.widths), triton.cdiv(rows, block_m))
+    n0, n1, n2 = (*linear.widths, 0, 0)[:3]
     _mask_gemm_kernel[grid](
-        x, weight_t, weight_t if group.bias is None else group.bias, group.scales, group.thresholds, masked,
-        out, rows, K=group.in_features, N0=widths[0], N1=widths[1], N2=widths[2], STRIDE=weight_t.stride(0),
-        HAS_BIAS=group.bias is not None, BLOCK_M=block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        STAGES=tile.stages, num_warps=tile.warps,
+        x, weight_t, linear.bias, linear.scales, linear.thresholds, row_mask, out, rows,
+        _MaskGemm(linear.in_features, n0, n1, n2, weight_t.stride(0), block_m, tile.block_n, tile.block_k, tile.stages),
+        num_warps=tile.warps,
     )  # fmt: skip
     return out

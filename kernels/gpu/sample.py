@@ -1,5 +1,5 @@
 """The next token drawn at random from the logits, on the device, in three launches: what runtime/decoding/sampling.py
-defines.
+defines, its twin.
 
     count:      how many logits have each of the 2**16 values that a half-precision number can have, leaving out those
                 that cannot be kept: below top_k other logits, or too light for top_p
@@ -7,16 +7,16 @@ defines.
     draw:       sums of the kept weights exp((logit - max) / temperature), in the order of the ids, and the first id at
                 which they exceed a random number
 
-Logits are the head's products, rounded to the model's type, so with bf16 and fp16 the counts hold all there is to
+Logits are the head's products, rounded to the model's dtype, so with bf16 and fp16 the counts hold all there is to
 know, and nothing has to be sorted. To count every logit would be most of the cost: thousands have one of a few values.
 Counts are integers and sums are added in a fixed order: the same input gives the same token on every run. Weights are
-float64, as in the definition. Rows whose temperature is 0 take the most probable token. Where a model
-multiplies or caps its logits, that happens as they are weighed: their order stays the same.
+float64, as in the definition. Rows whose temperature is 0 take the most probable token. Where a model multiplies or
+caps its logits, that happens as they are weighed: their order stays the same.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import let_next_kernel_start, soft_cap, wait_for_previous_kernel
+from .head import Logits
 
 # What the logits may have been rounded to: float32 has too many values to count.
 SAMPLED_DTYPES = (torch.bfloat16, torch.float16)
@@ -43,32 +44,19 @@ TILE = tl.constexpr(_TILE)
 BLOCKS = tl.constexpr(_BLOCKS)
 
 
-@dataclass(frozen=True)
-class SampleState:
-    """What the launches read and pass on to each other, for B rows.
+class SampleState(NamedTuple):
+    """What the launches read and pass on to each other, for B rows."""
 
-    Attributes:
-        numbers: (B, 4) float64: temperature, top_k, top_p, min_p as in ``SamplingParams``.
-        seeds: (B,) int64.
-        counts: (B, 2**16) int32 by rank of the value, largest first; zero between steps, as is ``arrived``.
-        block_counts, block_sums: (B, blocks) int32 and float64, of each block of ranks: logits, and their weights.
-        threshold: (B,) int32, the last rank kept; 2**16 where none is dropped.
-        sums: (B, tiles) float64, of each tile of the vocabulary: all weights (count), then the kept ones (draw).
-        largest: (B,) float32, the largest logit.
-        likeliest: (B,) int32, its lowest id; -1 if it is infinite or the row holds a NaN.
-        arrived: (B,) int32.
-    """
-
-    numbers: Tensor
-    seeds: Tensor
-    counts: Tensor
-    block_counts: Tensor
-    block_sums: Tensor
-    threshold: Tensor
-    sums: Tensor
-    largest: Tensor
-    likeliest: Tensor
-    arrived: Tensor
+    numbers: Tensor  # (B, 4) float64: temperature, top_k, top_p, min_p as in SamplingSettings
+    seeds: Tensor  # (B,) int64
+    counts: Tensor  # (B, 2**16) int32 by rank of the value, largest first; zero between steps, as is ``arrived``
+    block_counts: Tensor  # (B, blocks) int32, logits of each block of ranks
+    block_sums: Tensor  # (B, blocks) float64, and their weights
+    threshold: Tensor  # (B,) int32, the last rank kept; 2**16 where none is dropped
+    sums: Tensor  # (B, tiles) float64, of each tile of the vocabulary: all weights (count), then the kept ones (draw)
+    largest: Tensor  # (B,) float32, the largest logit
+    likeliest: Tensor  # (B,) int32, its lowest id; -1 if it is infinite or the row holds a NaN
+    arrived: Tensor  # (B,) int32
 
     @classmethod
     def empty(cls, batch: int, vocabulary: int, device: torch.device) -> SampleState:
@@ -89,6 +77,22 @@ class SampleState:
             likeliest=zeros(dtype=torch.int32),
             arrived=zeros(dtype=torch.int32),
         )
+
+
+class Finish(NamedTuple):
+    """Compiled in: logits are multiplied, then capped; ``half``: they are rounded to fp16, else bf16."""
+
+    multiplier: float
+    cap: float | None
+    half: bool
+
+
+class Choice(NamedTuple):
+    """Where the choice is made; idle rows have a negative token."""
+
+    token: Tensor  # (B,) int64: the ids just read
+    next: Tensor  # (B,) int64; may be the same
+    position: Tensor  # (B,) int32, of ``token``
 
 
 @triton.jit
@@ -112,19 +116,19 @@ def _value(rank, HALF: tl.constexpr):
 
 
 @triton.jit
-def _weight(logit, largest, temperature, MULTIPLIER: tl.constexpr, CAP: tl.constexpr):
+def _weight(logit, largest, temperature, finish: tl.constexpr):
     """exp((logit - largest) / temperature), float64: 1 for the largest, so a tiny temperature does not overflow."""
-    logit = _finished(logit, MULTIPLIER, CAP)
-    return tl.exp((logit.to(tl.float64) - _finished(largest, MULTIPLIER, CAP).to(tl.float64)) / temperature)
+    logit = _finished(logit, finish)
+    return tl.exp((logit.to(tl.float64) - _finished(largest, finish).to(tl.float64)) / temperature)
 
 
 @triton.jit
-def _finished(logit, MULTIPLIER: tl.constexpr, CAP: tl.constexpr):
+def _finished(logit, finish: tl.constexpr):
     """The head's product multiplied and capped, float32: all that grows with it; a logit that is not there stays so."""
-    if MULTIPLIER != 1.0:
-        logit = logit * MULTIPLIER
-    if CAP is not None:
-        logit = tl.where(logit == float("-inf"), logit, soft_cap(logit.to(tl.float64), CAP).to(tl.float32))
+    if finish.multiplier != 1.0:
+        logit = logit * finish.multiplier
+    if finish.cap is not None:
+        logit = tl.where(logit == float("-inf"), logit, soft_cap(logit.to(tl.float64), finish.cap).to(tl.float32))
     return logit
 
 
@@ -145,65 +149,57 @@ def _uniform(seed, position):
 
 
 @triton.jit
-def _limits(numbers_ptr, token_ptr, row, V):
+def _limits(state, token_ptr, row, V):
     """top_k (V if off), top_p, and whether the row needs a threshold at all."""
-    top_k = tl.load(numbers_ptr + row * NUMBERS + TOP_K)
-    top_p = tl.load(numbers_ptr + row * NUMBERS + TOP_P)
+    top_k = tl.load(state.numbers + row * NUMBERS + TOP_K)
+    top_p = tl.load(state.numbers + row * NUMBERS + TOP_P)
     cuts = (top_k > 0.0) & (top_k < V)
-    sampled = (tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE) > 0.0) & (tl.load(token_ptr + row) >= 0)
+    sampled = (tl.load(state.numbers + row * NUMBERS + TEMPERATURE) > 0.0) & (tl.load(token_ptr + row) >= 0)
     return tl.where(cuts, top_k, V).to(tl.int32), top_p, sampled & (cuts | (top_p < 1.0))
 
 
 @triton.jit
 def _count_kernel(
-    logits_ptr,  # (B, V) float32
-    best_ptr,  # (B, head_tiles) float32: the largest logit of every tile, or NaN
-    best_id_ptr,  # (B, head_tiles) int32
-    token_ptr,  # (B,) int64, idle rows negative
-    numbers_ptr,  # (B, 4) float64
-    counts_ptr,  # (B, VALUES) int32
-    largest_ptr,  # (B,) float32
-    likeliest_ptr,  # (B,) int32
-    sums_ptr,  # (B, tiles) float64
+    logits,  # Logits
+    choice,  # Choice
+    state,  # SampleState
     V,
     head_tiles,
     HEAD_PAD: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    CAP: tl.constexpr,
-    HALF: tl.constexpr,
+    finish: tl.constexpr,
     PDL: tl.constexpr,
 ):
     tile = tl.program_id(0)
     row = tl.program_id(1)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
-    top_k, top_p, filtered = _limits(numbers_ptr, token_ptr, row, V)
+    top_k, top_p, filtered = _limits(state, choice.token, row, V)
     if filtered | (tile == 0):
         i = tl.arange(0, HEAD_PAD)
-        value = tl.load(best_ptr + row * head_tiles + i, mask=i < head_tiles, other=float("-inf"))
+        value = tl.load(logits.best + row * head_tiles + i, mask=i < head_tiles, other=float("-inf"))
         largest = tl.max(value, axis=0)
         if tile == 0:
-            token = tl.load(best_id_ptr + row * head_tiles + i, mask=i < head_tiles, other=2147483647)
+            token = tl.load(logits.best_id + row * head_tiles + i, mask=i < head_tiles, other=2147483647)
             likeliest = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
             broken = tl.max((value != value).to(tl.int32), axis=0)  # a maximum may pass over NaN
             broken = (broken > 0) | (tl.abs(largest) == float("inf"))
-            tl.store(largest_ptr + row, largest)
-            tl.store(likeliest_ptr + row, tl.where(broken, -1, likeliest))
+            tl.store(state.largest + row, largest)
+            tl.store(state.likeliest + row, tl.where(broken, -1, likeliest))
         if filtered:
             v = tile * TILE + tl.arange(0, TILE)
-            logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=float("-inf"))
-            rank = _rank(logit, HALF)
+            logit = tl.load(logits.values + row * V + v, mask=v < V, other=float("-inf"))
+            rank = _rank(logit, finish.half)
             if top_k < V:
                 # The head's tiles have top_k maxima of at least this rank: so many logits are not beaten by any other.
-                ranks = tl.where(i < head_tiles, _rank(value, HALF), VALUES)
+                ranks = tl.where(i < head_tiles, _rank(value, finish.half), VALUES)
                 counted = rank <= _kth(ranks, top_k)
             else:
                 # All that weigh less than this weigh, together, less than top_p leaves out; half of it, for rounding.
-                temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
-                weight = _weight(logit, largest, temperature, MULTIPLIER, CAP)
-                tl.store(sums_ptr + row * tl.num_programs(0) + tile, tl.sum(weight, axis=0))
+                temperature = tl.load(state.numbers + row * NUMBERS + TEMPERATURE)
+                weight = _weight(logit, largest, temperature, finish)
+                tl.store(state.sums + row * tl.num_programs(0) + tile, tl.sum(weight, axis=0))
                 counted = weight * V >= 0.5 * (1.0 - top_p)
-            tl.atomic_add(counts_ptr + row * VALUES + rank, 1, mask=(v < V) & counted, sem="relaxed")
+            tl.atomic_add(state.counts + row * VALUES + rank, 1, mask=(v < V) & counted, sem="relaxed")
 
 
 @triton.jit
@@ -220,61 +216,40 @@ def _kth(ranks, k):
 
 
 @triton.jit
-def _block_weights(
-    counts_ptr, row, block, largest, temperature, MULTIPLIER: tl.constexpr, CAP: tl.constexpr, HALF: tl.constexpr
-):
+def _block_weights(state, row, block, largest, temperature, finish: tl.constexpr):
     """Of one block of ranks: the ranks, how many logits have each, and what those weigh together."""
     rank = block * TILE + tl.arange(0, TILE)
-    count = tl.load(counts_ptr + row * VALUES + rank)
-    weight = tl.where(count > 0, _weight(_value(rank, HALF), largest, temperature, MULTIPLIER, CAP), 0.0)
+    count = tl.load(state.counts + row * VALUES + rank)
+    weight = tl.where(count > 0, _weight(_value(rank, finish.half), largest, temperature, finish), 0.0)
     return rank, count, count.to(tl.float64) * weight
 
 
 @triton.jit
-def _threshold_kernel(
-    token_ptr,
-    numbers_ptr,
-    counts_ptr,
-    largest_ptr,
-    block_counts_ptr,  # (B, BLOCKS) int32
-    block_sums_ptr,  # (B, BLOCKS) float64
-    threshold_ptr,  # (B,) int32
-    sums_ptr,  # (B, tiles) float64
-    arrived_ptr,  # (B,) int32
-    V,
-    tiles,
-    TILES_PAD: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    CAP: tl.constexpr,
-    HALF: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _threshold_kernel(choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: tl.constexpr, PDL: tl.constexpr):
     block = tl.program_id(0)
     row = tl.program_id(1)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
-    top_k, top_p, filtered = _limits(numbers_ptr, token_ptr, row, V)
+    top_k, top_p, filtered = _limits(state, choice.token, row, V)
     if filtered:
-        temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
-        largest = tl.load(largest_ptr + row)
-        _, count, weight = _block_weights(counts_ptr, row, block, largest, temperature, MULTIPLIER, CAP, HALF)
-        tl.store(block_counts_ptr + row * BLOCKS + block, tl.sum(count, axis=0))
-        tl.store(block_sums_ptr + row * BLOCKS + block, tl.sum(weight, axis=0))
+        temperature = tl.load(state.numbers + row * NUMBERS + TEMPERATURE)
+        largest = tl.load(state.largest + row)
+        _, count, weight = _block_weights(state, row, block, largest, temperature, finish)
+        tl.store(state.block_counts + row * BLOCKS + block, tl.sum(count, axis=0))
+        tl.store(state.block_sums + row * BLOCKS + block, tl.sum(weight, axis=0))
         tl.debug_barrier()
-        ticket = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+        ticket = tl.atomic_add(state.arrived + row, 1, sem="acq_rel")
         if ticket == BLOCKS - 1:
-            tl.store(arrived_ptr + row, 0)
+            tl.store(state.arrived + row, 0)
             b = tl.arange(0, BLOCKS)
-            sums = tl.load(block_sums_ptr + row * BLOCKS + b)
+            sums = tl.load(state.block_sums + row * BLOCKS + b)
             threshold = tl.full((), VALUES - 1, tl.int32)
             if top_k < V:
                 # top-k: the first rank by which top_k logits have been met.
-                counts = tl.load(block_counts_ptr + row * BLOCKS + b)
+                counts = tl.load(state.block_counts + row * BLOCKS + b)
                 block_k = tl.sum((tl.cumsum(counts, axis=0) < top_k).to(tl.int32), axis=0)
                 before = tl.sum(tl.where(b < block_k, counts, 0), axis=0)
-                rank, count, weight = _block_weights(
-                    counts_ptr, row, block_k, largest, temperature, MULTIPLIER, CAP, HALF
-                )
+                rank, count, weight = _block_weights(state, row, block_k, largest, temperature, finish)
                 met = before + tl.cumsum(count, axis=0)
                 threshold = block_k * TILE + tl.sum((met < top_k).to(tl.int32), axis=0)
                 of_block_k = tl.sum(tl.where(rank <= threshold, weight, 0.0), axis=0)
@@ -284,107 +259,76 @@ def _threshold_kernel(
                 total = tl.sum(sums, axis=0)
                 if top_k >= V:
                     t = tl.arange(0, TILES_PAD)
-                    total = tl.sum(tl.load(sums_ptr + row * tiles + t, mask=t < tiles, other=0.0), axis=0)
+                    total = tl.sum(tl.load(state.sums + row * tiles + t, mask=t < tiles, other=0.0), axis=0)
                 wanted = top_p * total
                 block_p = tl.sum((tl.cumsum(sums, axis=0) < wanted).to(tl.int32), axis=0)
                 block_p = tl.minimum(block_p, BLOCKS - 1)
                 before_p = tl.sum(tl.where(b < block_p, sums, 0.0), axis=0)
-                rank, _, weight = _block_weights(counts_ptr, row, block_p, largest, temperature, MULTIPLIER, CAP, HALF)
+                rank, _, weight = _block_weights(state, row, block_p, largest, temperature, finish)
                 weight = tl.where(rank <= threshold, weight, 0.0)
                 met_p = before_p + tl.cumsum(weight, axis=0)
                 enough = block_p * TILE + tl.sum((met_p < wanted).to(tl.int32), axis=0)
                 threshold = tl.minimum(threshold, enough)
-            tl.store(threshold_ptr + row, threshold)
+            tl.store(state.threshold + row, threshold)
     elif block == 0:
-        tl.store(threshold_ptr + row, VALUES)
+        tl.store(state.threshold + row, VALUES)
 
 
 @triton.jit
-def _kept_weights(
-    logits_ptr, row, tile, V, largest, temperature, threshold, min_p, MULTIPLIER: tl.constexpr, CAP: tl.constexpr,
-    HALF: tl.constexpr,
-):  # fmt: skip
+def _kept_weights(logits, row, tile, V, largest, temperature, threshold, min_p, finish: tl.constexpr):
     """Of one tile of the vocabulary: the ids, and the weights, 0 where a filter drops them."""
     v = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits_ptr + row * V + v, mask=v < V, other=float("-inf"))
-    weight = _weight(logit, largest, temperature, MULTIPLIER, CAP)
-    return v, tl.where((v < V) & (_rank(logit, HALF) <= threshold) & (weight >= min_p), weight, 0.0)
+    logit = tl.load(logits.values + row * V + v, mask=v < V, other=float("-inf"))
+    weight = _weight(logit, largest, temperature, finish)
+    return v, tl.where((v < V) & (_rank(logit, finish.half) <= threshold) & (weight >= min_p), weight, 0.0)
 
 
 @triton.jit
-def _draw_kernel(
-    logits_ptr,
-    token_ptr,  # (B,) int64: the ids just read
-    next_ptr,  # (B,) int64; may be the same
-    position_ptr,  # (B,) int32
-    numbers_ptr,
-    seed_ptr,  # (B,) int64
-    counts_ptr,
-    largest_ptr,
-    likeliest_ptr,
-    threshold_ptr,
-    sums_ptr,  # (B, tiles) float64
-    arrived_ptr,
-    V,
-    tiles,
-    TILES_PAD: tl.constexpr,
-    MULTIPLIER: tl.constexpr,
-    CAP: tl.constexpr,
-    HALF: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: tl.constexpr, PDL: tl.constexpr):
     tile = tl.program_id(0)
     row = tl.program_id(1)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
-    threshold = tl.load(threshold_ptr + row)
-    idle = tl.load(token_ptr + row) < 0
-    likeliest = tl.load(likeliest_ptr + row)
-    temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
-    place = tl.load(position_ptr + row)
+    threshold = tl.load(state.threshold + row)
+    idle = tl.load(choice.token + row) < 0
+    likeliest = tl.load(state.likeliest + row)
+    temperature = tl.load(state.numbers + row * NUMBERS + TEMPERATURE)
+    place = tl.load(choice.position + row)
     if threshold < VALUES:  # the row was counted: leave the counts as they were found
         share = (VALUES + tiles - 1) // tiles
         for start in range(0, share, TILE):
             i = start + tl.arange(0, TILE)
-            tl.store(counts_ptr + row * VALUES + tile * share + i, 0, mask=(i < share) & (tile * share + i < VALUES))
+            tl.store(state.counts + row * VALUES + tile * share + i, 0, mask=(i < share) & (tile * share + i < VALUES))
     if (temperature > 0.0) & (likeliest >= 0) & (idle == 0):
-        largest = tl.load(largest_ptr + row)
-        min_p = tl.load(numbers_ptr + row * NUMBERS + MIN_P)
-        v, weight = _kept_weights(
-            logits_ptr, row, tile, V, largest, temperature, threshold, min_p, MULTIPLIER, CAP, HALF
-        )
-        tl.store(sums_ptr + row * tiles + tile, tl.sum(weight, axis=0))
+        largest = tl.load(state.largest + row)
+        min_p = tl.load(state.numbers + row * NUMBERS + MIN_P)
+        v, weight = _kept_weights(logits, row, tile, V, largest, temperature, threshold, min_p, finish)
+        tl.store(state.sums + row * tiles + tile, tl.sum(weight, axis=0))
         tl.debug_barrier()
-        ticket = tl.atomic_add(arrived_ptr + row, 1, sem="acq_rel")
+        ticket = tl.atomic_add(state.arrived + row, 1, sem="acq_rel")
         if ticket == tiles - 1:
-            tl.store(arrived_ptr + row, 0)
+            tl.store(state.arrived + row, 0)
             t = tl.arange(0, TILES_PAD)
-            sums = tl.load(sums_ptr + row * tiles + t, mask=t < tiles, other=0.0)
-            wanted = _uniform(tl.load(seed_ptr + row), place + 1) * tl.sum(sums, axis=0)
+            sums = tl.load(state.sums + row * tiles + t, mask=t < tiles, other=0.0)
+            wanted = _uniform(tl.load(state.seeds + row), place + 1) * tl.sum(sums, axis=0)
             # The first whose sum exceeds it; if rounding leaves none, the last that has any weight.
             found = tl.min(tl.where((tl.cumsum(sums, axis=0) > wanted) & (sums > 0.0), t, TILES_PAD), axis=0)
             found = tl.where(found < TILES_PAD, found, tl.max(tl.where(sums > 0.0, t, 0), axis=0))
             before = tl.sum(tl.where(t < found, sums, 0.0), axis=0)
-            v, weight = _kept_weights(
-                logits_ptr, row, found, V, largest, temperature, threshold, min_p, MULTIPLIER, CAP, HALF
-            )
+            v, weight = _kept_weights(logits, row, found, V, largest, temperature, threshold, min_p, finish)
             met = before + tl.cumsum(weight, axis=0)
             chosen = tl.min(tl.where((met > wanted) & (weight > 0.0), v, 2147483647), axis=0)
             chosen = tl.where(chosen < 2147483647, chosen, tl.max(tl.where(weight > 0.0, v, 0), axis=0))
-            tl.store(next_ptr + row, chosen.to(tl.int64))
-            tl.store(position_ptr + row, place + 1)
+            tl.store(choice.next + row, chosen.to(tl.int64))
+            tl.store(choice.position + row, place + 1)
     elif tile == 0:
-        tl.store(next_ptr + row, tl.where(idle, -1, likeliest).to(tl.int64))
-        tl.store(position_ptr + row, tl.where(idle, place, place + 1))
+        tl.store(choice.next + row, tl.where(idle, -1, likeliest).to(tl.int64))
+        tl.store(choice.position + row, tl.where(idle, place, place + 1))
 
 
 def launch_sample(
-    logits: Tensor,
-    best: Tensor,
-    best_id: Tensor,
-    tokens: Tensor,
-    next_tokens: Tensor,
-    positions: Tensor,
+    logits: Logits,
+    choice: Choice,
     state: SampleState,
     dtype: torch.dtype,
     *,
@@ -394,31 +338,15 @@ def launch_sample(
 ) -> None:
     """The next token of every row, and its position moved on; idle rows give -1 and stay where they are.
 
-    Args:
-        logits: (B, V) float32, values of ``dtype``, bfloat16 or float16.
-        best, best_id: (B, tiles) float32 and int32, as ``launch_logits`` leaves them.
-        tokens, next_tokens: (B,) int64; negative tokens are idle rows. They may be the same tensor.
-        positions: (B,) int32, of the tokens just read.
-        state: settings and scratch memory.
-        multiplier, cap: what is drawn from are the logits times multiplier, then capped (``soft_cap``).
+    ``dtype``: bfloat16 or float16, which the logits are rounded to; they are multiplied and capped here.
     """
     if dtype not in SAMPLED_DTYPES:
         raise ValueError(f"expected logits rounded to bfloat16 or float16, found {dtype}")
-    batch, vocabulary = logits.shape
-    tiles, head_tiles = triton.cdiv(vocabulary, _TILE), best.shape[1]
-    half = dtype == torch.float16
+    batch, vocabulary = logits.values.shape
+    tiles, head_tiles = triton.cdiv(vocabulary, _TILE), logits.best.shape[1]
+    tiles_pad, finish = triton.next_power_of_2(tiles), Finish(multiplier, cap, dtype == torch.float16)
     options = {"launch_pdl": True} if pdl else {}
-    _count_kernel[(tiles, batch)](
-        logits, best, best_id, tokens, state.numbers, state.counts, state.largest, state.likeliest,
-        state.sums, vocabulary, head_tiles, triton.next_power_of_2(head_tiles), multiplier, cap, half, pdl, **options,
-    )  # fmt: skip
-    _threshold_kernel[(_BLOCKS, batch)](
-        tokens, state.numbers, state.counts, state.largest, state.block_counts, state.block_sums, state.threshold,
-        state.sums, state.arrived, vocabulary, tiles, triton.next_power_of_2(tiles), multiplier, cap, half,
-        pdl, **options,
-    )  # fmt: skip
-    _draw_kernel[(tiles, batch)](
-        logits, tokens, next_tokens, positions, state.numbers, state.seeds, state.counts, state.largest,
-        state.likeliest, state.threshold, state.sums, state.arrived, vocabulary, tiles,
-        triton.next_power_of_2(tiles), multiplier, cap, half, pdl, **options,
-    )  # fmt: skip
+    head_pad = triton.next_power_of_2(head_tiles)
+    _count_kernel[(tiles, batch)](logits, choice, state, vocabulary, head_tiles, head_pad, finish, pdl, **options)
+    _threshold_kernel[(_BLOCKS, batch)](choice, state, vocabulary, tiles, tiles_pad, finish, pdl, **options)
+    _draw_kernel[(tiles, batch)](logits, choice, state, vocabulary, tiles, tiles_pad, finish, pdl, **options)

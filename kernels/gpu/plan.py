@@ -1,0 +1,426 @@
+"""The one place that decides which kernel computes a linear, and with which tile: ``plan``, a value that can be printed.
+
+    rows   masks   regime   unquantized, or the tensor cores cannot     int4, int8, fp8
+    1      no      dense    sparse_gemv                                 packed_gemv, all channels
+    1      yes     sparse   sparse_gemv                                 packed_gemv, the kept channels
+    2      yes     rows     sparse_gemv, channels that either keeps     packed_gemv, the same
+    2-16   else    batch    masked_gemm, all channels                   packed_gemv, all channels
+
+The boundaries are measured on an H200 (benchmarks/LOG.md). A tile comes from the local cache that ``wisparse bench --tune``
+writes, else from tiles.json (measured on an H200), else from ``default_tile``. Nothing is tuned while a model loads.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from .common import GELU, PLAIN, RESIDUAL, SILU, SMEM_LIMIT_BESIDE, LaunchConfig, Problem, smem_source
+from .masked_gemm import masked_gemm_kernel
+from .packed_gemv import (
+    PackedConfig,
+    code_unit,
+    keeps_subnormals,
+    load_source,
+    packed_gemv_kernel,
+    product_source,
+    sum_source,
+    value_scale,
+)
+from .sparse_gemv import sparse_gemv_kernel
+from .weights import BITS, LinearShape
+
+log = logging.getLogger(__name__)
+
+OUTPUTS = {"plain": PLAIN.value, "residual": RESIDUAL.value, "silu": SILU.value, "gelu_tanh": GELU.value}
+MOST_REDUCERS = 8  # spinning reducers a tile: more cost more than they save
+_ROOMY = (80, 90, 100)  # generations whose multiprocessors have 160 KiB and more of shared memory
+_ALONE = 64 * 1024  # bytes of weights in flight from which a tensor-core program has a multiprocessor to itself
+
+
+class Gpu(NamedTuple):
+    """Compute capability (90 for 9.0) and multiprocessors."""
+
+    arch: int
+    multiprocessors: int
+
+
+@cache
+def gpu_of(device: torch.device) -> Gpu:
+    """The interpreter's CPU counts as one small Ampere, ``meta`` (kernels are compiled without a GPU) as an H200."""
+    if device.type != "cuda":
+        return Gpu(90, 132) if device.type == "meta" else Gpu(80, 1)
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.major * 10 + properties.minor, properties.multi_processor_count)
+
+
+@dataclass(frozen=True)
+class GemvTile:
+    """How a launch is cut: ``splits`` segments of channels times tiles of ``block_n`` columns."""
+
+    block_n: int = 512
+    block_k: int = 2  # rows that a program reads at a time; tensor cores: channels; packed: unused
+    splits: int = 8
+    warps: int = 4
+    stages: int = 1  # tensor cores: (stages - 1) blocks in flight; packed: turns in flight
+    chunk: int = 8  # channels are dealt to the splits so many at a time
+    unroll: int = 4  # times block_k rows in flight; packed: times 16 channels are a turn
+    trigger: int = 1  # the next launch may begin: 1 at this one's start, 2 after its product
+    early: bool = True  # begin before the previous launch has ended (programmatic dependent launch)
+    lead: int = 0  # times unroll * block_k rows are read before the channels are selected
+    reducers: int = 0  # spinning reducers of a tile, a power of two; 0: the last program to arrive reduces
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            least = 0 if name in ("lead", "reducers", "early") else 1
+            if not isinstance(value, bool if name == "early" else int) or value < least:
+                raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
+        for name in ("block_n", "block_k", "warps"):
+            if getattr(self, name) & (getattr(self, name) - 1):
+                raise ValueError(f"{name}: expected a power of two, found {getattr(self, name)}")
+        if not 0 <= self.reducers <= self.splits or self.reducers & (self.reducers - 1):
+            raise ValueError(
+                f"expected reducers to be 0 or a power of two up to splits ({self.splits}), found {self.reducers}"
+            )
+        # Two threads that poll one sum may not see the same; the program would take what only one of them has seen.
+        if self.reducers and triton.next_power_of_2(self.splits) * self.block_n // self.reducers < 32 * self.warps:
+            raise ValueError(f"expected a partial sum to poll for every thread of a reducer, found {self}")
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """How a linear is computed: compiled for, and launched with."""
+
+    kernel: Any
+    shape: LinearShape
+    rows: int
+    tile: GemvTile
+    origin: str  # where the tile comes from
+    why_not_packed: str  # of quantized weights; "" for the packed kernel
+    problem: Problem
+    launch: LaunchConfig
+    packed: PackedConfig | None
+    options: dict[str, Any]
+
+    @property
+    def programs(self) -> int:
+        return self.launch.tiles * self.launch.splits
+
+    @property
+    def ssq_parts(self) -> int:
+        """Columns of ``Output.ssq``."""
+        return self.launch.tiles * max(1, self.tile.reducers)
+
+    def __str__(self) -> str:
+        shape, tile = self.shape, self.tile
+        quant = f"{shape.quant}-{shape.group}" if 0 < shape.group < shape.in_features else shape.quant
+        quant = str(shape.dtype).removeprefix("torch.") if quant == "none" else quant
+        adds = f"{tile.reducers} spinning reducers a tile" if tile.reducers else "last program of a tile adds up"
+        name = self.kernel.__name__.removesuffix("_kernel")
+        return (
+            f"{name} ({regime(self.rows, dense=shape.dense)}), {quant}, {shape.in_features} x "
+            f"{'+'.join(map(str, shape.widths))}, {self.rows} row{'s'[: self.rows != 1]}: "
+            f"{self.launch.tiles} tiles of {tile.block_n} columns x {tile.splits} splits = {self.programs} programs of "
+            f"{tile.warps} warps; {adds}; tile: {self.origin}"
+            + (f"; not packed_gemv: {self.why_not_packed}" if self.why_not_packed else "")
+        )
+
+
+def regime(rows: int, *, dense: bool) -> str:
+    """How a launch goes about its rows: see the table above."""
+    if rows == 1:
+        return "dense" if dense else "sparse"
+    return "rows" if rows == 2 and not dense else "batch"
+
+
+def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
+    """Tiles of ``block_n`` columns; none spans two projections."""
+    return sum(triton.cdiv(width, block_n) for width in widths)
+
+
+@cache
+def plan(
+    shape: LinearShape,
+    rows: int,
+    gpu: Gpu | None = None,
+    *,
+    output: str = "plain",
+    kv_splits: int = 1,
+    head_dim: int = 1,
+    ssq_parts: int = 1,
+    tile: GemvTile | None = None,
+    pdl: bool | None = None,
+) -> KernelPlan:
+    """Plan the launch of a linear for 1 to 16 rows.
+
+    Args:
+        gpu: None: the one that the weights are on.
+        output: ``plain``, ``residual``, ``silu`` or ``gelu_tanh``.
+        kv_splits, head_dim: of the attention that is read; 1 if x does not come from there.
+        ssq_parts: columns of ``Input.ssq``.
+        tile, pdl: override what would be chosen.
+    """
+    gpu = gpu or gpu_of(shape.device)
+    kind = regime(rows, dense=shape.dense)
+    tile, origin = choose_tile(gpu, shape, rows) if tile is None else (tile, "given")
+    if os.environ.get("WISPARSE_SPINNING") == "0":
+        tile = replace(tile, reducers=0)
+    tiles = count_tiles(shape.widths, tile.block_n)
+    spinning = tile.reducers * tiles
+    if tile.reducers > 1 and spinning > gpu.multiprocessors:
+        raise ValueError(
+            f"expected at most {gpu.multiprocessors} programs that wait for each other on {shape.device}, found "
+            f"{spinning}: {tile.reducers} spinning reducers for each tile of {tile}; take fewer"
+        )
+    if kind == "batch" and shape.dtype == torch.float32:
+        tile = replace(tile, stages=max(1, tile.stages // 2))  # twice the bytes in shared memory
+    # The interpreter has no shared memory; float32 is for comparison, its lists lie in scratch memory.
+    shared = shape.device.type != "cpu" and shape.dtype != torch.float32
+    packed, why_not = None, ""
+    if shape.quant != "none":
+        packed, launch, why_not = _plan_packed(shape, tile, tiles, rows)
+    if packed is not None:
+        kernel: Any = packed_gemv_kernel
+    elif kind == "batch":
+        kernel, launch = masked_gemm_kernel, _plan_masked(shape, tile, tiles, rows, shared=shared)
+    else:
+        kernel, launch = sparse_gemv_kernel, _plan_sparse(shape, tile, tiles, rows, shared=shared)
+    # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 numbers a thread.
+    splits = triton.next_power_of_2(tile.splits)
+    at_once = min(splits, 32)
+    if tile.reducers or kind == "batch":
+        columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * (1 + (output in _PAIRS))
+        at_once = min(splits, 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1))
+    pdl = gpu.arch >= 90 if pdl is None else pdl
+    n0, n1, n2 = (*shape.widths, 0, 0)[:3]
+    problem = Problem(
+        shape.in_features, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
+        # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
+        max(32, triton.next_power_of_2(ssq_parts)), OUTPUTS[output], shape.dense, pdl, shape.quant, shape.group,
+    )  # fmt: skip
+    return KernelPlan(
+        kernel, shape, rows, tile, origin, why_not, problem, launch._replace(reduce_splits=at_once), packed,
+        {"num_warps": tile.warps, **({"launch_pdl": True} if pdl and tile.early else {})},
+    )  # fmt: skip
+
+
+_PAIRS = ("silu", "gelu_tanh")
+
+
+def _config(tile: GemvTile, tiles: int, segment: int, length: int, smem: str, **changes: int) -> LaunchConfig:
+    fields = {name: value for name, value in asdict(tile).items() if name != "early"} | changes
+    return LaunchConfig(tiles=tiles, segment=segment, length=length, smem=smem, reduce_splits=0, **fields)
+
+
+def _plan_sparse(shape: LinearShape, tile: GemvTile, tiles: int, rows: int, *, shared: bool) -> LaunchConfig:
+    chunks = triton.cdiv(shape.in_features, tile.chunk)
+    segment = triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
+    # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
+    length = segment + 3 * tile.unroll * tile.block_k + 1
+    exchanged = tile.block_k * tile.block_n if tile.block_k > 1 else 0
+    smem = smem_source(4 * ((1 + rows) * length + exchanged)) if shared else ""
+    # Leading rows stand in the segment's own part of the list.
+    return _config(tile, tiles, segment, length, smem, lead=min(tile.lead, segment // (tile.block_k * tile.unroll)))
+
+
+def _plan_masked(shape: LinearShape, tile: GemvTile, tiles: int, rows: int, *, shared: bool) -> LaunchConfig:
+    block_k, size = max(16, tile.block_k), shape.dtype.itemsize  # 16: tl.dot's smallest K
+    channels = triton.cdiv(triton.cdiv(shape.in_features, block_k), tile.splits) * block_k
+    # Rows 16 bytes off a multiple of 64: threads that read eight of them side by side meet in no bank.
+    length = channels + 8
+    ahead = (tile.stages - 1) * block_k * tile.block_n * size
+    limit = SMEM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
+    needed = rows * length * size
+    # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
+    # again. So a program with much in flight takes more shared memory than it needs, and there is none for a second.
+    taken = limit if needed <= limit and ahead >= _ALONE else needed
+    smem = smem_source(taken, limit) if shared else ""
+    return _config(tile, tiles, triton.next_power_of_2(channels), length, smem, block_k=block_k)
+
+
+def _plan_packed(
+    shape: LinearShape, tile: GemvTile, tiles: int, rows: int
+) -> tuple[PackedConfig | None, LaunchConfig, str]:
+    """The packed kernel's configuration, or why the dequantizing kernels take the weights."""
+    group, k, dtype = shape.group, shape.in_features, str(shape.dtype).removeprefix("torch.")
+    grouped = group < k
+    words, rest = divmod(tile.block_n * BITS[shape.quant], 32 * 8 * tile.warps)
+    unit = group if grouped else 16
+    chunk = triton.cdiv(tile.chunk, unit) * unit  # whole steps, and whole groups
+    channels = triton.cdiv(triton.cdiv(k, chunk), tile.splits) * chunk
+    steps = 1
+    while 2 * steps <= min(tile.unroll, 4) and (not grouped or 32 * steps <= group):
+        steps *= 2
+    turn = 16 * steps
+    segment = triton.next_power_of_2(max(channels, turn))
+    # Rows 32 bytes off a multiple of 128: eight of them side by side meet in no bank. One turn is read ahead.
+    length = triton.cdiv(triton.cdiv(channels, turn) * turn + turn - 16, 64) * 64 + 16
+    listed = not shape.dense and rows <= 2
+    slot = group if grouped else segment
+    smem = smem_source((4 + 2 * rows) * length + 4 * (segment // slot) if listed else 2 * rows * length)
+    # What else there is in a tile stands in PackedConfig, or does not matter: one compiled kernel serves them all.
+    bare = GemvTile(tile.block_n, 1, tile.splits, tile.warps, chunk=chunk, trigger=tile.trigger, reducers=tile.reducers)
+    launch = _config(bare, tiles, segment, length, smem)
+    if shape.dtype == torch.float32:
+        return None, launch, "float32 activations"
+    if shape.device.type == "cpu" or (shape.device.type == "cuda" and gpu_of(shape.device).arch < 80):
+        return None, launch, f"{shape.device} has no tensor cores of compute capability 8.0"
+    if shape.device.type == "cuda" and not keeps_subnormals(shape.device, shape.dtype):
+        return None, launch, f"the tensor cores of {shape.device} flush subnormal {dtype} numbers"
+    if grouped and (group < 16 or group & (group - 1)):
+        return None, launch, f"groups of {group} channels are no power of two of at least 16"
+    if rest or words not in (1, 2, 4):
+        return None, launch, f"a lane would not read 4, 8 or 16 bytes in tiles of {tile.block_n} columns"
+    if smem == "":
+        return None, launch, "its lists do not fit into shared memory"
+    parts = triton.cdiv(rows, 8)
+    different = max(2, triton.next_power_of_2(min(rows, 8)))
+    packed = PackedConfig(
+        listed, slot, words, steps, tile.stages, 8 // different, 4 * (4 if shape.quant == "int4" else 2) * parts,
+        value_scale(dtype), code_unit(shape.quant, dtype), *load_source(words, shape.stride, listed, k % 16 == 0),
+        *product_source(shape.quant, dtype, parts), *(sum_source(dtype) if shape.quant != "fp8" else ("", "")),
+    )  # fmt: skip
+    return packed, launch, ""
+
+
+# --- tiles
+
+
+def tile_key(gpu: Gpu, shape: LinearShape, kind: str) -> str:
+    """The key of a launch in tiles.json."""
+    if shape.quant != "none":
+        kind += f":{shape.quant}" + (f"-{shape.group}" if shape.group < shape.in_features else "")
+    return f"sm{gpu.arch}:{kind}:{shape.in_features}x{sum(shape.widths)}"
+
+
+def tuned_key(gpu: Gpu, shape: LinearShape, rows: int) -> str:
+    """The key in the local cache: a tile is for the rows and the dtype that it was measured with."""
+    key = tile_key(gpu, shape, regime(rows, dense=shape.dense))
+    return f"{key}:{rows}:{str(shape.dtype).removeprefix('torch.')}"
+
+
+@cache
+def measured_tiles() -> Mapping[str, GemvTile]:
+    """tiles.json."""
+    table = json.loads(Path(__file__).with_name("tiles.json").read_text("utf-8"))
+    return {key: GemvTile(**fields) for key, fields in table.items() if key != "_"}
+
+
+def choose_tile(gpu: Gpu, shape: LinearShape, rows: int) -> tuple[GemvTile, str]:
+    """The tile of a launch, and where it comes from; with no more spinning reducers than are resident at once."""
+    kind = regime(rows, dense=shape.dense)
+    tuned, key = tuned_tiles().get(tuned_key(gpu, shape, rows)), tile_key(gpu, shape, kind)
+    tile = tuned or measured_tiles().get(key)
+    if tile is None:
+        return default_tile(gpu, shape, kind), "heuristic"
+    most = most_reducers(gpu, shape.widths, tile)
+    tile = tile if tile.reducers <= most else replace(tile, reducers=most)
+    return tile, "tuned here" if tuned else "measured (tiles.json)"
+
+
+def mask_gemm_tile(gpu: Gpu, in_features: int, out_features: int, rows: int) -> GemvTile | None:
+    """The tile of ``mask_gemm`` where it was measured to be the fastest way for so many rows, else None."""
+    key = f"sm{gpu.arch}:mask{max(4, min(128, triton.next_power_of_2(rows)))}:{in_features}x{out_features}"
+    return tuned_tiles().get(key) or measured_tiles().get(key)
+
+
+def most_reducers(gpu: Gpu, widths: tuple[int, ...], tile: GemvTile) -> int:
+    """Spinning reducers a tile may have: every one of the launch could have a multiprocessor of its own, and each
+    thread a sum to poll; 0 if not even one could."""
+    sums = triton.next_power_of_2(tile.splits) * tile.block_n
+    resident = gpu.multiprocessors // count_tiles(widths, tile.block_n)
+    most = min(MOST_REDUCERS, tile.splits, resident, sums // (32 * tile.warps))
+    return 1 << (most.bit_length() - 1) if most > 0 else 0
+
+
+def default_tile(gpu: Gpu, shape: LinearShape, kind: str) -> GemvTile:
+    """The heuristic for shapes that nobody measured."""
+    k, n, processors = shape.in_features, sum(shape.widths), gpu.multiprocessors
+    wide = n >= 16384
+    if shape.quant != "none":
+        # A lane reads 8 bytes of each channel, in programs of two warps, seven for each multiprocessor; of four warps,
+        # three for each, where all channels share a scale, as no group bounds what a program chooses from. For many
+        # rows four warps, two for each, and 4 bytes, so that the lists and sums are short.
+        many, grouped = kind == "batch", shape.group < k
+        warps, each = (4, 2) if many else (2, 7) if grouped else (4, 3)
+        block_n = (1 if n <= 1024 or (many and not wide) else 2) * 256 * warps // BITS[shape.quant]
+        chunk = shape.group if grouped else 64
+        chunks = triton.cdiv(k, chunk)
+        # The lists of many rows have to fit in shared memory.
+        splits = max(1, triton.cdiv(k, 1024), each * processors // count_tiles(shape.widths, block_n))
+        # Every split as many chunks as any other, or one less.
+        splits = triton.cdiv(chunks, triton.cdiv(chunks, min(splits, chunks, 64)))
+        # Where a group ends, so does a turn of unroll times 16 channels, however few are left.
+        tile = GemvTile(
+            block_n, 16, splits, warps, chunk=chunk, unroll=2 if many or grouped else 4, trigger=2,
+            early=not wide or not many,
+        )  # fmt: skip
+    elif kind == "batch":
+        # The narrowest of a few widths whose programs, one for each multiprocessor at most, leave few of them idle.
+        sizes = [(64, 32)] if n < 2048 else [(128, 64), (256, 32), (512, 16)]
+        if wide and gpu.arch in _ROOMY:
+            sizes.append((1024, 16))
+        found = []
+        for block_n, block_k in sizes:
+            tiles = triton.cdiv(n, block_n)
+            splits = max(1, min(processors // tiles, k // 64, 16))
+            busy = tiles * splits / triton.cdiv(tiles * splits, processors)
+            # Eight rows' inputs have to fit in shared memory beside the weights.
+            if triton.cdiv(k, splits) * 8 * 2 > SMEM_LIMIT_BESIDE:
+                busy /= processors
+            found.append((block_n, block_k, splits, busy))
+        most = max(busy for *_, busy in found)
+        block_n, block_k, splits, _ = next(one for one in found if one[3] >= 0.85 * most)
+        stages = 4 if gpu.arch not in _ROOMY or block_n == 1024 else 6
+        tile = GemvTile(block_n, block_k, splits, 8 if block_n >= 128 else 4, stages=stages, unroll=1)
+    else:
+        # Every thread's load is 16 bytes, each warp reads its own row; five to seven programs for each multiprocessor,
+        # segments of at least 64 channels. Wide outputs start late: a launch that fills the chip is spread unevenly if
+        # it starts among another's programs.
+        block_n = 256 if n >= 512 else 64
+        splits = max(1, min((7 if wide else 5) * processors // triton.cdiv(n, block_n), k // 64, 64))
+        lead = 2 if kind == "dense" else 0
+        return GemvTile(block_n, 512 // block_n, splits, 2, unroll=8, trigger=2, early=not wide, lead=lead)
+    # Those of gate and up cost more than they save: fewer programs add up more.
+    return tile if wide else replace(tile, reducers=most_reducers(gpu, shape.widths, tile))
+
+
+def tuned_file() -> Path:
+    """Where ``wisparse bench --tune`` keeps tiles: ``$WISPARSE_CACHE`` or the user's cache folder."""
+    folder = os.environ.get("WISPARSE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "wisparse")
+    return Path(folder).expanduser() / "tiles.json"
+
+
+def tuned_tiles() -> Mapping[str, GemvTile]:
+    path = tuned_file()
+    try:
+        return {key: GemvTile(**fields) for key, fields in json.loads(path.read_text("utf-8")).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        # A cache that cannot be read costs speed, not correctness.
+        log.warning("%s is ignored (%s); `wisparse bench --tune` writes a new one", path, error)
+        return {}
+
+
+def remember_tiles(tiles: Mapping[str, GemvTile]) -> Path:
+    """Add tuned tiles to the local cache, for plans made from now on; returns the file."""
+    path = tuned_file()
+    merged = {key: asdict(tile) for key, tile in {**tuned_tiles(), **tiles}.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A name of its own: two processes may tune at once, and a reader sees one whole file or the other.
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
+        file.write(json.dumps(merged, indent=1, sort_keys=True))
+    os.replace(file.name, path)
+    plan.cache_clear()
+    return path

@@ -1,0 +1,252 @@
+"""Weights on the device, channel-major: unquantized, or int4, int8 or fp8 in int32 words.
+
+    weight[k, n] = (q[k, n] - zero[k // group, n]) * scale[k // group, n]          the twin is ``dequantize``
+
+Unquantized: (K, stride), the projections' columns side by side; rows begin at multiples of 16 elements.
+Quantized: (K, words), each projection padded to 256 columns, so that no warp's 16 bytes a lane span two projections. A
+word holds the neighbouring columns of one channel, the first in its lowest bits:
+
+    int4   bits 0-3 column 8 w | 4-7 column 8 w + 1 | ... | 28-31 column 8 w + 7            zero 8, or a zero point
+    int8   bits 0-7 column 4 w | 8-15 column 4 w + 1 | ...  two's complement                zero 0, or a zero point
+    fp8    the same, e4m3                                                                   no zero
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BITS = {"int4": 4, "int8": 8, "fp8": 8}
+ZERO = {"int4": 8, "int8": 0, "fp8": 0}  # the code of zero without zero points
+COLUMN_BLOCK = 256
+_UNQUANTIZED_BLOCK = 16
+_PIECE = 8 << 20  # numbers stored or dequantized at a time
+_BLOCK = tl.constexpr(COLUMN_BLOCK)
+_INT4_ZERO = tl.constexpr(ZERO["int4"])
+
+
+@dataclass(frozen=True)
+class DeviceWeight:
+    """Weights (K, N) of one to three projections; ``dtype``: of x and of the products' outputs."""
+
+    quant: str  # "none", "int4", "int8" or "fp8"
+    data: Tensor  # (K, stride) of dtype; quantized: (K, words) int32
+    scales: Tensor | None  # quantized: (K / group, padded columns) float32; 0 in the padding
+    zeros: Tensor | None  # the same shape, zero points; None: the type's own
+    group: int  # neighbouring channels that share a scale
+    dtype: torch.dtype
+    widths: tuple[int, ...]
+
+    @property
+    def in_features(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.nbytes for part in (self.data, self.scales, self.zeros) if part is not None)
+
+    def first(self, index: int) -> int:
+        """The first column of a projection, in the columns of ``scales`` and of the unpacked data."""
+        widths = self.widths[:index]
+        return sum(widths) if self.quant == "none" else sum(map(padded_width, widths))
+
+
+class LinearShape(NamedTuple):
+    """What a plan has to know of a fused linear."""
+
+    in_features: int
+    widths: tuple[int, ...]
+    stride: int
+    dtype: torch.dtype
+    device: torch.device
+    dense: bool
+    quant: str = "none"
+    group: int = 0
+    zeros: bool = False
+
+
+@dataclass(frozen=True)
+class FusedLinear:
+    """Projections that read one input, their columns side by side, and their masks."""
+
+    weight: DeviceWeight
+    bias: Tensor | None  # (N,) of the weights' dtype
+    scales: Tensor  # (projections, K) float32, channel scales
+    thresholds: Tensor  # (projections,) float32
+    dense: bool  # all thresholds are 0: no channel is ever dropped
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return self.weight.widths
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.in_features
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.widths)
+
+    @cached_property
+    def shape(self) -> LinearShape:
+        weight, data = self.weight, self.weight.data
+        return LinearShape(
+            weight.in_features, weight.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant,
+            0 if weight.quant == "none" else weight.group, weight.zeros is not None,
+        )  # fmt: skip
+
+
+def padded_width(width: int) -> int:
+    """Columns that a projection takes in the quantized layout."""
+    return -(-width // COLUMN_BLOCK) * COLUMN_BLOCK
+
+
+def unquantized(data: Tensor, widths: tuple[int, ...]) -> DeviceWeight:
+    """Weights as they are: (K, stride), of which the first ``sum(widths)`` columns are used."""
+    return DeviceWeight("none", data, None, None, data.shape[0], data.dtype, widths)
+
+
+def empty_weight(
+    quant: str,
+    k: int,
+    widths: tuple[int, ...],
+    group: int | None,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    zeros: bool = False,
+) -> DeviceWeight:
+    """A weight to be filled by ``store_columns``; ``group`` divides k, None: one scale for all channels of a column;
+    ``zeros``: with zero points."""
+    if quant == "none":
+        stride = -(-sum(widths) // _UNQUANTIZED_BLOCK) * _UNQUANTIZED_BLOCK
+        return unquantized(torch.empty(k, stride, dtype=dtype, device=device), widths)
+    if quant not in BITS:
+        raise ValueError(f"quant: expected none, {', '.join(BITS)}, found {quant!r}")
+    group = k if group is None else group
+    if group < 1 or k % group:
+        raise ValueError(f"group: expected a divisor of {k}, found {group}")
+    columns = sum(map(padded_width, widths))
+    data = torch.zeros(k, columns * BITS[quant] // 32, dtype=torch.int32, device=device)
+    scales = torch.zeros(k // group, columns, device=device)
+    points = torch.full_like(scales, ZERO[quant]) if zeros else None
+    return DeviceWeight(quant, data, scales, points, group, dtype, widths)
+
+
+def store_columns(
+    weight: DeviceWeight, index: int, codes: Tensor, scales: Tensor | None = None, zeros: Tensor | None = None
+) -> None:
+    """Store projection ``index`` of a weight; its numbers come row by row, as checkpoints hold them.
+
+    codes: int8 (N, K) int8; int4 (N, ceil(K / 2)) uint8, channel 2 j in the low half of byte j; fp8 (N, K)
+    float8_e4m3fn; unquantized (N, K), any floating type; on any device. scales: (N, K / group) or (N, 1). zeros: the
+    same, None: the type's own.
+    """
+    k, width = weight.in_features, weight.widths[index]
+    expected = (width, (k + 1) // 2 if weight.quant == "int4" else k)
+    if tuple(codes.shape) != expected:
+        raise ValueError(f"codes: expected {expected}, found {tuple(codes.shape)}")
+    first = weight.first(index)
+    if weight.quant == "none":
+        weight.data[:, first : first + width].copy_(codes.T)
+        return
+    for name, given, held in (("scales", scales, weight.scales), ("zeros", zeros, weight.zeros)):
+        if given is None and name == "zeros":
+            continue
+        if held is None:
+            raise ValueError("zeros: the weight was made without zero points")
+        groups = held.shape[0]
+        if given is None or tuple(given.shape) not in ((width, groups), (width, 1)):
+            found = None if given is None else tuple(given.shape)
+            raise ValueError(f"{name}: expected {(width, groups)}, found {found}")
+        held[:, first : first + width] = given.T.to(held.device, held.dtype)
+    raw = weight.data.view(torch.uint8)
+    per_byte = 8 // BITS[weight.quant]
+    step = max(COLUMN_BLOCK, _PIECE // k // COLUMN_BLOCK * COLUMN_BLOCK)
+    for start in range(0, width, step):
+        piece = codes[start : start + step].to(raw.device)
+        if weight.quant == "int4":
+            # Two columns in a byte instead of two channels.
+            piece = torch.nn.functional.pad(piece, (0, 0, 0, piece.shape[0] % 2))
+            even, odd = piece[::2], piece[1::2]
+            low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 240)
+            piece = torch.stack((low, high), dim=2).flatten(1)[:, :k]
+        at = (first + start) // per_byte
+        raw[:, at : at + piece.shape[0]] = piece.view(torch.uint8).T
+
+
+def dequantize(weight: DeviceWeight, index: int | None, out: Tensor) -> Tensor:
+    """The numbers that the products multiply by, rounded once: float32 (q - zero) * scale to out's type.
+
+    ``index``: of a projection; None: all of them, side by side without padding. ``out``: (K, N), any strides; returned.
+    """
+    raw, k, start = weight.data.view(torch.uint8), weight.in_features, 0
+    for i in range(len(weight.widths)) if index is None else (index,):
+        width, first = weight.widths[i], weight.first(i)
+        one = out[:, start : start + width]
+        start += width
+        if weight.scales is None:
+            one.copy_(weight.data[:, first : first + width])
+            continue
+        per_byte = 8 // BITS[weight.quant]
+        step = max(1, _PIECE // width)
+        for begin in range(0, k, step):
+            end = min(k, begin + step)
+            codes = raw[begin:end, first // per_byte : (first + padded_width(width)) // per_byte]
+            if weight.quant == "int4":
+                codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
+            else:
+                codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
+            groups = torch.arange(begin, end, device=raw.device) // weight.group
+            numbers = codes[:, :width].to(torch.float32)
+            if weight.zeros is not None:
+                numbers -= weight.zeros[groups, first : first + width]
+            else:
+                numbers -= ZERO[weight.quant]
+            one[begin:end] = numbers.mul_(weight.scales[groups, first : first + width])
+    return out
+
+
+def without_default_zeros(weight: DeviceWeight) -> DeviceWeight:
+    """The same weight; zero points that all are the type's own are not read."""
+    if weight.zeros is None or not bool((weight.zeros == ZERO[weight.quant]).all()):
+        return weight
+    return replace(weight, zeros=None)
+
+
+@triton.jit
+def quant_columns(of, n, problem: tl.constexpr):
+    """Where the columns ``n`` of a tile's projection stand among the padded ones: an index of ``quant_scales``."""
+    FIRST: tl.constexpr = (problem.n0 + _BLOCK - 1) // _BLOCK * _BLOCK
+    SECOND: tl.constexpr = FIRST + (problem.n1 + _BLOCK - 1) // _BLOCK * _BLOCK
+    return tl.where(of.projection == 0, 0, tl.where(of.projection == 1, FIRST, SECOND)) + n
+
+
+@triton.jit
+def dequantize_block(weights, column, k, live, problem: tl.constexpr):
+    """(q - zero) * scale of the channels ``k`` (BLOCK_K,) and the padded columns (BLOCK_N,), float32; 0 where not
+    ``live`` (BLOCK_K, BLOCK_N)."""
+    BITS_: tl.constexpr = 4 if problem.quant == "int4" else 8
+    EACH: tl.constexpr = 32 // BITS_
+    COLUMNS: tl.constexpr = problem.stride * EACH
+    at = k.to(tl.int64)[:, None] * problem.stride + (column // EACH)[None, :]
+    word = tl.load(weights.weight_t + at, mask=live, other=0)
+    code = (word >> ((column % EACH) * BITS_)[None, :]) & (15 if problem.quant == "int4" else 255)
+    if problem.quant == "fp8":
+        # As a float32 whose exponent is 120 too small; that of subnormal numbers too.
+        bits = ((code & 127) << 20) | ((code & 128) << 24)
+        value = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
+    else:
+        value = ((code ^ 128) - 128 if problem.quant == "int8" else code).to(tl.float32)
+    scale_at = (k // problem.group)[:, None] * COLUMNS + column[None, :]
+    if weights.quant_zeros is not None:
+        value -= tl.load(weights.quant_zeros + scale_at, mask=live, other=0.0)
+    elif problem.quant == "int4":
+        value -= _INT4_ZERO
+    return value * tl.load(weights.quant_scales + scale_at, mask=live, other=0.0)
