@@ -24,7 +24,7 @@ from gpu_baseline import Baseline
 from gpu_models import SHAPES, calibrate, give_masks, launch_input, need_gpu, random_bundle, set_sparsity
 from gpu_tiles import ceiling_gbps, time_graph
 
-from wisparse.kernels.gpu.gemv import launch_kind
+from wisparse.kernels.gpu.plan import regime
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep
@@ -38,7 +38,7 @@ GREEDY = SamplingParams()
 
 def ideal_ms(decoder: CudaDecoder, sparsity: float, ceiling: float) -> float:
     """Milliseconds a step takes if the kept weights and the head are read at the ceiling, and nothing else is done."""
-    inside = sum(group.in_features * group.out_features for block in decoder.weights.blocks for group in block.groups)
+    inside = sum(group.in_features * group.out_features for block in decoder.weights.blocks for group in block.linears)
     head = decoder.weights.head.numel()
     return (inside * (1 - sparsity) + head) * decoder.dtype.itemsize / ceiling * 1e-6
 
@@ -132,12 +132,16 @@ def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: in
     any of its rows keeps, read at the ceiling (many rows read all of them)."""
     step = decoder.step_for(rows, context=context)
     count = len(decoder.weights.blocks)
+    launches = [step.block_launches(index) for index in range(count)]
     table = {}
     for role in ("qkv", "attention", "o", "gate_up", "down", "logits"):
 
         def launch(role=role) -> None:
-            for index in range(count) if role != "logits" else [count]:
-                step.launch_part(index, role)
+            if role == "logits":
+                step.launch_logits()
+            else:
+                for index in range(count):
+                    launches[index][role]()
 
         us = time_graph(launch, count if role != "logits" else 1)
         if role == "attention":
@@ -147,7 +151,7 @@ def kernel_table(decoder: CudaDecoder, sparsity: float, ceiling: float, rows: in
             size = decoder.weights.head.numel()
         else:
             group = getattr(decoder.weights.blocks[0], role)
-            kept = 1.0 if launch_kind(rows, dense=group.dense) == "batch" else kept_share(step, role)
+            kept = 1.0 if regime(rows, dense=group.dense) == "batch" else kept_share(step, role)
             size = group.in_features * group.out_features * kept
         ideal = size * decoder.dtype.itemsize / ceiling * 1e-3
         table[role] = {"us": us, "ideal_us": ideal, "share": ideal / us}

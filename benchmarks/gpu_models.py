@@ -101,10 +101,10 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(decoder.config.vocab_size, (tokens,), generator=generator).to(decoder.device)
     for block in decoder.weights.blocks:
-        for group in block.groups:
+        for group in block.linears:
             first = 0
             for i, width in enumerate(group.widths):
-                g = group.matrix.data[:, first : first + width].float().norm(dim=1)
+                g = group.weight.data[:, first : first + width].float().norm(dim=1)
                 group.scales[i] = (g / g.log().mean().exp()) ** alpha
                 first += width
     for sparsity in sparsities:
@@ -132,7 +132,7 @@ def set_sparsity(decoder: CudaDecoder, calibrated: dict, sparsity: float) -> Non
         group.thresholds.copy_(thresholds)
     if sparsity == 0:
         for block in decoder.weights.blocks:
-            for group in block.groups:
+            for group in block.linears:
                 group.thresholds.zero_()
     _switch_dense(decoder, sparsity == 0)
     decoder._steps.clear()
@@ -143,7 +143,7 @@ def mask_bundle(bundle: SimpleNamespace, decoder: CudaDecoder, calibrated: dict,
     settings = iter(calibrated[sparsity])
     for index, block in enumerate(decoder.weights.blocks):
         projections = list(bundle.config.projections(index))
-        for group in block.groups:
+        for group in block.linears:
             _, thresholds = next(settings)
             own = [projections.pop(0)]
             while sum(projection.out_features for projection in own) < group.out_features:
@@ -159,7 +159,7 @@ def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:
     """The calibrated masks of one decoder, to the other."""
     for block, groups in zip(slow._blocks, fast.weights.blocks, strict=True):
         own = iter(block.projections)
-        for group in groups.groups:
+        for group in groups.linears:
             for i in range(len(group.widths)):
                 projection = next(own)
                 projection.channel_scale, projection.threshold = group.scales[i], group.thresholds[i]
@@ -167,9 +167,9 @@ def give_masks(slow: TorchDecoder, fast: CudaDecoder) -> None:
 
 def _switch_dense(decoder: CudaDecoder, dense: bool) -> None:
     for block in decoder.weights.blocks:
-        for group in block.groups:
+        for group in block.linears:
             object.__setattr__(group, "dense", dense)
-            group.__dict__.pop("layout", None)  # worked out once
+            group.__dict__.pop("shape", None)  # worked out once
 
 
 def tiny(given: dict) -> dict:

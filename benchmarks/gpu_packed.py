@@ -28,10 +28,18 @@ from gpu_models import SHAPES, calibrate, mask_bundle, need_gpu, random_bundle
 from gpu_tiles import case_for, random_matrix, time_graph
 
 from wisparse.formats.model_config import ModelConfig
-from wisparse.kernels.gpu.gemv import GemvTile, Group, launch_kind, program_lists, sparse_gemv
-from wisparse.kernels.gpu.matrix import CODE_BITS, widen
-from wisparse.kernels.gpu.packed_gemv import PackedLists
-from wisparse.kernels.gpu.tiles import default_tile, local_key, most_pollers, remember_tiles, tile_key
+from wisparse.kernels.gpu.linear import apply_linear
+from wisparse.kernels.gpu.plan import (
+    GemvTile,
+    gpu_of,
+    most_reducers,
+    plan,
+    regime,
+    remember_tiles,
+    tile_key,
+    tuned_key,
+)
+from wisparse.kernels.gpu.weights import BITS, FusedLinear, dequantize
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import DecodeStep, kv_splits_for
@@ -85,16 +93,15 @@ def _check_one(job: tuple) -> list[dict]:
     rows = []
     for dtype in (torch.bfloat16, torch.float16)[: 1 if k == 14336 else 2]:
         matrix = random_matrix(kind, k, widths, size, dtype, zeros=zeros)
-        wide = widen(matrix, None, torch.empty(k, sum(widths), device="cuda", dtype=torch.float32))
+        wide = dequantize(matrix, None, torch.empty(k, sum(widths), device="cuda", dtype=torch.float32))
         half = wide.to(dtype)
         scales = torch.rand(len(widths), k, device="cuda") + 0.5
         for sparsity, batch in ((0.0, 1), (0.5, 1), (0.5, 2), (0.5, 8), (0.0, 11)):
             thresholds = torch.full((len(widths),), 0.67 if sparsity else 0.0, device="cuda")
-            group = Group(matrix, widths, None, scales, thresholds, sparsity == 0)
+            linear = FusedLinear(matrix, None, scales, thresholds, sparsity == 0)
             # All of one sign: what the fixed exponents add is then as large as it gets.
             x = torch.randn(batch, k, device="cuda").abs().to(dtype)
-            tile = default_tile(132, k, widths, launch_kind(batch, dense=sparsity == 0), 90, kind, size)
-            found = sparse_gemv(x, group, tile)
+            found = apply_linear(x, linear)
             exact, theirs = [], []
             for i, (there, near) in enumerate(zip(wide.split(widths, 1), half.split(widths, 1), strict=True)):
                 masked = torch.where(keep_mask(x, scales[i], thresholds[i]), x, 0)
@@ -106,8 +113,8 @@ def _check_one(job: tuple) -> list[dict]:
                 {
                     "k": k, "n": sum(widths), "kind": kind, "group": size, "zeros": zeros,
                     "dtype": str(dtype).removeprefix("torch."), "sparsity": sparsity, "batch": batch,
-                    "packed": isinstance(program_lists(group.layout, tile, batch), PackedLists),
-                    "same": bool(torch.equal(found, sparse_gemv(x, group, tile))),
+                    "packed": plan(linear.shape, batch).packed is not None,
+                    "same": bool(torch.equal(found, apply_linear(x, linear))),
                     "ours": float((found.double() - true).square().mean().sqrt() / norm),
                     "torch": float((torch.cat(theirs, 1) - true).square().mean().sqrt() / norm),
                 }
@@ -125,7 +132,7 @@ def tiles_for(k: int, widths: tuple[int, ...], kind: str, group: int | None, bat
         if words == 4 and batch > 2:
             continue
         for warps in (4,) if batch > 2 else (2,) if group or words == 4 else (2, 4):
-            block_n = words * 256 * warps // CODE_BITS[kind]
+            block_n = words * 256 * warps // BITS[kind]
             tiles = sum(-(-width // block_n) for width in widths)
             chunks = k // (group or 64)
             for each in (8, 14):
@@ -133,10 +140,11 @@ def tiles_for(k: int, widths: tuple[int, ...], kind: str, group: int | None, bat
                 dealt = max(1, round(chunks * tiles * warps / (processors * each)))
                 splits = min(-(-chunks // dealt), 64)
                 for unroll, stages in ((2, 1), (2, 2), (4, 1), (1, 3)) if group else ((4, 1), (2, 2), (4, 2)):
-                    most = most_pollers(processors, widths, block_n, splits, warps)
                     wide = sum(widths) >= 16384
-                    tile = GemvTile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2,
-                                    pollers=0 if wide else most, early=not wide)  # fmt: skip
+                    tile = GemvTile(block_n, 1, splits, warps, stages, group or 64, unroll, trigger=2, early=not wide)
+                    if not wide:
+                        most = most_reducers(gpu_of(torch.device("cuda", 0)), widths, tile)
+                        tile = replace(tile, reducers=most)
                     if tile not in found:
                         found.append(tile)
     return found
@@ -264,9 +272,8 @@ def tune(settings: list[tuple[str, float, int]], best: int, blocks: int, ceiling
         ]  # fmt: skip
     _in_parallel(_compile_steps, work)
     found = {}
-    sizes = role_sizes()
     for setting in settings:
-        weights, sparsity, rows = setting
+        _, sparsity, rows = setting
         decoder = decoder_of(*setting, blocks)
         table = time_step(decoder, None, rows=rows)
         tiles = {role: tried[role, *setting][0] for role in ROLES}
@@ -281,15 +288,10 @@ def tune(settings: list[tuple[str, float, int]], best: int, blocks: int, ceiling
             if timed[0][0] < us:
                 us, tiles[role] = timed[0]
             print(f"  {role}: {us:.1f} us with {tiles[role]} ({[round(row[0], 1) for row in timed[:6]]})", flush=True)
-        kind, group = kind_and_group(weights)
         for role in ROLES:
-            k, widths = sizes[role]
-            name = tile_key(90, k, sum(widths), launch_kind(rows, dense=sparsity == 0), kind, group)
-            found[name] = f"{tiles[role]}"
-            name = local_key(
-                90, k, sum(widths), launch_kind(rows, dense=sparsity == 0), rows, torch.bfloat16, kind, group
-            )  # fmt: skip
-            remember_tiles({name: tiles[role]})
+            gpu, shape = gpu_of(decoder.device), getattr(decoder.weights.blocks[0], role).shape
+            found[tile_key(gpu, shape, regime(rows, dense=sparsity == 0))] = f"{tiles[role]}"
+            remember_tiles({tuned_key(gpu, shape, rows): tiles[role]})
         found[f"{setting}"] = f"{us:.1f} us, table {table:.1f} us"
         decoder.close()
         torch.cuda.empty_cache()

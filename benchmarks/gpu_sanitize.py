@@ -33,7 +33,7 @@ KERNELS = (
     "_delta_net",
     "_embed",
     "_logits",
-    "_next",
+    "_argmax",
     "_count",
     "_threshold",
     "_draw",
@@ -51,7 +51,7 @@ torch.cuda.synchronize()
 # One half-precision type is enough where there are many cases, and the odd shapes: types differ in conversions, not in
 # which addresses are used. The largest vocabulary alone takes minutes, and so do a thousand launches in turn.
 _SHORT = (
-    "not 128256 and not one_after_the_other and not (test_gemv_is_the_twins and dtype1) "
+    "not 128256 and not one_after_the_other and not (test_linears_are_the_twins and dtype1) "
     "and not (on_the_tensor_cores and (dtype0 or widths1 or widths2))"
 )
 SELECTION = {

@@ -16,7 +16,7 @@ import multiprocessing
 import os
 import statistics
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -25,9 +25,10 @@ import triton.language as tl
 from gpu_models import SHAPES, need_gpu
 
 from wisparse.formats.model_config import ModelConfig
-from wisparse.kernels.gpu.gemv import GemvTile, Group, Scratch, launch_gemv, launch_kind
-from wisparse.kernels.gpu.matrix import CODE_BITS, Matrix, empty_matrix, plain_matrix
-from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
+from wisparse.kernels.gpu.common import Input, KVSplits, Output
+from wisparse.kernels.gpu.linear import Scratch, launch_linear
+from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, plan, regime, remember_tiles, tuned_key
+from wisparse.kernels.gpu.weights import BITS, DeviceWeight, FusedLinear, LinearShape, empty_weight, unquantized
 from wisparse.kernels.reference import keep_mask
 
 KV_SPLITS = 4
@@ -39,10 +40,10 @@ class Case:
     def __init__(
         self, k: int, widths: tuple[int, ...], source: str, target: str, head_dim: int, sparsity: float,
         *, batch: int = 1, copies: int | None = None, dtype: torch.dtype = torch.bfloat16,
-        weights: str = "plain", group: int | None = None,
+        weights: str = "none", group: int | None = None,
     ) -> None:  # fmt: skip
         n = sum(widths)
-        size = CODE_BITS.get(weights, 16) / 8
+        size = BITS.get(weights, 16) / 8
         if copies is None:
             copies = max(2, math.ceil(2.5e8 / (k * n * size * max(1 - sparsity, 0.1))))
         self.source, self.target, self.head_dim, self.batch = source, target, head_dim, batch
@@ -67,7 +68,7 @@ class Case:
             for s, t in zip(scales, thresholds, strict=True)
         ]
         self.bytes = sum(kept * width for kept, width in zip(self.kept, widths, strict=True)) * size
-        self.bytes += 0 if weights == "plain" else 4 * n * (k // group if group else 1)
+        self.bytes += 0 if weights == "none" else 4 * n * (k // group if group else 1)
         self.softmax = None
         if source == "attention":
             heads = k // head_dim
@@ -80,9 +81,8 @@ class Case:
         else:
             self.x = x
         self.groups = [
-            Group(
+            FusedLinear(
                 random_matrix(weights, k, widths, group, dtype),
-                widths,
                 None,
                 scales,
                 thresholds,
@@ -95,28 +95,34 @@ class Case:
 
     def launcher(self, tile: GemvTile, pdl: bool, **keywords):
         """A function that launches every copy once."""
+        attention = {} if self.softmax is None else {"kv_splits": KV_SPLITS, "head_dim": self.head_dim}
+        parts = 1 if self.ssq is None else self.ssq.shape[1]
+        chosen = plan(
+            self.groups[0].shape, self.batch, output=self.target, ssq_parts=parts, tile=tile, pdl=pdl, **attention
+        )
         scratch = Scratch(self.x.device, self.out.dtype)
-        scratch.reserve(self.groups[0], tile, self.batch)
-        ssq_out = torch.empty(self.batch, tile.parts(self.n), device="cuda")
+        scratch.reserve(chosen)
+        ssq_out = torch.empty(self.batch, chosen.ssq_parts, device="cuda")
+        given = Input(self.x)
+        if self.softmax is not None:
+            given = Input(None, attention=KVSplits(self.x, *self.softmax))
+        elif self.source == "hidden":
+            given = Input(self.x, self.ssq, self.norm)
 
         def launch(limit: int | None = None) -> None:
-            for group in self.groups[:limit]:
-                launch_gemv(
-                    group, self.x, self.out, scratch, tile, batch=self.batch, source=self.source, target=self.target,
-                    norm=self.norm if self.source == "hidden" else None, eps=self.eps, ssq_in=self.ssq,
-                    ssq_out=ssq_out, softmax=self.softmax, head_dim=self.head_dim, pdl=pdl, **keywords,
-                )  # fmt: skip
+            for linear in self.groups[:limit]:
+                launch_linear(linear, given, Output(self.out, ssq_out), scratch, chosen, eps=self.eps, **keywords)
 
         return launch
 
 
 def random_matrix(
     kind: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype, *, zeros: bool = False
-) -> Matrix:
+) -> DeviceWeight:
     """Weights of any kind: random numbers, or random codes with scales that make numbers of their size."""
-    if kind == "plain":
-        return plain_matrix(torch.randn(k, sum(widths), device="cuda", dtype=dtype), widths)
-    matrix = empty_matrix(kind, k, widths, group, dtype, "cuda", zeros=zeros)
+    if kind == "none":
+        return unquantized(torch.randn(k, sum(widths), device="cuda", dtype=dtype), widths)
+    matrix = empty_weight(kind, k, widths, group, dtype, "cuda", zeros=zeros)
     matrix.data.view(torch.uint8).random_(256)
     if kind == "fp8":  # no NaN
         matrix.data.bitwise_and_(~0x08080808)
@@ -142,6 +148,7 @@ def case_for(config: ModelConfig, role: str, sparsity: float, **keywords) -> Cas
 
 def candidates(k: int, widths: tuple[int, ...], kind: str, processors: int) -> list[GemvTile]:
     """Tiles worth trying: one to eight programs for each multiprocessor, 8 to 64 numbers a thread in flight."""
+    gpu = Gpu(90, processors)
     # block_n, warps, unroll: block_k is then what one 16-byte load of every thread covers.
     found = []
     if kind != "batch":
@@ -152,12 +159,8 @@ def candidates(k: int, widths: tuple[int, ...], kind: str, processors: int) -> l
             splits |= {split for split in (16, 32) if max(splits) > split}
             for split in sorted(splits):
                 for unroll in (4, 8):
-                    for pollers in {0, most_pollers(processors, tuple(widths), block_n, split, warps)}:
-                        found.append(
-                            GemvTile(
-                                block_n, warps * 256 // block_n, split, warps, 1, 32, unroll, trigger=2, pollers=pollers
-                            )
-                        )
+                    tile = GemvTile(block_n, warps * 256 // block_n, split, warps, 1, 32, unroll, trigger=2)
+                    found += [replace(tile, reducers=n) for n in {0, most_reducers(gpu, tuple(widths), tile)}]
         return found
     # Many rows: one program for each multiprocessor, with 64 to 128 KiB on their way.
     pieces = [(64, 128, 6), (128, 64, 6), (128, 64, 8), (256, 32, 6), (256, 32, 8), (256, 64, 4), (256, 64, 5)]
@@ -167,8 +170,8 @@ def candidates(k: int, widths: tuple[int, ...], kind: str, processors: int) -> l
         most = processors // sum(triton.cdiv(width, block_n) for width in widths)
         for splits in {max(1, min(most - fewer, k // 64)) for fewer in (0, 1)}:
             for warps in (4, 8):
-                for pollers in {0, most_pollers(processors, tuple(widths), block_n, splits, warps)}:
-                    found.append(GemvTile(block_n, block_k, splits, warps, stages, unroll=1, pollers=pollers))
+                tile = GemvTile(block_n, block_k, splits, warps, stages, unroll=1)
+                found += [replace(tile, reducers=n) for n in {0, most_reducers(gpu, tuple(widths), tile)}]
     return found
 
 
@@ -234,7 +237,7 @@ def sweep(shape: str, roles: list[str], sparsity: float, batch: int, ceiling: fl
     properties = torch.cuda.get_device_properties(0)
     results = {}
     work = {}
-    kind = launch_kind(batch, dense=sparsity == 0)
+    kind = regime(batch, dense=sparsity == 0)
     for role in roles:
         case = case_for(config, role, sparsity, batch=batch, copies=1)
         work[role] = candidates(case.k, case.widths, kind, properties.multi_processor_count)
@@ -293,10 +296,12 @@ def keep_tiles(name: str, shape: str, sparsity: float, batch: int, tiles: dict[s
         "gate_up": (config.hidden_size, 2 * config.intermediate_size),
         "down": (config.intermediate_size, config.hidden_size),
     }
-    major, minor = torch.cuda.get_device_capability()
-    kind = launch_kind(batch, dense=sparsity == 0)
-    arch = major * 10 + minor
-    named = {local_key(arch, *sizes[role], kind, batch, torch.bfloat16): tile for role, tile in tiles.items()}
+    device = torch.device("cuda", 0)
+    named = {}
+    for role, tile in tiles.items():
+        k, n = sizes[role]
+        shape = LinearShape(k, (n,), n, torch.bfloat16, device, sparsity == 0)
+        named[tuned_key(gpu_of(device), shape, batch)] = tile
     print("written to", remember_tiles(named))
     line = json.dumps({key: asdict(tile) for key, tile in named.items()})
     if os.environ.get("OUT"):

@@ -106,7 +106,7 @@ def make_random(shape: str, num_blocks: int | None, out: Path, device: str, end:
     masks = {}
     for index, block in enumerate(decoder.weights.blocks):
         names = iter(projection.name for projection in config.projections(index))
-        for group in block.groups:
+        for group in block.linears:
             for scale, threshold in zip(group.scales, thresholds[id(group)], strict=True):
                 masks[next(names)] = ProjectionMask(scale.cpu(), threshold, SPARSITY)
     decoder.close()

@@ -132,8 +132,8 @@ def part_compile(arguments: argparse.Namespace) -> None:
     """One of eight shares of the kernels that ``tune`` will time, into Triton's cache."""
     import torch
 
-    from wisparse.kernels.gpu.gemv import GemvTile
     from wisparse.kernels.gpu.masked_gemm import mask_gemm
+    from wisparse.kernels.gpu.plan import GemvTile
     from wisparse.runtime.vllm.launches import Layer
 
     jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
@@ -141,7 +141,7 @@ def part_compile(arguments: argparse.Namespace) -> None:
         k, widths = SHAPES[name]
         weight = torch.zeros(k, sum(widths), dtype=torch.bfloat16, device="cuda").t()
         scales, thresholds = torch.ones(len(widths), k, device="cuda"), torch.zeros(len(widths), device="cuda")
-        group = Layer(weight, None, scales, thresholds, widths).group()
+        group = Layer(weight, None, scales, thresholds, widths).linear()
         x = torch.zeros(rows, k, dtype=torch.bfloat16, device="cuda")
         tile = GemvTile(block_n, block_k, 1, warps, stages=stages, unroll=1)
         try:
@@ -154,9 +154,8 @@ def part_tune(arguments: argparse.Namespace) -> None:
     """Which way each product takes from 3 to 128 rows, measured, into the cache of tiles."""
     import torch
 
-    from wisparse.kernels.gpu.gemv import GemvTile
-    from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_gemm_kind
-    from wisparse.kernels.gpu.tiles import remember_tiles, tile_key
+    from wisparse.kernels.gpu.masked_gemm import mask_gemm
+    from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_key, remember_tiles
     from wisparse.runtime.vllm import launches, product
     from wisparse.runtime.vllm.launches import Layer, channel_major, finish_compiling
 
@@ -172,7 +171,7 @@ def part_tune(arguments: argparse.Namespace) -> None:
         layers = [Layer(weight, None, scales, thresholds, widths) for weight in weights]
         product.reserve(layers[0])
         finish_compiling()
-        groups = [layer.group() for layer in layers]
+        groups = [layer.linear() for layer in layers]
         for rows in (4, 8, 16, 32, 64, 128):
             x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
             old = launches.sparse if rows <= launches.SPARSE_ROWS else launches.masked_inputs
@@ -202,8 +201,7 @@ def part_tune(arguments: argparse.Namespace) -> None:
                     raise RuntimeError(f"{name} {rows} {tile}: another result than the reference")
                 if times[label] < best:
                     best = times[label]
-                    arch = launches._arch(x.device)[0]
-                    chosen[tile_key(arch, k, sum(widths), mask_gemm_kind(rows))] = tile
+                    chosen[mask_gemm_key(gpu_of(x.device), k, sum(widths), rows)] = tile
             say("tune", rows=rows, name=name, **times)
     remember_tiles(chosen)
     say("tiles", **{key: [tile.block_n, tile.block_k, tile.stages, tile.warps] for key, tile in chosen.items()})

@@ -14,21 +14,6 @@ import torch
 from torch import Tensor
 
 
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What kernels add up in: float64 for float32 weights, float32 for half-precision ones."""
-    return torch.float64 if dtype == torch.float32 else torch.float32
-
-
-def activation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What activations and the cache are stored in: float64 for float32 weights, else the weights' type."""
-    return torch.float64 if dtype == torch.float32 else dtype
-
-
-def rows_together(rows: int, dtype: torch.dtype) -> int:
-    """Rows of a batch that one launch takes: for float32 weights one, for half-precision ones all."""
-    return 1 if dtype == torch.float32 else rows
-
-
 def scores(x: Tensor, channel_scale: Tensor) -> Tensor:
     """``|x| * channel_scale``: x (..., K) of any type, channel_scale (K,) float32, to (..., K) float32."""
     return x.float().abs() * channel_scale

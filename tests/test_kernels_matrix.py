@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8
-from wisparse.kernels.gpu.matrix import COLUMN_BLOCK, Matrix, empty_matrix, put_columns, widen
+from wisparse.kernels.gpu.weights import COLUMN_BLOCK, DeviceWeight, dequantize, empty_weight, store_columns
 
 WIDTHS = (37, 300, 8)
 K = 30  # three groups of ten; no multiple of what a word holds
@@ -19,11 +19,11 @@ def quantised(kind: str, width: int, seed: int, group: int | None, *, zero_point
     return (quantise_int4 if kind == "int4" else quantise_int8)(weight, group=group, zero_points=zero_points)
 
 
-def filled(kind: str, parts: list[QuantizedMatrix], group: int | None, *, zeros: bool) -> Matrix:
-    matrix = empty_matrix(kind, K, WIDTHS, group, torch.bfloat16, "cpu", zeros=zeros)
+def filled(kind: str, parts: list[QuantizedMatrix], group: int | None, *, zeros: bool) -> DeviceWeight:
+    weight = empty_weight(kind, K, WIDTHS, group, torch.bfloat16, "cpu", zeros=zeros)
     for i, part in enumerate(parts):
-        put_columns(matrix, i, part.codes, part.scales, part.zeros)
-    return matrix
+        store_columns(weight, i, part.codes, part.scales, part.zeros)
+    return weight
 
 
 @pytest.mark.parametrize(
@@ -32,43 +32,43 @@ def filled(kind: str, parts: list[QuantizedMatrix], group: int | None, *, zeros:
      ("fp8", None, False)],
 )  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_was_put_in_is_widened_as_its_file_says(kind, group, zeros, dtype, monkeypatch):
-    monkeypatch.setattr("wisparse.kernels.gpu.matrix._PIECE", 1000)  # several pieces
+def test_what_was_put_in_is_dequantized_as_its_file_says(kind, group, zeros, dtype, monkeypatch):
+    monkeypatch.setattr("wisparse.kernels.gpu.weights._PIECE", 1000)  # several pieces
     parts = [quantised(kind, width, i, group, zero_points=zeros) for i, width in enumerate(WIDTHS)]
-    matrix = filled(kind, parts, group, zeros=zeros)
+    weight = filled(kind, parts, group, zeros=zeros)
     expected = [part.dequantise(dtype) for part in parts]
     for i, one in enumerate(expected):
         out = torch.full((WIDTHS[i], K), float("nan"), dtype=dtype)
-        assert torch.equal(widen(matrix, i, out.T), one.T)
+        assert torch.equal(dequantize(weight, i, out.T), one.T)
         assert torch.equal(out, one)
     together = torch.empty(K, sum(WIDTHS), dtype=dtype)
-    assert torch.equal(widen(matrix, None, together), torch.cat(expected).T)
+    assert torch.equal(dequantize(weight, None, together), torch.cat(expected).T)
 
 
 def test_no_block_of_columns_spans_two_projections():
     parts = [quantised("int4", width, i, None) for i, width in enumerate(WIDTHS)]
-    matrix = filled("int4", parts, None, zeros=False)
-    assert [matrix.first(i) for i in range(4)] == [0, COLUMN_BLOCK, 3 * COLUMN_BLOCK, 4 * COLUMN_BLOCK]
-    assert matrix.data.shape == (K, 4 * COLUMN_BLOCK // 8)
-    assert matrix.scales.shape == (1, 4 * COLUMN_BLOCK)
-    assert not matrix.scales[:, 37:COLUMN_BLOCK].any()
-    assert matrix.num_bytes == K * 4 * COLUMN_BLOCK // 2 + 4 * 4 * COLUMN_BLOCK
+    weight = filled("int4", parts, None, zeros=False)
+    assert [weight.first(i) for i in range(4)] == [0, COLUMN_BLOCK, 3 * COLUMN_BLOCK, 4 * COLUMN_BLOCK]
+    assert weight.data.shape == (K, 4 * COLUMN_BLOCK // 8)
+    assert weight.scales.shape == (1, 4 * COLUMN_BLOCK)
+    assert not weight.scales[:, 37:COLUMN_BLOCK].any()
+    assert weight.num_bytes == K * 4 * COLUMN_BLOCK // 2 + 4 * 4 * COLUMN_BLOCK
 
 
-def test_plain_weights_are_laid_side_by_side():
-    matrix = empty_matrix("plain", K, WIDTHS, None, torch.float32, "cpu")
+def test_unquantized_weights_are_laid_side_by_side():
+    fused = empty_weight("none", K, WIDTHS, None, torch.float32, "cpu")
     weights = [torch.randn(width, K) for width in WIDTHS]
     for i, weight in enumerate(weights):
-        put_columns(matrix, i, weight)
-    assert torch.equal(widen(matrix, None, torch.empty(K, sum(WIDTHS))), torch.cat(weights).T)
+        store_columns(fused, i, weight)
+    assert torch.equal(dequantize(fused, None, torch.empty(K, sum(WIDTHS))), torch.cat(weights).T)
 
 
 def test_a_scale_may_serve_several_groups_and_one_projection_have_no_zero_points():
     parts = [quantised("int4", width, i, 10, zero_points=i == 1) for i, width in enumerate(WIDTHS)]
     rows = quantised("int4", 8, 7, None)
-    matrix = filled("int4", [*parts[:2], rows], 10, zeros=True)
+    weight = filled("int4", [*parts[:2], rows], 10, zeros=True)
     expected = torch.cat([part.dequantise(torch.bfloat16) for part in (*parts[:2], rows)]).T
-    assert torch.equal(widen(matrix, None, torch.empty(K, sum(WIDTHS), dtype=torch.bfloat16)), expected)
+    assert torch.equal(dequantize(weight, None, torch.empty(K, sum(WIDTHS), dtype=torch.bfloat16)), expected)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_a_scale_may_serve_several_groups_and_one_projection_have_no_zero_points
         ({"codes": torch.zeros(37, K, dtype=torch.uint8)}, r"codes: expected \(37, 15\), found \(37, 30\)"),
         ({"scales": torch.ones(37, 2)}, r"scales: expected \(37, 3\), found \(37, 2\)"),
         ({"scales": None}, r"scales: expected \(37, 3\), found None"),
-        ({"zeros": torch.zeros(37, 3)}, "zeros: the matrix was made without room"),
+        ({"zeros": torch.zeros(37, 3)}, "zeros: the weight was made without zero points"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
-    matrix = empty_matrix("int4", K, WIDTHS, 10, torch.bfloat16, "cpu")
+    weight = empty_weight("int4", K, WIDTHS, 10, torch.bfloat16, "cpu")
     given = {"codes": torch.zeros(37, 15, dtype=torch.uint8), "scales": torch.ones(37, 3), "zeros": None}
     with pytest.raises(ValueError, match=message):
-        put_columns(matrix, 0, **{**given, **change})
+        store_columns(weight, 0, **{**given, **change})
 
 
 @pytest.mark.parametrize(
-    ("kind", "group", "message"), [("int3", None, "kind: expected plain"), ("int4", 7, "expected a divisor of 30")]
+    ("kind", "group", "message"), [("int3", None, "quant: expected none"), ("int4", 7, "expected a divisor of 30")]
 )
-def test_no_such_matrix(kind, group, message):
+def test_no_such_weight(kind, group, message):
     with pytest.raises(ValueError, match=message):
-        empty_matrix(kind, K, WIDTHS, group, torch.bfloat16, "cpu")
+        empty_weight(kind, K, WIDTHS, group, torch.bfloat16, "cpu")

@@ -107,24 +107,24 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
                 room = "self_attn." if field in ("q_norm", "k_norm") else ""
                 stored = tensor(f"model.layers.{index}.{room}{name}.weight")
                 assert torch.equal(norm.weight, stored)
-                assert torch.equal(norm.factors, 1 + stored.double() if config.architecture.norm_offset else stored)
+                assert torch.equal(norm.factors, 1 + stored.float() if config.architecture.norm_offset else stored)
         projections = list(config.projections(index))
-        for group in block.groups:
+        for linear in block.linears:
             own = []
-            while sum(projection.out_features for projection in own) < group.out_features:
+            while sum(projection.out_features for projection in own) < linear.out_features:
                 own.append(projections.pop(0))
             stored = torch.cat([tensor(f"{projection.name}.weight") for projection in own])
-            assert torch.equal(group.matrix.data[:, : group.out_features], stored.T)
+            assert torch.equal(linear.weight.data[:, : linear.out_features], stored.T)
             if any(projection.bias for projection in own):
-                assert group.bias is not None
-                assert torch.equal(group.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))
+                assert linear.bias is not None
+                assert torch.equal(linear.bias, torch.cat([tensor(f"{projection.name}.bias") for projection in own]))
         assert not projections
 
 
 @pytest.mark.parametrize("scheme", PUBLISHED)
 def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.matrix import widen
+    from wisparse.kernels.gpu.weights import dequantize
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["llama"])
@@ -132,26 +132,26 @@ def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path
         write_tiny_bundle(tmp_path / "bundle", quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]()))
     )
     weights = load_weights(bundle, CPU, torch.bfloat16)
-    assert weights.widened is not None
+    assert weights.dequantized is not None
     for index, block in enumerate(weights.blocks):
         projections = iter(bundle.config.projections(index))
-        for group in block.groups:
-            for i in range(len(group.widths)):
+        for linear in block.linears:
+            for i in range(len(linear.widths)):
                 stored = bundle.checkpoint.matrix(f"{next(projections).name}.weight")
                 assert isinstance(stored, QuantizedMatrix)
-                assert group.matrix.kind == stored.kind
+                assert linear.weight.quant == stored.kind
                 room = torch.full(stored.shape[::-1], float("nan"), dtype=torch.bfloat16)
-                assert torch.equal(widen(group.matrix, i, room).T, stored.dequantise(torch.bfloat16))
-            assert weights.widened.numel() >= group.in_features * max(group.widths)
+                assert torch.equal(dequantize(linear.weight, i, room).T, stored.dequantise(torch.bfloat16))
+            assert weights.dequantized.numel() >= linear.in_features * max(linear.widths)
     # Zero points that all say what codes without them mean are not kept.
-    assert (weights.blocks[0].qkv.matrix.zeros is None) == ("zero points" not in scheme and scheme != "awq")
+    assert (weights.blocks[0].qkv.weight.zeros is None) == ("zero points" not in scheme and scheme != "awq")
 
 
 @pytest.mark.parametrize(("weights", "kept"), [("int8", True), ("int4", False), ("fp8", False)])
 def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -> None:
     """From plain ones as the table of types says; codes of the kind that is asked for are kept, others rounded anew."""
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.matrix import widen
+    from wisparse.kernels.gpu.weights import dequantize
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["phi3"])
@@ -165,10 +165,10 @@ def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -
             stored = bundle.checkpoint.matrix(name)
             assert isinstance(stored, QuantizedMatrix)
             expected = stored
-        group = found.blocks[0].gate_up
-        assert group.matrix.kind == weights
-        wide = torch.empty(group.in_features, group.out_features)
-        assert torch.equal(widen(group.matrix, None, wide).T, expected.dequantise(torch.float32))
+        linear = found.blocks[0].gate_up
+        assert linear.weight.quant == weights
+        wide = torch.empty(linear.in_features, linear.out_features)
+        assert torch.equal(dequantize(linear.weight, None, wide).T, expected.dequantise(torch.float32))
         head = round_weight(bundle.checkpoint.tensor("lm_head.weight"), "int8")
         assert found.head_scales is not None
         assert torch.equal(found.head, head.codes)

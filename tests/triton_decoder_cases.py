@@ -16,7 +16,7 @@ from runtime_models import FAMILIES, HYBRIDS
 
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
-from wisparse.runtime.cuda.step import DecodeStep, Places
+from wisparse.runtime.cuda.step import DecodeStep, PositionTables
 from wisparse.runtime.cuda.weights import load_weights
 from wisparse.runtime.decoding.cache import KVCache
 from wisparse.runtime.decoding.rotary import Rotary
@@ -64,36 +64,51 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks)
 
 
-def places_of(config: ModelConfig, length: int) -> Places:
-    rotaries = [Rotary(rope, DEVICE, torch.float64) for rope in config.rotaries]
-    return Places.of(config, rotaries, length, DEVICE, torch.float64)
+def tables_of(config: ModelConfig, length: int) -> PositionTables:
+    rotaries = [Rotary(rope, DEVICE, torch.float32) for rope in config.rotaries]
+    return PositionTables.of(config, rotaries, length, DEVICE, torch.float32)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("sparsity", [0.0, 0.5])
-@pytest.mark.parametrize("rows", [1, 2])
+def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, times: float = 4.0) -> None:
+    """Logits (..., V) are as near to float64's as the plain decoder's own in the same dtype are: within ``times`` the
+    largest of its rows' errors, and at least some roundings of the largest logit."""
+    exact = exact.double()
+    error, least = ((one.double() - exact).norm(dim=-1).max() for one in (found, own))
+    floor = 4 * torch.finfo(torch.float32).eps * exact.norm(dim=-1).max()
+    assert error <= times * max(float(least), float(floor)), (float(error), float(least), float(floor))
+
+
+# Every family's step, alone and in rows, dense and sparse: few cases in which every two of these meet.
+@pytest.mark.parametrize(
+    ("name", "sparsity", "rows"),
+    [
+        ("llama", 0.5, 1), ("llama", 0.0, 2), ("llama", 0.5, 4), ("mistral", 0.0, 1), ("mistral", 0.5, 2),
+        ("qwen2", 0.5, 1), ("qwen2", 0.0, 2), ("qwen3", 0.0, 1), ("qwen3", 0.5, 2), ("phi3", 0.5, 1), ("phi3", 0.0, 2),
+    ],
+)  # fmt: skip
 def test_a_step_is_the_plain_decoders(name, sparsity, rows):
-    """Float32 weights, everything else float64 on both sides: the logits, rounded to float32, are the same bits."""
     bundle = make_bundle(name, sparsity)
-    config, dtype = bundle.config, torch.float64
-    slow = TorchDecoder(bundle, device=DEVICE, dtype=dtype, max_seq_len=32, max_batch=rows)
+    config = bundle.config
+    exact, own = (
+        TorchDecoder(bundle, device=DEVICE, dtype=dtype, max_seq_len=32, max_batch=rows)
+        for dtype in (torch.float64, torch.float32)
+    )
     weights = load_weights(bundle, DEVICE, torch.float32)
-    cache = KVCache(config, rows, 32, DEVICE, dtype)
-    places = places_of(config, 32)
-    prompt = torch.arange(9)
+    cache, tables = KVCache(config, rows, 32, DEVICE, torch.float32), tables_of(config, 32)
     for slot in range(rows):
-        slow.prefill(slot, prompt + slot, 9)
+        for decoder in (exact, own):
+            decoder.prefill(slot, torch.arange(9) + slot, 9)
         for index, pair in cache.attention.items():
-            for side, filled in zip(pair, slow._cache.attention[index], strict=True):
+            for side, filled in zip(pair, own._cache.attention[index], strict=True):
                 side[slot, :, :9] = filled[slot, :, :9]
     positions = torch.full((rows,), 9, dtype=torch.int32, device=DEVICE)
-    step = DecodeStep(weights, config, cache, positions, places, first=0, rows=rows, kv_splits=4)
-    step.tokens.copy_(torch.tensor([3, 60][:rows]))
+    step = DecodeStep(weights, config, cache, positions, tables, first=0, rows=rows, kv_splits=4)
+    step.tokens.copy_(torch.tensor([3, 60, 4, 5][:rows]))
     for _ in range(2):
         given = step.tokens.clone()
         step.launch()
-        expected = slow.decode(given)
-        assert torch.equal(step.logits, expected)
+        expected = exact.decode(given)
+        assert_as_exact(step.logits, own.decode(given), expected)
         assert step.tokens.tolist() == expected.argmax(-1).tolist()
     assert positions.tolist() == [11] * rows
 
@@ -101,11 +116,12 @@ def test_a_step_is_the_plain_decoders(name, sparsity, rows):
 def test_an_idle_row_moves_nothing():
     bundle = make_bundle("llama", 0.5)
     weights = load_weights(bundle, DEVICE, torch.float32)
-    cache = KVCache(bundle.config, 2, 16, DEVICE, torch.float64)
+    cache = KVCache(bundle.config, 2, 16, DEVICE, torch.float32)
     keys = [keys.fill_(5.0) for keys, _ in cache.attention.values()]
-    places = places_of(bundle.config, 16)
     positions = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)  # the second slot is full
-    step = DecodeStep(weights, bundle.config, cache, positions, places, first=0, rows=2, kv_splits=2)
+    step = DecodeStep(
+        weights, bundle.config, cache, positions, tables_of(bundle.config, 16), first=0, rows=2, kv_splits=2
+    )
     step.tokens.copy_(torch.tensor([4, -1]))
     step.launch()
     assert positions.tolist() == [1, 16]

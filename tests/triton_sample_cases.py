@@ -14,7 +14,8 @@ import os
 import pytest
 import torch
 
-from wisparse.kernels.gpu.sample import SampleState, launch_sample
+from wisparse.kernels.gpu.head import Logits
+from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -45,7 +46,7 @@ def draw(
     state.seeds.copy_(torch.tensor([s.seed or 0 for s in settings]))
     given = torch.tensor(tokens or [0] * batch, device=DEVICE)
     places = torch.tensor([p - 1 for p in positions], dtype=torch.int32, device=DEVICE)
-    launch_sample(logits, best, best_id, given, given, places, state, dtype, **finish)
+    launch_sample(Logits(logits, best, best_id), Choice(given, given, places), state, dtype, **finish)
     assert not state.counts.any()  # as the next step needs them
     assert not state.arrived.any()
     return given.tolist(), places.tolist()

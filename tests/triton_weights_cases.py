@@ -53,7 +53,7 @@ def test_weights_rounded_at_load(weights: str) -> None:
     settings = {"device": DEVICE, "max_seq_len": 24}
     fast = CudaDecoder(bundle, dtype=torch.float32, weights=weights, **settings)
     follow(fast, TorchDecoder(rounded(bundle, weights), dtype=torch.float64, **settings), 0 if weights == "int4" else 3)
-    kinds = {group.matrix.kind for block in fast.weights.blocks for group in block.groups}
+    kinds = {linear.weight.quant for block in fast.weights.blocks for linear in block.linears}
     assert kinds == {weights}
     assert fast.weights.head.dtype is torch.int8
 
@@ -67,7 +67,7 @@ def test_a_bundles_own_codes_at_every_level(scheme: str, tmp_path: Path) -> None
     settings = {"device": DEVICE, "max_seq_len": 24}
     fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
     slow = TorchDecoder(bundle, dtype=torch.float64, **settings)
-    assert fast.weights.blocks[0].qkv.matrix.kind == scheme.split()[0].replace("awq", "int4")
+    assert fast.weights.blocks[0].qkv.weight.quant == scheme.split()[0].replace("awq", "int4")
     follow(fast, slow, 2)
     if scheme == "awq":
         for decoder in (fast, slow):

@@ -328,9 +328,13 @@ def choose_tile(gpu: Gpu, shape: LinearShape, rows: int) -> tuple[GemvTile, str]
     return tile, "tuned here" if tuned else "measured (tiles.json)"
 
 
+def mask_gemm_key(gpu: Gpu, in_features: int, out_features: int, rows: int) -> str:
+    return f"sm{gpu.arch}:mask{max(4, min(128, triton.next_power_of_2(rows)))}:{in_features}x{out_features}"
+
+
 def mask_gemm_tile(gpu: Gpu, in_features: int, out_features: int, rows: int) -> GemvTile | None:
     """The tile of ``mask_gemm`` where it was measured to be the fastest way for so many rows, else None."""
-    key = f"sm{gpu.arch}:mask{max(4, min(128, triton.next_power_of_2(rows)))}:{in_features}x{out_features}"
+    key = mask_gemm_key(gpu, in_features, out_features, rows)
     return tuned_tiles().get(key) or measured_tiles().get(key)
 
 

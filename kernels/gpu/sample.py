@@ -47,7 +47,7 @@ BLOCKS = tl.constexpr(_BLOCKS)
 class SampleState(NamedTuple):
     """What the launches read and pass on to each other, for B rows."""
 
-    numbers: Tensor  # (B, 4) float64: temperature, top_k, top_p, min_p as in SamplingSettings
+    numbers: Tensor  # (B, 4) float64: temperature, top_k, top_p, min_p as in SamplingParams
     seeds: Tensor  # (B,) int64
     counts: Tensor  # (B, 2**16) int32 by rank of the value, largest first; zero between steps, as is ``arrived``
     block_counts: Tensor  # (B, blocks) int32, logits of each block of ranks

@@ -78,6 +78,8 @@ def choose_channels(
     many counted rows keep each. EACH: a row's own dropped channels are 0, and what each row keeps is counted."""
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
+    if NORMED:
+        ROUND_ONCE: tl.constexpr = given.norm.dtype.element_ty == tl.float32
     # Loads first: none passes a store or a barrier.
     inputs = ()
     squares = ()
@@ -95,7 +97,6 @@ def choose_channels(
     for row in tl.static_range(problem.batch):
         x = inputs[row]
         if NORMED:
-            ROUND_ONCE: tl.constexpr = given.norm.dtype.element_ty == tl.float32
             rstd = reciprocal_rms(squares[row], eps, problem.k)
             x = rms_normalize(x.to(tl.float32), channels.norm, rstd, dtype, ROUND_ONCE)
         if not problem.dense:

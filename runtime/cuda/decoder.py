@@ -1,11 +1,6 @@
 """The decoder for NVIDIA GPUs: Triton kernels that read only the kept channels, one CUDA graph a step.
 
-Prefill runs on the tensor cores (``prefill``); a decode step is ``step``. Two rows read the channels that
-either keeps, more read every channel once and multiply dropped ones by zero: four rows that keep half each leave 6% of
-the channels to skip (benchmarks/LOG.md).
-
-float32 weights are decoded in float64, activations and cache included: that is the mode to compare with, and keeps the
-channels that ``TorchDecoder`` in float64 keeps.
+Prefill runs on the tensor cores (``prefill``); a decode step is ``step``.
 """
 
 from __future__ import annotations
@@ -23,9 +18,9 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.gpu.delta_net import LARGEST_STATE, delta_state_size
-from wisparse.kernels.gpu.gemv import Group
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES
-from wisparse.kernels.reference import activation_dtype, keep_mask
+from wisparse.kernels.gpu.weights import FusedLinear
+from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, prefix_block_size
 from ..decoding.decoder import Decoder, check_capacity, check_part, check_prompt
@@ -33,9 +28,9 @@ from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import finish_logits
 from .graph import TokenReadback
-from .prefill import ShortPieces, head_products, lower_right, piece_size, read_sequence, too_little_memory
-from .step import MAX_ROWS, DecodeStep, Places, contexts_between, kv_splits_for
-from .weights import CudaWeights, MaskKind, load_weights, mask_kinds, put_masks, with_kinds
+from .prefill import ShortPrompts, chunk_size, head_products, lower_right, read_sequence, too_little_memory
+from .step import MAX_ROWS, DecodeStep, PositionTables, contexts_between, kv_splits_for
+from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
@@ -44,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# First slot, rows, stretches of the context.
+# First slot, rows, KV splits.
 _StepKey = tuple[int, int, int]
 
 
@@ -69,25 +64,24 @@ class CudaDecoder(Decoder):
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.weights = load_weights(bundle, device, dtype, weights)
-            self._activations = activation_dtype(dtype)
-            self._rotaries = [Rotary(rope, device, self._activations) for rope in self.config.rotaries]
-            self._places = Places.of(self.config, self._rotaries, max_seq_len, device, self._activations)
+            self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
+            self._tables = PositionTables.of(self.config, self._rotaries, max_seq_len, device, dtype)
             # Graphs are padded to 1, 2, 4, 8 or 16 rows.
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
-            self._cache = KVCache(self.config, max_batch, max_seq_len, device, self._activations, sides=2)
+            self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype, sides=2)
             self._positions = torch.zeros(-(-padded // MAX_ROWS) * MAX_ROWS, dtype=torch.int32, device=device)
-        self.prefill_chunk = piece_size(self.config, dtype)
+        self.prefill_chunk = chunk_size(self.config, dtype)
         self.prefix_block_size = prefix_block_size(self.config, 1, max_seq_len)
         self._steps: dict[_StepKey, DecodeStep] = {}
-        # The weights and steps of every kind of masks that was in force; now it is these.
-        self._of_kinds: dict[tuple[MaskKind, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
-            mask_kinds(self.config, bundle.masks): (self.weights, self._steps)
+        # The weights and steps by which linears masks leave dense; now these are in force.
+        self._by_dense: dict[tuple[bool, ...], tuple[CudaWeights, dict[_StepKey, DecodeStep]]] = {
+            dense_linears(self.config, bundle.masks): (self.weights, self._steps)
         }
         # A step's successor, started before anybody asked for it: its input ids, how it chooses, the step, and whether
         # it is counted.
         self._ahead: tuple[list[int], list[SamplingParams], DecodeStep, bool] | None = None
         self._readback = TokenReadback(MAX_ROWS, device)
-        self._short: ShortPieces | None = None  # once somebody has asked for it
+        self._short: ShortPrompts | None = None  # once somebody has asked for it
         # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows
         # that were counted; one of so many steps is, and so many have been started.
         self._kept_in_prompts: Tensor | None = None
@@ -226,10 +220,10 @@ class CudaDecoder(Decoder):
         lower_right()
         if self._short is not None:
             return
-        refusal = ShortPieces.refusal(self.config, self.dtype, self.device)
+        refusal = ShortPrompts.refusal(self.config, self.dtype, self.device)
         if refusal is None:
             self._forget_ahead()
-            self._short = ShortPieces(self.weights, self.config, self._cache, self._places)
+            self._short = ShortPrompts(self.weights, self.config, self._cache, self._tables)
         else:
             log.info("short prompts are read without graphs: %s", refusal)
 
@@ -242,7 +236,11 @@ class CudaDecoder(Decoder):
             log.info("batches are prepared as they come: %s", refusal)
             return
         self._forget_ahead()
-        self._read_nothing()
+        # Warm up prefill on a scratch KV cache.
+        size = min(self.prefill_chunk_under_load, self.max_seq_len)
+        scratch = KVCache(self.config, 1, size, self.device, self.dtype)
+        for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
+            pass
         most = min(triton.next_power_of_2(self.max_batch), MAX_ROWS)
         sizes = [1 << n for n in range(most.bit_length())]
         for sampled in (False, True):
@@ -250,18 +248,10 @@ class CudaDecoder(Decoder):
                 self.prepare(range(rows), 1, self.max_seq_len, sampled=sampled)
 
     @torch.inference_mode()
-    def _read_nothing(self) -> None:
-        """A piece of a prompt, as others wait for it, beside the cache: the libraries load what it takes."""
-        size = min(self.prefill_chunk_under_load, self.max_seq_len)
-        scratch = KVCache(self.config, 1, size, self.device, self._activations)
-        for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
-            pass
-
-    @torch.inference_mode()
     def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
         total = len(token_ids)
         check_prompt(total, self.max_seq_len)
-        scratch = KVCache(self.config, 1, total, self.device, self._activations)
+        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
         result = torch.empty(total, self.config.vocab_size, device=self.device)
         start = 0
         for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
@@ -273,11 +263,11 @@ class CudaDecoder(Decoder):
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         self.measure_sparsity(False)
         self._cache.forget()
-        kinds = mask_kinds(self.config, masks)
-        if kinds not in self._of_kinds:
-            self._of_kinds[kinds] = with_kinds(self.weights, kinds), {}
-        # Steps captured for masks of the same kinds go on with these, which lie where those lay.
-        self.weights, self._steps = self._of_kinds[kinds]
+        dense = dense_linears(self.config, masks)
+        if dense not in self._by_dense:
+            self._by_dense[dense] = with_dense(self.weights, dense), {}
+        # Steps captured for such masks go on with these, which lie where those lay.
+        self.weights, self._steps = self._by_dense[dense]
         put_masks(self.weights, self.config, masks)
 
     @torch.inference_mode()
@@ -294,15 +284,15 @@ class CudaDecoder(Decoder):
         total = self._prompt_weights + self._decoded * per_position
         if self._kept_in_prompts is None or not total:
             return None
-        groups = [group for block in self.weights.blocks for group in block.groups]
-        kept = self._decoded * sum(group.in_features * group.out_features for group in groups if group.dense)
+        linears = [linear for block in self.weights.blocks for linear in block.linears]
+        kept = self._decoded * sum(linear.in_features * linear.out_features for linear in linears if linear.dense)
         for step in self._steps.values():
             kept += step.kept(but_last=self._ahead is not None and self._ahead[2] is step)
         return 1.0 - (kept + float(self._kept_in_prompts)) / total
 
     def close(self) -> None:
         for name in (
-            "weights", "_steps", "_of_kinds", "_cache", "_places", "_positions", "_ahead", "_readback", "_short"
+            "weights", "_steps", "_by_dense", "_cache", "_tables", "_positions", "_ahead", "_readback", "_short"
         ):  # fmt: skip
             self.__dict__.pop(name, None)
 
@@ -312,7 +302,7 @@ class CudaDecoder(Decoder):
         key = (first, rows, kv_splits)
         if key not in self._steps:
             self._steps[key] = DecodeStep(
-                self.weights, self.config, self._cache, self._positions, self._places,
+                self.weights, self.config, self._cache, self._positions, self._tables,
                 first=first, rows=rows, kv_splits=kv_splits,
             )  # fmt: skip
         return self._steps[key]
@@ -390,17 +380,15 @@ class CudaDecoder(Decoder):
         normed = self.weights.norm(hidden)
         return finish_logits(self.config, head_products(self.weights, normed).float())
 
-    def _observer(self) -> Callable[[Group, Tensor, int], None] | None:
+    def _observer(self) -> Callable[[FusedLinear, Tensor, int], None] | None:
         kept = self._kept_in_prompts
         if kept is None:
             return None
 
-        def count(group: Group, x: Tensor, first_sparse: int) -> None:
+        def count(linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
             tail = x[first_sparse:]
-            if not len(tail):
-                return
-            for i, width in enumerate(group.widths):
-                keep = keep_mask(tail, group.scales[i], group.thresholds[i])
+            for i, width in enumerate(linear.widths if len(tail) else ()):
+                keep = keep_mask(tail, linear.scales[i], linear.thresholds[i])
                 kept.add_(keep.sum(), alpha=width)
                 self._prompt_weights += keep.numel() * width
 

@@ -1,7 +1,7 @@
-"""Tensors from a checkpoint's files to a device: parts are read and checked by several threads into pinned memory, and
-copied from there while the next ones are read.
+"""Streams and graphs of a CUDA device: capture and timing, token ids to the host, tensors from files to the device.
 
-Copying from the mapped file and the search for NaN are slower than the transfer, so several threads do it. The host holds a few parts, however large a tensor is.
+Copying from the mapped file and the search for NaN are slower than the transfer, so several threads do it. The host holds
+a few parts, however large a tensor is.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A decode step's kernels one by one on an NVIDIA GPU: their times, and the tiles that suit this chip and model."""
+"""A decode step's kernels one by one on an NVIDIA GPU: which run, their times, and the tiles that suit this chip."""
 
 from __future__ import annotations
 
@@ -11,80 +11,78 @@ import torch
 from triton.runtime.errors import OutOfResources
 
 from wisparse.formats.errors import UsageError
-from wisparse.kernels.gpu.gemv import GemvTile, launch_kind
-from wisparse.kernels.gpu.tiles import local_key, most_pollers, remember_tiles
-from wisparse.kernels.reference import rows_together
+from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
 
 from ..decoding.decoder import Decoder
 from ..timing import read_bandwidth_gbps
 from .decoder import CudaDecoder
 from .graph import elapsed_us, time_launches
 from .step import DecodeStep, kv_splits_for
+from .weights import LINEARS
 
 log = logging.getLogger(__name__)
 
-_ROLES = ("qkv", "o", "gate_up", "down")
-# A context like that of the default workload.
-_CONTEXT = 150
-# A tile has to win by this much of the step to be taken: less is noise.
-_MARGIN = 0.002
+_CONTEXT = 150  # like that of the default workload
+_MARGIN = 0.002  # a tile has to win by this much of the step to be taken: less is noise
+
+
+def explain(decoder: Decoder, *, batch: int) -> str:
+    """Which kernel computes each linear of a step, and why: one line for each linear that differs from the others."""
+    decoder = _require_triton(decoder, "--explain")
+    step = _step(decoder, 1 << (batch - 1).bit_length(), None)
+    seen: dict[tuple[str, str], list[int]] = {}
+    for index, plans in enumerate(step.plans):
+        for role, chosen in plans.items():
+            seen.setdefault((role, str(chosen)), []).append(index)
+    lines = []
+    for (role, chosen), blocks in seen.items():
+        which = f"{len(blocks)} blocks" if len(blocks) > 1 else f"block {blocks[0]}"
+        lines.append(f"{role} ({which}): {chosen}")
+    return "\n".join(lines)
 
 
 def time_kernels(decoder: Decoder, *, batch: int, sparsity: float) -> dict[str, dict[str, float]]:
-    """Microseconds of each kernel, averaged over the blocks, and for products the time their kept weights take to read.
+    """Microseconds of each kernel, averaged over the blocks, and for linears the time their kept weights take to read.
 
-    Args:
-        batch: rows of the step.
-        sparsity: realised; the ideal counts the bytes of the weights that it leaves (of a batch: if all rows kept the
-            same channels).
-
-    Raises:
-        UsageError: the decoder does not run on Triton kernels.
+    ``sparsity``: realised; the ideal counts the bytes of the weights that it leaves (of a batch: if all rows kept the
+    same channels).
     """
     decoder = _require_triton(decoder, "--kernels")
     bandwidth = read_bandwidth_gbps(decoder.device)
     _read_prompts(decoder, batch)
     step = _step(decoder, batch, None)
-    count = len(decoder.weights.blocks)
+    blocks = [step.block_launches(index) for index in range(len(decoder.weights.blocks))]
     table: dict[str, dict[str, float]] = {}
-    for role in (*step.parts, "logits"):
-        indices = [count] if role == "logits" else range(count)
+    for name in blocks[0]:
 
-        def launch(role: str = role, indices: list[int] | range = indices) -> None:
-            for index in indices:
-                step.launch_part(index, role)
+        def launch(name: str = name) -> None:
+            for launches in blocks:
+                launches[name]()
 
-        table[role] = {"us": time_launches(launch, len(indices))}
-        if role == "logits":
-            needed: float = decoder.bytes_read()[1]
-        elif role in _ROLES:
-            needed = getattr(decoder.weights.blocks[0], role).matrix.num_bytes * (1 - sparsity)
-        else:
-            continue
-        table[role]["ideal_us"] = needed / bandwidth * 1e-3
+        table[name] = {"us": time_launches(launch, len(blocks))}
+        if name in LINEARS:
+            needed = getattr(decoder.weights.blocks[0], name).weight.num_bytes * (1 - sparsity)
+            table[name]["ideal_us"] = needed / bandwidth * 1e-3
+    ideal = decoder.bytes_read()[1] / bandwidth * 1e-3
+    table["logits"] = {"us": time_launches(step.launch_logits, 1), "ideal_us": ideal}
     return table
 
 
 def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
-    """Try tiles in whole decode steps, one role at a time, and add the best to the local cache.
+    """Try tiles in whole decode steps, one linear at a time, and add the best to the local cache.
 
     A launch timed alone follows its own kind; in a step it starts in the tail of another. So candidates are compared
     where they run. What is loaded afterwards uses the cache; ``decoder`` keeps its own tiles.
-
-    Raises:
-        UsageError: the decoder does not run on Triton kernels.
     """
     decoder = _require_triton(decoder, "--tune")
-    first = decoder.weights.blocks[0]
-    properties = torch.cuda.get_device_properties(decoder.device)
+    first, gpu = decoder.weights.blocks[0], gpu_of(decoder.device)
     _read_prompts(decoder, batch)
-    tiles = dict(_step(decoder, batch, None).tiles[0])
+    tiles = {role: chosen.tile for role, chosen in _step(decoder, batch, None).plans[0].items()}
     best = _time(decoder, batch, tiles)
     log.info("tuning: a step takes %.1f us", best)
-    kinds = _kinds(decoder, batch)
-    for role in _ROLES:
-        widths = getattr(first, role).widths
-        for candidate in _neighbours(tiles[role], kinds[role], widths, properties.multi_processor_count):
+    for role in LINEARS:
+        linear = getattr(first, role)
+        for candidate in _neighbours(tiles[role], regime(batch, dense=linear.dense), linear.widths, gpu):
             try:
                 found = _time(decoder, batch, {**tiles, role: candidate})
             except OutOfResources:  # more shared memory or registers than a multiprocessor has
@@ -92,28 +90,14 @@ def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
             if found < best * (1 - _MARGIN):
                 best, tiles[role] = found, candidate
         log.info("tuning: %.1f us after %s: %s", best, role, tiles[role])
-    named = {}
-    arch = properties.major * 10 + properties.minor
-    for role in _ROLES:
-        group = getattr(first, role)
-        # The decoder's graphs have a power of two of rows.
-        together = rows_together(1 << (batch - 1).bit_length(), decoder.dtype)
-        key = local_key(
-            arch, group.in_features, group.out_features, kinds[role], together, decoder.dtype,
-            group.matrix.kind, group.matrix.group,
-        )  # fmt: skip
-        named[key] = tiles[role]
+    # The decoder's graphs have a power of two of rows.
+    rows = 1 << (batch - 1).bit_length()
+    named = {tuned_key(gpu, getattr(first, role).shape, rows): tiles[role] for role in LINEARS}
     log.info("tuning: kept in %s", remember_tiles(named))
     return named
 
 
-def _kinds(decoder: CudaDecoder, batch: int) -> dict[str, str]:
-    """How a step of ``batch`` rows launches each role of its first block."""
-    first, together = decoder.weights.blocks[0], rows_together(batch, decoder.dtype)
-    return {role: launch_kind(together, dense=getattr(first, role).dense) for role in _ROLES}
-
-
-def _neighbours(tile: GemvTile, kind: str, widths: tuple[int, ...], multiprocessors: int) -> Iterator[GemvTile]:
+def _neighbours(tile: GemvTile, kind: str, widths: tuple[int, ...], gpu: Gpu) -> Iterator[GemvTile]:
     """Tiles around one: other widths at the same bytes per load, other numbers of splits, other ways to add up."""
     for width in (tile.block_n // 2, tile.block_n, tile.block_n * 2):
         if not 64 <= width <= 1024:
@@ -121,9 +105,10 @@ def _neighbours(tile: GemvTile, kind: str, widths: tuple[int, ...], multiprocess
         block_k = max(16 if kind == "batch" else 1, tile.block_k * tile.block_n // width)
         for factor in (0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0):
             splits = max(1, round(tile.splits * factor * width / tile.block_n))
-            most = most_pollers(multiprocessors, widths, width, splits, tile.warps)
-            for pollers in {min(tile.pollers, most)} if factor != 1.0 else {0, most // 2, most}:
-                candidate = replace(tile, block_n=width, block_k=block_k, splits=splits, pollers=pollers)
+            bare = replace(tile, block_n=width, block_k=block_k, splits=splits, reducers=0)
+            most = most_reducers(gpu, widths, bare)
+            for reducers in {min(tile.reducers, most)} if factor != 1.0 else {0, most // 2, most}:
+                candidate = replace(bare, reducers=reducers)
                 if candidate != tile:
                     yield candidate
 
@@ -148,7 +133,7 @@ def _read_prompts(decoder: CudaDecoder, batch: int) -> None:
 
 def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -> DecodeStep:
     step = DecodeStep(
-        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._places,
+        decoder.weights, decoder.config, decoder._cache, decoder._positions, decoder._tables,
         first=0, rows=batch, tiles=tiles, kv_splits=kv_splits_for(_CONTEXT, batch),
     )  # fmt: skip
     step.tokens.fill_(7 % decoder.config.vocab_size)

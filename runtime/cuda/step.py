@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from wisparse.formats.model_config import BlockConfig, ModelConfig
+from wisparse.formats.model_config import Block, ModelConfig
 from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import (
     QK_NORMS,
@@ -40,7 +40,7 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, lau
 
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales
-from ..decoding.sampling import SamplingSettings
+from ..decoding.sampling import SamplingParams
 from .graph import capture
 from .weights import LINEARS, BlockWeights, CudaNorm, CudaWeights
 
@@ -94,7 +94,7 @@ class PositionTables:
         return RotaryTables(cos, sin, self.query_scales)
 
 
-def attention_shape(config: ModelConfig, block: BlockConfig, rotary: RotaryTables) -> AttentionShape:
+def attention_shape(config: ModelConfig, block: Block, rotary: RotaryTables) -> AttentionShape:
     norm = config.architecture.qk_norm
     norm_of = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
     return AttentionShape(
@@ -133,7 +133,9 @@ class DecodeStep:
         gpu = gpu_of(device)
         self.pdl = gpu.arch >= 90 if pdl is None else pdl
         own = slice(first, first + rows)
-        self._cache = {i: KVSlots(keys[own], values[own], keys.shape[2]) for i, (keys, values) in cache.attention.items()}
+        self._cache = {
+            i: KVSlots(keys[own], values[own], keys.shape[2]) for i, (keys, values) in cache.attention.items()
+        }
         self._states = {
             i: DeltaMemory(s.inputs[:, own], s.state[:, own], s.inputs.stride(0), s.state.stride(0))
             for i, s in cache.recurrent.items()
@@ -175,7 +177,7 @@ class DecodeStep:
         self._logits = Logits.empty(rows, config.vocab_size, device)
         sampled = dtype in SAMPLED_DTYPES
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
-        self._settings: list[SamplingSettings] = []
+        self._settings: list[SamplingParams] = []
         self._kept: _KeptCells | None = None  # while channels are counted
         self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
 
@@ -295,7 +297,7 @@ class DecodeStep:
         """(rows, V) float32, the head's products: before a model's multiplier and cap (``finish_logits``)."""
         return self._logits.values
 
-    def replay(self, settings: Sequence[SamplingSettings] = (), *, count: bool = False) -> None:
+    def replay(self, settings: Sequence[SamplingParams] = (), *, count: bool = False) -> None:
         """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
 
         ``settings``: how the first rows' tokens are chosen, seeds resolved; the other rows are greedy. ``count``: add
@@ -306,7 +308,7 @@ class DecodeStep:
             if self._sampling is None:
                 raise ValueError(f"expected greedy settings for {self.weights.embedding.dtype}, found {settings}")
             self._settings = list(settings)
-            padded = self._settings + [SamplingSettings()] * (self.rows - len(settings))
+            padded = self._settings + [SamplingParams()] * (self.rows - len(settings))
             numbers = [(s.temperature, s.top_k, s.top_p, s.min_p) for s in padded]
             self._sampling.numbers.copy_(torch.tensor(numbers, dtype=torch.float64))
             self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))

@@ -1,17 +1,16 @@
 """A model's weights on the GPU, channel-major: a kept channel is one contiguous row.
 
-Each tensor is read, moved to the GPU, laid out there in its place and let go, so the GPU holds the weights and one
-tensor more, and the host a few parts of one (``staging``). Projections that a bundle holds in codes stay in them, and
-others are rounded here if they are asked for so. ``lm_head`` and the embeddings are read densely and stay as they are;
-``lm_head`` may be rounded to eight bits.
+Each tensor is read, moved to the GPU, laid out there and let go, so the GPU holds the weights and one tensor more, and
+the host a few parts of one (``graph.staged_reads``). Projections that a bundle holds quantized stay so, and others are
+rounded here if they are asked for so. Embeddings stay as they are; ``lm_head`` may be rounded to int8.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,13 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
-from wisparse.kernels.gpu.gemv import Group
-from wisparse.kernels.gpu.matrix import MIDDLE, Matrix, empty_matrix, put_columns
-from wisparse.kernels.reference import activation_dtype, wide_dtype
+from wisparse.kernels.gpu.weights import (
+    DeviceWeight,
+    FusedLinear,
+    empty_weight,
+    store_columns,
+    without_default_zeros,
+)
 
 from ..torch.block import BlockFacts, Norm
 from ..torch.delta_net import delta_names, read_delta_weights
@@ -32,72 +35,47 @@ if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
 
 
-_GROUPS = ("qkv", "o", "gate_up", "down")
-# Rows of an output layer in codes that a prompt reads at once, at least.
-_HEAD_ROWS = 4096
+LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, in the order of execution
+_HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
 @dataclass(frozen=True)
 class CudaNorm(Norm):
-    """A norm, and what the kernels multiply by: the weight, or 1 + weight in the type that they add up in."""
+    """``factors``: what the kernels multiply by: the weight, or 1 + weight in float32."""
 
     factors: Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockWeights(BlockFacts[CudaNorm]):
-    """One transformer block; each group's projections read the same input.
+    """One transformer block. A recurrent block's ``qkv`` and ``o`` are the linears around its ``delta``."""
 
-    ``delta`` and ``scalar`` are of the activations' type. A recurrent block's ``qkv`` and ``o`` are the products around
-    its ``delta``.
-    """
-
-    qkv: Group
-    o: Group
-    gate_up: Group
-    down: Group
+    qkv: FusedLinear
+    o: FusedLinear
+    gate_up: FusedLinear
+    down: FusedLinear
 
     @property
-    def groups(self) -> tuple[Group, Group, Group, Group]:
-        """In the order of execution."""
+    def linears(self) -> tuple[FusedLinear, FusedLinear, FusedLinear, FusedLinear]:
         return self.qkv, self.o, self.gate_up, self.down
-
-    @property
-    def qk_norm(self) -> tuple[Tensor, Tensor] | None:
-        """What queries and keys are multiplied by once they are normalised; None where they are not."""
-        return (self.q_norm.factors, self.k_norm.factors) if self.q_norm and self.k_norm else None
-
-
-class MaskKind(NamedTuple):
-    """What a group's launches depend on: whether a mask drops anything."""
-
-    dense: bool
 
 
 @dataclass(frozen=True)
 class CudaWeights:
-    """Everything a decoder reads.
-
-    Attributes:
-        head: (V, H), int8 if it has scales.
-        head_scales: (V,) float32, or None.
-        widened: (n,) room for one projection's numbers, in which prompts read codes; None without codes.
-    """
+    """Everything a decoder reads."""
 
     embedding: Tensor
     blocks: list[BlockWeights]
     norm: CudaNorm
-    head: Tensor
-    head_scales: Tensor | None
-    widened: Tensor | None
+    head: Tensor  # (V, H), int8 if it has scales
+    head_scales: Tensor | None  # (V,) float32
+    dequantized: Tensor | None  # (n,) scratch for one projection's numbers, for prompts; None if nothing is quantized
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights on the device; tied embeddings count once."""
-        tensors = {id(t): t for t in (self.embedding, self.norm.weight, self.head)}
-        if self.head_scales is not None:
-            tensors[id(self.head_scales)] = self.head_scales
+        tensors = {id(t): t for t in (self.embedding, self.norm.weight, self.head, self.head_scales) if t is not None}
         for block in self.blocks:
             if block.delta is not None:
                 tensors |= {id(t): t for t in vars(block.delta).values() if isinstance(t, Tensor)}
@@ -106,20 +84,15 @@ class CudaWeights:
     @property
     def num_bytes_inside(self) -> int:
         """Bytes of the projections' weights."""
-        return sum(group.matrix.num_bytes for block in self.blocks for group in block.groups)
+        return sum(linear.weight.num_bytes for block in self.blocks for linear in block.linears)
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A bundle's tensors, as ``dtype`` on ``device``.
+    """A bundle's tensors, as ``dtype`` on ``device``."""
 
-    Attributes:
-        checkpoint: a ``Checkpoint``, or whatever else makes tensors up.
-        stored: reads one of them onto the device, in its stored type, quantised ones widened.
-    """
-
-    checkpoint: Any
-    stored: Callable[[str], Tensor]
+    checkpoint: Any  # a Checkpoint, or whatever else makes tensors up
+    stored: Callable[[str], Tensor]  # reads one onto the device, in its stored type, quantized ones dequantized
     device: torch.device
     dtype: torch.dtype
 
@@ -127,20 +100,14 @@ class _Source:
         return self.stored(name).to(self.dtype)
 
     def weight(self, name: str, weights: str) -> Tensor | QuantizedMatrix:
-        """A weight as ``weights`` says: in codes where it is stored in them, or was asked for so.
-
-        Raises:
-            BundleError: damaged, or beyond ``dtype`` where it is rounded.
-            UsageError: its channels cannot be cut into groups.
-        """
+        """A weight as ``weights`` says: quantized where it is stored so, or was asked for so."""
         how = self.checkpoint.quantised.get(name) if isinstance(self.checkpoint, Checkpoint) else None
         if how is not None and weights in ("native", how.packing.kind):
             return self.checkpoint.matrix(name, self.device)
-        plain = self.tensor(name)
-        return plain if weights == "native" else self.rounded(name, plain, weights)
+        found = self.tensor(name)
+        return found if weights == "native" else self.rounded(name, found, weights)
 
     def rounded(self, name: str, weight: Tensor, weights: str) -> QuantizedMatrix:
-        """A weight in codes; errors as of `weight`."""
         least, largest = torch.aminmax(weight)
         if not (bool(torch.isfinite(least)) and bool(torch.isfinite(largest))):
             raise BundleError(f"{name}: expected finite weights, found NaN or Inf in {self.dtype}")
@@ -150,69 +117,75 @@ class _Source:
             raise UsageError(f"{name}: {error}: load it with weights int8") from None
 
     def head(self, config: ModelConfig, embedding: Tensor, weights: str) -> Tensor | QuantizedMatrix:
-        """The output layer, plain or int8 with a scale a row."""
+        """The output layer, unquantized or int8 with a scale a row."""
         if config.tie_word_embeddings:
             return embedding if weights == "native" else self.rounded(_EMBEDDING, embedding, weights)
         found = self.weight(_HEAD, weights)
         if isinstance(found, Tensor) or (found.kind == "int8" and found.group is None and found.zeros is None):
             return found
-        wide = found.dequantise(self.dtype)
-        return wide if weights == "native" else self.rounded(_HEAD, wide, weights)
+        numbers = found.dequantise(self.dtype)
+        return numbers if weights == "native" else self.rounded(_HEAD, numbers, weights)
+
+    def norm(self, config: ModelConfig, name: str) -> CudaNorm:
+        weight, offset = self.tensor(name), config.architecture.norm_offset
+        return CudaNorm(weight, config.rms_norm_eps, offset, 1.0 + weight.float() if offset else weight)
 
 
 def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str = "native") -> CudaWeights:
     """Read a bundle's weights onto ``device``; copies may still be under way on the current stream.
 
-    The bundle's masks are in force; ``with_kinds`` and ``put_masks`` bring others.
-
-    Args:
-        dtype: of the activations, and of the weights that are not in codes.
-        weights: one of ``WEIGHT_TYPES``: what the projections are rounded to; ``native``: as the bundle has them.
+    ``dtype``: of the activations, and of unquantized weights. ``weights``: one of ``WEIGHT_TYPES``, what the projections
+    are rounded to; ``native``: as the bundle has them. The bundle's masks are in force.
     """
-    config = bundle.config
-    with _reads(bundle.checkpoint, _names(config), device) as stored:
-        source = _Source(bundle.checkpoint, stored, device, dtype)
+    config, checkpoint = bundle.config, bundle.checkpoint
+    if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
+        reads: Any = staged_reads(checkpoint, _names(config), device)
+    else:
+        reads = nullcontext(lambda name: checkpoint.tensor(name, device).to(device))
+    with reads as stored:
+        source = _Source(checkpoint, stored, device, dtype)
         embedding = source.tensor(_EMBEDDING)
         head = source.head(config, embedding, WEIGHT_TYPES[weights].head)
-        blocks = [_load_block(config, index, source, weights) for index in range(config.num_blocks)]
-        norm = _norm(config, source.tensor(_NORM))
+        blocks = []
+        for index in range(config.num_blocks):
+            prefix = f"model.layers.{index}"
+            norms = {
+                field: None if name is None else source.norm(config, f"{prefix}.{name}.weight")
+                for field, name in _norms(config, index).items()
+            }
+            delta = read_delta_weights(config, index, source.tensor)
+            name = config.architecture.block_scalar
+            scalar = None if name is None else source.tensor(f"{prefix}.{name}")
+            linears = {
+                role: _load_linear(projections, copies, source, weights)
+                for role, (projections, copies) in zip(LINEARS, _projections(config, index), strict=True)
+            }
+            facts = config.blocks[index]
+            blocks.append(BlockWeights(**norms, **linears, facts=facts, delta=delta, scalar=scalar))  # type: ignore[arg-type]
+        norm = source.norm(config, _NORM)
         codes, scales = (head, None) if isinstance(head, Tensor) else (head.codes, head.scales.flatten())
-        widest = max(_numbers_to_widen(group) for block in blocks for group in block.groups)
+        quantized = [linear for block in blocks for linear in block.linears if linear.weight.quant != "none"]
+        widest = max((linear.in_features * max(linear.widths) for linear in quantized), default=0)
         if scales is not None:
             widest = max(widest, _HEAD_ROWS * codes.shape[1])
-        widened = torch.empty(widest, dtype=dtype, device=device) if widest else None
-        unmasked = CudaWeights(embedding, blocks, norm, codes, scales, widened)
-        found = with_kinds(unmasked, mask_kinds(config, bundle.masks))
+        scratch = torch.empty(widest, dtype=dtype, device=device) if widest else None
+        unmasked = CudaWeights(embedding, blocks, norm, codes, scales, scratch)
+        found = with_dense(unmasked, dense_linears(config, bundle.masks))
         put_masks(found, config, bundle.masks)
         return found
 
 
-def _numbers_to_widen(group: Group) -> int:
-    """Numbers of the group's widest projection, if it is in codes."""
-    return 0 if group.matrix.kind == "plain" else group.in_features * max(group.widths)
-
-
-def _reads(
-    checkpoint: Any, names: Iterable[str], device: torch.device
-) -> AbstractContextManager[Callable[[str], Tensor]]:
-    """``read(name)`` for the tensors of a checkpoint, or of whatever else makes them up."""
-    if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
-        return staged_reads(checkpoint, names, device)
-    return nullcontext(lambda name: checkpoint.tensor(name, device).to(device))
-
-
 def _names(config: ModelConfig) -> Iterator[str]:
-    """The tensors in the order in which they are read: the largest first, while there is room for a temporary."""
+    """The tensors in the order in which they are read: the largest first, while there is memory for a temporary."""
     yield _EMBEDDING
     if not config.tie_word_embeddings:
         yield _HEAD
     for index in range(config.num_blocks):
-        yield from (
-            f"model.layers.{index}.{name}.weight" for name in _norms(config, index).values() if name is not None
-        )
-        if config.architecture.block_scalar is not None:
-            yield f"model.layers.{index}.{config.architecture.block_scalar}"
+        prefix = f"model.layers.{index}"
+        yield from (f"{prefix}.{name}.weight" for name in _norms(config, index).values() if name is not None)
         yield from delta_names(config, index).values()
+        if config.architecture.block_scalar is not None:
+            yield f"{prefix}.{config.architecture.block_scalar}"
         for projection in config.projections(index):
             yield f"{projection.name}.weight"
             if projection.bias:
@@ -228,111 +201,75 @@ def _norms(config: ModelConfig, index: int) -> dict[str, str | None]:
     return asdict(arch.norms) | own
 
 
-def _norm(config: ModelConfig, weight: Tensor) -> CudaNorm:
-    offset = config.architecture.norm_offset
-    factors = 1.0 + weight.to(wide_dtype(weight.dtype)) if offset else weight
-    return CudaNorm(weight, config.rms_norm_eps, offset, factors)
+def _projections(config: ModelConfig, index: int) -> Iterator[tuple[list[Projection], int]]:
+    """A block's fused linears: their projections, and how many each of these stands for: a fused gate_up_proj is two
+    that share one mask."""
+    fused = len(config.architecture.gate_up) == 1
+    for role, projections in zip(LINEARS, config.shared_inputs(index), strict=True):
+        yield projections, 2 if fused and role == "gate_up" else 1
 
 
-def _load_block(config: ModelConfig, index: int, source: _Source, weights: str) -> BlockWeights:
-    norms = {
-        field: None if name is None else _norm(config, source.tensor(f"model.layers.{index}.{name}.weight"))
-        for field, name in _norms(config, index).items()
-    }
-    activations = activation_dtype(source.dtype)
-    delta = read_delta_weights(config, index, lambda name: source.tensor(name).to(activations))
-    name = config.architecture.block_scalar
-    scalar = None if name is None else source.tensor(f"model.layers.{index}.{name}").to(activations)
-    projections = _projections(config, index)
-    groups = {field: _load_group(*projections[field], source, weights) for field in _GROUPS}
-    return BlockWeights(**norms, **groups, facts=config.blocks[index], delta=delta, scalar=scalar)  # type: ignore[arg-type]
-
-
-def _projections(config: ModelConfig, index: int) -> dict[str, tuple[list[Projection], int]]:
-    """A block's groups, in the order of execution: their projections, and how many each of these stands for."""
-    # A fused gate_up_proj is two projections that share one mask.
-    fused = {"gate_up"} if len(config.architecture.gate_up) == 1 else set()
-    groups = zip(_GROUPS, config.shared_inputs(index), strict=True)
-    return {field: (projections, 2 if field in fused else 1) for field, projections in groups}
-
-
-def _load_group(projections: list[Projection], copies: int, source: _Source, weights: str) -> Group:
-    device, dtype = source.device, source.dtype
-    k = projections[0].in_features
-    total = sum(projection.out_features for projection in projections)
+def _load_linear(projections: list[Projection], copies: int, source: _Source, weights: str) -> FusedLinear:
+    device, dtype, k = source.device, source.dtype, projections[0].in_features
     has_bias = any(projection.bias for projection in projections)
+    total = sum(projection.out_features for projection in projections)
     bias = torch.zeros(total, dtype=dtype, device=device) if has_bias else None
     widths = tuple(projection.out_features // copies for projection in projections for _ in range(copies))
-    matrix: Matrix | None = None
+    fused: DeviceWeight | None = None
     first = 0
     for i, projection in enumerate(projections):
-        last = first + projection.out_features
         weight = source.weight(f"{projection.name}.weight", weights)
-        if matrix is None:
-            matrix = _room_for(weight, widths, dtype)
+        if fused is None:  # those of one input are stored alike
+            if isinstance(weight, Tensor):
+                fused = empty_weight("none", k, widths, None, dtype, device)
+            else:
+                zeros = weight.zeros is not None
+                fused = empty_weight(weight.kind, k, widths, weight.group, dtype, device, zeros=zeros)
         for copy in range(copies):
-            _put_rows(matrix, i * copies + copy, weight, copy * widths[i * copies])
+            rows = slice(copy * widths[i * copies], (copy + 1) * widths[i * copies])
+            if isinstance(weight, Tensor):
+                store_columns(fused, i * copies + copy, weight[rows])
+            else:
+                part = weight.rows(rows.start, rows.stop)
+                store_columns(fused, i * copies + copy, part.codes, part.scales, part.zeros)
         del weight
         if bias is not None and projection.bias:
-            bias[first:last] = source.tensor(f"{projection.name}.bias")
-        first = last
-    assert matrix is not None
-    if matrix.zeros is not None and bool((matrix.zeros == MIDDLE[matrix.kind]).all()):
-        matrix = replace(matrix, zeros=None)  # as codes without zero points are: there is nothing to read
+            bias[first : first + projection.out_features] = source.tensor(f"{projection.name}.bias")
+        first += projection.out_features
+    assert fused is not None
     scales = torch.ones(len(widths), k, dtype=torch.float32, device=device)
     thresholds = torch.zeros(len(widths), dtype=torch.float32, device=device)
-    return Group(matrix, widths, bias, scales, thresholds, dense=True)
+    return FusedLinear(without_default_zeros(fused), bias, scales, thresholds, dense=True)
 
 
-def _room_for(weight: Tensor | QuantizedMatrix, widths: tuple[int, ...], dtype: torch.dtype) -> Matrix:
-    """Room for projections that are held as the first of them is: those of one input are stored alike."""
-    k = weight.shape[1]
-    if isinstance(weight, Tensor):
-        return empty_matrix("plain", k, widths, None, dtype, weight.device)
-    zeros = weight.zeros is not None
-    return empty_matrix(weight.kind, k, widths, weight.group, dtype, weight.codes.device, zeros=zeros)
+def dense_linears(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[bool, ...]:
+    """Linear by linear, whether masks drop nothing: what a step is compiled for. Masks alike share their steps."""
+    return tuple(
+        not any(mask.threshold for projection in projections if (mask := masks.get(projection.name)) is not None)
+        for index in range(config.num_blocks)
+        for projections, _ in _projections(config, index)
+    )
 
 
-def _put_rows(matrix: Matrix, index: int, weight: Tensor | QuantizedMatrix, first: int) -> None:
-    """Lay out the rows of a weight, from ``first`` on, that are projection ``index`` of a group."""
-    last = first + matrix.widths[index]
-    if isinstance(weight, Tensor):
-        put_columns(matrix, index, weight[first:last])
-    else:
-        rows = weight.rows(first, last)
-        put_columns(matrix, index, rows.codes, rows.scales, rows.zeros)
-
-
-def mask_kinds(config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> tuple[MaskKind, ...]:
-    """Group by group, what a step is compiled for: weights of equal kinds share their steps, whatever the masks."""
-    kinds = []
-    for index in range(config.num_blocks):
-        for projections, _ in _projections(config, index).values():
-            mine = [mask for projection in projections if (mask := masks.get(projection.name)) is not None]
-            kinds.append(MaskKind(not any(mask.threshold for mask in mine)))
-    return tuple(kinds)
-
-
-def with_kinds(weights: CudaWeights, kinds: Sequence[MaskKind]) -> CudaWeights:
-    """The same weights for masks of these kinds: scales and thresholds are shared, no mask is in force."""
-    rest = iter(kinds)
-    blocks = []
+def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
+    """The same weights for such masks: scales and thresholds are shared, no mask is in force."""
+    rest, blocks = iter(dense), []
     for block in weights.blocks:
-        qkv, o, gate_up, down = (replace(group, dense=next(rest).dense) for group in block.groups)
-        blocks.append(replace(block, qkv=qkv, o=o, gate_up=gate_up, down=down))
+        linears = (replace(linear, dense=next(rest)) for linear in block.linears)
+        blocks.append(replace(block, **dict(zip(LINEARS, linears, strict=True))))
     return replace(weights, blocks=blocks)
 
 
 def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> None:
-    """Write masks where the kernels read them, in place: a captured step goes on with them. They are of the kinds that
-    the weights are for."""
+    """Write masks where the kernels read them, in place: a captured step goes on with them. They drop something in the
+    linears that the weights are for."""
     for index, block in enumerate(weights.blocks):
-        for group, (projections, copies) in zip(block.groups, _projections(config, index).values(), strict=True):
-            group.scales.fill_(1.0)
-            thresholds = [0.0] * len(group.widths)
+        for linear, (projections, copies) in zip(block.linears, _projections(config, index), strict=True):
+            linear.scales.fill_(1.0)
+            thresholds = [0.0] * len(linear.widths)
             for i, projection in enumerate(projections):
                 mask = masks.get(projection.name)
                 if mask is not None and mask.sparsity > 0:
-                    group.scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(group.scales.device)
+                    linear.scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(linear.scales.device)
                     thresholds[i * copies : (i + 1) * copies] = [float(mask.threshold)] * copies
-            group.thresholds.copy_(torch.tensor(thresholds, dtype=torch.float32))
+            linear.thresholds.copy_(torch.tensor(thresholds, dtype=torch.float32))

@@ -16,7 +16,6 @@ from wisparse.formats.errors import ContextLengthError, ResourceError, UsageErro
 from wisparse.formats.machine import available_bytes
 from wisparse.formats.model_config import LM_HEAD, ModelConfig, expected_tensors
 from wisparse.formats.weight_types import WEIGHT_TYPES, code_bytes
-from wisparse.kernels.reference import activation_dtype
 
 from .cache import KVCache, bytes_per_position
 from .sampling import SamplingParams, sample
@@ -285,8 +284,6 @@ def default_max_seq_len(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, max_batch: int, weight_bytes: int
 ) -> int:
     """The model's context, or the positions, a multiple of 256, that fit a quarter of the memory the weights leave."""
-    if device.type == "cuda":
-        dtype = activation_dtype(dtype)
     free = max(available_bytes(device) - weight_bytes, 0)
     fitting = int(free * _CACHE_SHARE) // (bytes_per_position(config, dtype) * max_batch)
     if fitting >= config.max_position_embeddings:

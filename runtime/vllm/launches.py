@@ -48,15 +48,13 @@ class Layer:
     thresholds: Tensor
     widths: Sequence[int]
 
-    def group(self) -> Any:
+    def linear(self) -> Any:
         """For our GPU kernels."""
-        from wisparse.kernels.gpu.gemv import Group
-        from wisparse.kernels.gpu.matrix import plain_matrix
+        from wisparse.kernels.gpu.weights import FusedLinear, unquantized
 
         # Never "dense", so that a compiled graph holds for any bundle: a threshold of 0 drops nothing.
-        widths = tuple(self.widths)
-        matrix = plain_matrix(self.weight.t(), widths)
-        return Group(matrix, widths, self.bias, self.scales, self.thresholds, dense=False)
+        weight = unquantized(self.weight.t(), tuple(self.widths))
+        return FusedLinear(weight, self.bias, self.scales, self.thresholds, dense=False)
 
     def parts(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Each projection's outputs, weight (width, K) and bias (width,)."""
@@ -77,13 +75,14 @@ BATCHED_ROWS = 512  # projections of unlike widths share one batched product: na
 def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """All masks in one launch, then dense products."""
     from wisparse.kernels.gpu.masked_gemm import mask_rows
+    from wisparse.kernels.gpu.plan import gpu_of
 
     piece = math.gcd(*layer.widths)
     copies = [width // piece for width in layer.widths]
     batched = len(set(copies)) > 1 and len(x) <= BATCHED_ROWS
     inputs = mask_rows(
         x, layer.scales, layer.thresholds, masked,
-        copies=copies if batched else None, pdl=_arch(x.device)[0] >= 90,
+        copies=copies if batched else None, pdl=gpu_of(x.device).arch >= 90,
     )  # fmt: skip
     return products(inputs, layer)
 
@@ -116,46 +115,28 @@ def fused_mask(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
     """One product that masks x in its own loop."""
     from wisparse.kernels.gpu.masked_gemm import mask_gemm
 
-    return mask_gemm(x, layer.group(), masked, tile)
+    return mask_gemm(x, layer.linear(), masked, tile)
 
 
 def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """One launch that reads the kept channels of up to SKIPPED_ROWS rows, or all channels once for up to SPARSE_ROWS."""
-    from wisparse.kernels.gpu.gemv import launch_gemv
+    from wisparse.kernels.gpu.common import Input, Output
+    from wisparse.kernels.gpu.linear import launch_linear
+    from wisparse.kernels.gpu.plan import plan
 
-    group = layer.group()
-    rows = len(x)
-    out = x.new_empty(rows, layer.weight.shape[0])
-    tile = _tile(x.device, x.dtype, group.in_features, group.widths, rows)
-    launch_gemv(
-        group, x, out, _scratch(x.device, x.dtype), tile, batch=rows, masked=masked, pdl=_arch(x.device)[0] >= 90
-    )
+    linear = layer.linear()
+    out = x.new_empty(len(x), layer.weight.shape[0])
+    given = Input(x, row_mask=masked)
+    launch_linear(linear, given, Output(out), _scratch(x.device, x.dtype), plan(linear.shape, len(x)))
     return out
 
 
 def reserve_scratch(layer: Layer) -> None:
     """Allocate what a layer's sparse launches share, before a graph captures its address."""
-    group = layer.group()
-    weight = layer.weight
+    from wisparse.kernels.gpu.plan import plan
+
     for rows in range(1, SPARSE_ROWS + 1):
-        tile = _tile(weight.device, weight.dtype, group.in_features, group.widths, rows)
-        _scratch(weight.device, weight.dtype).reserve(group, tile, rows)
-
-
-@functools.cache
-def _arch(device: torch.device) -> tuple[int, int]:
-    """Compute capability (90 for 9.0) and multiprocessors."""
-    properties = torch.cuda.get_device_properties(device)
-    return properties.major * 10 + properties.minor, properties.multi_processor_count
-
-
-@functools.cache
-def _tile(device: torch.device, dtype: torch.dtype, in_features: int, widths: tuple[int, ...], rows: int) -> Any:
-    from wisparse.kernels.gpu.gemv import launch_kind
-    from wisparse.kernels.gpu.tiles import choose_tile
-
-    kind = launch_kind(rows, dense=False)
-    return choose_tile(*_arch(device), in_features, widths, kind, rows, dtype)
+        _scratch(layer.weight.device, layer.weight.dtype).reserve(plan(layer.linear().shape, rows))
 
 
 @functools.cache
@@ -163,16 +144,15 @@ def mask_tile(device: torch.device, in_features: int, out_features: int, rows: i
     """The tile of `fused_mask`, None where none was measured."""
     if not SKIPPED_ROWS < rows <= MASKED_ROWS:
         return None
-    from wisparse.kernels.gpu.masked_gemm import mask_gemm_kind
-    from wisparse.kernels.gpu.tiles import measured_tile
+    from wisparse.kernels.gpu.plan import gpu_of, mask_gemm_tile
 
-    return measured_tile(_arch(device)[0], in_features, out_features, mask_gemm_kind(rows))
+    return mask_gemm_tile(gpu_of(device), in_features, out_features, rows)
 
 
 @functools.cache
 def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
     """One for all layers: their launches follow one another on one stream."""
-    from wisparse.kernels.gpu.gemv import Scratch
+    from wisparse.kernels.gpu.linear import Scratch
 
     return Scratch(device, dtype)
 
