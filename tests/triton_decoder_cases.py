@@ -14,6 +14,7 @@ import pytest
 import torch
 from runtime_models import FAMILIES, HYBRIDS
 
+from wisparse.converter.source_config import full_config
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.cuda.step import DecodeStep, PositionTables
@@ -43,7 +44,7 @@ MORE_CONFIGS = {
 
 def make_bundle(name: str, sparsity: float, **changes: int):
     """A tiny random model whose masks drop about ``sparsity``, a different share in each projection."""
-    config = ModelConfig.from_dict({**CONFIGS, **MORE_CONFIGS}[name] | changes)
+    config = ModelConfig.from_dict(full_config({**CONFIGS, **MORE_CONFIGS}[name] | changes))
     generator = torch.Generator().manual_seed(len(name))
     tensors: dict[str, torch.Tensor] = {}
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,9 +40,6 @@ from .common import (
 from .reduction import reduce_tile, store_partial
 from .selection import Channels, store_inputs
 from .weights import FusedLinear, dequantize_block, quant_columns
-
-if TYPE_CHECKING:
-    from .plan import GemvTile
 
 _BLOCK_K = 1024
 
@@ -257,9 +254,9 @@ def rows_of_tile(rows: int) -> int:
     return max(16, min(128, triton.next_power_of_2(rows)))
 
 
-def mask_gemm(x: Tensor, linear: FusedLinear, row_mask: Tensor, tile: GemvTile) -> Tensor:
+def mask_gemm(x: Tensor, linear: FusedLinear, row_mask: Tensor, tile: Any) -> Tensor:
     """y (M, N) of x (M, K), contiguous, fp16 or bf16 as the weights, in one launch; ``row_mask`` as for ``mask_rows``.
-    Of ``tile``: block_n, block_k, stages and warps."""
+    Of ``tile``, a ``plan.GemvTile``: block_n, block_k, stages and warps."""
     rows, block_m = len(x), rows_of_tile(len(x))
     out = torch.empty(rows, linear.out_features, dtype=x.dtype, device=x.device)
     weight_t = linear.weight.data
