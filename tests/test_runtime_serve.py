@@ -739,7 +739,7 @@ def test_an_unforeseen_exception_is_openais_error(
     def broken(*args: Any) -> Any:
         raise ZeroDivisionError("secret")
 
-    for where, name in ((CompletionFormatter, "__init__"), (Encoder, "completion")):
+    for where, name in ((CompletionFormatter, "__init__"), (Encoder, "encode")):
         monkeypatch.setattr(where, name, broken)
         before = server.metric('wisparse_requests_total{status="500"}')
         caplog.clear()

@@ -93,25 +93,25 @@ class ThinkParser:
 
 @dataclass(frozen=True)
 class Context:
-    """What a formatter needs beside the request.
+    """What formatting the answers to a request takes beside the request.
 
     Attributes:
-        model: name of the model.
+        model: its name.
+        spell: a token's text.
         count: number of answers.
         prompt_tokens: of all prompts together.
-        spell: a token's text.
-        thinks: whether answers begin inside a thought; None: no thoughts are split off.
-        call_parser: makes a parser of tool calls; its argument as ``ToolCallParser(whole=...)``. None: no tools.
         echo: of each answer the prompt's text and first token, if the prompt is part of the answer.
+        thinks: whether answers begin inside a thought; None: no thoughts are split off.
+        call_parser: makes a parser of tool calls; its argument is ``ToolCallParser``'s ``whole``. None: no tools.
     """
 
     model: str
+    spell: Callable[[int], str]
     count: int
     prompt_tokens: int
-    spell: Callable[[int], str]
+    echo: Sequence[tuple[str, int]] = ()
     thinks: bool | None = None
     call_parser: Callable[[bool], ToolCallParser] | None = None
-    echo: Sequence[tuple[str, int]] = ()
 
 
 class AnswerParser:

@@ -42,7 +42,6 @@ from .transport import EventStream, Guard, JsonRoute, handle_http_error, page_ro
 FLUSH_SECONDS = 1 / 60
 _COLLECT_SECONDS = 1.0
 _MEASURED_STEPS = 16  # one step of so many has its dropped channels counted, for /metrics
-_SPELLED_TOKENS = 1 << 16  # whose text is kept for the next request that asks for log-probabilities
 _NOT_HERE = (
     "/v1/embeddings",
     "/v1/images/{rest:path}",
@@ -154,8 +153,7 @@ class Server:
     def __init__(self, model: Model, settings: ServeSettings, ready: Callable[[], None]) -> None:
         self._model, self._settings, self._ready = model, settings, ready
         self._engine = model.engine
-        self._encoder = Encoder(model)
-        self._spell = functools.lru_cache(_SPELLED_TOKENS)(model.spell)
+        self._encoder = Encoder(model, settings.name)
         self._created = int(time.time())
         self._texts = ThreadPoolExecutor(1, "wisparse-text")
         self._grammars = ThreadPoolExecutor(1, "wisparse-grammar")
@@ -192,19 +190,20 @@ class Server:
         began = time.perf_counter()
         self._check(body)
         chat = isinstance(body, ChatRequest)
-        encode, count = (self._encoder.chat, body.n) if chat else (self._encoder.completion, body.n * len(body.prompt))
+        count = body.n if chat else body.n * len(body.prompt)
         run = asyncio.get_running_loop().run_in_executor
         answers = AnswerQueue(self._engine)
         try:
-            encoded, constraints = await unless_disconnected(
+            (requests, context), constraints = await unless_disconnected(
                 http.receive,
                 asyncio.gather(
-                    run(self._texts, encode, body), run(self._grammars, self._encoder.constraints, body, count)
+                    run(self._texts, self._encoder.encode, body),
+                    run(self._grammars, self._encoder.constraints, body, count),
                 ),
             )
-            for request, constraint in zip(encoded.requests, constraints, strict=True):
+            for request, constraint in zip(requests, constraints, strict=True):
                 request.constraint = constraint
-            answers.submit(encoded.requests, score_only=body.max_tokens == 0)
+            answers.submit(requests, score_only=body.max_tokens == 0)
             # Whatever is wrong with a request is known by its first token, before a status is sent.
             first = await unless_disconnected(http.receive, answers.next())
         except BaseException as error:
@@ -213,18 +212,8 @@ class Server:
                 raise as_api_error(error, "messages" if chat else "prompt") from error
             raise
         self.metrics.first_token.observe(time.perf_counter() - began)
-        self.metrics.prompt_tokens.inc(encoded.prompt_tokens)
-        formatter = make(
-            Context(
-                model=self._settings.name,
-                count=count,
-                prompt_tokens=encoded.prompt_tokens,
-                spell=self._spell,
-                thinks=encoded.thinks,
-                call_parser=encoded.call_parser,
-                echo=encoded.echo,
-            )
-        )
+        self.metrics.prompt_tokens.inc(context.prompt_tokens)
+        formatter = make(context)
         if body.stream:
             return EventStream(self._events(answers, first, formatter, body.n), answers.cancel, self.metrics)
         try:

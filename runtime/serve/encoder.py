@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import functools
+from dataclasses import replace
 from typing import Any
 
 from wisparse.formats.errors import UsageError
@@ -14,28 +14,11 @@ from ..generation.logits import Constraint
 from ..generation.request import Request
 from ..model import Model
 from ..protocol.errors import ApiError
-from ..protocol.formatter import THINK
+from ..protocol.formatter import THINK, Context
 from ..protocol.requests import ChatRequest, CompletionRequest
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """A request of the protocol for the engine.
-
-    Attributes:
-        requests: one for each answer, validated.
-        prompt_tokens: of all prompts.
-        echo: of each answer the prompt's text and first token, if the prompt is part of the answer.
-        thinks: whether answers begin inside a thought; None: the model has no thoughts to split off.
-        call_parser: makes a parser of tool calls; None: no tools were offered.
-    """
-
-    requests: Sequence[Request]
-    prompt_tokens: int
-    echo: Sequence[tuple[str, int]] = ()
-    thinks: bool | None = None
-    call_parser: Callable[[bool], ToolCallParser] | None = None
+_SPELLED_TOKENS = 1 << 16  # whose text is kept for the next request that asks for log-probabilities
 
 
 def sampling_defaults(model: Model) -> dict[str, float]:
@@ -52,10 +35,11 @@ def sampling_defaults(model: Model) -> dict[str, float]:
 
 
 class Encoder:
-    """For one model; from any thread."""
+    """For one model, whose name is ``name``; from any thread."""
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: Model, name: str) -> None:
         self._model = model
+        self._context = functools.partial(Context, name, functools.lru_cache(_SPELLED_TOKENS)(model.spell))
         self._defaults = sampling_defaults(model)
         text = model.text
         self._template = "" if text is None else text.template_source or ""
@@ -66,7 +50,11 @@ class Encoder:
         # A special token would not be part of an answer's text.
         self._thinks = text is not None and text.token_id(THINK) is not None and not text.is_special(THINK)
 
-    def completion(self, body: CompletionRequest) -> Encoded:
+    def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context]:
+        """A validated request for each answer, and what formatting the answers takes."""
+        return self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
+
+    def _completion(self, body: CompletionRequest) -> tuple[list[Request], Context]:
         text = self._model.text
         prompts = [self._encode(one) if isinstance(one, str) else one for one in body.prompt]
         requests = [
@@ -79,9 +67,9 @@ class Encoder:
             for one, ids in zip(body.prompt, prompts, strict=True)
             for _ in range(body.n)
         ]
-        return Encoded(requests, sum(map(len, prompts)), echo if body.echo else ())
+        return requests, self._context(len(requests), sum(map(len, prompts)), echo if body.echo else ())
 
-    def chat(self, body: ChatRequest) -> Encoded:
+    def _chat(self, body: ChatRequest) -> tuple[list[Request], Context]:
         messages, functions, syntax = body.conversation(), body.functions, self._syntax
         calls = any("tool_calls" in message or message["role"] == "tool" for message in messages)
         if self._template and "tool" not in self._template and calls:
@@ -105,7 +93,7 @@ class Encoder:
         ids = self._encode(rendered, add_special_tokens=False)
         most = body.max_completion_tokens or body.max_tokens
         if not functions or syntax is None:
-            return Encoded(self._requests(body, ids, max_new_tokens=most), len(ids), thinks=thinks)
+            return self._requests(body, ids, max_new_tokens=most), self._context(body.n, len(ids), thinks=thinks)
         names, one = [function["name"] for function in functions], not body.several_calls
 
         def parser(whole: bool) -> ToolCallParser:
@@ -113,7 +101,7 @@ class Encoder:
 
         visible = frozenset(self._special.values())
         requests = self._requests(body, ids, max_new_tokens=most, visible_special_tokens=visible)
-        return Encoded(requests, len(ids), thinks=thinks, call_parser=parser)
+        return requests, self._context(body.n, len(ids), thinks=thinks, call_parser=parser)
 
     def constraints(self, body: ChatRequest | CompletionRequest, count: int) -> list[Constraint | None]:
         """The grammar of each answer, at its beginning; compiling it may take long."""
