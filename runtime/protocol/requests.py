@@ -282,13 +282,13 @@ class Function(Strict):
     def _schema_of_an_object(cls, parameters: dict[str, Any]) -> dict[str, Any]:
         if parameters.get("type", "object") != "object":
             raise invalid("", "the JSON schema of an object", parameters)
-        return parameters or {"type": "object", "properties": {}}  # as transformers' own schemas have it
+        return parameters
 
     def for_template(self) -> dict[str, Any]:
-        """The function as chat templates expect it: with a description and parameters."""
-        found = {"name": self.name, "description": self.description, "parameters": self.parameters}
-        found["parameters"] = self.parameters or {"type": "object", "properties": {}}
-        return {**found, **self.model_dump(exclude_unset=True, exclude={"name", "description", "parameters"})}
+        """The function as chat templates expect it: with a description and parameters, like transformers' schemas."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        found = {"name": self.name, "description": self.description, "parameters": parameters}
+        return {**found, **self.model_dump(exclude_unset=True, exclude=set(found))}
 
 
 class Tool(Strict):

@@ -8,7 +8,7 @@ import re
 import uuid
 from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
@@ -122,13 +122,10 @@ def call_grammar(
 class Delta:
     """What some text adds to an answer.
 
-    Attributes:
-        kind: ``reasoning``, ``content`` or ``tool_call``.
-        text: of a tool call: some of its arguments' JSON.
-        index, id, name: of a tool call; id and name are set on its first delta, which has no text.
+    A tool call's first delta has its id and name, the others have some of its arguments' JSON as text.
     """
 
-    kind: str
+    kind: Literal["reasoning", "content", "tool_call"]
     text: str = ""
     index: int = 0
     id: str | None = None
@@ -180,10 +177,8 @@ class JsonScanner:
 def _may_be_call(text: str) -> bool:
     """Whether a call's object may begin like this."""
     found = _BEGINNING.match(text)
-    if found is None:
-        return False
-    key, closed = found.groups()
-    if closed:
+    key, closed = (None, None) if found is None else found.groups()
+    if found is None or closed:
         return key in _KEYS
     return found.end() == len(text) and (key is None or any(known.startswith(key) for known in _KEYS))
 

@@ -203,6 +203,7 @@ class Server:
             )
             for request, constraint in zip(requests, constraints, strict=True):
                 request.constraint = constraint
+            formatter = make(context)
             answers.submit(requests, score_only=body.max_tokens == 0)
             # Whatever is wrong with a request is known by its first token, before a status is sent.
             first = await unless_disconnected(http.receive, answers.next())
@@ -213,7 +214,6 @@ class Server:
             raise
         self.metrics.first_token.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(context.prompt_tokens)
-        formatter = make(context)
         if body.stream:
             return EventStream(self._events(answers, first, formatter, body.n), answers.cancel, self.metrics)
         try:
@@ -269,10 +269,10 @@ class Server:
 
     def _count(self, items: Sequence[tuple[int, Chunk]]) -> None:
         self.metrics.tokens.inc(len(items))
-        for _, piece in items:
-            if piece.generation is not None and len(piece.generation.token_ids) > 1:
-                seconds = piece.generation.generation_seconds / (len(piece.generation.token_ids) - 1)
-                self.metrics.token_time.observe(seconds)
+        for _, chunk in items:
+            answer = chunk.generation
+            if answer is not None and len(answer.token_ids) > 1:
+                self.metrics.token_time.observe(answer.generation_seconds / (len(answer.token_ids) - 1))
 
     async def health(self) -> dict[str, str]:
         return {"status": "ok"}

@@ -1,12 +1,12 @@
 "use strict";
-// A chat on the server's own API. What a model says is a stranger's text: it is put in place as text, never as HTML.
+// A chat on the server's own API. A model's text is untrusted: it is shown as text, never as HTML.
 
 const by = (id) => document.getElementById(id);
 const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"];
 const KEY = "wisparse-key";  // in this tab's storage alone
 
 let model = null;  // what /v1/models says
-let turns = [];  // each {question, answers: [{lane, text, failed}], box}
+let turns = [];  // each {question, answers: [{level, text}], box}
 let running = null;  // what stops the answer under way
 
 // --- the API ---
@@ -65,15 +65,15 @@ async function* events(response) {
   }
 }
 
-function body(turn, lane) {
+function body(turn, level) {
   const sent = { model: model.id, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
   for (const name of NUMBERS) if (by(name).value !== "") sent[name] = Number(by(name).value);
-  if (lane !== null) sent.sparsity = lane;
+  if (level !== null) sent.sparsity = level;
   const messages = by("system").value.trim() ? [{ role: "system", content: by("system").value }] : [];
   for (const other of turns) {
     messages.push({ role: "user", content: other.question });
     if (other === turn) break;
-    const said = other.answers.find((answer) => answer.lane === lane) || other.answers[0];
+    const said = other.answers.find((answer) => answer.level === level) || other.answers[0];
     messages.push({ role: "assistant", content: said ? said.text : "" });
   }
   return { ...sent, messages };
@@ -90,10 +90,10 @@ async function answer(turn) {
   let outcome = "Answered.";
   try {
     // One after the other, so that each has the machine, and its speed, to itself.
-    const asked = lanes();
-    for (const lane of asked) {
-      const told = await answerIn(turn, lane, stopping.signal);
-      outcome += asked.length > 1 ? ` ${laneName(lane)}: ${told}` : ` ${told}`;
+    const asked = levelsAsked();
+    for (const level of asked) {
+      const told = await answerIn(turn, level, stopping.signal);
+      outcome += asked.length > 1 ? ` ${levelName(level)}: ${told}` : ` ${told}`;
     }
   } catch (error) {
     outcome = stopping.signal.aborted ? "Stopped." : null;
@@ -104,22 +104,22 @@ async function answer(turn) {
   busy(false);
 }
 
-async function answerIn(turn, lane, signal) {
+async function answerIn(turn, level, signal) {
   const box = element("div", "answer");
   const words = element("div", "words");
   const cost = element("p", "cost");
   const thoughts = element("div", "thoughts");
-  box.append(element("p", "who", laneName(lane)), thoughts, words, cost);
+  box.append(element("p", "who", levelName(level)), thoughts, words, cost);
   box.setAttribute("aria-busy", "true");
   turn.box.append(box);
-  const said = { lane, text: "" };
+  const said = { level, text: "" };
   turn.answers.push(said);
   const clock = { first: 0, before: 0, tokens: 0 };
-  say(`Answering, ${laneName(lane).toLowerCase()} …`);
+  say(`Answering, ${levelName(level).toLowerCase()} …`);
   let reason = null;
   try {
     const response = await call("v1/chat/completions", {
-      method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body(turn, lane)),
+      method: "POST", signal, headers: { "Content-Type": "application/json" }, body: JSON.stringify(body(turn, level)),
     });
     if (!response.ok) throw new Error(await problem(response));
     for await (const event of events(response)) {
@@ -154,14 +154,14 @@ function speed(clock, tokens, told) {
   return `${tokens} tokens${rate}`;
 }
 
-function lanes() {
+function levelsAsked() {
   if (by("levels").hidden) return [null];
   const left = Number(by("left").value);
   return by("both").checked ? [left, Number(by("right").value)] : [left];
 }
 
-function laneName(lane) {
-  const sparsity = lane === null ? model.sparsity : lane;
+function levelName(level) {
+  const sparsity = level === null ? model.sparsity : level;
   if (sparsity === undefined) return "Answer";
   return sparsity === 0 ? "Dense" : `${Math.round(sparsity * 1000) / 10}% sparse`;
 }
@@ -214,13 +214,13 @@ function showLevels() {
   const levels = model.sparsities || [];
   if (levels.length > 1) {
     for (const id of ["left", "right"]) {
-      for (const level of levels) by(id).append(new Option(laneName(level), level));
+      for (const level of levels) by(id).append(new Option(levelName(level), level));
     }
     by("left").value = model.sparsity;
     by("right").value = levels[0] === model.sparsity ? levels[levels.length - 1] : levels[0];
     by("levels").hidden = false;
   } else if (model.sparsity !== undefined) {
-    by("in-force").textContent = `In force: ${laneName(null)}. This server cannot switch between dense and sparse.`;
+    by("in-force").textContent = `In force: ${levelName(null)}. This server cannot switch between dense and sparse.`;
     by("in-force").hidden = false;
   }
 }
