@@ -76,19 +76,19 @@ def linear(p, tag):
     barrier(p[LinearField.TEAM], parts)
 
 
-def _linear_float32(p):
+def linear_float32(p):
     linear(carray(p, (_FIELDS,)), np.float32(0))
 
 
-def _linear_bfloat16(p):
+def linear_bfloat16(p):
     linear(carray(p, (_FIELDS,)), np.uint16(0))
 
 
-def _linear_float16(p):
+def linear_float16(p):
     linear(carray(p, (_FIELDS,)), np.int16(0))
 
 
-REGIONS.update(linear_float32=_linear_float32, linear_bfloat16=_linear_bfloat16, linear_float16=_linear_float16)
+REGIONS.update(linear_float32=linear_float32, linear_bfloat16=linear_bfloat16, linear_float16=linear_float16)
 
 
 def transpose(weight: Tensor) -> Tensor:

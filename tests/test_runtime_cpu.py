@@ -117,7 +117,7 @@ def test_decodes_as_the_reference_does(tiny_bundles: dict[str, Bundle], variant:
     torch.testing.assert_close(mine, wanted, atol=3e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("which", ["example_model", "qwen_model"])
+@pytest.mark.parametrize("which", ["example_model", pytest.param("qwen_model", marks=pytest.mark.exhaustive)])
 def test_greedy_tokens_of_the_real_models_equal_the_references(
     which: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -408,7 +408,7 @@ def test_threads_and_broken_streams_leave_the_model_right(model: Model) -> None:
     assert [answer.token_ids for answer in model.generate(prompts, max_new_tokens=12)] == wanted
 
 
-def test_two_thousand_prompts_leak_nothing(tiny_bundles: dict[str, Bundle]) -> None:
+def test_prompts_leak_nothing(tiny_bundles: dict[str, Bundle]) -> None:
     decoder = cpu_decoder(tiny_bundles["qwen3"], max_batch=2)
 
     def prompts(count: int) -> int:
@@ -417,8 +417,8 @@ def test_two_thousand_prompts_leak_nothing(tiny_bundles: dict[str, Bundle]) -> N
             decoder.decode(tokens(2, seed=index))
         return psutil.Process().memory_info().rss
 
-    before = prompts(500)
-    assert prompts(2000) - before < 4 << 20
+    before = prompts(100)
+    assert prompts(500) - before < 1 << 20
 
 
 @pytest.mark.slow

@@ -276,7 +276,7 @@ def some_prompts(files: list[Path], model: Path) -> list[list[int]]:
     return [ids[40 * i : 40 * i + length] for i, length in enumerate(lengths)]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("prefill", ["dense", "all"])
 def test_tokens_of_our_runtime(
     python: str, bundle: Path, prefill: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
@@ -295,7 +295,7 @@ def test_tokens_of_our_runtime(
     assert expected != own_tokens(bundle, prompts, "all" if prefill == "dense" else "dense")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tokens_of_a_larger_model(
     python: str, qwen_model: Path, stdlib_files: dict[str, list[Path]], tmp_path: Path
 ) -> None:
@@ -307,7 +307,7 @@ def test_tokens_of_a_larger_model(
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_tokens_with_drafts_and_a_prefix_cache(
     python: str, bundle: Path, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
 ) -> None:
@@ -324,7 +324,7 @@ def test_tokens_with_drafts_and_a_prefix_cache(
     assert found["counts"]["vllm:prefix_cache_hits"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "settings",
     # Compiled: without its warm-up vLLM's engine for CPUs cannot run a second stage, of any model.
@@ -346,7 +346,7 @@ def test_two_processes_give_the_tokens_of_one(
     assert found == {"method": "wisparse", "alone": expected, "together": expected}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_path: Path) -> None:
     def changed(name: str) -> Path:
         return Path(shutil.copytree(bundle, tmp_path / name))
@@ -390,7 +390,7 @@ def test_what_cannot_run_is_refused_at_the_start(python: str, bundle: Path, tmp_
         assert sentence in message
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_bundle_is_dense_without_the_plug_in(
     python: str, bundle: Path, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
 ) -> None:
@@ -423,7 +423,7 @@ def dense_in_vllm(python: str, bundle: Path, *arguments: str, **changes: str) ->
     return torch.tensor(found["tokens"]).flatten(), torch.tensor(found["logprobs"]).flatten(0, 1), torch.stack(own)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
 def test_a_quantised_bundle_has_our_logits_in_vllm(
     python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path, weights: str
@@ -436,7 +436,7 @@ def test_a_quantised_bundle_has_our_logits_in_vllm(
     torch.testing.assert_close(logprobs, own, rtol=0, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_quantised_bundle_is_dense_without_the_plug_in(
     python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
 ) -> None:
@@ -451,7 +451,7 @@ def test_a_quantised_bundle_is_dense_without_the_plug_in(
             assert float(expected.max() - expected[token]) < tolerance
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_int8_and_fp8_weights_have_no_kernel_in_the_engine_for_cpus(
     python: str, stdlib_files: dict[str, list[Path]], example_model: Path, tmp_path: Path
 ) -> None:
@@ -470,7 +470,7 @@ def test_int8_and_fp8_weights_have_no_kernel_in_the_engine_for_cpus(
         ), message
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_server_answers(python: str, bundle: Path, tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

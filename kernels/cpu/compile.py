@@ -27,7 +27,7 @@ import numba
 import numpy as np
 from numba import carray, types
 
-from .convert import dequantize, pack, quantize, transpose
+from . import convert
 from .intrinsics import SYMBOLS
 from .step import step
 
@@ -99,8 +99,7 @@ def _compile(regions: Sequence[Callable[[Any], None]], folder: Path) -> None:
             raise OSError(reason.removeprefix(_NOT_WRITTEN))
         if compiler.returncode:
             raise RuntimeError(
-                f"{region.__name__.removeprefix('_')} could not be compiled for this CPU, exit status "
-                f"{compiler.returncode}: {reason}"
+                f"{region.__name__} could not be compiled for this CPU, exit status {compiler.returncode}: {reason}"
             )
 
 
@@ -161,51 +160,54 @@ def _warn(reason: str) -> None:
 # Written out, because numba's disk cache never finds a function that was made in a closure.
 
 
-def _step_float32(p):
+def step_float32(p):
     step(carray(p, (_MOST_FIELDS,)), np.float32(0))
 
 
-def _step_bfloat16(p):
+def step_bfloat16(p):
     step(carray(p, (_MOST_FIELDS,)), np.uint16(0))
 
 
-def _step_float16(p):
+def step_float16(p):
     step(carray(p, (_MOST_FIELDS,)), np.int16(0))
 
 
-def _transpose_float32(p):
-    transpose(carray(p, (_MOST_FIELDS,)), np.float32(0))
+def transpose_float32(p):
+    convert.transpose(carray(p, (_MOST_FIELDS,)), np.float32(0))
 
 
-def _transpose_16bit(p):
-    transpose(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+def transpose_16bit(p):
+    convert.transpose(carray(p, (_MOST_FIELDS,)), np.uint16(0))
 
 
-def _quantize(p):
-    quantize(carray(p, (_MOST_FIELDS,)))
+def quantize(p):
+    convert.quantize(carray(p, (_MOST_FIELDS,)))
 
 
-def _pack_int4(p):
-    pack(carray(p, (_MOST_FIELDS,)))
+def pack_int4(p):
+    convert.pack(carray(p, (_MOST_FIELDS,)))
 
 
-def _dequantize_float32(p):
-    dequantize(carray(p, (_MOST_FIELDS,)), np.float32(0))
+def dequantize_float32(p):
+    convert.dequantize(carray(p, (_MOST_FIELDS,)), np.float32(0))
 
 
-def _dequantize_bfloat16(p):
-    dequantize(carray(p, (_MOST_FIELDS,)), np.uint16(0))
+def dequantize_bfloat16(p):
+    convert.dequantize(carray(p, (_MOST_FIELDS,)), np.uint16(0))
 
 
 REGIONS = {
-    "step_float32": _step_float32,
-    "step_bfloat16": _step_bfloat16,
-    "step_float16": _step_float16,
-    "transpose_float32": _transpose_float32,
-    "transpose_bfloat16": _transpose_16bit,
-    "transpose_float16": _transpose_16bit,
-    "quantize": _quantize,
-    "pack_int4": _pack_int4,
-    "dequantize_float32": _dequantize_float32,
-    "dequantize_bfloat16": _dequantize_bfloat16,
+    region.__name__: region
+    for region in (
+        step_float32,
+        step_bfloat16,
+        step_float16,
+        transpose_float32,
+        transpose_16bit,
+        quantize,
+        pack_int4,
+        dequantize_float32,
+        dequantize_bfloat16,
+    )
 }
+REGIONS["transpose_bfloat16"] = REGIONS["transpose_float16"] = transpose_16bit
