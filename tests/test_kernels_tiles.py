@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +18,9 @@ from hypothesis import strategies as st
 if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
+from triton_decoder_cases import make_bundle
+
+from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu import plan as plan_module
 from wisparse.kernels.gpu.linear import apply_linear
 from wisparse.kernels.gpu.plan import (
@@ -33,7 +37,9 @@ from wisparse.kernels.gpu.plan import (
 )
 from wisparse.kernels.gpu.weights import BITS, FusedLinear, LinearShape, padded_width, unquantized
 from wisparse.runtime.cuda import kernel_times
+from wisparse.runtime.cuda.decoder import CudaDecoder
 from wisparse.runtime.cuda.step import KV_SPLITS, kv_splits_for
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 META = torch.device("meta")
 H200 = Gpu(90, 132)
@@ -218,6 +224,22 @@ def test_tensor_cores_that_flush_subnormal_numbers_get_the_dequantizing_kernel(m
         assert chosen.kernel.__name__ == ("packed_gemv_kernel" if keeps else "sparse_gemv_kernel")
     assert "the tensor cores of cuda:0 flush subnormal bfloat16 numbers" in str(chosen)
     plan.cache_clear()
+
+
+def test_a_bundles_step_is_explained():
+    """One line for each linear that differs from the others; what no GPU runs is refused."""
+    bundle = make_bundle("llama", 0.5)
+    for name, mask in list(bundle.masks.items()):
+        if "layers.0" in name and name.endswith("down_proj"):
+            bundle.masks[name] = replace(mask, threshold=0.0, sparsity=0.0)
+    settings = {"device": torch.device("cpu"), "dtype": torch.float32, "max_seq_len": 16, "max_batch": 2}
+    lines = kernel_times.explain(CudaDecoder(bundle, **settings), batch=1).splitlines()
+    assert [line.split(":")[0] for line in lines] == [
+        "qkv (2 blocks)", "o (2 blocks)", "gate_up (2 blocks)", "down (block 0)", "down (block 1)",
+    ]  # fmt: skip
+    assert "sparse_gemv (dense), float32, 88 x 48, 1 row" in lines[3]
+    with pytest.raises(UsageError, match="--explain: expected the triton back end"):
+        kernel_times.explain(TorchDecoder(bundle, **settings), batch=1)
 
 
 def test_a_plan_is_printed():

@@ -119,6 +119,7 @@ def time_compiled(bundle: Bundle, workload: Workload, device: torch.device, dtyp
 @click.option("--batch", type=click.IntRange(min=1), default=1, help="Prompts decoded side by side.")
 @click.option("--runs", type=click.IntRange(1, 1000), default=5, help="Timed runs; medians are shown.")
 @click.option("--kernels", is_flag=True, help="Time every kernel of a block too (NVIDIA GPUs).")
+@click.option("--explain", is_flag=True, help="Print which kernel computes each linear, and why (NVIDIA GPUs).")
 @click.option("--all-weights", is_flag=True, help="One table of all that weights can be held as there: native, int8, …")
 @click.option(
     "--baseline",
@@ -136,6 +137,7 @@ def command(
     batch: int,
     runs: int,
     kernels: bool,
+    explain: bool,
     all_weights: bool,
     baseline: str | None,
     tune: bool,
@@ -172,6 +174,10 @@ def command(
         tune_tiles(model.decoder, batch=batch)
         model.close()
         model = load(bundle, max_batch=batch, **loading)
+    if explain:
+        from wisparse.runtime.cuda.kernel_times import explain as explain_step
+
+        click.echo(explain_step(model.decoder, batch=batch), err=as_json)
     workload = Workload(prompt_length, max_new_tokens, batch, runs)
     models = {loading["weights"]: model}
     if all_weights:
