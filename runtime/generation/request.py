@@ -71,11 +71,8 @@ class Chunk:
 
     Attributes:
         text: whole characters, maybe none: an incomplete character or a possible start of a stop string is held back.
-        token_id: the token.
-        finish_reason: set on the last chunk, as in ``Generation``.
-        generation: the whole answer, on the last chunk.
-        score: log-probability of the token; None unless ``logprobs`` asks for it.
-        prompt_scores: on the first chunk, those of the prompt's tokens but the first; None unless asked for.
+        finish_reason, generation: on the last chunk; ``generation`` is the whole answer.
+        score, prompt_scores: as in ``Generation``; the prompt's on the first chunk.
     """
 
     text: str

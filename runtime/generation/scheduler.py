@@ -234,6 +234,7 @@ class Scheduler:
     def set_sparsity(self, sparsity: float | None) -> None:
         """Put another level in force while no slot is in use. Dropped channels are counted from zero again."""
         assert self.bundle is not None
+        assert sparsity is not None
         assert not any(self.slots)
         self.sparsity = None
         self.decoder.set_masks(self.bundle.at(sparsity).masks)
