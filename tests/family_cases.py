@@ -42,7 +42,8 @@ def make_source(name: str, folder: Path) -> Path:
 
 
 def converted(source: Path, out: Path, search: str) -> Path:
-    convert(source, out, sparsity=0.5, search=search, num_samples=4, seq_len=24, device="cpu")
+    rotation = "none" if search == "uniform" else "auto"
+    convert(source, out, sparsity=0.5, search=search, rotation=rotation, num_samples=4, seq_len=24, device="cpu")
     return out
 
 

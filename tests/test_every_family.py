@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 import triton_worker
-from family_cases import COUNT, LLAMAS, PLAIN, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
-from runtime_models import FAMILIES, HYBRIDS, WRAPPERS
+from family_cases import COUNT, PLAIN, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
+from runtime_models import WRAPPERS
 from safetensors import safe_open
 
 import wisparse
@@ -23,19 +23,27 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.model_config import expected_tensors
 from wisparse.formats.verify import verify_bundle
 
-# The default search goes backward and forward through the masked model, the other one from block to block.
-SEARCHES = ("refine", "greedy")
-QUICK = (("gemma3", "refine"), ("granite", "refine"))
-CASES = [(variant, search) for variant in (*FAMILIES, *HYBRIDS) for search in SEARCHES]
-CASES += [(variant, "refine") for variant in LLAMAS]
-CASES = [pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow, id="-".join(case)) for case in CASES]
-
+# ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default search, with the default
+# rotation.
+CASES = [
+    pytest.param(variant, search, marks=() if search == "uniform" else pytest.mark.exhaustive, id=f"{variant}-{search}")
+    for variant in PLAIN
+    for search in ("uniform", "refine")
+]
 SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
 
 # An interpreted token takes seconds, a compiled one none.
 INTERPRETED = not torch.cuda.is_available()
 TRITON_COUNT = 3 if INTERPRETED else COUNT
-TRITON_CASES = [*((variant, "refine") for variant in PLAIN), *((name, "wrapper") for name in WRAPPERS)]
+# One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
+FEATURES = ("seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
+TRITON_CASES = [
+    *(
+        pytest.param(variant, "uniform", marks=() if variant in FEATURES else pytest.mark.exhaustive)
+        for variant in PLAIN
+    ),
+    *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),
+]
 
 
 class Bundles:
@@ -53,9 +61,9 @@ class Bundles:
         return folder if folder.exists() else make_source(name, folder)
 
     def bundle(self, name: str, kind: str) -> Path:
-        """``kind``: the search, or ``wrapper``: a model of pictures and text, by the default search."""
+        """``kind``: the search, or ``wrapper``: a model of pictures and text."""
         out = self.folder(name, kind) / "bundle"
-        return out if out.exists() else converted(self.source(name, kind), out, kind.replace("wrapper", "refine"))
+        return out if out.exists() else converted(self.source(name, kind), out, kind.replace("wrapper", "uniform"))
 
     def answer(self, name: str, kind: str) -> ClearAnswer:
         bundle = self.bundle(name, kind)
@@ -98,7 +106,7 @@ def test_a_family_is_converted_and_decoded_as_transformers_does(variant: str, se
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.slow) for name in WRAPPERS]
+    "name", [pytest.param(name, marks=() if name == "qwen3-vl" else pytest.mark.exhaustive) for name in WRAPPERS]
 )
 def test_the_text_model_of_a_wrapper_is_converted_alone(
     name: str, bundles: Bundles, capsys: pytest.CaptureFixture[str]
@@ -107,7 +115,7 @@ def test_the_text_model_of_a_wrapper_is_converted_alone(
 
     source, bundle = bundles.source(name, "wrapper"), bundles.folder(name, "wrapper") / "bundle"
     with pytest.raises(SystemExit) as exit_:
-        convert_main([str(source), "-o", str(bundle), "--sparsity", "0.5", *SMALL])
+        convert_main([str(source), "-o", str(bundle), "--sparsity", "0.5", "--search", "uniform", *SMALL])
     assert not exit_.value.code
     stored = safe_open(source / "model.safetensors", "pt").keys()
     # The rotation gives tied embeddings an output layer of its own.
@@ -156,13 +164,7 @@ def by_triton(request: pytest.FixtureRequest, bundles: Bundles) -> Iterator[Ask]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        pytest.param(*case, marks=() if case == ("gemma3", "refine") else pytest.mark.slow, id="-".join(case))
-        for case in TRITON_CASES
-    ],
-)
+@pytest.mark.parametrize(("name", "kind"), TRITON_CASES)
 def test_triton_gives_the_tokens_of_transformers(name: str, kind: str, bundles: Bundles, by_triton: Ask) -> None:
     tokens, logits = by_triton(name, kind)
     assert len(tokens) == TRITON_COUNT

@@ -23,7 +23,7 @@ pytest.importorskip("onnx", reason="needs the onnx extra")
 from wisparse.commands.export_onnx import rotary_tables
 from wisparse.formats.onnx.export import export_onnx
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.exhaustive  # needs another environment
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 # Heads of another size than hidden_size / num_attention_heads and a window among them. Not ministral3 and Gemma 4:
@@ -49,7 +49,7 @@ def python() -> str:
 
 
 def write_tokens(bundle: Bundle, file: Path, count: int) -> None:
-    """What our plain decoder answers in float32, as ``onnx_export.py --tokens`` writes it."""
+    """What our plain decoder answers in float32, as ``onnx_peers.py`` reads it."""
     answers = []
     decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
     for prompt in PROMPTS:

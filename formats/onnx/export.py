@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata as metadata_of
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import onnx
@@ -51,17 +51,9 @@ def build_graph(
     dtype: str,
     metadata: Mapping[str, str],
 ) -> tuple[onnx.ModelProto, list[Weight]]:
-    """The model without its weights.
+    """The model, and the weights it refers to, which the caller adds as initializers of ``dtype``, one of ``DTYPES``.
 
-    Args:
-        rotaries: the tables of every entry of ``config.rotaries``.
-        opset: one of ``OPSETS``.
-        dtype: of weights and activations, one of ``DTYPES``; hidden states between blocks, norms, scores and logits are
-            float32 in any case.
-        metadata: key-value pairs for the model file.
-
-    Returns:
-        The model, and the weights it refers to, which the caller adds as initializers of ``dtype``.
+    Hidden states between blocks, norms, scores and logits are float32 whatever the ``dtype``.
     """
     graph = Graph()
     step = Step(graph, config, rotaries, opset, DTYPES[dtype])
@@ -128,22 +120,22 @@ def _block(
     biases["o_proj"] = config.o_bias
 
     def project(part: str, roles: Sequence[str], x: str, sizes: Sequence[int]) -> list[str]:
-        """The outputs of some projections of x, cut into ``sizes``."""
+        """The outputs of some projections of x, split into ``sizes``."""
         outputs = [_project(graph, step, f"{name}.{part}.{role}", masks, x, biases[role]) for role in roles]
         if len(outputs) == len(sizes):
             return outputs
         return graph.ops("Split", outputs[0], graph.ints(*sizes), count=len(sizes), axis=-1)
 
-    def enter(hidden: str, role: str | None) -> str:
-        """What a half reads of the hidden states."""
-        return step.narrow(hidden) if role is None else step.norm(hidden, f"{name}.{role}")
+    def enter(hidden: str, norm: str | None) -> str:
+        """The input of attention or of the MLP."""
+        return step.narrow(hidden) if norm is None else step.norm(hidden, f"{name}.{norm}")
 
-    def leave(hidden: str, half: str, role: str | None) -> str:
-        """The hidden states with a half's output added."""
-        half = step.wide(half) if role is None else step.norm(half, f"{name}.{role}", wide=True)
+    def leave(hidden: str, output: str, norm: str | None) -> str:
+        """The hidden states with the output of attention or of the MLP added."""
+        output = step.wide(output) if norm is None else step.norm(output, f"{name}.{norm}", wide=True)
         if config.residual_multiplier != 1.0:
-            half = graph.op("Mul", half, graph.constant(np.float32(config.residual_multiplier)))
-        return graph.op("Add", hidden, half)
+            output = graph.op("Mul", output, graph.constant(np.float32(config.residual_multiplier)))
+        return graph.op("Add", hidden, output)
 
     x = enter(hidden, arch.norms.attention_input)
     graph.scope = f"{name}.self_attn"
@@ -275,12 +267,10 @@ def export_onnx(
     check: Callable[[Path], None] | None = None,
     check_files: Sequence[str] = (),
 ) -> OnnxExport:
-    """Write a bundle as an ONNX decoder with a KV cache.
+    """Write a bundle as an ONNX decoder with a KV cache to the folder ``out``.
 
     Args:
-        out: the folder to make.
         rotaries: the frequencies that the runtime uses, one entry for each of the model's rotary embeddings.
-        opset: one of ``OPSETS``.
         dtype: ``float32``, ``float16``, or ``auto``: the bundle's own where it is one of these, else ``float32``
             (ONNX Runtime computes no bfloat16 on a CPU).
         overwrite: replace ``out`` if it holds an earlier export.
@@ -291,7 +281,6 @@ def export_onnx(
         UsageError: ``out`` exists (with ``overwrite``: and is no export, or holds other files too), an unknown opset or
             dtype.
         UnsupportedModelError: a weight does not fit into float16, or some blocks are recurrent.
-        ResourceError: the disk is full.
     """
     if opset not in OPSETS:
         raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")
@@ -356,38 +345,33 @@ def _write(
     model, weights = build_graph(bundle.config, bundle.masks, rotaries, opset=opset, dtype=dtype, metadata=metadata)
     with open(folder / DATA, "wb") as data:
         for weight in dict.fromkeys(weights):
-            values = _convert(bundle, weight.tensor, _TYPES[dtype])
-            model.graph.initializer.append(
-                _append(data, weight.name, values.t().contiguous() if weight.transposed else values, DTYPES[dtype])
+            values = bundle.checkpoint.tensor(weight.tensor).to(_TYPES[dtype])
+            if not is_finite(values):
+                raise UnsupportedModelError(
+                    f"{weight.tensor}: holds values that {_TYPES[dtype]} cannot; export with --dtype float32"
+                )
+            values = (values.t() if weight.transposed else values).contiguous()
+            data.write(b"\0" * (-data.tell() % _ALIGNMENT))
+            tensor = TensorProto(
+                name=weight.name,
+                data_type=DTYPES[dtype],
+                dims=list(values.shape),
+                data_location=TensorProto.EXTERNAL,
             )
+            for key, value in (("location", DATA), ("offset", data.tell()), ("length", values.nbytes)):
+                tensor.external_data.add(key=key, value=str(value))
+            data.write(values.numpy().data.cast("B"))
+            model.graph.initializer.append(tensor)
     onnx.save(model, str(folder / MODEL))
     # By path, so that the checker finds the external data; and weights over 2 GB cannot be checked otherwise.
     onnx.checker.check_model(str(folder / MODEL))
     for name, content in small.items():
         (folder / name).write_bytes(content)
-    # What is written here has no sidecar, and is no bundle; its weights are widened.
+    # The export is no bundle, and its weights are not quantized.
     config = {key: value for key, value in bundle.config_dict.items() if key not in ("wisparse", "quantization_config")}
     _write_json(folder / CONFIG, config)
     _write_json(folder / GENAI, _genai_config(bundle, long_rope=length is not None))
     return sum(mask.sparsity > 0 for mask in bundle.masks.values())
-
-
-def _convert(bundle: Bundle, name: str, dtype: torch.dtype) -> torch.Tensor:
-    values = bundle.checkpoint.tensor(name).to(dtype)
-    if not is_finite(values):
-        raise UnsupportedModelError(f"{name}: holds values that {dtype} cannot; export with --dtype float32")
-    return values
-
-
-def _append(data: BinaryIO, name: str, values: torch.Tensor, dtype: int) -> TensorProto:
-    """Write a weight to the data file; returns the initializer that points at it."""
-    data.write(b"\0" * (-data.tell() % _ALIGNMENT))
-    offset = data.tell()
-    data.write(values.contiguous().numpy().data.cast("B"))
-    tensor = TensorProto(name=name, data_type=dtype, dims=list(values.shape), data_location=TensorProto.EXTERNAL)
-    for key, value in (("location", DATA), ("offset", offset), ("length", data.tell() - offset)):
-        tensor.external_data.add(key=key, value=str(value))
-    return tensor
 
 
 def _genai_config(bundle: Bundle, long_rope: bool) -> dict[str, Any]:

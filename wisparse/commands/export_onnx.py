@@ -53,13 +53,7 @@ def rotary_tables(config: ModelConfig) -> tuple[RotaryTables, ...]:
 
 
 class OnnxDecoder:
-    """Runs an exported folder on the CPU, one batch at a time.
-
-    Args:
-        folder: holds the model and its weights.
-        name: of the model's file.
-        num_threads: 0 lets ONNX Runtime choose.
-    """
+    """Runs an exported folder on the CPU, one batch at a time; ``num_threads`` 0 lets ONNX Runtime choose."""
 
     def __init__(self, folder: str | os.PathLike[str], name: str = MODEL, num_threads: int = 0) -> None:
         import onnxruntime
@@ -114,27 +108,29 @@ class OnnxDecoder:
 
 
 def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
-    """Compare an export with our decoder in float32.
+    """Compare an export with our decoder in float32; WisparseError if they differ by more than ``dtype`` explains.
 
-    What is dense is compared end to end: logits of a prompt that comes in two pieces. What is sparse is compared node
-    by node, on each node's own input in a decoding step: end to end, a score within a rounding error of its threshold
-    is kept by one and dropped by the other, and a few such channels change the next blocks' scores in turn, so that
-    two right programs drift apart. How far they do is reported, not judged.
+    Dense logits of a prompt in two chunks are compared end to end. Sparse projections are compared node by node, each on
+    its own input in a decoding step: end to end, a score within a rounding error of its threshold is kept by one and
+    dropped by the other, which changes the next blocks' scores in turn. How far that goes is reported, not judged.
 
     Returns:
         ``dense_error`` and ``projection_error`` (largest difference over the largest value), ``sparse_kl`` and
         ``sparse_top1`` (of the sparse steps' logits against ours: mean KL in nats, fraction with the same first
         choice), ``masks_kl`` (the same KL between our sparse and our dense steps, to compare with).
-
-    Raises:
-        WisparseError: they differ by more than ``dtype`` explains.
     """
     config = bundle.config
     # LongRoPE turns all positions by other angles beyond its switch: stay on one side of it.
     length = min(_PROMPT + _STEPS, config.max_position_embeddings, switch_length(config) or _PROMPT + _STEPS)
     prompt = max(2, length - _STEPS)
     ours = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=length)
-    tokens = _write_text(ours, length, start=int(bundle.config_dict.get("bos_token_id") or 0))
+    # Text that the model itself samples: on random tokens a trained model is at its least stable.
+    generator, written = torch.Generator().manual_seed(0), [int(bundle.config_dict.get("bos_token_id") or 0)]
+    logits = ours.prefill(0, torch.tensor(written), 1)
+    while len(written) < length:
+        written.append(int(torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)))
+        logits = ours.decode(torch.tensor(written[-1:]))[0]
+    tokens = np.array(written, dtype=np.int64)
     ids = torch.from_numpy(tokens)
     everything = ours.logits(ids, length)
     ours.prefill(0, ids[:prompt], prompt)
@@ -143,8 +139,8 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
 
     theirs = OnnxDecoder(folder)
     theirs.reset(np.ones((1, prompt), dtype=np.int64))
-    pieces = (tokens[None, : prompt // 2], tokens[None, prompt // 2 : prompt])
-    found = torch.from_numpy(np.concatenate([theirs.forward(piece)[0] for piece in pieces]))
+    chunks = (tokens[None, : prompt // 2], tokens[None, prompt // 2 : prompt])
+    found = torch.from_numpy(np.concatenate([theirs.forward(chunk)[0] for chunk in chunks]))
     error = float((found - everything[:prompt]).abs().max() / everything[:prompt].abs().max())
     projection_error = _check_projections(folder, bundle, dtype, theirs, tokens[None, prompt : prompt + 1])
     steps = torch.cat([torch.from_numpy(theirs.forward(tokens[None, i : i + 1])[0]) for i in range(prompt, length)])
@@ -198,17 +194,6 @@ def _check_projections(folder: Path, bundle: Bundle, dtype: str, filled: OnnxDec
         # A projection whose channels are all dropped gives exactly nothing.
         errors.append(float(difference.max() / expected.abs().max().clamp(min=1e-30)))
     return float(np.max(errors))  # unlike max(), it lets a NaN win
-
-
-def _write_text(decoder: TorchDecoder, length: int, start: int) -> np.ndarray:
-    """``length`` tokens that the model itself samples: on random tokens a trained model is at its least stable."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = [start]
-    logits = decoder.prefill(0, torch.tensor(tokens), 1)
-    while len(tokens) < length:
-        tokens.append(int(torch.multinomial(torch.softmax(logits, -1), 1, generator=generator)))
-        logits = decoder.decode(torch.tensor(tokens[-1:]))[0]
-    return np.array(tokens, dtype=np.int64)
 
 
 def _kl(wanted: torch.Tensor, found: torch.Tensor) -> float:
