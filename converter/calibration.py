@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +51,9 @@ def load_calibration(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> CalibrationTokens:
-    """Calibration tokens as ``spec`` says.
+    """Calibration tokens (num_samples, seq_len) from ``self``, ``paper``, a Hub data set, or one or more paths.
 
-    Args:
-        spec: ``self``, ``paper``, a Hub data set, or one or more paths.
-        tokenizer: transformers' tokenizer.
-        model: transformers' causal LM in evaluation mode; needed for ``self`` only.
-        num_samples, seq_len: S and L of the result.
-        seed: the same seed gives the same tokens.
-
-    Raises:
-        CalibrationError: the source is missing, empty, binary or too short.
-        AccessError: the Hub cannot be reached, or has no such data set.
+    ``tokenizer`` and ``model`` are transformers'; the model is needed for ``self`` only.
     """
     specs = [spec] if isinstance(spec, str) else list(spec)
     if not specs:
@@ -82,7 +74,13 @@ def load_calibration(
                     rows += pack(dataset_documents(name, seed), tokenizer, share, seq_len, seed, name)
             random.Random(seed).shuffle(rows)
         else:
-            rows = pack(_documents(specs, seed), tokenizer, num_samples, seq_len, seed, source)
+            paths = [spec for spec in specs if not is_dataset_id(spec)]
+            for word in ("self", "paper"):
+                if word in paths and not Path(word).exists():
+                    raise CalibrationError(f"calibration {word!r} stands alone; it cannot be mixed with other sources")
+            documents = [path_documents(paths, seed)] if paths else []
+            documents += [dataset_documents(spec, seed) for spec in specs if is_dataset_id(spec)]
+            rows = pack(chain.from_iterable(documents), tokenizer, num_samples, seq_len, seed, source)
         stage.advance(num_samples)
     return CalibrationTokens.from_rows(rows, source, seed)
 
@@ -95,18 +93,6 @@ def describe_spec(spec: str | Sequence[str]) -> str:
     )
 
 
-def _documents(specs: Sequence[str], seed: int) -> Iterator[Document]:
-    paths = [spec for spec in specs if not is_dataset_id(spec)]
-    for word in ("self", "paper"):
-        if word in paths and not Path(word).exists():
-            raise CalibrationError(f"calibration {word!r} stands alone; it cannot be mixed with other sources")
-    if paths:
-        yield from path_documents(paths, seed)
-    for spec in specs:
-        if is_dataset_id(spec):
-            yield from dataset_documents(spec, seed)
-
-
 def pack(
     documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int, seed: int, source: str
 ) -> list[list[int]]:
@@ -115,11 +101,11 @@ def pack(
     Documents are cut into passages, the passages are put into a seeded order, and rows are filled one after the other;
     what is left of a passage when its row is full is used only if the passages run out. So a large source is sampled
     from all over, and a source that is just long enough suffices.
-
-    Raises:
-        CalibrationError: fewer tokens than needed; says how many are needed and were found.
     """
-    prefix = _prefix(tokenizer)
+    # What the tokenizer puts in front of a text: usually the beginning-of-text token, or nothing.
+    plain, full = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
+    starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
+    prefix = full[: next(starts, 0)]
     separator = [tokenizer.eos_token_id] if tokenizer.eos_token_id is not None else []
     body = seq_len - len(prefix)
     if body < 1:
@@ -167,6 +153,7 @@ def pack(
 
 
 def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int) -> Iterator[str]:
+    """Passages cut at the last line's end in their second half, if there is one."""
     length = max(256, seq_len * _CHARACTERS_PER_TOKEN)
     # Enough to choose from; a corpus of gigabytes is not read to its end for a few thousand tokens.
     enough = max(1 << 24, 16 * num_samples * length)
@@ -175,22 +162,16 @@ def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, s
     for document in documents:
         text = _text(document, conversations)
         read += len(text)
-        yield from _cut(text, length)
+        start = 0
+        while start < len(text):
+            end = min(start + length, len(text))
+            if end < len(text):
+                end = text.rfind("\n", start + length // 2, end) + 1 or end
+            if text[start:end].strip():
+                yield text[start:end]
+            start = end
         if read >= enough:
             return
-
-
-def _cut(text: str, length: int) -> Iterator[str]:
-    """Pieces of about ``length`` characters, cut at the last line's end where there is one in its second half."""
-    start = 0
-    while start < len(text):
-        end = min(start + length, len(text))
-        if end < len(text):
-            line = text.rfind("\n", start + length // 2, end)
-            end = line + 1 if line >= 0 else end
-        if text[start:end].strip():
-            yield text[start:end]
-        start = end
 
 
 def _text(document: Document, conversations: Conversations) -> str:
@@ -205,13 +186,3 @@ def _text(document: Document, conversations: Conversations) -> str:
                 f"the model's chat template refuses a conversation of the calibration data: {error!s:.200}"
             ) from error
     return "\n\n".join(str(message["content"]) for message in document)
-
-
-def _prefix(tokenizer: Any) -> list[int]:
-    """What the tokenizer itself puts in front of a text: usually the beginning-of-text token, or nothing."""
-    plain = tokenizer.encode("a", add_special_tokens=False)
-    full = tokenizer.encode("a")
-    for start in range(len(full) - len(plain) + 1):
-        if full[start : start + len(plain)] == plain:
-            return full[:start]
-    return []

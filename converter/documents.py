@@ -29,13 +29,9 @@ from wisparse.formats.hub import check_read_access
 
 @dataclass(frozen=True)
 class CalibrationTokens:
-    """Token sequences and which of their tokens count.
+    """Token sequences (S, L) int64 and which of their tokens count (S, L) bool: not padding, nor the first of each.
 
-    Attributes:
-        input_ids: (S, L) int64.
-        keep: (S, L) bool; False for padding and for the first token of every sequence.
-        source: what the tokens were made from, without any path of this machine.
-        seed: of the order of the documents, or of the sampling.
+    ``source``: what they were made from, without any path of this machine; ``seed``: of their order or sampling.
     """
 
     input_ids: Tensor
@@ -126,12 +122,7 @@ def is_dataset_id(spec: str) -> bool:
 
 
 def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
-    """The documents under ``paths``, file by file in a seeded order.
-
-    Raises:
-        CalibrationError: a path is missing or cannot be read, a file is empty or binary, a folder holds no text, a JSON
-            line is none or has no known field.
-    """
+    """The documents under ``paths``, file by file in a seeded order."""
     files = [(path, file) for path in paths for file in _files(path)]
     random.Random(seed).shuffle(files)
     for path, file in files:
@@ -139,7 +130,16 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
         if _is_dataset(file) and not (str(file) != path and file.suffix in _TEXT_TABLES):
             yield from _saved_dataset(file, seed)
         elif file.suffix in (".jsonl", ".ndjson"):
-            yield from _json_lines(file)
+            for number, line in enumerate(_read(file).split("\n"), 1):
+                if not line.strip():
+                    continue
+                try:
+                    record = json.loads(line)
+                except ValueError as error:
+                    raise CalibrationError(
+                        f"{file}, line {number}: expected one JSON value per line ({error})"
+                    ) from error
+                yield document_of(record, f"{file}, line {number}")
         else:
             text = _read(file)
             if text.strip():
@@ -153,10 +153,6 @@ def dataset_documents(name: str, seed: int) -> Iterator[Document]:
 
     Args:
         name: ``owner/name`` or ``owner/name:split``; without a split, ``train``, else the first one.
-
-    Raises:
-        AccessError: the data set does not exist or cannot be reached.
-        CalibrationError: the package ``datasets`` is missing, or the records have no known field.
     """
     datasets = _datasets()
     identifier, _, split = name.partition(":")
@@ -186,11 +182,7 @@ def dataset_documents(name: str, seed: int) -> Iterator[Document]:
 
 
 def document_of(record: Any, source: str) -> Document:
-    """The text of one record: a string, or an object with a known field.
-
-    Raises:
-        CalibrationError: no known field.
-    """
+    """The text of one record: a string, or an object with a known field."""
     if isinstance(record, str):
         return record
     if isinstance(record, Mapping):
@@ -222,17 +214,6 @@ def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
     return {"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content}
 
 
-def _json_lines(file: Path) -> Iterator[Document]:
-    for number, line in enumerate(_read(file).split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise CalibrationError(f"{file}, line {number}: expected one JSON value per line ({error})") from error
-        yield document_of(record, f"{file}, line {number}")
-
-
 def _read(file: Path) -> str:
     try:
         content = file.read_bytes()
@@ -247,7 +228,7 @@ def _read(file: Path) -> str:
 
 
 def _files(path: str) -> list[Path]:
-    """The readable files of one path, sorted; a saved data set counts as one file."""
+    """The readable files of one path, sorted; a saved data set counts as one file. Logs what becomes of a folder's."""
     root = Path(path)
     if not os.path.exists(path):  # False as well for what no file system can hold
         raise CalibrationError(
@@ -274,23 +255,18 @@ def _files(path: str) -> list[Path]:
     texts = [file for file in candidates if _is_dataset(file) or (file.stat().st_size and not _is_binary(file))]
     if not texts:
         raise CalibrationError(f"calibration folder {path} holds no text; expected text, JSONL or source files")
-    _log_folder(path, texts, len(candidates) - len(texts))
-    return texts
-
-
-def _log_folder(path: str, files: Sequence[Path], left_out: int) -> None:
-    """Which files of a folder are documents; aloud if somebody might expect otherwise."""
-    spreadsheets = sum(file.suffix in _TEXT_TABLES for file in files)
-    datasets = sum(_is_dataset(file) for file in files) - spreadsheets
-    kinds = (
-        (len(files) - spreadsheets - datasets, "of text, JSONL or source"),
-        (spreadsheets, "CSV or TSV read as text, each as one document (name it by itself for a document a line)"),
+    tables = sum(file.suffix in _TEXT_TABLES for file in texts)
+    datasets = sum(_is_dataset(file) for file in texts) - tables
+    counts = (
+        (len(texts) - tables - datasets, "of text, JSONL or source"),
+        (tables, "CSV or TSV read as text, each as one document (name it by itself for a document a line)"),
         (datasets, "Parquet or Arrow, a document a row"),
-        (left_out, "empty or binary and left out"),
+        (len(candidates) - len(texts), "empty or binary and left out"),
     )
-    level = logging.WARNING if spreadsheets or datasets else logging.INFO
-    said = ", ".join(f"{count} {kind}" for count, kind in kinds if count)
+    level = logging.WARNING if tables or datasets else logging.INFO
+    said = ", ".join(f"{count} {what}" for count, what in counts if count)
     _log.log(level, "calibration folder %s: %s", path, said)
+    return texts
 
 
 def _is_hidden(relative: Path) -> bool:

@@ -38,14 +38,8 @@ _ROWS = 256
 class Measured:
     """Dense against sparse over one set of positions.
 
-    Attributes:
-        num_tokens: positions compared.
-        kl: mean KL(dense || sparse), nats per token.
-        dense_perplexity, perplexity: exp of the mean negative log-likelihood of the next token, where there is one; nan
-            without any.
-        top1_agreement: fraction of positions where both would choose the same token.
-        kl_stderr, perplexity_stderr, top1_stderr: standard errors, from how much the texts differ, whose tokens are not
-            independent of each other; nan of a single text.
+    KL(dense || sparse) in nats per token; perplexities where a next token is known, else nan; the fraction of positions
+    where both would choose the same token. Standard errors are from how much the texts differ; nan of a single text.
     """
 
     num_tokens: int
@@ -60,14 +54,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Quality:
-    """What one prefill policy costs on one text.
+    """What one prefill policy costs on one text, over the positions that ran sparse and over all of them.
 
-    Attributes:
-        prefill: the policy.
-        sparse: over the positions that ran sparse.
-        overall: over all positions.
-        realised_sparsity: fraction of the projections' weights not needed at the sparse positions; None if not counted.
-        realised_range: the same of the sequence that needed most and of the one that needed least.
+    ``realised_sparsity``: fraction of the projections' weights not needed at the sparse positions, None if not counted;
+    ``realised_range``: the same of the sequence that needed most and of the one that needed least.
     """
 
     prefill: str
@@ -78,12 +68,18 @@ class Quality:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a figure over no tokens is null."""
-        return _without_nan(asdict(self))
+
+        def without_nan(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: without_nan(entry) for key, entry in value.items()}
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        return without_nan(asdict(self))
 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over positions of one text or several, in double precision."""
+    """Sums over positions of one text, in double precision."""
 
     tokens: int = 0
     labels: int = 0
@@ -119,21 +115,24 @@ class _Sums:
 
 def _measured(texts: Sequence[_Sums]) -> Measured:
     total = sum(texts, _Sums())
-    perplexity = _exp(_mean(total.loss, total.labels))
+
+    def mean(value: float, count: int) -> float:
+        return value / count if count else math.nan
+
+    def exp(value: float) -> float:
+        return math.exp(value) if value < 700 else math.inf
+
+    perplexity = exp(mean(total.loss, total.labels))
     return Measured(
         num_tokens=total.tokens,
-        kl=_mean(total.kl, total.tokens),
-        dense_perplexity=_exp(_mean(total.dense_loss, total.labels)),
+        kl=mean(total.kl, total.tokens),
+        dense_perplexity=exp(mean(total.dense_loss, total.labels)),
         perplexity=perplexity,
-        top1_agreement=_mean(total.agreeing, total.tokens),
+        top1_agreement=mean(total.agreeing, total.tokens),
         kl_stderr=_stderr([(one.kl, one.tokens) for one in texts]),
         perplexity_stderr=perplexity * _stderr([(one.loss, one.labels) for one in texts]),
         top1_stderr=_stderr([(one.agreeing, one.tokens) for one in texts]),
     )
-
-
-def _mean(total: float, count: int) -> float:
-    return total / count if count else math.nan
 
 
 def _stderr(texts: Sequence[tuple[float, int]]) -> float:
@@ -167,21 +166,14 @@ def evaluate_text(
     counter: Counter | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Quality]:
-    """Measure a sparse model on token sequences, under each policy.
+    """Measure a sparse model on token sequences under prefill policies; returns the quality by policy.
 
     Args:
         logits: see the module's text.
         sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
-        policies: of ``PREFILL_POLICIES``.
         reference: gives the dense logits; ``logits`` itself by default.
         counter: what counts dropped channels inside ``logits``, for the realised sparsity.
         advance: called after every sequence.
-
-    Returns:
-        Per policy its `Quality`.
-
-    Raises:
-        UsageError: an unknown policy, or no sequence.
     """
     for policy in policies:
         sparse_from(policy, 1)
@@ -203,32 +195,29 @@ def evaluate_text(
             if counter is not None:
                 realised = counter.realised_sparsity()
                 counter.measure_sparsity(False)
-                if realised is not None:
+                if realised is not None and start < length:
                     dropped[policy].append((realised, length - start))
             inside[policy].append(_Sums.of(dense[start:], sparse[start:], labels[start:]))
             outside[policy].append(_Sums.of(dense[:start], sparse[:start], labels[:start]))
         advance()
     if not found:
         raise UsageError("evaluation: expected at least one sequence, found none")
-    return {
-        policy: Quality(
+    result = {}
+    for policy in policies:
+        shares = [share for share, _ in dropped[policy]]
+        weight = sum(tokens for _, tokens in dropped[policy])
+        result[policy] = Quality(
             policy,
             sparse=_measured(inside[policy]),
             overall=_measured([a + b for a, b in zip(inside[policy], outside[policy], strict=True)]),
-            realised_sparsity=_weighted(dropped[policy]),
-            realised_range=_range(dropped[policy]),
+            realised_sparsity=sum(share * n for share, n in dropped[policy]) / weight if weight else None,
+            realised_range=(min(shares), max(shares)) if shares else None,
         )
-        for policy in policies
-    }
+    return result
 
 
 def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | None:
-    """Why an evaluation text is the calibration text, as a clause; None if nothing says so.
-
-    Args:
-        digest, source, seed: of the evaluation tokens.
-        calibration: the recipe's `CalibrationRecord`.
-    """
+    """Why an evaluation text is the calibration text of a `CalibrationRecord`, as a clause; None if nothing says so."""
     if digest == calibration.digest:
         return "these are the very tokens the bundle was calibrated on"
     if source == calibration.source and source != "self":
@@ -237,23 +226,3 @@ def same_text(digest: str, source: str, seed: int, calibration: Any) -> str | No
     if source == calibration.source == "self" and seed == calibration.seed:
         return f"the model wrote the calibration text with this seed ({seed}) too"
     return None
-
-
-def _weighted(parts: Sequence[tuple[float, int]]) -> float | None:
-    weight = sum(tokens for _, tokens in parts)
-    return sum(value * tokens for value, tokens in parts) / weight if weight else None
-
-
-def _range(parts: Sequence[tuple[float, int]]) -> tuple[float, float] | None:
-    values = [value for value, tokens in parts if tokens]
-    return (min(values), max(values)) if values else None
-
-
-def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nan(entry) for key, entry in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -44,7 +44,7 @@ from .measurement import choice_text, fresh_text, measure
 from .preflight import Plan, check_places, check_resources, preflight
 from .processes import Processes, Progress, joined
 from .report import Report
-from .rotation import Turned, rotate
+from .rotation import RotatedModel, rotate
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
 from .self_calibration import write_calibration
 from .settings import MAX_SPARSITY, ConvertSettings
@@ -306,7 +306,7 @@ def _recipe(
     tokens: CalibrationTokens,
     results: Mapping[float, SearchResult],
     choice: Choice | None,
-    rotated: Turned | None,
+    rotated: RotatedModel | None,
 ) -> Recipe:
     settings, projections = plan.settings, list(plan.config.projections())
     levels = []

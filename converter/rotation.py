@@ -1,12 +1,11 @@
-"""Turning the model that is converted: find the directions, put the rotated weights in place, see how far it went.
+"""Rotate the model to the principal directions of its hidden states and values, before anything is measured on it.
 
-Before anything else is measured on the model: calibration, masks and figures are then those of the weights that the
-bundle will hold. What is kept of it is the rotation; the weights are made from it again wherever they are needed.
+The rotation is kept; the rotated weights are computed from it wherever they are needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -33,15 +32,19 @@ _FINAL_NORM = "model.norm.weight"
 
 # Of the largest: below it a norm's weight counts as 0, and what it hides need not be known.
 _SMALLEST_WEIGHT = 1e-4
-# Rows of the embeddings that are turned at a time: they may be many, and are turned in float32.
+# Rows of the embeddings that are rotated at a time, in float32.
 _ROWS = 8192
+# Sequences of a forward pass.
+_BATCH = 4
+# Tokens on which the rotated model is compared with the source, and the most KL, nats a token, that rounding may cost.
+_TOKENS, _MOST = 256, 0.02
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Attributes:
-    residual: Q (hidden_size, hidden_size) float32 on the CPU.
-    heads: R of each block's key-value heads, (num_kv_heads, head_dim, head_dim) float32 on the CPU.
+    """Q (hidden_size, hidden_size), and per block R of its key-value heads (num_kv_heads, head_dim, head_dim).
+
+    float32 on the CPU.
     """
 
     residual: Tensor
@@ -49,7 +52,7 @@ class Rotation:
 
 
 def why_fixed(config: ModelConfig, quantised: bool) -> str | None:
-    """Why a model cannot be turned, in a few words; None if it can."""
+    """Why a model cannot be rotated, in a few words; None if it can."""
     arch = config.architecture
     norms = arch.norms
     if norms.attention_output or norms.mlp_output or not norms.attention_input or not norms.mlp_input:
@@ -70,21 +73,17 @@ def find_rotation(
     batch_size: int = 4,
     advance: Callable[[], None] = lambda: None,
 ) -> Rotation:
-    """Principal directions over the tokens that count, in the dense model.
-
-    In memory: (hidden_size, hidden_size) float64 thrice, and the hidden states of ``batch_size`` sequences.
-
-    Args:
-        input_ids, keep: (S, L) int64 and bool, as of `BlockFlow`.
-        advance: called after every ``batch_size`` sequences.
-    """
+    """Principal directions over the tokens that count, in the dense model."""
     config = source.config
     hidden, sharing, width = config.hidden_size, config.num_heads // config.num_kv_heads, config.head_dim
     readers = _readers(config)
     zeros = partial(torch.zeros, dtype=torch.float64, device=source.device)
     total = zeros(hidden, hidden)
     of_heads = [zeros(config.num_kv_heads, width, width) for _ in range(config.num_blocks)]
-    first = {f"model.layers.{i}.{half}" for i in range(config.num_blocks) for half in _first_readers(config)}
+    # One projection of each sublayer: the others of its sublayer read the same.
+    arch = config.architecture
+    first_readers = (f"self_attn.{arch.qkv[0]}", f"mlp.{arch.gate_up[0]}")
+    first = {f"model.layers.{i}.{reader}" for i in range(config.num_blocks) for reader in first_readers}
     outputs = {f"model.layers.{i}.self_attn.o_proj": i for i in range(config.num_blocks)}
     # Transformers' names may have more in front.
     plain = dict(zip(source.projections, (p.name for p in config.projections()), strict=True))
@@ -119,14 +118,11 @@ def _directions(moments: Tensor) -> Tensor:
 
 
 def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> DerivedCheckpoint:
-    """The checkpoint in other coordinates: tensors are made on ``device`` when they are read, in the source's types.
-
-    Its embeddings are not tied.
-    """
+    """The rotated checkpoint: tensors are computed on ``device`` when they are read; the embeddings are not tied."""
     config = checkpoint.config
     by_name = {projection.name: projection for projection in config.projections()}
     readers = _readers(config)
-    turn = rotation.residual.to(device)
+    q = rotation.residual.to(device)
 
     def read(name: str) -> Tensor:
         return checkpoint.tensor(name, device).float()
@@ -137,8 +133,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     def embedding(name: str, weight: Tensor | None) -> Tensor:
         stored = checkpoint.tensor(name)
         pieces = (rows.to(device).float() for rows in stored.split(_ROWS))
-        turned = ((rows if weight is None else rows * weight) @ turn for rows in pieces)
-        return torch.cat([rows.to(stored.dtype).cpu() for rows in turned])
+        return torch.cat([((rows if weight is None else rows * weight) @ q).to(stored.dtype).cpu() for rows in pieces])
 
     def make(name: str) -> Tensor:
         if name == _EMBEDDING:
@@ -156,9 +151,9 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
             if role == "o_proj" and kind == "weight":
                 shaped = value.view(len(value), config.num_kv_heads, -1, config.head_dim)
                 value = torch.einsum("nkri,kij->nkrj", shaped, heads).reshape(len(value), -1)
-            return turn.T @ value
+            return q.T @ value
         if kind == "weight":
-            value = (value * norm(readers[projection])) @ turn
+            value = (value * norm(readers[projection])) @ q
         if role in ("v_proj", "qkv_proj"):
             width = config.blocks[by_name[projection].block].kv_size
             kept, values = value.split([len(value) - width, width])
@@ -169,9 +164,9 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     def one(name: str) -> Tensor:
         return make(name).to(tensors[name].dtype).contiguous().cpu()
 
-    tensors = {name: replace(info, file="", start=0) for name, info in checkpoint.tensors.items() if name != LM_HEAD}
+    tensors = {name: replace(info, file="") for name, info in checkpoint.tensors.items() if name != LM_HEAD}
     head = LM_HEAD if not config.tie_word_embeddings else _EMBEDDING
-    tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="", start=0)
+    tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="")
     stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
     made = {name: partial(one, name) for name in tensors}
     return derive(checkpoint, made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
@@ -187,34 +182,15 @@ def _readers(config: ModelConfig) -> dict[str, str]:
     return found
 
 
-def _first_readers(config: ModelConfig) -> Mapping[str, None]:
-    """One projection of each half of a block, after ``model.layers.N.``: the others of its half read the same."""
-    arch = config.architecture
-    return dict.fromkeys((f"self_attn.{arch.qkv[0]}", f"mlp.{arch.gate_up[0]}"))
-
-
 def _norm(checkpoint: Checkpoint, name: str) -> Tensor:
     """What a norm multiplies by, (hidden_size,) float32."""
     weight = checkpoint.tensor(name).float()
     return 1.0 + weight if checkpoint.config.architecture.norm_offset else weight
 
 
-# Sequences of a forward pass.
-_BATCH = 4
-# Tokens that say how far the rotated model is from the source, and nats a token that rounding never costs: one that is
-# further off is not the same model in other coordinates.
-_TOKENS, _MOST = 256, 0.02
-
-
 @dataclass(frozen=True)
-class Turned:
-    """A model in other coordinates.
-
-    Attributes:
-        source: it computes with the rotated weights.
-        checkpoint: it gives them, in the source's types.
-        record: for the recipe.
-    """
+class RotatedModel:
+    """The model that computes with the rotated weights, the checkpoint that gives them, and the recipe's record."""
 
     source: SourceModel
     checkpoint: DerivedCheckpoint
@@ -230,65 +206,46 @@ def rotate(
     progress: Progress | None = None,
     stages: Stages = NO_STATE,
     processes: Processes = ALONE,
-) -> Turned:
-    """Turn ``source``, in place, to the principal directions over a text. Several processes call it alike.
+) -> RotatedModel:
+    """Rotate ``source``, in place, to the principal directions over a text. Several processes call it alike.
 
     Args:
-        source: all of its weights are on one device, and stand for ``checkpoint``, which `why_fixed` has nothing
-            against.
-        tokens: the calibration's; some of them say how far the rotated model is from the source.
-        text: gives the tokens whose directions count; asked of the first process, and only if there is no rotation yet.
-            Not the text that thresholds are set on: it fits its own directions better than any other does, and with
-            8,192 tokens 1.2 points fewer weights than asked for stay unread elsewhere (LOG.md).
-        store: holds the rotation that an interrupted run had found.
-
-    Raises:
-        UnsupportedModelError: turned, the weights are beyond their type's range, or the model says something else.
+        source: all of its weights are on one device, and `why_fixed` has nothing against it.
+        tokens: the calibration's; some of them measure how far the rotated model is from the source.
+        text: gives the tokens whose directions count; called by the first process. Not the text that thresholds are
+            set on: with 8,192 tokens 1.2 points fewer weights than asked for stay unread elsewhere (LOG.md).
     """
     progress = progress or Progress(enabled=False)
 
     def find() -> Any:
-        mine = vars(_rotate_directions(source, checkpoint, text(), progress)) if processes.leads else None
+        mine = None
+        if processes.leads:
+            given = text()
+            with progress.stage("Principal directions", -(-given.num_samples // _BATCH)) as stage:
+                mine = vars(find_rotation(source, checkpoint, given.input_ids, given.keep, advance=stage.advance))
         return processes.broadcast(mine)
 
-    turned = rotated(checkpoint, Rotation(**stages.run("rotation", find)), source.device)
-    ids = tokens.input_ids[:1, :_TOKENS]
-    before = _log_probs(source, ids)
-    _put_in_place(source, turned, progress)
-    # Of two models that differ by less than the sums' own rounding it can come out below 0.
-    kl = max(0.0, float(kl_rows(before, _log_probs(source, ids)).double().mean()))
-    if not kl <= _MOST:
-        raise UnsupportedModelError(
-            f"{checkpoint.folder.name}: rotated, the model is {kl:.2g} nats/token from what it was, expected less than "
-            f"{_MOST:g}: {source.dtype} is too coarse for it; convert it with --rotation none"
-        )
-    return Turned(replace(source, config=turned.config), turned, RotationRecord("pca", kl, ids.numel()))
+    def log_probs() -> Tensor:
+        ids = tokens.input_ids[:1, :_TOKENS].to(source.device)
+        return source.model(input_ids=ids, use_cache=False).logits[0].float().log_softmax(-1)
 
-
-def _rotate_directions(
-    source: SourceModel, checkpoint: Checkpoint, tokens: CalibrationTokens, progress: Progress
-) -> Rotation:
-    with progress.stage("Principal directions", -(-tokens.num_samples // _BATCH)) as stage:
-        ids, keep = tokens.input_ids, tokens.keep
-        return find_rotation(source, checkpoint, ids, keep, batch_size=_BATCH, advance=stage.advance)
-
-
-def _put_in_place(source: SourceModel, turned: DerivedCheckpoint, progress: Progress) -> None:
-    """Give the model the rotated weights, tensor by tensor; of tied embeddings the output layer gets its own."""
+    made = rotated(checkpoint, Rotation(**stages.run("rotation", find)), source.device)
+    before = log_probs()
     model = source.model
     output = model.get_output_embeddings()
     if output.weight is model.get_input_embeddings().weight:
         output.weight = nn.Parameter(torch.empty_like(output.weight), requires_grad=False)
         model.config.tie_word_embeddings = False
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    with progress.stage("Rotating", len(turned.tensors)) as stage:
-        for name in turned.tensors:
-            place = output.weight if name == LM_HEAD else parameters[name]
-            place.copy_(turned.tensor(name))
+    with progress.stage("Rotating", len(made.tensors)) as stage:
+        for name in made.tensors:
+            (output.weight if name == LM_HEAD else parameters[name]).copy_(made.tensor(name))
             stage.advance()
-
-
-def _log_probs(source: SourceModel, ids: Tensor) -> Tensor:
-    """Of one sequence, (L, V) float32."""
-    logits: Tensor = source.model(input_ids=ids.to(source.device), use_cache=False).logits[0]
-    return logits.float().log_softmax(-1)
+    # Of two models that differ by less than the sums' own rounding it can come out below 0.
+    kl = max(0.0, float(kl_rows(before, log_probs()).double().mean()))
+    if not kl <= _MOST:
+        raise UnsupportedModelError(
+            f"{checkpoint.folder.name}: rotated, the model is {kl:.2g} nats/token from what it was, expected less than "
+            f"{_MOST:g}: {source.dtype} is too coarse for it; convert it with --rotation none"
+        )
+    return RotatedModel(replace(source, config=made.config), made, RotationRecord("pca", kl, len(before)))

@@ -68,7 +68,7 @@ class SearchSettings:
         stages: of the evolution, (survivors, micro-batches or None for all) in turn.
         greedy_step: sparsity that one greedy step adds to a block. TEAL's 5% is half of a small projection at once, and
             in models this small costs a third of the quality (benchmarks/LOG.md).
-        fisher_draws, damage_draws: labels drawn per token for the norms, and for the damages.
+        fisher_draws: labels drawn per token for the norms, and as many for the damages.
         refine_steps: None goes by the number of tokens, see `plan_steps`.
         batch_size: sequences per forward pass.
     """
@@ -83,7 +83,6 @@ class SearchSettings:
     stages: tuple[tuple[int, int | None], ...] = ((1, None),)
     greedy_step: float = 0.01
     fisher_draws: int = 2
-    damage_draws: int = 1
     refine_steps: int | None = None
     batch_size: int = 4
 
@@ -445,7 +444,7 @@ class Run:
             found = self.processes.spread(
                 batches,
                 lambda b: quadratic_damage(
-                    flow, masked, b, self.draw(2 * b + 1), calib.scales, points, num_draws=settings.damage_draws
+                    flow, masked, b, self.draw(2 * b + 1), calib.scales, points, num_draws=settings.fisher_draws
                 ),
             )
         damages = {
