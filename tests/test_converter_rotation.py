@@ -132,7 +132,7 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     bare = preflight(replace(settings, rotation="none"))
     assert (bare.settings.rotation, bare.not_rotated, bare.untied_bytes) == ("none", None, 0)
     assert plan.bundle_bytes - bare.bundle_bytes == plan.memory_bytes - bare.memory_bytes == plan.untied_bytes
-    for changes, why in (({"method": "teal"}, "--method teal"), ({"sparsities": (0.0,)}, "nothing")):
+    for changes, why in (({"method": "teal"}, "--method teal"), ({"sparsity": (0.0,)}, "nothing")):
         other = preflight(replace(settings, **changes))
         assert other.settings.rotation == "none"
         assert why in str(other.not_rotated)
