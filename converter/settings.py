@@ -135,6 +135,7 @@ class ConvertSettings:
                 f"--output-dir: expected the name of a folder to be made, found {str(self.output_dir)!r}; "
                 "name one inside it"
             )
+        guard.text("--output-dir", str(self.output_dir))  # safetensors opens no path that is not UTF-8
         if len(set(self.sparsity)) < len(self.sparsity):
             names = ", ".join(f"{sparsity:g}" for sparsity in self.sparsity)
             raise UsageError(f"--sparsity: expected one or several different numbers, found {names}")

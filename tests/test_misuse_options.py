@@ -253,8 +253,11 @@ def test_odd_values(verb: str, name: str, places: dict[str, str], tmp_path: Path
 
 
 def test_what_a_dry_run_accepts_is_converted(places: dict[str, str], tmp_path: Path) -> None:
-    """Names that are no text and numbers at their ends, all at once; nothing is left but the bundle."""
-    out = f"\udcff/{ESCAPE}"
+    """Odd names and numbers at their ends, all at once; nothing is left but the bundle."""
+    code, _, err, _ = _call([places.get(word, word) for word in ["convert", "MODEL", *QUICK, "-o", "\udcff"]])
+    assert code == 2
+    assert err.startswith("wisparse: --output-dir: expected text, found half of a surrogate pair in")
+    out = f"é/{ESCAPE}"
     odd = ["-o", out, "--work-dir", "-1/ ", "--max-shard-size", "1", "--num-samples", "1", "--seed", str(2**63 - 1)]
     line = [places.get(word, word) for word in ["convert", "MODEL", *QUICK, *odd]]
     assert _call([*line, "--dry-run"])[0] == 0
@@ -263,7 +266,7 @@ def test_what_a_dry_run_accepts_is_converted(places: dict[str, str], tmp_path: P
     assert code == 0, err
     assert "Converted" in shown
     assert _call(["verify", out])[0] == 0
-    assert {name for name in _tree(tmp_path) if not name.startswith(out)} == {"\udcff", "-1"}
+    assert {name for name in _tree(tmp_path) if not name.startswith(out)} == {"é", "-1"}
 
 
 def test_a_folder_that_cannot_be_made_is_said_so(places: dict[str, str], tmp_path: Path) -> None:
