@@ -29,15 +29,14 @@ print(json.dumps(hostile.run(60, 0, 20, 400)))
 def _run(*command: str) -> tuple[dict[str, Any], str]:
     # One process of its own: it limits its memory and listens to the alarm clock.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=280)
+    done = subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, timeout=1700)
     assert done.stdout, done.stderr[-3000:]
     return json.loads(done.stdout), done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("cases", "seed"), [(150, 0), *(pytest.param(850, seed, marks=pytest.mark.exhaustive) for seed in (1,))]
-)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("cases", "seed"), [(150, 0), pytest.param(850, 1, marks=pytest.mark.exhaustive)])
 def test_hostile_bundles(cases: int, seed: int) -> None:
     summary, stderr = _run(str(TESTS / "hostile.py"), "--cases", str(cases), "--seed", str(seed))
     assert summary["failures"] == [], stderr[-3000:]
