@@ -473,7 +473,6 @@ def test_default_max_seq_len(tiny: Bundle, monkeypatch: pytest.MonkeyPatch) -> N
         assert with_free(1000) == 768
         assert with_free(1000, max_batch=3) == 256
         assert with_free(1200) == 1024
-        assert with_free(1200, device="cuda") == 512  # whose float32 has a float64 cache
     finally:
         object.__setattr__(tiny.config, "max_position_embeddings", 256)
 

@@ -23,7 +23,7 @@ from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, prefix_block_size
-from ..decoding.decoder import Decoder, check_capacity, check_part, check_prompt
+from ..decoding.decoder import Decoder, check_capacity, check_part
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingParams, sample
 from ..torch.block import finish_logits
@@ -117,10 +117,6 @@ class CudaDecoder(Decoder):
     @property
     def prefill_chunk_under_load(self) -> int:
         return max(1, self.prefill_chunk // 2)
-
-    @property
-    def lengths(self) -> list[int]:
-        return list(self._cache.lengths)
 
     @torch.inference_mode()
     def prefill(
@@ -246,18 +242,6 @@ class CudaDecoder(Decoder):
         for sampled in (False, True):
             for rows in sizes:
                 self.prepare(range(rows), 1, self.max_seq_len, sampled=sampled)
-
-    @torch.inference_mode()
-    def logits(self, token_ids: Tensor, sparse_from: int) -> Tensor:
-        total = len(token_ids)
-        check_prompt(total, self.max_seq_len)
-        scratch = KVCache(self.config, 1, total, self.device, self.dtype)
-        result = torch.empty(total, self.config.vocab_size, device=self.device)
-        start = 0
-        for hidden in self._read(scratch, 0, token_ids, sparse_from, 0, total):
-            result[start : start + len(hidden)] = self._logits(hidden)
-            start += len(hidden)
-        return result
 
     @torch.inference_mode()
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
