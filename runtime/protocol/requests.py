@@ -53,7 +53,7 @@ def validated(model: type[T], body: Any, where: str = "") -> T:
     try:
         return model.model_validate(body)
     except ValidationError as error:
-        raise from_validation(error.errors(), where) from error  # type: ignore[arg-type]
+        raise from_validation(error.errors(), where) from error
 
 
 class Strict(BaseModel):

@@ -190,7 +190,7 @@ class Server:
         began = time.perf_counter()
         self._check(body)
         chat = isinstance(body, ChatRequest)
-        count = body.n if chat else body.n * len(body.prompt)
+        count = body.n * (len(body.prompt) if isinstance(body, CompletionRequest) else 1)
         run = asyncio.get_running_loop().run_in_executor
         answers = AnswerQueue(self._engine)
         try:

@@ -63,7 +63,10 @@ class Encoder:
             for request in self._requests(body, ids, max_new_tokens=body.max_tokens or 1, score_prompt=body.echo)
         ]
         echo = [
-            (one if text is None or isinstance(one, str) else text.decode(ids, skip_special_tokens=False), ids[0])
+            (
+                one if isinstance(one, str) else "" if text is None else text.decode(ids, skip_special_tokens=False),
+                ids[0],
+            )
             for one, ids in zip(body.prompt, prompts, strict=True)
             for _ in range(body.n)
         ]

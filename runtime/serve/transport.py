@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from importlib.resources import files
 from typing import Any
 
@@ -152,7 +152,7 @@ class JsonRequest(Request):
 class JsonRoute(APIRoute):
     """A route that reads its body as a ``JsonRequest``."""
 
-    def get_route_handler(self) -> Callable[[Request], Awaitable[Response]]:
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
