@@ -141,7 +141,7 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     tight = preflight(settings)
     assert (tight.settings.rotation, tight.max_memory) == ("none", None)
     assert "does not fit" in str(tight.not_rotated)
-    with pytest.raises(ResourceError, match="cannot be turned; choose a larger device, or --rotation none"):
+    with pytest.raises(ResourceError, match="cannot be rotated; choose a larger device, or --rotation none"):
         preflight(replace(settings, rotation="pca"))
 
 
