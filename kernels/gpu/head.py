@@ -90,6 +90,8 @@ def _logits_kernel(
     config: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    PASSES: tl.constexpr = config.passes
+    BATCH: tl.constexpr = config.batch
     K: tl.constexpr = config.k
     BLOCK_V: tl.constexpr = config.block_v
     BLOCK_K: tl.constexpr = config.block_k
@@ -114,7 +116,7 @@ def _logits_kernel(
         best = tl.full((PART,), float("-inf"), tl.float32)
         best_id = tl.full((PART,), 2147483647, tl.int32)
         broken = tl.zeros((PART,), tl.int32)
-        for part in tl.static_range(config.passes):
+        for part in tl.static_range(PASSES):
             if WHOLE:
                 acc = x[None, :] * w.to(tl.float32)
                 if part + 1 < config.passes:
@@ -157,7 +159,7 @@ def _logits_kernel(
             x = rms_normalize(x, norm[None, :], rstd_rows[:, None], dtype, ROUND_ONCE)
             # An int8 code is exact in every dtype.
             acc = tl.dot(x, tl.trans(w.to(dtype)), acc, input_precision="ieee")
-        for row in tl.static_range(config.batch):
+        for row in tl.static_range(BATCH):
             y = _as_logits(tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0), scale_ptr, v, V, dtype)
             tl.store(out.values + row * V + v, y, mask=v < V)
             shown = tl.where((v < V) & (y == y), y, float("-inf"))

@@ -93,6 +93,7 @@ def reduce_tile(
 
 @triton.jit
 def _write_row_by_row(columns, live, place, bias_ptr, output, partial_ptr, problem: tl.constexpr, launch: tl.constexpr):
+    BATCH: tl.constexpr = problem.batch
     PART: tl.constexpr = columns.shape[0]
     SSQ_PARTS: tl.constexpr = launch.tiles * (launch.block_n // PART)
     dtype: tl.constexpr = output.out.dtype.element_ty
@@ -101,17 +102,17 @@ def _write_row_by_row(columns, live, place, bias_ptr, output, partial_ptr, probl
     EACH: tl.constexpr = 2 if PAIRS else 1
     hidden = ()
     if problem.output == RESIDUAL:  # loaded ahead
-        for row in tl.static_range(problem.batch):
+        for row in tl.static_range(BATCH):
             hidden = hidden + (tl.load(output.out + row * problem.n + columns, mask=live, other=0.0),)  # noqa: RUF005
     # One sum for each row, or two: gate's, then up's.
     sums = ()
-    for _ in tl.static_range(problem.batch * EACH):
+    for _ in tl.static_range(BATCH * EACH):
         sums = sums + (tl.zeros((PART,), tl.float32),)  # noqa: RUF005
     for start in tl.range(0, launch.splits, launch.reduce_splits, num_stages=1):
         # First all loads, so that one way to the L2 cache serves them, then the waiting.
         places = ()
         found = ()
-        for i in tl.static_range(problem.batch * EACH):
+        for i in tl.static_range(BATCH * EACH):
             split = start + tl.arange(0, launch.reduce_splits)
             column = columns + i % EACH * problem.n0
             at = partial_ptr + (split * problem.batch + i // EACH)[:, None] * problem.n + column[None, :]
@@ -119,11 +120,11 @@ def _write_row_by_row(columns, live, place, bias_ptr, output, partial_ptr, probl
             places = places + ((at, there),)  # noqa: RUF005
             found = found + (_poll(at, there, launch.reducers),)  # noqa: RUF005
         added = ()
-        for i in tl.static_range(problem.batch * EACH):
+        for i in tl.static_range(BATCH * EACH):
             at, there = places[i]
             added = added + (sums[i] + _consume(found[i], at, there, launch.reducers),)  # noqa: RUF005
         sums = added
-    for row in tl.static_range(problem.batch):
+    for row in tl.static_range(BATCH):
         # Gate's and up's; else the same one twice, and the second is not used.
         y = _activate(sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, dtype, problem)
         if problem.output == RESIDUAL:

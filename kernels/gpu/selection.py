@@ -76,6 +76,7 @@ def choose_channels(
 ):
     """For one row or two: each row's float32 values of the program's channels, which of them any row keeps, and how
     many counted rows keep each. EACH: a row's own dropped channels are 0, and what each row keeps is counted."""
+    BATCH: tl.constexpr = problem.batch
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
     if NORMED:
@@ -83,7 +84,7 @@ def choose_channels(
     # Loads first: none passes a store or a barrier.
     inputs = ()
     squares = ()
-    for row in tl.static_range(problem.batch):
+    for row in tl.static_range(BATCH):
         if given.attention is not None:
             x = combine_kv_splits(given.attention, row, channels.k, channels.live, problem, dtype)
         else:
@@ -94,7 +95,7 @@ def choose_channels(
     keep = channels.position < 0
     kept_rows = channels.position * 0
     xs = ()
-    for row in tl.static_range(problem.batch):
+    for row in tl.static_range(BATCH):
         x = inputs[row]
         if NORMED:
             rstd = reciprocal_rms(squares[row], eps, problem.k)
@@ -122,6 +123,7 @@ def store_inputs(
     Waits for the previous kernel, and lets the next one start. Adds what the rows keep to the program's own cell, at
     which ``counting`` points, if it ``counts``.
     """
+    BATCH: tl.constexpr = problem.batch
     NORMED: tl.constexpr = given.norm is not None
     COUNT: tl.constexpr = counting is not None
     position = channels.position
@@ -139,7 +141,7 @@ def store_inputs(
         x_ptr = given.x + zero
     if NORMED:
         ssq_ptr = given.ssq + zero
-    for begin in tl.static_range(0, problem.batch, _ROWS):
+    for begin in tl.static_range(0, BATCH, _ROWS):
         # Several rows' loads first: none passes a store or a barrier.
         inputs = ()
         for row in tl.static_range(begin, begin + _ROWS):

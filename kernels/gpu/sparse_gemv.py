@@ -58,6 +58,8 @@ def sparse_gemv_kernel(
     launch: tl.constexpr,  # LaunchConfig, with no more leading rows than a segment has
 ):
     # A number that stands in a shape or counts a loop has to be a constant of its own.
+    LEAD: tl.constexpr = launch.lead
+    UNROLL: tl.constexpr = launch.unroll
     K: tl.constexpr = problem.k
     BATCH: tl.constexpr = problem.batch
     DENSE: tl.constexpr = problem.dense
@@ -113,7 +115,7 @@ def sparse_gemv_kernel(
     if LEAD_ROWS > 0:
         # The first rows, whatever x will be: the memory would be idle until the channels are selected.
         lead = ()
-        for step in tl.static_range(launch.lead):
+        for step in tl.static_range(LEAD):
             ks = _channels(list_index, lane, step * STEP, split, True, launch)
             lead = lead + _rows(weights, read, ks, in_width, problem, launch)
     wait_for_previous_kernel(problem.pdl)
@@ -163,7 +165,7 @@ def sparse_gemv_kernel(
     ks = _channels(list_index, lane, LEAD_ROWS + STEP, split, DENSE, launch)
     if LEAD_ROWS > 0:
         tl.debug_barrier()
-        for i in tl.static_range(launch.lead * launch.unroll):
+        for i in tl.static_range(LEAD * UNROLL):
             at = i * BLOCK_K + lane
             # A dropped row is zero here whatever stands in it, if no other row of x may have kept it.
             used = smem_load(list_value, at, True, SHARED) != 0
@@ -175,7 +177,7 @@ def sparse_gemv_kernel(
         # Left alone, the compiler spreads the loads among the multiplications to save registers, and too few are in
         # flight; it moves nothing across a barrier.
         tl.debug_barrier()
-        for i in tl.static_range(launch.unroll):
+        for i in tl.static_range(UNROLL):
             at = start + i * BLOCK_K + lane
             sums = _add_products(sums, list_value, at, ws[i].to(tl.float32), BATCH, launch)
         ws = ahead
@@ -198,14 +200,16 @@ def sparse_gemv_kernel(
 @triton.jit
 def _clear(list_index, list_value, problem: tl.constexpr, launch: tl.constexpr):
     """Fill the lists with "no channel": what they will not reach then needs no comparison with their length."""
+    LENGTH: tl.constexpr = launch.length
+    BATCH: tl.constexpr = problem.batch
     SEGMENT: tl.constexpr = launch.segment
     SHARED: tl.constexpr = launch.smem != ""
     if not problem.dense:
-        for start in tl.static_range(0, launch.length, SEGMENT):
+        for start in tl.static_range(0, LENGTH, SEGMENT):
             place = start + tl.arange(0, SEGMENT)
             smem_store(list_index, place, tl.full((SEGMENT,), problem.k, tl.int32), place < launch.length, SHARED)
     # The rows' values stand one after the other.
-    for start in tl.static_range(0, problem.batch * launch.length, SEGMENT):
+    for start in tl.static_range(0, BATCH * LENGTH, SEGMENT):
         place = start + tl.arange(0, SEGMENT)
         zeros = tl.zeros((SEGMENT,), tl.float32)
         smem_store(list_value, place, zeros, place < problem.batch * launch.length, SHARED)
@@ -220,8 +224,9 @@ def _values_of(list_value, row: tl.constexpr, launch: tl.constexpr):
 @triton.jit
 def _channels(list_index, lane, start, split, DENSE: tl.constexpr, launch: tl.constexpr):
     """The channels at positions ``start``.. of the program's list, as ``unroll`` tensors of block_k; K or more: none."""
+    UNROLL: tl.constexpr = launch.unroll
     ks = ()
-    for i in tl.static_range(launch.unroll):
+    for i in tl.static_range(UNROLL):
         at = start + i * launch.block_k + lane
         if DENSE:
             k = segment_channel(at, split, launch.splits, launch.chunk)
@@ -234,8 +239,9 @@ def _channels(list_index, lane, start, split, DENSE: tl.constexpr, launch: tl.co
 @triton.jit
 def _rows(weights, read, ks, in_width, problem: tl.constexpr, launch: tl.constexpr):
     """The tile's part of the rows ``ks``, as ``unroll`` tensors (block_k, block_n); zeros where there is none."""
+    UNROLL: tl.constexpr = launch.unroll
     ws = ()
-    for i in tl.static_range(launch.unroll):
+    for i in tl.static_range(UNROLL):
         if problem.quant != "none":
             live = (ks[i] < problem.k)[:, None] & in_width[None, :]
             w = dequantize_block(weights, read, ks[i], live, problem)
