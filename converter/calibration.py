@@ -1,12 +1,4 @@
-"""The calibration text: what the statistics and the thresholds rest on.
-
-    self           the model writes its own text (self_calibration.py)
-    paper          pile-val, CodeAlpaca-20k and MetaMathQA in equal parts, from the Hub
-    PATH [PATH…]   text, JSONL or source files, folders of them, or data sets saved on disk
-    owner/name     a data set of the Hub
-
-Whatever the source, the outcome is `CalibrationTokens`, made from documents in a seeded order.
-"""
+"""The calibration text: what the statistics and the thresholds rest on."""
 
 from __future__ import annotations
 

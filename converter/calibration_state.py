@@ -39,12 +39,6 @@ class CalibrationState:
     """See the module's text.
 
     Args:
-        num_samples: use the first so many sequences only; None uses all.
-        batch_size: sequences per micro-batch.
-        processes: each takes a share of the micro-batches; quantiles and KL are over all of them.
-        masked: use these masks instead of own ones.
-
-    Attributes:
         names, sizes, groups: projections in order of execution, their parameters, and their names by block.
         num_kl_evaluations: whole passes over the tokens that `kl` has made, a part of one counted as that part.
         side_by_side: how many candidates `kls` takes.
@@ -133,13 +127,7 @@ class CalibrationState:
         num_batches: int | None = None,
         thresholds: Mapping[str, float] | None = None,
     ) -> float:
-        """Token-mean KL(dense || sparse) with the projections of ``allocation`` sparse and all others dense.
-
-        Args:
-            thresholds: instead of those that the tables give for the allocation.
-            start, hidden: the blocks before ``start`` are dense, and ``hidden`` is what enters it.
-            num_batches: measure on the first so many micro-batches only.
-        """
+        """Token-mean KL(dense || sparse) with the projections of ``allocation`` sparse and all others dense."""
         flow = self.flow
         hidden = flow.start() if hidden is None else hidden
         thresholds = self.thresholds(allocation) if thresholds is None else thresholds
@@ -229,9 +217,8 @@ def block_inputs(
 ) -> tuple[dict[str, Tensor], Hidden]:
     """Run block ``index`` and record what enters each of its projections.
 
-    Returns:
-        Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
-        Projections that read the same tensor (q, k, v) share one copy.
+    Returns: Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
+    Projections that read the same tensor (q, k, v) share one copy.
     """
     recorded: dict[str, list[Tensor]] = {name: [] for name in names}
     out: Hidden = []
@@ -265,8 +252,8 @@ def first_inputs(
 ) -> tuple[list[str], Tensor]:
     """What enters the first of ``names`` in block ``index``, which is run no further than that.
 
-    Returns:
-        Those of ``names`` that read the very same tensor, in their order, and the inputs of the counted tokens (T, K).
+    Returns: Those of ``names`` that read the very same tensor, in their order, and the inputs of the counted tokens (T,
+    K).
     """
     parts: list[Tensor] = []
     sharing = [names[0]]

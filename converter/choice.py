@@ -1,9 +1,4 @@
-"""Which sparsity a budget of quality allows: ``--max-kl`` and ``--min-top1``.
-
-Every sparsity that is tried is searched for as if it were to be written, and measured on a text of the calibration's
-size that neither the calibration nor the search has seen. What is written in the end is measured once more, on yet
-another text (`measurement`): the text that chose flatters its choice a little.
-"""
+"""Which sparsity a budget of quality allows: ``--max-kl`` and ``--min-top1``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Documents to calibrate or evaluate on, read from files, folders and data sets.
-
-A document is a text, or a conversation (a list of messages) that the model's chat template turns into one. Knows
-nothing of tokens. Files of a folder are read in a seeded order of their sorted names, so that the same folder gives the
-same documents on every machine.
-"""
+"""Documents to calibrate or evaluate on, read from files, folders and data sets."""
 
 from __future__ import annotations
 
@@ -76,7 +71,7 @@ class TemplateError(Exception):
 class Conversations:
     """The chat template of a tokenizer of transformers'.
 
-    Attributes:
+    Args:
         source: the template's text; None without one.
     """
 
@@ -92,11 +87,7 @@ class Conversations:
         return ChatTemplate(self.source, self._variables)
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        """The conversation as the model was trained on it.
-
-        Raises:
-            TemplateError: see there.
-        """
+        """The conversation as the model was trained on it."""
         try:
             return self._template.render(messages, add_generation_prompt=add_generation_prompt)
         except (BundleError, UsageError) as error:
@@ -149,11 +140,7 @@ def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
 
 
 def dataset_documents(name: str, seed: int) -> Iterator[Document]:
-    """The documents of a Hub data set, streamed in a seeded order.
-
-    Args:
-        name: ``owner/name`` or ``owner/name:split``; without a split, ``train``, else the first one.
-    """
+    """The documents of a Hub data set, streamed in a seeded order."""
     datasets = _datasets()
     identifier, _, split = name.partition(":")
     # Asked first: datasets itself would try again for half a minute before it says that there is no network.

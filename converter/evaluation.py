@@ -169,11 +169,7 @@ def evaluate_text(
     """Measure a sparse model on token sequences under prefill policies; returns the quality by policy.
 
     Args:
-        logits: see the module's text.
         sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
-        reference: gives the dense logits; ``logits`` itself by default.
-        counter: what counts dropped channels inside ``logits``, for the realised sparsity.
-        advance: called after every sequence.
     """
     for policy in policies:
         sparse_from(policy, 1)

@@ -1,8 +1,4 @@
-"""A causal LM as the chain of its blocks, over fixed micro-batches of tokens.
-
-A search compares many variants of one model on the same tokens. The hidden state that enters block b is the same for
-every candidate that changes block b or a later one, so a candidate is computed from there.
-"""
+"""A causal LM as the chain of its blocks, over fixed micro-batches of tokens."""
 
 from __future__ import annotations
 
@@ -57,11 +53,9 @@ class BlockFlow:
     """The blocks of a causal LM, run one at a time over micro-batches of the same tokens.
 
     Args:
-        model: a Hugging Face causal LM whose decoder has ``layers`` and ``norm``; its blocks may be on several devices.
         input_ids: (S, L) int64, full sequences: attention is causal over all L tokens.
         keep: (S, L) bool, the tokens that count: neither padding nor the first token of a sequence (the attention
             sink). The other tokens are run, and left dense by a search.
-        batch_size: sequences per micro-batch.
     """
 
     def __init__(self, model: Any, config: ModelConfig, input_ids: Tensor, keep: Tensor, batch_size: int = 4) -> None:

@@ -1,8 +1,4 @@
-"""A model's projections in fewer bits, before anything else is measured on it: block by block, and in place.
-
-The model computes with the dequantized weights from then on, so masks, thresholds and figures are those of the weights
-that the bundle will hold. int4 is fitted by GPTQ (Frantar et al., arXiv:2210.17323).
-"""
+"""A model's projections in fewer bits, before anything else is measured on it: block by block, and in place."""
 
 from __future__ import annotations
 

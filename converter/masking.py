@@ -1,10 +1,4 @@
-"""Masks on a model's projections: for searches (`MaskedModel`), and for transformers' users (`sparsify`).
-
-Importing this module registers ``WisparseConfig`` with transformers, so that
-``from_pretrained(bundle, quantization_config=WisparseConfig())`` loads a sparse model; ``from wisparse import
-WisparseConfig`` does that, and ``import wisparse`` alone does not. A bundle's ``config.json`` does not name the method:
-programs that do not know it would refuse the bundle, which they can load dense.
-"""
+"""Masks on a model's projections: for searches (`MaskedModel`), and for transformers' users (`sparsify`)."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""What finished searches are worth, measured while the model is still in memory: for the report and the model card.
-
-    quality        KL, perplexity and agreement on text the search has not seen, every token sparse
-    sensitivity    KL with one block sparse at a time
-    curve          quality at every sparsity level; where there is one, at other sparsities too: same scales, the
-                   target's spread over the projections in proportion
-
-The text is made as the calibration text was, with another seed. What the model writes itself is new then; a small
-corpus may give passages that were calibrated on, and the report says where the text came from.
-"""
+"""What finished searches are worth, measured while the model is still in memory: for the report and the model card."""
 
 from __future__ import annotations
 
@@ -133,13 +124,7 @@ def measure(
     fresh: CalibrationTokens | None = None,
     progress: Progress | None = None,
 ) -> Measurement:
-    """Measure what searches on ``tokens``, which came from ``calibration``, found by sparsity.
-
-    Args:
-        default: the sparsity level whose scales the sensitivity is measured with.
-        sensitivity: whether to make one block sparse at a time as well, which on a CPU can take as long as the search.
-        fresh: the text of `fresh_text`, if it is there already.
-    """
+    """Measure what searches on ``tokens``, which came from ``calibration``, found by sparsity."""
     progress = progress or Progress(enabled=False)
     num_samples, seq_len, seed = fresh_text(tokens.num_samples, tokens.seq_len, tokens.seed)
     try:

@@ -1,11 +1,4 @@
-"""A conversion from end to end: preflight, model, calibration tokens, search, recipe, bundle.
-
-    convert(model) -> folder          the public call, `wisparse.convert`
-    run(settings) -> Conversion       the same, with what was measured on the way
-
-Equal settings give equal bytes on one machine: nothing random is global, and neither a time nor a path of the machine
-gets into the bundle. What took how long is in `Conversion.seconds`.
-"""
+"""A conversion from end to end: preflight, model, calibration tokens, search, recipe, bundle."""
 
 from __future__ import annotations
 

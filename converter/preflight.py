@@ -1,8 +1,4 @@
-"""The preflight: everything that can be known before a weight is read, in seconds.
-
-It fetches the configuration and the tokenizer, not the weights; it reads the calibration text, unless the model is to
-write it. What it finds is a `Plan`: for ``--dry-run`` to show, for the conversion to follow.
-"""
+"""The preflight: everything that can be known before a weight is read, in seconds."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Progress bars, and several processes at one conversion, one per GPU.
-
-    torchrun --nproc-per-node 4 -m wisparse convert MODEL
-
-Every process holds the model and runs the same code in lockstep; units of work are dealt out, and their outcomes are
-exchanged. A unit is computed by one process as it would be alone, counts are integers, and sums of floats are taken in
-one order by all, so the bundle has the bytes of a single process. The first process alone reads and writes state, shows
-progress, measures and writes the bundle. If any of them fails, all end, and the user reads one message.
-"""
+"""Progress bars, and several processes at one conversion, one per GPU."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """The conversion report: what was decided and what it costs. One `Report` for the report file, the model card, the
 figures and the terminal.
-
-Equal reports give equal bytes: no dates, no durations, no facts about the machine.
 """
 
 from __future__ import annotations

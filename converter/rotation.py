@@ -1,7 +1,4 @@
-"""Rotate the model to the principal directions of its hidden states and values, before anything is measured on it.
-
-The rotation is kept; the rotated weights are computed from it wherever they are needed.
-"""
+"""Rotate the model to the principal directions of its hidden states and values, before anything is measured on it."""
 
 from __future__ import annotations
 
@@ -207,14 +204,7 @@ def rotate(
     stages: Stages = NO_STATE,
     processes: Processes = ALONE,
 ) -> RotatedModel:
-    """Rotate ``source``, in place, to the principal directions over a text. Several processes call it alike.
-
-    Args:
-        source: all of its weights are on one device, and `why_fixed` has nothing against it.
-        tokens: the calibration's; some of them measure how far the rotated model is from the source.
-        text: gives the tokens whose directions count; called by the first process. Not the text that thresholds are
-            set on: with 8,192 tokens 1.2 points fewer weights than asked for stay unread elsewhere (LOG.md).
-    """
+    """Rotate ``source``, in place, to the principal directions over a text. Several processes call it alike."""
     progress = progress or Progress(enabled=False)
 
     def find() -> Any:

@@ -1,16 +1,4 @@
-"""Calibration text that the model writes itself: no data set, and a fit for any fine-tune, language or tokenizer.
-
-Every sequence is a row of one batch and is sampled token by token, in one of two modes:
-
-    document       begins at the beginning-of-text token; when the model ends a document, the next one begins
-    conversation   the chat template's user turn is opened and the model writes the question; then the template's
-                   assistant turn is opened and it writes the answer; then the next conversation begins
-
-Half of the rows are conversations where the model has a chat template that it was trained on. The first tokens after
-an opening are drawn hotter, falling from 2 to 1 over ten tokens: there the model has hardly any context, and without it
-the same few openings come back (Williams et al., "Self-calibration for language model quantization and pruning", 2024,
-propose such a schedule).
-"""
+"""Calibration text that the model writes itself: no data set, and a fit for any fine-tune, language or tokenizer."""
 
 from __future__ import annotations
 
@@ -79,12 +67,7 @@ def write_calibration(
 
 
 class _Row:
-    """A row of the batch, and what it writes next: a forced token (an opening), or whatever the model draws.
-
-    Args:
-        question: tokens that open a document or a user turn.
-        answer: tokens between a user turn and its answer, or None in document mode.
-    """
+    """A row of the batch, and what it writes next: a forced token (an opening), or whatever the model draws."""
 
     def __init__(
         self,

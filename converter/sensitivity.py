@@ -1,20 +1,4 @@
-"""What an error in each input channel of each projection costs the model's output, by backward passes.
-
-Dropping channels of one projection's input changes that input by -d, and to second order
-
-    KL(dense || sparse) ~ 1/2 E[(gradient . d)^2]      gradient = d log p(y) / d input,  y drawn from the model's own p
-
-1. Without the cross terms between channels, dropping channel i of token t costs 1/2 x_ti^2 h_i, with
-
-       h_i = E[gradient_i^2] = (W^T F W)_ii            F: the Fisher information at the projection's output
-
-   sqrt(h) is the norm of the weight's column weighted by the loss; with F = 1 it is the paper's g. It takes g's place
-   in channel_scale.
-2. With the cross terms, the same formula gives each projection's damage at any sparsity, without a forward pass each.
-
-Sources: Optimal Brain Damage (LeCun et al., 1989) for curvature as the cost of removal; labels drawn from the model
-give the true Fisher information (Kunstner et al., arXiv:1905.12558).
-"""
+"""What an error in each input channel of each projection costs the model's output, by backward passes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""The settings of a conversion: one table for the command line, `wisparse.convert` and every check. Imports no torch.
-
-A field's metadata holds what `wisparse convert --help` shows (``help``, ``group``, ``metavar``, ``shown``) and what a
-value may be (``kind``, ``choices``, ``low``, ``high``, ``expected``). Values are checked when an instance is made.
-"""
+"""The settings of a conversion: one table for the command line, `wisparse.convert` and every check. Imports no torch."""
 
 from __future__ import annotations
 

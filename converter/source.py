@@ -123,10 +123,8 @@ def load_source(
     """Load a Hugging Face checkpoint from a local folder; nothing from the folder is executed.
 
     Args:
-        dtype: of the computation; None chooses with `choose_dtype`.
         max_memory: accelerate's limits in bytes by GPU and for ``cpu``, for a model larger than one device. Blocks are
             spread over the GPUs; what they cannot hold stays in memory, and what that cannot hold in the files.
-        bundle: the folder is a sparse bundle, and its dense weights are wanted; nothing else may convert one again.
     """
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 

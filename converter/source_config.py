@@ -23,14 +23,6 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     """The text model's ``config.json`` from a source's, with every field in transformers 5's spelling.
 
     What the source states in an older spelling stays beside it, for tools that know no other.
-
-    Args:
-        config: a source's parsed ``config.json``; the text model may lie inside it (`WRAPPERS`).
-        names: plain names of the tensors that the source holds, where they are known: configs of wrappers contradict
-            themselves in whether the embeddings are tied, or do not say it.
-
-    Raises:
-        UnsupportedModelError: no model that is known, or one that transformers cannot read.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 

@@ -1,11 +1,4 @@
-"""The finished stages of a conversion, on disk, so that a killed run goes on after the last one and ends alike.
-
-    OUT.work/lock        held by the process that works here
-    OUT.work/state.json  model, text, settings and versions: others empty the folder. And the bundle put in place, if any
-    OUT.work/NAME.stage  a finished stage: the sha256 of its name and value, and the value
-
-The folder is removed when the conversion is over. Only names of this kind are ever deleted.
-"""
+"""The finished stages of a conversion, on disk, so that a killed run goes on after the last one and ends alike."""
 
 from __future__ import annotations
 

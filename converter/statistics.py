@@ -1,13 +1,4 @@
-"""Column norms of the weights, quantiles of the scores.
-
-    g_i           = ||W[:, i]||_2                                     weight norm of channel i      (K,) float32
-    channel_scale = clamp(g / gmean(g), 1e-4) ** alpha                constant factors cancel in tau
-    tau(s)        = the s-quantile of the scores |x| * channel_scale  over all (token, channel) pairs
-
-Quantiles are exact order statistics, by sorting or, of more scores than that, by counting their bit patterns (a radix
-select): memory does not grow with the number of tokens, and the result does not depend on how they were batched.
-Source: the paper's section 4.1.
-"""
+"""Column norms of the weights, quantiles of the scores."""
 
 from __future__ import annotations
 

@@ -1,15 +1,4 @@
-"""Facts about each supported architecture, as one table.
-
-A block is an attention (or, in hybrid models, a gated DeltaNet) and an MLP, each
-``x + output_norm(sublayer(input_norm(x)))``, with either norm left out in some families:
-
-    attention   o(softmax(cap(scale * q k^T)) v)         q, k normalised and rotated
-    MLP         down(activation(gate) * up)
-
-``ARCHITECTURES`` has a row for every ``model_type``; ``ModelConfig`` (`model_config`) describes one model block by block.
-Executors read these two and know no family by name, so a family that needs no new arithmetic is one more row. Names are
-Hugging Face's.
-"""
+"""Facts about each supported architecture, as one table."""
 
 from __future__ import annotations
 

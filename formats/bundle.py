@@ -1,8 +1,4 @@
-"""A sparse bundle, opened: dense weights, one mask per projection and sparsity level, the recipe they come from. See FORMAT.md.
-
-``Bundle.open`` checks everything that can be checked without reading the weights; each weight is checked when it is
-read (``bundle.checkpoint.tensor``).
-"""
+"""A sparse bundle, opened: dense weights, one mask per projection and sparsity level, the recipe they come from. See FORMAT.md."""
 
 from __future__ import annotations
 
@@ -53,19 +49,15 @@ _SAME_SPARSITY = 1e-6
 
 @dataclass(frozen=True)
 class Bundle:
-    """A checked bundle; make one with ``Bundle.open``.
-
-    Attributes:
-        levels: sparsity -> masks, ascending: one mask per projection of the model, in the order of execution.
-        sparsity: of the level in force, one of ``levels``, or 0 for the dense model.
-    """
+    """A checked bundle; make one with ``Bundle.open``."""
 
     folder: Path
     config: ModelConfig
     config_dict: Mapping[str, Any]
     recipe: Recipe
+    # sparsity -> masks, ascending: one mask per projection of the model, in the order of execution
     levels: Mapping[float, Mapping[str, ProjectionMask]]
-    sparsity: float
+    sparsity: float  # of the level in force, one of ``levels``, or 0 for the dense model
     checkpoint: Checkpoint
     manifest: Manifest
 
@@ -95,13 +87,6 @@ class Bundle:
         Checked: that every file that decides anything is there, is a regular file inside the folder, and has its
         sha256 (the weights: their headers only); every name, shape, dtype and value of the sidecar; that recipe,
         sidecar, index, headers and config tell the same story; the format version.
-
-        Args:
-            unfinished: the folder may have the name of an unfinished conversion.
-
-        Raises:
-            BundleError: anything is missing, damaged, contradictory or of another format version.
-            AccessError: no such folder, or no permission.
         """
         folder = Path(folder)
         require_folder(folder)

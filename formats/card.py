@@ -1,7 +1,4 @@
-"""The model card (``README.md``) of a bundle, and what is measured of the bundle later: `save_findings`.
-
-Equal arguments give equal text: no dates, no facts about the machine.
-"""
+"""The model card (``README.md``) of a bundle, and what is measured of the bundle later: `save_findings`."""
 
 from __future__ import annotations
 
@@ -107,15 +104,7 @@ def render_card(
     figures: Sequence[tuple[str, str]] = (),
     repo_id: str | None = None,
 ) -> str:
-    """The text of a bundle's ``README.md``.
-
-    Args:
-        recipe: what the conversion decided.
-        inherited: from ``read_inherited(source)``.
-        report: the content of ``conversion_report.json``.
-        figures: (file name in the bundle, caption) of every picture.
-        repo_id: where the bundle is going to be on the Hub, where that is known.
-    """
+    """The text of a bundle's ``README.md``."""
     base = recipe.base_model
     title = f"{base.split('/')[-1]}, {100 * recipe.sparsity:.4g}% activation-sparse"
     on_hub = recipe.base_revision is not None
@@ -365,13 +354,7 @@ def check_amendable(folder: str | os.PathLike[str]) -> None:
 
 
 def save_findings(folder: str | os.PathLike[str], findings: Iterable[Finding]) -> None:
-    """Put findings beside those that a bundle has, in its report and on its card.
-
-    Raises:
-        UsageError: no permission, another process writes there, or the folder holds what is not part of the bundle.
-        BundleError: no bundle, findings in it that are none, or a file that is a symlink out of the folder.
-        ResourceError: the disk is full.
-    """
+    """Put findings beside those that a bundle has, in its report and on its card."""
     out, findings = Path(os.path.realpath(folder)), tuple(findings)
     clear_leftovers(out, BUNDLE)  # a kill between two renames leaves the bundle beside its place
     names = {*listed_files(out), MANIFEST, REPORT, CARD}

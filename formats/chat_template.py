@@ -1,10 +1,4 @@
-"""Chat templates: messages to text, rendered as transformers does.
-
-A template is a program that came with the model. It runs in Jinja's immutable sandbox, without access to Python's
-objects, files or network, and its size, input and output are limited. Time and memory are limited only for one trial
-on a small conversation, in a child process when the template is loaded: a template that never ends is refused there,
-one that never ends for certain messages only is not.
-"""
+"""Chat templates: messages to text, rendered as transformers does."""
 
 from __future__ import annotations
 
@@ -111,17 +105,7 @@ class ChatTemplate:
             return self._template
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **more: Any) -> str:
-        """The conversation as text.
-
-        Args:
-            messages: each with ``role`` and ``content``; texts, numbers, lists and mappings, as in JSON.
-            add_generation_prompt: end with the opening of an assistant's turn.
-            more: further variables that the template may know (``enable_thinking``, ``tools``, …).
-
-        Raises:
-            UsageError: the template refuses these messages, or they hold something else than JSON has.
-            BundleError: the template fails, or makes far more text than it was given.
-        """
+        """The conversation as text."""
         template = self.check()
         values = {"messages": list(messages), "tools": None, "documents": None, **more}
         given = _length(values)

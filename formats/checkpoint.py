@@ -1,11 +1,4 @@
-"""A Hugging Face checkpoint on disk, read without trusting it.
-
-Headers are checked against the table of what the architecture holds before anything is allocated, and weights for NaN
-and infinity when they are read. Pickle is never loaded.
-
-Of a quantised checkpoint some weights are stored as several tensors (`quantization`). ``tensors``, ``chunks`` and what
-else deals in bytes know what is stored; ``shape``, ``matrix`` and ``tensor`` know the weights it stands for.
-"""
+"""A Hugging Face checkpoint on disk, read without trusting it."""
 
 from __future__ import annotations
 
@@ -82,25 +75,18 @@ class StoredWeight:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checked checkpoint; make one with ``Checkpoint.open``.
-
-    Attributes:
-        config_dict: ``config.json``; of a wrapper (vision and text) what its text model's would be.
-        tensors: name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight``
-            where a tied checkpoint stores it nevertheless. Names are those of a plain text model. Where a weight is
-            stored in few bits, the tensors that stand for it take its place.
-        quantised: name of every weight that is stored in few bits -> how.
-        vision_tensors: how many tensors of a wrapper are not the text model's; 0 for a plain model.
-        error: class of the error raised for a file that turns out damaged.
-    """
+    """A checked checkpoint; make one with ``Checkpoint.open``."""
 
     folder: Path
-    config_dict: Mapping[str, Any]
+    config_dict: Mapping[str, Any]  # ``config.json``; of a wrapper (vision and text) what its text model's would be
     config: ModelConfig
+    # name -> info, in the order a decoder meets them; exactly the expected ones, plus ``lm_head.weight`` where a tied
+    # checkpoint stores it nevertheless. Names are those of a plain text model. Where a weight is stored in few bits,
+    # the tensors that stand for it take its place
     tensors: Mapping[str, TensorInfo]
-    quantised: Mapping[str, StoredWeight]
-    vision_tensors: int
-    error: type[WisparseError]
+    quantised: Mapping[str, StoredWeight]  # name of every weight that is stored in few bits -> how
+    vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
+    error: type[WisparseError]  # class of the error raised for a file that turns out damaged
     _files: Mapping[str, TensorFile]
 
     @classmethod

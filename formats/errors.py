@@ -1,17 +1,4 @@
-"""Every error this project raises on purpose, as one tree.
-
-    WisparseError                 1   anything below; catch this one to catch them all
-    ├── UsageError                2   arguments that contradict each other or are out of range
-    │   ├── CalibrationError      2   a calibration source that cannot be used
-    │   └── ContextLengthError    2   a prompt that does not fit the model's context
-    ├── UnsupportedModelError     3   a model this project does not know how to convert or run
-    ├── AccessError               4   no such model, no permission, no network
-    ├── ResourceError             5   not enough memory or disk
-    ├── BundleError               6   a bundle that is damaged, hostile or too new
-    └── UploadError               7   an upload that failed; the bundle on disk is kept
-
-The number is the exit code of the command line. A message says what was expected, what was found and what to do.
-"""
+"""Every error this project raises on purpose, as one tree."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Folders that this project makes and replaces: written beside their place, swapped in whole, and never a stranger's.
-
-    OUT.partial         being written; it holds a marker, which its process keeps locked
-    OUT.being-replaced  the former OUT, while it is deleted; where the system cannot let two folders change names in
-                        one step, also while the new one takes its place
-
-A folder is replaced or removed only if it says itself, in a file of ours, what it is and which files belong to it, and
-holds nothing else. Whatever a killed process leaves can be told by that, and is cleared away by the next one.
-"""
+"""Folders that this project makes and replaces: written beside their place, swapped in whole, and never a stranger's."""
 
 from __future__ import annotations
 
@@ -31,17 +23,12 @@ _MAX_MARKER_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of folder, and how it is told from all others.
+    """One kind of folder, and how it is told from all others."""
 
-    Attributes:
-        name: in words: ``a bundle``; ``maker``: who writes one: ``conversion``.
-        manifest: the file of a finished one that says what it is; the last to be deleted.
-        files: the names of all files of a finished one, from its manifest; None for any other folder.
-    """
-
-    name: str
+    name: str  # in words: ``a bundle``; ``maker``: who writes one: ``conversion``
     maker: str
-    manifest: str
+    manifest: str  # the file of a finished one that says what it is; the last to be deleted
+    # the names of all files of a finished one, from its manifest; None for any other folder
     files: Callable[[Path], Collection[str] | None]
 
 

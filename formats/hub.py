@@ -1,9 +1,4 @@
-"""Models and bundles fetched from the Hugging Face Hub, and bundles pushed to it.
-
-A folder on disk always wins over a Hub id of the same spelling. A revision is resolved to a commit once and everything
-is fetched at that commit. Without a network the cache serves. Retries, resumed transfers and tokens (``HF_TOKEN`` or
-``hf auth login``) are huggingface_hub's; tokens never appear in a message.
-"""
+"""Models and bundles fetched from the Hugging Face Hub, and bundles pushed to it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""``wisparse.json``: the recipe and the sha256 of every file. FORMAT.md has the keys.
-
-``verify`` checks the sha256 of all files, opening a bundle those of all but the weights. They detect damage. They are no
-signatures: whoever can rewrite a bundle can rewrite them.
-"""
+"""``wisparse.json``: the recipe and the sha256 of every file. FORMAT.md has the keys."""
 
 from __future__ import annotations
 
@@ -66,17 +62,11 @@ class CalibrationRecord:
 
 @dataclass(frozen=True)
 class RotationRecord:
-    """How the source's weights were rotated before anything else.
+    """How the source's weights were rotated before anything else."""
 
-    Attributes:
-        kind: ``pca``: to the principal directions of the hidden states over another text, and of each head's values.
-        kl: KL(source || rotated), nats a token, both dense, in the type of the conversion: what rounding costs.
-        num_tokens: that it was measured on.
-    """
-
-    kind: str
-    kl: float
-    num_tokens: int
+    kind: str  # ``pca``: to the principal directions of the hidden states over another text, and of each head's values
+    kl: float  # KL(source || rotated), nats a token, both dense, in the type of the conversion: what rounding costs
+    num_tokens: int  # that it was measured on
 
     def __str__(self) -> str:
         return f"{self.kind}: KL {self.kl:.2g} nats/token to the source, both dense ({self.num_tokens} tokens)"
@@ -84,29 +74,19 @@ class RotationRecord:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything a conversion decided, and from what.
+    """Everything a conversion decided, and from what."""
 
-    Attributes:
-        base_model: Hub id or folder name of the source; never a path of the machine that converted it.
-        base_revision: commit of the source, where it came from the Hub.
-        default: the level in force unless another is asked for.
-        levels: ascending, at least one.
-        search: settings and outcome of the search, JSON values only.
-        versions: of the libraries that took part.
-        vision_tensors_left_out: tensors of the source that are not its text model's; on disk only if there are any.
-        rotation: on disk only if the weights were rotated.
-    """
-
-    base_model: str
-    base_revision: str | None
+    base_model: str  # Hub id or folder name of the source; never a path of the machine that converted it
+    base_revision: str | None  # commit of the source, where it came from the Hub
     method: str
-    default: float
-    levels: tuple[SparsityLevel, ...]
+    default: float  # the level in force unless another is asked for
+    levels: tuple[SparsityLevel, ...]  # ascending, at least one
     calibration: CalibrationRecord
-    search: Mapping[str, Any] = field(default_factory=dict)
-    versions: Mapping[str, str] = field(default_factory=dict)
+    search: Mapping[str, Any] = field(default_factory=dict)  # settings and outcome of the search, JSON values only
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that took part
+    # tensors of the source that are not its text model's; on disk only if there are any
     vision_tensors_left_out: int = 0
-    rotation: RotationRecord | None = None
+    rotation: RotationRecord | None = None  # on disk only if the weights were rotated
 
     @property
     def sparsities(self) -> tuple[float, ...]:

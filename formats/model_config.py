@@ -1,8 +1,4 @@
-"""A model as its ``config.json`` describes it: dimensions, blocks, rotary embeddings and multipliers, all checked.
-
-Read here is a config that states every field, in transformers 5's spelling, as a bundle's does: the converter has
-transformers' own configuration class fill in what a source leaves out.
-"""
+"""A model as its ``config.json`` describes it: dimensions, blocks, rotary embeddings and multipliers, all checked."""
 
 from __future__ import annotations
 
@@ -93,17 +89,16 @@ class Projection:
 class DeltaNet:
     """Dimensions of a model's recurrent blocks.
 
-    Attributes:
+    Args:
         key_heads, value_heads: value heads share the keys and queries of one key head in groups.
         key_dim, value_dim: of a head; the state of a value head is (key_dim, value_dim).
-        taps: positions that the convolution sees, the current one included.
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
-    taps: int
+    taps: int  # positions that the convolution sees, the current one included
 
     @property
     def key_size(self) -> int:
@@ -135,38 +130,25 @@ class DeltaNet:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding.
-
-    Attributes:
-        rotary_dim: how many of a head's dimensions are rotated, the first ones.
-        parameters: what a scaled ``rope_type`` needs, under Hugging Face's keys.
-        interleaved: pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2).
-    """
+    """One rotary embedding."""
 
     theta: float
     rope_type: str
-    rotary_dim: int
-    parameters: Mapping[str, Any]
-    interleaved: bool = False
+    rotary_dim: int  # how many of a head's dimensions are rotated, the first ones
+    parameters: Mapping[str, Any]  # what a scaled ``rope_type`` needs, under Hugging Face's keys
+    interleaved: bool = False  # pairs are (2i, 2i + 1), not (i, i + rotary_dim / 2)
 
 
 @dataclass(frozen=True)
 class Block:
-    """What tells one block of a model from another.
+    """What tells one block of a model from another."""
 
-    Attributes:
-        window: positions it attends to, itself included; None for all.
-        rotary: index into ``ModelConfig.rotaries``; None without a rotary embedding.
-        recurrent: it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding.
-        shared_values: it has no ``v_proj``; its values are the output of ``k_proj``.
-    """
-
-    window: int | None
-    rotary: int | None
+    window: int | None  # positions it attends to, itself included; None for all
+    rotary: int | None  # index into ``ModelConfig.rotaries``; None without a rotary embedding
     head_dim: int
     num_kv_heads: int
-    recurrent: bool = False
-    shared_values: bool = False
+    recurrent: bool = False  # it has a gated DeltaNet instead of attention, and neither a window nor a rotary embedding
+    shared_values: bool = False  # it has no ``v_proj``; its values are the output of ``k_proj``
 
     @property
     def kv_size(self) -> int:
@@ -178,15 +160,11 @@ class Block:
 class ModelConfig:
     """A causal LM's dimensions and its blocks.
 
-    Attributes:
+    Args:
         num_kv_heads, head_dim: of blocks that have none of their own (``Block``).
-        rotaries: the rotary embeddings that blocks use, one or two.
-        attention_scale: what scores are multiplied by.
         attention_softcap, logits_softcap: c in c * tanh(x / c), or None.
         embedding_multiplier, residual_multiplier, logits_multiplier: what embeddings, each sublayer's output (before it
             is added) and logits are multiplied by. The first is rounded to the activations' type before it is used.
-        query_scaling: (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n)).
-        delta_net: of the recurrent blocks; None where there are none.
     """
 
     model_type: str
@@ -206,15 +184,16 @@ class ModelConfig:
     dtype: str
     activation: Activation
     blocks: tuple[Block, ...]
-    rotaries: tuple[RopeConfig, ...]
-    attention_scale: float
+    rotaries: tuple[RopeConfig, ...]  # the rotary embeddings that blocks use, one or two
+    attention_scale: float  # what scores are multiplied by
     attention_softcap: float | None
     logits_softcap: float | None
     embedding_multiplier: float
     residual_multiplier: float
     logits_multiplier: float
+    # (beta, n): queries at position p are multiplied by 1 + beta * log(1 + floor(p / n))
     query_scaling: tuple[float, int] | None
-    delta_net: DeltaNet | None = None
+    delta_net: DeltaNet | None = None  # of the recurrent blocks; None where there are none
 
     @property
     def architecture(self) -> Architecture:
@@ -273,12 +252,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read a parsed ``config.json``.
-
-        Raises:
-            UnsupportedModelError: unknown ``model_type``, an activation or rotary scaling this project does not
-                implement, or a missing or nonsensical dimension.
-        """
+        """Read a parsed ``config.json``."""
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")

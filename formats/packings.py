@@ -1,8 +1,4 @@
-"""How quantized weights lie in a checkpoint's tensors: one class a packing, from the formats' public descriptions.
-
-A packing says which tensors stand for a weight (N, K), with which shapes and types, and makes a `QuantizedMatrix` of them.
-It is given tensors of the shapes it asked for; errors are ValueError, in words.
-"""
+"""How quantized weights lie in a checkpoint's tensors: one class a packing, from the formats' public descriptions."""
 
 from __future__ import annotations
 

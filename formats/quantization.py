@@ -1,7 +1,4 @@
-"""``quantization_config``: which weights of a model are stored in few bits, and how.
-
-Read strictly: what is not known is refused by its name, for a weight read in the wrong way looks like a weight.
-"""
+"""``quantization_config``: which weights of a model are stored in few bits, and how."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Safetensors files: opened and checked by the ``safetensors`` library, and headers written for streamed data.
-
-    8 bytes little-endian: length n of the header | n bytes of JSON | data
-
-The library checks that offsets, shapes and dtypes agree and that the tensors fill the file without gap or overlap.
-"""
+"""Safetensors files: opened and checked by the ``safetensors`` library, and headers written for streamed data."""
 
 from __future__ import annotations
 

@@ -30,17 +30,11 @@ _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 
 @dataclass(frozen=True)
 class ProjectionMask:
-    """What decides which channels of one projection are kept, at one sparsity level.
+    """What decides which channels of one projection are kept, at one sparsity level."""
 
-    Attributes:
-        channel_scale: (K,) float32, finite and positive.
-        threshold: keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value.
-        sparsity: fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well.
-    """
-
-    channel_scale: Tensor
-    threshold: float
-    sparsity: float
+    channel_scale: Tensor  # (K,) float32, finite and positive
+    threshold: float  # keep a channel if ``|x| * channel_scale`` is at least this; finite, 0 or more, a float32 value
+    sparsity: float  # fraction of channels dropped, in [0, 0.95]; 0 means dense, and the threshold is 0 as well
 
 
 def read_masks(

@@ -40,22 +40,15 @@ _CHUNK = 4 << 20
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """A weight (N, K) in codes.
-
-    Attributes:
-        codes: int8: (N, K) int8; int4: (N, ceil(K / 2)) uint8, see `pack_int4`; fp8: (N, K) float8_e4m3fn (e4m3).
-        scales: (N, G) float32, finite and not zero; G = K / group, or 1 without groups.
-        zeros: (N, G), of the type and in the range of an integer code, unpacked; None: 0 for int8, 8 for int4.
-        group: neighbouring channels that share a scale; divides K. None: the whole row does.
-        shape: (N, K).
-    """
+    """A weight (N, K) in codes."""
 
     kind: Kind
-    codes: Tensor
-    scales: Tensor
+    codes: Tensor  # int8: (N, K) int8; int4: (N, ceil(K / 2)) uint8, see `pack_int4`; fp8: (N, K) float8_e4m3fn (e4m3)
+    scales: Tensor  # (N, G) float32, finite and not zero; G = K / group, or 1 without groups
+    # (N, G), of the type and in the range of an integer code, unpacked; None: 0 for int8, 8 for int4
     zeros: Tensor | None
-    group: int | None
-    shape: tuple[int, int]
+    group: int | None  # neighbouring channels that share a scale; divides K. None: the whole row does
+    shape: tuple[int, int]  # (N, K)
 
     def __post_init__(self) -> None:
         rows, columns = self.shape
@@ -122,8 +115,6 @@ def quantise_int8(
 
     Args:
         group: neighbouring channels that share a scale, or None for whole rows.
-        zero_points: from the least to the largest value of a group, instead of symmetric about zero.
-        scale_dtype: a scale is a number of this type, for files that store it so.
     """
     return _quantise_integers("int8", weight, group, zero_points, scale_dtype)
 
@@ -207,19 +198,13 @@ _SMALLEST_GROUP = 32
 
 @dataclass(frozen=True)
 class WeightType:
-    """A way to hold the weights of a model's projections.
-
-    Attributes:
-        bits: of one code; None: numbers of the decoder's floating type.
-        grouped: a scale for each group of neighbouring channels, see :func:`group_of`, else one a row.
-        head: what the output layer is held as: four bits would cost quality.
-    """
+    """A way to hold the weights of a model's projections."""
 
     name: str
-    bits: int | None
-    grouped: bool
+    bits: int | None  # of one code; None: numbers of the decoder's floating type
+    grouped: bool  # a scale for each group of neighbouring channels, see :func:`group_of`, else one a row
     scale_dtype: torch.dtype
-    head: str
+    head: str  # what the output layer is held as: four bits would cost quality
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """About the bytes of a weight (N, K) held so in a decoder of ``dtype``; other tensors have numbers of it."""

@@ -1,8 +1,4 @@
-"""Writing a bundle: weights streamed chunk by chunk into ``OUT.partial``, verified there, then renamed to ``OUT``.
-
-``wisparse.json`` is written last, and readers refuse a folder named ``*.partial``. What a failed, interrupted or killed
-run leaves behind is cleared by `folder`.
-"""
+"""Writing a bundle: weights streamed chunk by chunk into ``OUT.partial``, verified there, then renamed to ``OUT``."""
 
 from __future__ import annotations
 
@@ -51,13 +47,8 @@ def write_bundle(
     """Write a bundle; equal arguments give equal bytes.
 
     Args:
-        source: the dense model; its weights are copied byte for byte where ``dtype`` keeps theirs.
-        levels: sparsity -> projection name -> mask, agreeing with the recipe.
         dtype: ``auto`` (each tensor as it is), ``bfloat16``, ``float16`` or ``float32``.
         max_shard_size: bytes of tensors per weight file, a number or a text such as ``5GB``.
-        extra_files: name -> content of further files: ``README.md``, ``conversion_report.json``, ``figures/*.png``.
-        overwrite: replace an existing bundle, once the new one is complete.
-        before_swap: called when it is complete, with the sha256 of its ``wisparse.json``, which names all else in it.
     """
     out = Path(os.path.abspath(out))
     if dtype != "auto" and source.quantised:

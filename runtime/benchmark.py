@@ -1,12 +1,4 @@
-"""Decoding speed of a bundle, dense and sparse in one run, beside the ceiling that the bytes set.
-
-    ideal ms = (projections * (1 - realised sparsity) + lm_head + cache read) bytes / measured read bandwidth
-
-For a batch, realised sparsity is the rows' mean: the ideal if all rows kept the same channels.
-
-A run is a random prompt, then greedy steps whose token is read by the host before the next one. Stop tokens are
-ignored. Dense is the same bundle on the same back end with its masks off.
-"""
+"""Decoding speed of a bundle, dense and sparse in one run, beside the ceiling that the bytes set."""
 
 from __future__ import annotations
 
@@ -45,23 +37,15 @@ class Workload:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one decoder was.
+    """How fast one decoder was."""
 
-    Attributes:
-        tok_per_s: median over ``runs``, all rows of the batch together.
-        step_ms: one step, median over the runs of their mean.
-        bytes_per_step: weights and cache that a step has to read.
-        gbps: those bytes over ``step_ms``.
-        ideal_ms: the same bytes at the measured bandwidth.
-    """
-
-    tok_per_s: float
-    step_ms: float
+    tok_per_s: float  # median over ``runs``, all rows of the batch together
+    step_ms: float  # one step, median over the runs of their mean
     prefill_tok_per_s: float
     realised_sparsity: float
-    bytes_per_step: int
-    gbps: float
-    ideal_ms: float
+    bytes_per_step: int  # weights and cache that a step has to read
+    gbps: float  # those bytes over ``step_ms``
+    ideal_ms: float  # the same bytes at the measured bandwidth
     peak_memory_bytes: int
     runs: tuple[float, ...]
 
@@ -100,13 +84,6 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
     """Time a bundle with its weights held in several ways, each at its sparsity level and with its masks off.
 
     Runs alternate between all of them, so that a change of the machine's speed meets all.
-
-    Args:
-        models: what the weights are held as -> the bundle loaded so, with room for the workload.
-        kernels: time the sparse step's kernels one by one as well.
-
-    Raises:
-        UsageError: a model at sparsity 0, or ``kernels`` with a decoder that has none to show.
     """
     levels = {name: model.sparsity for name, model in models.items()}
     if 0 in levels.values():

@@ -1,14 +1,4 @@
-"""lm-evaluation-harness through our runtime: the tasks are the harness's, every logit and token is ours.
-
-    evaluate_tasks(model, ["gsm8k"], prefill="half")          or, from the harness:
-    import wisparse.runtime.lm_eval                   # registers the model "wisparse"
-    lm_eval.simple_evaluate(model="wisparse", model_args="pretrained=DIR,prefill=half", tasks=["gsm8k"])
-
-The prefill policy holds for each request by its own prompt length; whatever comes after the prompt is sparse, be it
-generated or, for a multiple choice, given. A text that is scored as a whole (a perplexity task) counts as a prompt.
-
-Needs the extra ``eval``; nothing else of the runtime imports this module.
-"""
+"""lm-evaluation-harness through our runtime: the tasks are the harness's, every logit and token is ours."""
 
 from __future__ import annotations
 
@@ -54,14 +44,7 @@ QUESTIONS = "num_questions"  # key beside a task's metrics
 
 @register_model("wisparse")
 class WisparseLM(TemplateLM):
-    """A loaded bundle as the harness sees a model.
-
-    Args:
-        model: a loaded model; None loads ``pretrained``, a bundle's folder or Hub id.
-        prefill: ``dense``, ``half`` or ``all``; None is the model's own policy.
-        batch_size, max_batch_size: passed by the harness and ignored: the model's ``max_batch`` decides.
-        options: further arguments of `load`, for ``pretrained``.
-    """
+    """A loaded bundle as the harness sees a model."""
 
     def __init__(
         self,
@@ -232,24 +215,7 @@ def evaluate_tasks(
     confirm_run_unsafe_code: bool = False,
     stats: Stats | None = None,
 ) -> dict[str, Any]:
-    """Run tasks of the harness on a loaded model.
-
-    Args:
-        tasks: names of tasks or groups: the harness's, `OWN_TASKS`, or those under ``include_path``.
-        prefill: ``dense``, ``half`` or ``all``; None is the model's own policy.
-        include_path: folders with further YAML tasks.
-        num_fewshot: solved examples before each question; None is the task's own number.
-        limit: at most so many documents per task.
-        confirm_run_unsafe_code: allow tasks that execute what the model writes (humaneval).
-        stats: the generated answers' tokens and time are added to it.
-
-    Returns:
-        Per task its metrics, ``name -> value``, standard errors as ``name_stderr``, and under `QUESTIONS` their number.
-
-    Raises:
-        UsageError: unknown task, or one that runs the model's code without consent.
-        AccessError: its data cannot be fetched; without a network they come from the cache, or it is said at once.
-    """
+    """Run tasks of the harness on a loaded model."""
     from lm_eval import simple_evaluate
 
     manager = _task_manager(tasks, include_path)

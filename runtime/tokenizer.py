@@ -1,9 +1,4 @@
-"""Text to token ids and back: tokenizer.json, the chat template, stop strings, and the ids that end a text.
-
-Uses the ``tokenizers`` library in this process. The size of tokenizer.json is limited, the library's time is not: what
-can keep it busy (a pattern that backtracks, say) is not detected. Whether a beginning-of-text token is put before a
-prompt is for tokenizer.json to say (its post-processor), as in transformers.
-"""
+"""Text to token ids and back: tokenizer.json, the chat template, stop strings, and the ids that end a text."""
 
 from __future__ import annotations
 
@@ -47,7 +42,7 @@ def _library_errors(action: str) -> Iterator[None]:
 class Tokenizer:
     """A bundle's tokenizer and chat template.
 
-    Attributes:
+    Args:
         template: None if there is none.
         template_source: of the template that is given tools.
     """
@@ -104,14 +99,7 @@ class Tokenizer:
         return cls(tokenizer_json, _read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text; special tokens written out in it are recognised.
-
-        Args:
-            add_special_tokens: let the post-processor add its own (beginning of text, say); not for a rendered chat
-                template, which has them.
-            most: what the context holds; a text that is far too long for it is a ContextLengthError, a few tokens
-                more may still be returned.
-        """
+        """Token ids of a text; special tokens written out in it are recognised."""
         try:
             size = len(text) if most is None else _CHARACTERS_PER_TOKEN * (most + _UNSETTLED)
             while size < len(text):

@@ -1,24 +1,4 @@
-"""Faster LLM decoding without training: weight-aware activation sparsity for Hugging Face causal LMs.
-
-    import wisparse
-    model = wisparse.load("path/to/bundle")
-    print(model.generate("Why is the sky blue?", max_new_tokens=200).text)
-
-`convert` makes a bundle, `load` gives a `Model` that decodes from it, `sparsify` puts its masks on a transformers
-model.
-
-Every failure that can be expected is a `WisparseError`:
-
-    WisparseError                 anything below; catch this one to catch them all
-    ├── UsageError                arguments that contradict each other or are out of range
-    │   ├── CalibrationError      a calibration source that cannot be used
-    │   └── ContextLengthError    a prompt that does not fit the model's context
-    ├── UnsupportedModelError     a model that is not known here
-    ├── AccessError               no such model, no permission, no network
-    ├── ResourceError             not enough memory or disk
-    ├── BundleError               a bundle that is damaged, hostile or too new
-    └── UploadError               an upload that failed; the bundle on disk is kept
-"""
+"""Faster LLM decoding without training: weight-aware activation sparsity for Hugging Face causal LMs."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The command line: finds the verb, and turns every expected failure into one sentence and an exit code.
-
-    0 done   2 usage   3 unsupported model   4 no access or no network   5 not enough memory or disk
-    6 invalid bundle   7 upload failed   130 interrupted
-
-A traceback means a bug of ours; ``WISPARSE_DEBUG=1`` asks for one on expected failures too.
-"""
+"""The command line: finds the verb, and turns every expected failure into one sentence and an exit code."""
 
 from __future__ import annotations
 

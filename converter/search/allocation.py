@@ -1,8 +1,4 @@
-"""Sparsity budgets: the parameter-weighted mean of sparsities, and the allocation of least predicted damage.
-
-A projection of N x K weights at sparsity s does not read s * N * K of them, so the sparsity of a block or of a model is
-the mean over its projections weighted by N * K. In scope are the linear layers inside the blocks.
-"""
+"""Sparsity budgets: the parameter-weighted mean of sparsities, and the allocation of least predicted damage."""
 
 from __future__ import annotations
 

@@ -1,12 +1,4 @@
-"""Block sparsities by evolution: the paper's coarse search, with its constraint met exactly.
-
-One generation makes ``num_offspring`` mutants of the parent. A mutant raises 10% of the blocks by one step of 0.5% and
-lowers randomly chosen blocks until the parameter-weighted mean is the target again. The parent competes with its
-offspring (elitist), on the same tokens.
-
-With ``stages`` the offspring are thinned out as in EvoPress: many candidates on few tokens, the survivors on more.
-Sources: the paper's Algorithm 2; EvoPress (arXiv:2410.14649), section 3, for the stages and the elitism.
-"""
+"""Block sparsities by evolution: the paper's coarse search, with its constraint met exactly."""
 
 from __future__ import annotations
 
@@ -74,10 +66,6 @@ def evolve(
 
     Args:
         losses: of candidates, over so many micro-batches of tokens (None: all of them).
-        sizes: parameters per block.
-        stages: (survivors, micro-batches) in turn: every stage scores what the last one left, over its micro-batches,
-            and keeps the best. The last stage is over all tokens, so that its best can be compared with the parent.
-        on_generation: called with the parent's loss after every generation.
     """
     check_target(target)
     parent: Candidate = (target,) * len(sizes)

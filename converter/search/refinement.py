@@ -1,10 +1,4 @@
-"""Gradient steps on the KL of the whole sparse model, by which channel scales and thresholds move and no weight does.
-
-A channel i of a projection is kept where |x_i| e^u_i >= 1: u is the logarithm of channel scale over threshold. On the
-way back the step function counts as a sigmoid in log|x| + u of width 0.3 (straight-through). A step goes a given root
-mean square distance in u, against the gradient without its part along the budget; a common shift keeps the budget.
-Sequences that no step used decide in the end how much of the way from the start to the outcome is gone: all, half or none.
-"""
+"""Gradient steps on the KL of the whole sparse model, by which channel scales and thresholds move and no weight does."""
 
 from __future__ import annotations
 
@@ -318,13 +312,7 @@ def refine(
     processes: Processes,
     progress: Progress,
 ) -> RefinementResult:
-    """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity.
-
-    Args:
-        draw: a generator by number.
-        steps: how many; None goes by `plan_steps`.
-        after: the trajectory of a near sparsity, which is followed first; the steps are fewer then.
-    """
+    """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity."""
     flow, reference = calib.flow, calib.reference
     batches = range(flow.num_batches)
 

@@ -1,18 +1,4 @@
-"""From calibration tokens to one sparsity, scale and threshold per projection.
-
-    uniform    alpha per projection, the target everywhere
-    greedy     the target in every block, greedy within blocks: TEAL's
-    paper      alpha -> block sparsities by evolution -> greedy within blocks -> alpha again
-    fisher     loss-weighted norms and each projection's damage from two backward passes, allocation in closed form
-    refine     fisher, then every channel's scale and every threshold by a few gradient steps on the joint KL
-
-Several sparsities of one model are `SparsityLevels`: they share what no sparsity decides, and a refinement begins where
-that of the nearest sparsity ended.
-
-Every search ends alike: exact thresholds over all tokens, block after block, each from inputs that are as sparse as
-they will be at run time, so that what is realised is the target. Several processes share the blocks, the micro-batches
-and the candidates.
-"""
+"""From calibration tokens to one sparsity, scale and threshold per projection."""
 
 from __future__ import annotations
 
@@ -58,33 +44,29 @@ _LARGEST_LOGITS = 1 << 27
 class SearchSettings:
     """What to search and how hard.
 
-    Attributes:
-        sparsity: the target, a fraction of the parameters of all projections.
-        method: the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g; ``wina-code`` as WINA's published
-            code has it, |x| g for k and gate and |x| elsewhere.
+    Args:
         num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
-        kl_tokens: how many tokens the search measures on, about; None is 16,384 for ``fisher`` and ``refine``, which go
-            through them only twice, and 4,096 for the others. Final thresholds, and ``refine``'s steps, use all.
-        stages: of the evolution, (survivors, micro-batches or None for all) in turn.
-        greedy_step: sparsity that one greedy step adds to a block. TEAL's 5% is half of a small projection at once, and
-            in models this small costs a third of the quality (benchmarks/LOG.md).
-        fisher_draws: labels drawn per token for the norms, and as many for the damages.
-        refine_steps: None goes by the number of tokens, see `plan_steps`.
-        batch_size: sequences per forward pass.
     """
 
-    sparsity: float = 0.5
+    sparsity: float = 0.5  # the target, a fraction of the parameters of all projections
+    # the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g; ``wina-code`` as WINA's published code has it,
+    # |x| g for k and gate and |x| elsewhere
     method: str = "wisparse"
     search: str = "refine"
     num_generations: int | None = None
     num_offspring: int | None = None
     seed: int = 0
+    # how many tokens the search measures on, about; None is 16,384 for ``fisher`` and ``refine``, which go through them
+    # only twice, and 4,096 for the others. Final thresholds, and ``refine``'s steps, use all
     kl_tokens: int | None = None
+    # of the evolution, (survivors, micro-batches or None for all) in turn
     stages: tuple[tuple[int, int | None], ...] = ((1, None),)
+    # sparsity that one greedy step adds to a block. TEAL's 5% is half of a small projection at once, and in models this
+    # small costs a third of the quality (benchmarks/LOG.md)
     greedy_step: float = 0.01
-    fisher_draws: int = 2
-    refine_steps: int | None = None
-    batch_size: int = 4
+    fisher_draws: int = 2  # labels drawn per token for the norms, and as many for the damages
+    refine_steps: int | None = None  # None goes by the number of tokens, see `plan_steps`
+    batch_size: int = 4  # sequences per forward pass
 
     def __post_init__(self) -> None:
         check_target(self.sparsity)
@@ -104,19 +86,14 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plain data.
+    """Plain data."""
 
-    Attributes:
-        projections: by name, in order of execution.
-        channel_scales: by name, (K,) float32 on the CPU.
-        details: JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details.
-        thresholds_at: another sparsity -> thresholds by name with the same scales, for a curve of quality: from the
-            dense model's inputs, so about right.
-    """
-
-    projections: Mapping[str, ProjectionRecipe]
-    channel_scales: Mapping[str, Tensor]
+    projections: Mapping[str, ProjectionRecipe]  # by name, in order of execution
+    channel_scales: Mapping[str, Tensor]  # by name, (K,) float32 on the CPU
+    # JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details
     details: dict[str, Any] = field(default_factory=dict)
+    # another sparsity -> thresholds by name with the same scales, for a curve of quality: from the dense model's
+    # inputs, so about right
     thresholds_at: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
     @property

@@ -1,10 +1,4 @@
-"""The searches within a block (alphas, greedy allocation), and the final thresholds.
-
-Final thresholds come from inputs as sparse as at run time, and stand in gaps between scores: what occurred in the
-calibration text occurs again, above all in block 0, where q, k and v read what depends on the token alone, and a score
-on the threshold is kept by one right program and dropped by another, which round differently.
-Sources: the paper's Algorithms 1 and 3.
-"""
+"""The searches within a block (alphas, greedy allocation), and the final thresholds."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""A bundle exported as an ONNX folder: the graph, its weights as external data, and what ONNX runtimes read beside it.
-
-Weights go from the bundle's files to ``model.onnx.data`` one at a time, so an export needs the memory of the largest
-weight, not of the model. The folder is made under another name and renamed when it is complete and checked
-(`folder`).
-"""
+"""A bundle exported as an ONNX folder: the graph, its weights as external data, and what ONNX runtimes read beside it."""
 
 from __future__ import annotations
 
@@ -270,17 +265,8 @@ def export_onnx(
     """Write a bundle as an ONNX decoder with a KV cache to the folder ``out``.
 
     Args:
-        rotaries: the frequencies that the runtime uses, one entry for each of the model's rotary embeddings.
-        dtype: ``float32``, ``float16``, or ``auto``: the bundle's own where it is one of these, else ``float32``
-            (ONNX Runtime computes no bfloat16 on a CPU).
-        overwrite: replace ``out`` if it holds an earlier export.
-        check: called with the unfinished folder; if it raises, nothing is left behind.
-        check_files: names of the files that it makes there, and removes.
-
-    Raises:
-        UsageError: ``out`` exists (with ``overwrite``: and is no export, or holds other files too), an unknown opset or
-            dtype.
-        UnsupportedModelError: a weight does not fit into float16, or some blocks are recurrent.
+        dtype: ``float32``, ``float16``, or ``auto``: the bundle's own where it is one of these, else ``float32`` (ONNX
+            Runtime computes no bfloat16 on a CPU).
     """
     if opset not in OPSETS:
         raise UsageError(f"opset: expected {OPSETS.start} to {OPSETS.stop - 1}, found {opset}")

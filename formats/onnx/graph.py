@@ -1,8 +1,4 @@
-"""One pass of a decoder, written as ONNX nodes: what all blocks share, and the arithmetic that the data choose.
-
-Hidden states between blocks, norms, scores, softmax and GELU are float32 whatever the weights' type: float16 holds
-neither squares above 65,504 nor, in some models (Gemma), the hidden states themselves.
-"""
+"""One pass of a decoder, written as ONNX nodes: what all blocks share, and the arithmetic that the data choose."""
 
 from __future__ import annotations
 
@@ -81,16 +77,11 @@ _LOWEST = np.float32(np.finfo(np.float32).min)
 
 @dataclass(frozen=True)
 class RotaryTables:
-    """One rotary embedding's frequencies, as the runtime uses them.
+    """One rotary embedding's frequencies, as the runtime uses them."""
 
-    Attributes:
-        frequencies: (rotary_dim / 2,) float32, radians per position.
-        scaling: what cos and sin are multiplied by.
-        long_frequencies: LongRoPE: those for sequences of more than ``switch_length`` positions, else None.
-    """
-
-    frequencies: np.ndarray
-    scaling: float = 1.0
+    frequencies: np.ndarray  # (rotary_dim / 2,) float32, radians per position
+    scaling: float = 1.0  # what cos and sin are multiplied by
+    # LongRoPE: those for sequences of more than ``switch_length`` positions, else None
     long_frequencies: np.ndarray | None = None
     switch_length: int = 0
 

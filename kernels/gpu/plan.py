@@ -165,10 +165,6 @@ def plan(
 
     Args:
         gpu: None: the one that the weights are on.
-        output: ``plain``, ``residual``, ``silu`` or ``gelu_tanh``.
-        kv_splits, head_dim: of the attention that is read; 1 if x does not come from there.
-        ssq_parts: columns of ``Input.ssq``.
-        tile, pdl: override what would be chosen.
     """
     gpu = gpu or gpu_of(shape.device)
     kind = regime(rows, dense=shape.dense)

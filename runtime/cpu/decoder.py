@@ -1,8 +1,4 @@
-"""The decoder for CPUs: a decode step is one compiled call that reads only the kept channels (``kernels.cpu``).
-
-Prompts are dense matrix products by the torch decoder's code over the same weights. Decoding keeps activations in
-float32 whatever the weights' type. A sequence gives the same bits alone and in a batch, on one thread and on many.
-"""
+"""The decoder for CPUs: a decode step is one compiled call that reads only the kept channels (``kernels.cpu``)."""
 
 from __future__ import annotations
 

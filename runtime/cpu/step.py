@@ -1,7 +1,4 @@
-"""The tables and buffers of the compiled decode step (``kernels.cpu.step``; ``kernels.cpu.layout`` says what they hold).
-
-The kernel is given addresses: everything that it reads or writes is kept alive here.
-"""
+"""The tables and buffers of the compiled decode step (``kernels.cpu.step``; ``kernels.cpu.layout`` says what they hold)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A bundle's weights as the CPU kernels read them: projections channel-major, optionally rounded to int8 or int4.
-
-A weight is read in chunks of rows that still lie in the processor's cache when they are transposed, so a model is never
-in memory twice.
-"""
+"""A bundle's weights as the CPU kernels read them: projections channel-major, optionally rounded to int8 or int4."""
 
 from __future__ import annotations
 

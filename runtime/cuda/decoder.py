@@ -1,7 +1,4 @@
-"""The decoder for NVIDIA GPUs: Triton kernels that read only the kept channels, one CUDA graph a step.
-
-Prefill runs on the tensor cores (``prefill``); a decode step is ``step``.
-"""
+"""The decoder for NVIDIA GPUs: Triton kernels that read only the kept channels, one CUDA graph a step."""
 
 from __future__ import annotations
 

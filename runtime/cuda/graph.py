@@ -1,8 +1,4 @@
-"""Streams and graphs of a CUDA device: capture and timing, token ids to the host, tensors from files to the device.
-
-Copying from the mapped file and the search for NaN are slower than the transfer, so several threads do it. The host holds
-a few parts, however large a tensor is.
-"""
+"""Streams and graphs of a CUDA device: capture and timing, token ids to the host, tensors from files to the device."""
 
 from __future__ import annotations
 
@@ -116,9 +112,6 @@ def staged_reads(
 
     ``names`` must be read in their order, each once. A tensor may be used before the host has finished copying it, as
     any work queued on the stream; it has been checked.
-
-    Raises:
-        BundleError or what else ``checkpoint.error`` says, from ``read``: damaged.
     """
     threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
     parts = (

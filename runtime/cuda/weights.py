@@ -1,9 +1,4 @@
-"""A model's weights on the GPU, channel-major: a kept channel is one contiguous row.
-
-Each tensor is read, moved to the GPU, laid out there and let go, so the GPU holds the weights and one tensor more, and
-the host a few parts of one (``graph.staged_reads``). Projections that a bundle holds quantized stay so, and others are
-rounded here if they are asked for so. Embeddings stay as they are; ``lm_head`` may be rounded to int8.
-"""
+"""A model's weights on the GPU, channel-major: a kept channel is one contiguous row."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class DeltaState:
 class KVCache:
     """``max_batch`` slots of ``max_seq_len`` positions.
 
-    Attributes:
+    Args:
         attention: block -> keys and values, each (max_batch, num_kv_heads, max_seq_len, head_dim), uninitialised beyond
             ``lengths``.
         recurrent: recurrent block -> its states, each tensor of a ``DeltaState`` with (sides, max_batch) in front.

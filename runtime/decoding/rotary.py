@@ -1,10 +1,4 @@
-"""Rotary position embeddings: plain, linear, dynamic, Llama 3's, YaRN's, LongRoPE's and Gemma 4's scalings.
-
-    angle(p, i) = p * inv_freq_i          cos and sin in float32, then in the activations' type, as transformers does
-
-LongRoPE (https://arxiv.org/abs/2402.13753) has one set of frequencies for sequences up to the pretraining's length and
-one for longer ones: the length of the whole sequence decides, not the position.
-"""
+"""Rotary position embeddings: plain, linear, dynamic, Llama 3's, YaRN's, LongRoPE's and Gemma 4's scalings."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""The next token from the logits, after penalties and biases (``generation.choosing``).
-
-Filters apply in transformers' order: temperature, top-k, top-p, min-p; tokens as probable as the last one kept are kept
-too. The token is the first id at which the kept probabilities, renormalised and summed in float64 by ascending id,
-exceed a uniform random number, a function of the seed and the token's position alone: a sequence is the same repeated,
-resumed, or beside others.
-"""
+"""The next token from the logits, after penalties and biases (``generation.choosing``)."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""The engine: everything that is generated with a model goes through it.
-
-    submit(request) -> step: handle what was asked for, one scheduler step, deliver(chunk) for every token
-
-One thread at a time runs the steps, for all. A thread that waits for an answer runs them itself unless another one does
-(``drive``), so a call that is alone needs no change of threads, and calls from several threads are decoded together. A
-server has a thread that always runs them (``start``).
-"""
+"""The engine: everything that is generated with a model goes through it."""
 
 from __future__ import annotations
 
@@ -78,18 +71,7 @@ class Engine:
     def submit(
         self, request: Request, deliver: Callable[[Chunk | WisparseError], None], *, final_only: bool = False
     ) -> Request:
-        """Queue a validated request, from any thread. Some thread has to :meth:`drive`.
-
-        Args:
-            deliver: called with every chunk, the last of which has a ``finish_reason``, or once with the error that
-                ended the request; by the thread that runs the steps, so it must return at once. Not called any more
-                after a cancel has taken effect.
-            final_only: deliver the last chunk alone.
-
-        Raises:
-            QueueFullError: as many wait as may.
-            UsageError: the engine was closed or is being stopped.
-        """
+        """Queue a validated request, from any thread. Some thread has to :meth:`drive`."""
         request.deliver, request.final_only = deliver, final_only
         with self._changed:
             self._check_open()

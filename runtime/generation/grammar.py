@@ -1,10 +1,4 @@
-"""What an answer may be: a JSON schema or a grammar, compiled and followed by llguidance.
-
-    Grammar (data) -> Grammars.begin -> Derivation: which tokens may come next, token by token
-
-Grammars are untrusted: their size is bounded, the library bounds the work of compiling and of every step, and the first
-step, which costs most, is taken while compiling. One that exceeds the bounds later ends its own answer.
-"""
+"""What an answer may be: a JSON schema or a grammar, compiled and followed by llguidance."""
 
 from __future__ import annotations
 
@@ -41,17 +35,11 @@ ANY_OBJECT = '{"type": "object"}'
 
 @dataclass(frozen=True)
 class Grammar:
-    """What an answer has to be.
+    """What an answer has to be."""
 
-    Attributes:
-        field: the argument or field that it came with, for error messages.
-        source: a JSON schema, or a grammar as llguidance's Lark or llama.cpp's GBNF writes it.
-        schema: whether it is a JSON schema.
-    """
-
-    field: str
-    source: str
-    schema: bool
+    field: str  # the argument or field that it came with, for error messages
+    source: str  # a JSON schema, or a grammar as llguidance's Lark or llama.cpp's GBNF writes it
+    schema: bool  # whether it is a JSON schema
 
     @classmethod
     def of_schema(cls, field: str, schema: Any) -> Grammar:

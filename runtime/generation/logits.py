@@ -1,9 +1,4 @@
-"""Changes to a sequence's logits before sampling, and log-probabilities.
-
-    logits -> repetition penalty -> frequency and presence penalties -> bias -> grammar -> sampling.sample
-
-A request that asks for none of this is sampled by its decoder's own step, which may run on the device.
-"""
+"""Changes to a sequence's logits before sampling, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -92,8 +87,6 @@ def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> list[T
 
     Args:
         logits: (T, V) float32.
-        token_ids: T of them.
-        count: 0 for none.
     """
     scores: list[TokenScore] = []
     for start in range(0, len(token_ids), _SCORE_CHUNK):

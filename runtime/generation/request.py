@@ -1,8 +1,4 @@
-"""One request on its way through the engine, and what it delivers.
-
-A request is made and validated by ``Model.request``; from ``Engine.submit`` on it belongs to the thread that runs the
-steps, until its last chunk has been delivered.
-"""
+"""One request on its way through the engine, and what it delivers."""
 
 from __future__ import annotations
 
@@ -91,49 +87,32 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """A prompt, how to continue it, and its state.
+    """A prompt, how to continue it, and its state."""
 
-    Attributes:
-        prompt_token_ids: at least one.
-        max_new_tokens: None until the context is full.
-        sampling: its seed is resolved when the scheduler queues the request.
-        stop: texts before which the answer ends.
-        stop_token_ids: a token of these ends the answer, and is its last.
-        prefill: one of ``PREFILL_POLICIES``.
-        sparsity: the level to decode at, 0 for the dense model; None: the scheduler's default, resolved when queued.
-        constraint: what the answer may be, for this request alone.
-        score_prompt: give the prompt tokens' log-probabilities too; needs ``sampling.logprobs``.
-        visible_special_tokens: special tokens that are part of the answer's text.
-        measure_sparsity: give the realised sparsity with the answer; the engine has to be measuring.
-
-        status: set by the scheduler.
-        finish_reason: None while under way; ``stop``, ``length``, ``cancelled`` or ``error``.
-        error: what ended the request, as it was raised.
-        done: nothing more will be delivered.
-        cached_tokens: prompt tokens that a slot held already.
-        num_computed_tokens: positions of the sequence (prompt and output) that its slot holds during prefill.
-    """
-
-    prompt_token_ids: Sequence[int]
-    max_new_tokens: int | None = None
+    prompt_token_ids: Sequence[int]  # at least one
+    max_new_tokens: int | None = None  # None until the context is full
+    # its seed is resolved when the scheduler queues the request
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    stop: Sequence[str] = ()
-    stop_token_ids: frozenset[int] = frozenset()
-    prefill: str = "dense"
+    stop: Sequence[str] = ()  # texts before which the answer ends
+    stop_token_ids: frozenset[int] = frozenset()  # a token of these ends the answer, and is its last
+    prefill: str = "dense"  # one of ``PREFILL_POLICIES``
+    # the level to decode at, 0 for the dense model; None: the scheduler's default, resolved when queued
     sparsity: float | None = None
-    constraint: Constraint | None = None
-    score_prompt: bool = False
-    visible_special_tokens: frozenset[int] = frozenset()
-    measure_sparsity: bool = False
+    constraint: Constraint | None = None  # what the answer may be, for this request alone
+    score_prompt: bool = False  # give the prompt tokens' log-probabilities too; needs ``sampling.logprobs``
+    visible_special_tokens: frozenset[int] = frozenset()  # special tokens that are part of the answer's text
+    measure_sparsity: bool = False  # give the realised sparsity with the answer; the engine has to be measuring
 
-    status: Status = field(default=Status.WAITING, init=False)
+    status: Status = field(default=Status.WAITING, init=False)  # set by the scheduler
+    # None while under way; ``stop``, ``length``, ``cancelled`` or ``error``
     finish_reason: str | None = field(default=None, init=False)
-    error: Exception | None = field(default=None, init=False)
-    done: bool = field(default=False, init=False)
+    error: Exception | None = field(default=None, init=False)  # what ended the request, as it was raised
+    done: bool = field(default=False, init=False)  # nothing more will be delivered
     output_token_ids: list[int] = field(default_factory=list, init=False)
     scores: list[TokenScore] = field(default_factory=list, init=False)
     prompt_scores: list[TokenScore] | None = field(default=None, init=False)
-    cached_tokens: int = field(default=0, init=False)
+    cached_tokens: int = field(default=0, init=False)  # prompt tokens that a slot held already
+    # positions of the sequence (prompt and output) that its slot holds during prefill
     num_computed_tokens: int = field(default=0, init=False)
     prefill_started: float = field(default=0.0, init=False)
     first_token_time: float = field(default=0.0, init=False)

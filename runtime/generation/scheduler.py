@@ -1,11 +1,4 @@
-"""Continuous batching on token ids: which request is prefilled or decoded next.
-
-    step: admit a waiting request to a free slot -> prefill a chunk, or decode one token for every running request
-
-While a prompt is prefilled, one chunk of it comes between two tokens of the others. A request's tokens do not depend on
-what else is in the batch. All running requests are at one sparsity level; requests are admitted in the order in which
-they came, so one for another level waits until the batch is empty, and those behind it wait for it.
-"""
+"""Continuous batching on token ids: which request is prefilled or decoded next."""
 
 from __future__ import annotations
 
@@ -63,12 +56,7 @@ class _CachedPrefix:
 
 
 class PrefixCache:
-    """Which prompts the slots still hold.
-
-    Args:
-        block_size: prefixes are reused up to a multiple of it.
-        switch: sequences of more tokens use LongRoPE's long factors (``rotary.switch_length``).
-    """
+    """Which prompts the slots still hold."""
 
     def __init__(self, slots: int, block_size: int, switch: int | None) -> None:
         self._held = [_CachedPrefix() for _ in range(slots)]
@@ -134,9 +122,6 @@ class Scheduler:
     Not thread-safe, but for ``validate``.
 
     Args:
-        bundle: what the decoder was made of, at its default sparsity level; None if requests name no level.
-
-    Attributes:
         sparsity: the level in force; None after a switch that failed.
         default_sparsity: the level of requests that name none.
         stats: of the decode steps so far.
@@ -260,9 +245,6 @@ class Scheduler:
         Args:
             interrupted: decoding goes on from token to token until this is true, a request finishes, or a millisecond
                 has passed. None: one token.
-
-        Returns:
-            The requests that got tokens, at the end of their ``output_token_ids``.
         """
         if self.prefilling is None and self.waiting and None in self.slots:
             self._admit()

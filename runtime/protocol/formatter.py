@@ -1,8 +1,4 @@
-"""Answers as OpenAI's protocol has them, streamed or complete.
-
-Every answer goes through an ``AnswerParser``: text -> ThinkParser -> ToolCallParser -> deltas. A formatter writes the
-deltas as events of its protocol, or all of them as one object.
-"""
+"""Answers as OpenAI's protocol has them, streamed or complete."""
 
 from __future__ import annotations
 
@@ -37,7 +33,7 @@ def event(value: Mapping[str, Any]) -> bytes:
 class ThinkParser:
     """Splits one answer's text into a thought and what follows it, without the white space around either.
 
-    Attributes:
+    Args:
         tokens: how many of the tokens were thought, the tags among them.
     """
 
@@ -93,24 +89,16 @@ class ThinkParser:
 
 @dataclass(frozen=True)
 class Context:
-    """What formatting the answers to a request takes beside the request.
+    """What formatting the answers to a request takes beside the request."""
 
-    Attributes:
-        model: its name.
-        spell: a token's text.
-        count: number of answers.
-        prompt_tokens: of all prompts together.
-        echo: of each answer the prompt's text and first token, if the prompt is part of the answer.
-        thinks: whether answers begin inside a thought; None: no thoughts are split off.
-        call_parser: makes a parser of tool calls; its argument is ``ToolCallParser``'s ``whole``. None: no tools.
-    """
-
-    model: str
-    spell: Callable[[int], str]
-    count: int
-    prompt_tokens: int
+    model: str  # its name
+    spell: Callable[[int], str]  # a token's text
+    count: int  # number of answers
+    prompt_tokens: int  # of all prompts together
+    # of each answer the prompt's text and first token, if the prompt is part of the answer
     echo: Sequence[tuple[str, int]] = ()
-    thinks: bool | None = None
+    thinks: bool | None = None  # whether answers begin inside a thought; None: no thoughts are split off
+    # makes a parser of tool calls; its argument is ``ToolCallParser``'s ``whole``. None: no tools
     call_parser: Callable[[bool], ToolCallParser] | None = None
 
 

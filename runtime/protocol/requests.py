@@ -1,8 +1,4 @@
-"""OpenAI's requests for chats and completions, as pydantic models.
-
-A field that would change the answer and that this server does not have is refused under its name, unless its value
-changes nothing. Other unknown fields (``user``, ``metadata``, ...) are ignored. Null is the same as a field left out.
-"""
+"""OpenAI's requests for chats and completions, as pydantic models."""
 
 from __future__ import annotations
 

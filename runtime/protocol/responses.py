@@ -1,7 +1,4 @@
-"""OpenAI's ``/v1/responses``: the part of it that one answer to one conversation needs. Nothing is stored.
-
-A request becomes a ``ChatRequest``; the answer's deltas become items.
-"""
+"""OpenAI's ``/v1/responses``: the part of it that one answer to one conversation needs. Nothing is stored."""
 
 from __future__ import annotations
 

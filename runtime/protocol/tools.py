@@ -34,23 +34,14 @@ _ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separ
 
 @dataclass(frozen=True)
 class ToolSyntax:
-    """How a model writes tool calls.
+    """How a model writes tool calls."""
 
-    Attributes:
-        opens: marker before a call, or before the list of calls.
-        closes: optional marker behind a call.
-        key: name of the arguments' field.
-        listed: calls are a JSON list.
-        bare: a call may stand without its marker at the beginning of a line.
-        short_ids: the template accepts ids of nine letters and digits only.
-    """
-
-    opens: str
-    closes: str
-    key: str = "arguments"
-    listed: bool = False
-    bare: bool = False
-    short_ids: bool = False
+    opens: str  # marker before a call, or before the list of calls
+    closes: str  # optional marker behind a call
+    key: str = "arguments"  # name of the arguments' field
+    listed: bool = False  # calls are a JSON list
+    bare: bool = False  # a call may stand without its marker at the beginning of a line
+    short_ids: bool = False  # the template accepts ids of nine letters and digits only
 
     def new_id(self) -> str:
         return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
@@ -209,14 +200,7 @@ def _read_call(text: str, names: Collection[str]) -> tuple[str, str] | None:
 
 
 class ToolCallParser:
-    """Splits the text of one answer, as it comes, into content and tool calls.
-
-    Args:
-        names: the functions that were offered; a call of another one is content.
-        one: only the first call counts, further ones are dropped.
-        whole: a call is given when it is complete, so that one that breaks is content. Else it is given from its name
-            on, and one that breaks keeps the arguments that it has.
-    """
+    """Splits the text of one answer, as it comes, into content and tool calls."""
 
     def __init__(self, syntax: ToolSyntax, names: Collection[str], *, one: bool = False, whole: bool = True) -> None:
         self._syntax, self._names, self._one, self._whole = syntax, names, one, whole

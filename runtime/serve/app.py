@@ -1,10 +1,4 @@
-"""The server's routes and lifecycle: OpenAI's protocol over one engine.
-
-    body -> ChatRequest -> Encoder -> engine.submit ... chunks -> AnswerQueue -> ChatFormatter -> HTTP
-
-Prompts are encoded in one thread, grammars compiled in another, chunks come from the engine's thread. A client that
-goes away, or does not read for half a minute, takes its request with it.
-"""
+"""The server's routes and lifecycle: OpenAI's protocol over one engine."""
 
 from __future__ import annotations
 
@@ -53,22 +47,15 @@ _NOT_HERE = (
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """How a server listens.
+    """How a server listens."""
 
-    Attributes:
-        name: the model's, in answers and in ``/v1/models``.
-        port: 0 takes a free one.
-        max_queue: requests that may wait beside those in the batch.
-        api_key: what clients have to send, as ``Authorization: Bearer KEY``; None: nothing.
-        cors: origins whose pages may send requests, ``*`` for all.
-    """
-
-    name: str
+    name: str  # the model's, in answers and in ``/v1/models``
     host: str = "127.0.0.1"
-    port: int = 8000
-    max_queue: int = 64
+    port: int = 8000  # 0 takes a free one
+    max_queue: int = 64  # requests that may wait beside those in the batch
+    # what clients have to send, as ``Authorization: Bearer KEY``; None: nothing
     api_key: str | None = field(default=None, repr=False)
-    cors: Sequence[str] = ()
+    cors: Sequence[str] = ()  # origins whose pages may send requests, ``*`` for all
 
 
 class AnswerQueue:

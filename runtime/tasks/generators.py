@@ -1,10 +1,4 @@
-"""Questions of the tasks that ship with the project, made from a seed with the standard library alone.
-
-- ``interpreter_lines``: eight solved lines of a Python session and a ninth to solve; the answer is what Python prints.
-- ``interpreter_chains``: eight lines of a program, each from the value of the one before. A line is asked for after the
-  right values of those before it; a program is right only if every line is.
-- ``greedy_loops``: openings of code and prose; counts the greedy answers that end in a loop.
-"""
+"""Questions of the tasks that ship with the project, made from a seed with the standard library alone."""
 
 from __future__ import annotations
 
@@ -77,19 +71,12 @@ def make_problems(count: int, seed: int, solved: int = 8) -> list[Problem]:
 
 
 class Chain(NamedTuple):
-    """A program and its trace.
+    """A program and its trace."""
 
-    Attributes:
-        session: solved lines to begin with; ends with a line break.
-        sources: the program's lines, without ``>>>``.
-        answers: what the interpreter prints after each.
-        kind: ``arithmetic``, ``list`` or ``word``.
-    """
-
-    session: str
-    sources: list[str]
-    answers: list[str]
-    kind: str
+    session: str  # solved lines to begin with; ends with a line break
+    sources: list[str]  # the program's lines, without ``>>>``
+    answers: list[str]  # what the interpreter prints after each
+    kind: str  # ``arithmetic``, ``list`` or ``word``
 
     def questions(self) -> Iterator[str]:
         """For each line: the lines before it with their right values, then the line itself."""

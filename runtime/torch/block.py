@@ -1,10 +1,4 @@
-"""The transformer block in plain PyTorch. Every faster implementation must agree with it, and prompts are read by it.
-
-    x = x + out_norm(o(attention(q(n), k(n), v(n))))        n = in_norm(x)
-    x = x + out_norm(down(activation(gate(m)) * up(m)))     m = in_norm(x)
-
-In which norms there are, and in all else, architectures differ by data (``formats.architectures``). Shapes: x (T, H).
-"""
+"""The transformer block in plain PyTorch. Every faster implementation must agree with it, and prompts are read by it."""
 
 from __future__ import annotations
 

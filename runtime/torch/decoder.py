@@ -1,8 +1,4 @@
-"""The decoder in plain PyTorch: the readable one, with which the faster ones must agree.
-
-Each projection drops channels by its mask on the sparse positions, and multiplies by the whole weight all the same: it
-is right, not fast. Slots are decoded one after the other, so a sequence gives the same bits alone and in a batch.
-"""
+"""The decoder in plain PyTorch: the readable one, with which the faster ones must agree."""
 
 from __future__ import annotations
 

@@ -1,13 +1,4 @@
-"""The recurrent half of a hybrid model's blocks in plain PyTorch: a gated DeltaNet. Names are Hugging Face's.
-
-Positions are computed in chunks. Within one, with G the sum of the log decays up to and including a position,
-
-    (I + A) U = beta (V - exp(G) K S),     A_ij = beta_i (k_i . k_j) exp(G_i - G_j) for j < i
-    O         = exp(G) Q S + B U,          B_ij = (q_i . k_j) exp(G_i - G_j)        for j <= i
-    S        <- exp(G_last) S + (exp(G_last - G) K)^T U
-
-which equals the rule applied position by position: row i of U is what position i adds to the state S along its key.
-"""
+"""The recurrent half of a hybrid model's blocks in plain PyTorch: a gated DeltaNet. Names are Hugging Face's."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""vLLM's entry point: makes ``--quantization wisparse`` known, and recognises bundles.
-
-vLLM calls ``register`` in each of its processes, some more than once; it touches no GPU. A bundle's ``config.json`` has
-no ``quantization_config``, so that other programs load it dense, and vLLM asks no plug-in about such a model. But a
-plug-in may replace the parser of ``config.json``: ours adds, in memory, the entry that names us.
-"""
+"""vLLM's entry point: makes ``--quantization wisparse`` known, and recognises bundles."""
 
 from __future__ import annotations
 

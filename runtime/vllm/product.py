@@ -1,18 +1,4 @@
-"""The product of a masked layer as one torch operator, ``wisparse::masked_linear``.
-
-Which kernel runs is decided inside, where the number of rows is a plain number:
-
-    none is masked, no graph is captured     vLLM's dense product
-    up to SKIPPED_ROWS rows on a GPU         our sparse kernels, which leave channels unread
-    more of them, masked by `mask_ahead`     vLLM's dense product
-    up to SPARSE_ROWS rows                   our sparse kernels, unless the next was measured to be faster
-    up to MASKED_ROWS rows                   one product that masks in its own loop, where a tile for it was measured
-    more of them                             dense products of masked inputs, one for each projection
-    on a CPU, and in float32                 the same in plain torch
-
-The weights are channel-major, (K, N), for all of them. The input of a layer with one projection behind an elementwise
-step is masked by `mask_ahead` in plain torch, which the compiler fuses with that step.
-"""
+"""The product of a masked layer as one torch operator, ``wisparse::masked_linear``."""
 
 from __future__ import annotations
 

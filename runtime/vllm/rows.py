@@ -1,9 +1,4 @@
-"""Which rows of a batch are masked: with the policy ``dense`` those of decoded tokens, not those of prompts.
-
-A batch of vLLM's mixes both in one CUDA graph, so every product reads a tensor on the device, written before each batch,
-that says so for each row. Only vLLM's model runner knows how long a prompt is, and there is no hook before a forward
-pass: the runner's method that prepares a batch is wrapped.
-"""
+"""Which rows of a batch are masked: with the policy ``dense`` those of decoded tokens, not those of prompts."""
 
 from __future__ import annotations
 

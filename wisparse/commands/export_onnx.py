@@ -114,10 +114,9 @@ def check_export(folder: Path, bundle: Bundle, dtype: str) -> dict[str, float]:
     its own input in a decoding step: end to end, a score within a rounding error of its threshold is kept by one and
     dropped by the other, which changes the next blocks' scores in turn. How far that goes is reported, not judged.
 
-    Returns:
-        ``dense_error`` and ``projection_error`` (largest difference over the largest value), ``sparse_kl`` and
-        ``sparse_top1`` (of the sparse steps' logits against ours: mean KL in nats, fraction with the same first
-        choice), ``masks_kl`` (the same KL between our sparse and our dense steps, to compare with).
+    Returns: ``dense_error`` and ``projection_error`` (largest difference over the largest value), ``sparse_kl`` and
+    ``sparse_top1`` (of the sparse steps' logits against ours: mean KL in nats, fraction with the same first choice),
+    ``masks_kl`` (the same KL between our sparse and our dense steps, to compare with).
     """
     config = bundle.config
     # LongRoPE turns all positions by other angles beyond its switch: stay on one side of it.
