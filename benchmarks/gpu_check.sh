@@ -28,7 +28,7 @@ part 0 kernels python3 -m pytest -q -p no:cacheprovider -n 8 tests/triton_cases.
     tests/triton_sample_cases.py tests/triton_runtime_cases.py
 part 2 sanitize-memory python3 benchmarks/gpu_sanitize.py memcheck &
 part 3 sanitize-races python3 benchmarks/gpu_sanitize.py racecheck &
-part 0 gpu-tests python3 -m pytest -q -p no:cacheprovider -m gpu &
+part 0 gpu-tests python3 -m pytest -q -p no:cacheprovider -n 0 -m gpu &
 wait
 if [ -f "$failed" ]; then
     echo "failed: $(tr '\n' ' ' <"$failed")"
