@@ -499,17 +499,17 @@ def test_embedding_logits_and_argmax(dtype, cut, int8):
         scales[70] = scales[40]
     weight[70] = weight[40]  # a tie, to be won by the lower id
     out = Logits.empty(batch, vocabulary, DEVICE, block_v)
-    out.values.fill_(float("nan"))
+    out.logit.fill_(float("nan"))
     config = head_config(batch, k, parts, dtype)._replace(block_v=block_v, passes=passes, block_k=block_k)
     launch_logits(hidden, ssq, norm, weight, scales, out, eps=eps, config=config)
     x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
     exact = x.double() @ (weight.double() if scales is None else weight.double() * scales.double()[:, None]).T
-    assert_close(out.values, exact, dtype)
+    assert_close(out.logit, exact, dtype)
 
     positions = torch.tensor([3, 4, 5][:batch], dtype=torch.int32, device=DEVICE)
     following = torch.empty(batch, dtype=torch.int64, device=DEVICE)
     launch_argmax(out, tokens, following, positions)
-    lowest = [(row == row.max()).nonzero()[0].item() for row in out.values]
+    lowest = [(row == row.max()).nonzero()[0].item() for row in out.logit]
     assert following.tolist() == [-1 if t < 0 else v for t, v in zip(tokens.tolist(), lowest, strict=True)]
     assert positions.tolist() == [4, 4, 6][:batch]
 

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from wisparse.kernels.gpu import attention as attention_module
 from wisparse.kernels.gpu import delta_net as delta_net_module
-from wisparse.kernels.gpu import masked_gemm, packed_gemv, plan, sample
+from wisparse.kernels.gpu import head, masked_gemm, packed_gemv, plan, sample
 from wisparse.kernels.gpu.attention import QK_NORMS, AttentionShape, KVSlots, QKNorms, RotaryTables, Rows
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, Weights, Workspace
 from wisparse.kernels.gpu.head import Logits, _logits_kernel, head_config
@@ -239,6 +239,18 @@ def logits(arch: int, batch: int = 1, dtype: str = "bf16", norm: str | None = No
     return compile_kernel(_logits_kernel, arch, types, constants, 4 if batch == 1 else 2, config.stages)
 
 
+def ends(arch: int, name: str):
+    """The embedding, and the greedy choice."""
+    types = {
+        "token_ptr": "*i64", "embedding_ptr": "*bf16", "hidden_ptr": "*bf16", "ssq_ptr": "*fp32",
+        "logits": Logits("*fp32", "*fp32", "*i32"), "next_ptr": "*i64", "position_ptr": "*i32", "tiles": "i32",
+    }  # fmt: skip
+    kernel = getattr(head, f"_{name}_kernel")
+    constants = dict(MULTIPLIER=1.0, K=4096, TILES=16, BLOCK=256 if name == "embed" else 8192, PDL=arch >= 90)
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+    return compile_kernel(kernel, arch, {k: v for k, v in types.items() if k in kernel.arg_names}, constants, 8)
+
+
 def add(arch: int, norm: str | None, multiplier: float, dtype: str = "bf16", scaled: bool = False):
     types = {"half_ptr": f"*{dtype}", "hidden_ptr": f"*{dtype}", "ssq_ptr": "*fp32", "eps": "fp32"}
     constants = dict(MULTIPLIER=multiplier, K=4096, BLOCK=4096, PDL=arch >= 90)
@@ -388,6 +400,8 @@ def compiled_cases(arch: int, only: str = "") -> Iterator[tuple[str, Any]]:
         "mask": (mask, 3),
         "mask gemm": (mask_gemm, 64, GemvTile(64, 64, 1, 4, stages=4, unroll=1)),
         "subnormals": (subnormals,),
+        "embed": (ends, "embed"),
+        "argmax": (ends, "argmax"),
         **{f"sample {n}{' fp16' * half}": (sampling, n, half) for n in ("count", "threshold", "draw")
            for half in (False, True)},
         "sample count capped": (sampling, "count", False, 0.125, 30.0),

@@ -24,7 +24,7 @@ from .common import let_next_kernel_start, load_squares, reciprocal_rms, rms_nor
 class Logits(NamedTuple):
     """What the head leaves: values rounded to the weights' dtype, each tile's largest and its lowest id."""
 
-    values: Tensor  # (B, V) float32
+    logit: Tensor  # (B, V) float32 (Triton tuples have a ``values`` of their own)
     best: Tensor  # (B, tiles) float32; NaN if one of the tile's logits is
     best_id: Tensor  # (B, tiles) int32
 
@@ -131,7 +131,7 @@ def _logits_kernel(
                     x = rms_normalize(x, norm, rstd, dtype, ROUND_ONCE).to(tl.float32)
                     acc += x[None, :] * w.to(tl.float32)
             y = _as_logits(tl.sum(acc, axis=1), scale_ptr, v, V, dtype)
-            tl.store(out.values + v, y, mask=v < V)
+            tl.store(out.logit + v, y, mask=v < V)
             better = (v < V) & (y > best)
             best = tl.where(better, y, best)
             best_id = tl.where(better, v, best_id)
@@ -161,7 +161,7 @@ def _logits_kernel(
             acc = tl.dot(x, tl.trans(w.to(dtype)), acc, input_precision="ieee")
         for row in tl.static_range(BATCH):
             y = _as_logits(tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0), scale_ptr, v, V, dtype)
-            tl.store(out.values + row * V + v, y, mask=v < V)
+            tl.store(out.logit + row * V + v, y, mask=v < V)
             shown = tl.where((v < V) & (y == y), y, float("-inf"))
             broken = ((v < V) & (y != y)).to(tl.int32)
             _store_best(out, shown, v, broken, row * tl.num_programs(0) + tile)

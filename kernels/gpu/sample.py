@@ -187,7 +187,7 @@ def _count_kernel(
             tl.store(state.likeliest + row, tl.where(broken, -1, likeliest))
         if filtered:
             v = tile * TILE + tl.arange(0, TILE)
-            logit = tl.load(logits.values + row * V + v, mask=v < V, other=float("-inf"))
+            logit = tl.load(logits.logit + row * V + v, mask=v < V, other=float("-inf"))
             rank = _rank(logit, finish.half)
             if top_k < V:
                 # The head's tiles have top_k maxima of at least this rank: so many logits are not beaten by any other.
@@ -278,7 +278,7 @@ def _threshold_kernel(choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: 
 def _kept_weights(logits, row, tile, V, largest, temperature, threshold, min_p, finish: tl.constexpr):
     """Of one tile of the vocabulary: the ids, and the weights, 0 where a filter drops them."""
     v = tile * TILE + tl.arange(0, TILE)
-    logit = tl.load(logits.values + row * V + v, mask=v < V, other=float("-inf"))
+    logit = tl.load(logits.logit + row * V + v, mask=v < V, other=float("-inf"))
     weight = _weight(logit, largest, temperature, finish)
     return v, tl.where((v < V) & (_rank(logit, finish.half) <= threshold) & (weight >= min_p), weight, 0.0)
 
@@ -342,7 +342,7 @@ def launch_sample(
     """
     if dtype not in SAMPLED_DTYPES:
         raise ValueError(f"expected logits rounded to bfloat16 or float16, found {dtype}")
-    batch, vocabulary = logits.values.shape
+    batch, vocabulary = logits.logit.shape
     tiles, head_tiles = triton.cdiv(vocabulary, _TILE), logits.best.shape[1]
     tiles_pad, finish = triton.next_power_of_2(tiles), Finish(multiplier, cap, dtype == torch.float16)
     options = {"launch_pdl": True} if pdl else {}

@@ -271,4 +271,4 @@ class _ShortPrompt:
         given[3 : 3 + len(token_ids)] = token_ids
         self._given.copy_(given, non_blocking=True)
         self._replay()
-        return self._logits.values
+        return self._logits.logit

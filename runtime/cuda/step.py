@@ -295,7 +295,7 @@ class DecodeStep:
     @property
     def logits(self) -> Tensor:
         """(rows, V) float32, the head's products: before a model's multiplier and cap (``finish_logits``)."""
-        return self._logits.values
+        return self._logits.logit
 
     def replay(self, settings: Sequence[SamplingParams] = (), *, count: bool = False) -> None:
         """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
