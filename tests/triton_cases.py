@@ -73,7 +73,7 @@ def make_linear(
 def launch(
     linear: FusedLinear,
     given: Input,
-    output: Output,
+    target: Output,
     scratch: Scratch | None = None,
     *,
     tile: GemvTile | None = None,
@@ -81,11 +81,11 @@ def launch(
     counting: Counting | None = None,
     **planned: Any,
 ) -> Scratch:
-    """Plan and launch for all rows of the output."""
-    chosen = plan(linear.shape, len(output.out), tile=tile, pdl=planned.pop("pdl", False), **planned)
-    scratch = scratch or Scratch(DEVICE, output.out.dtype)
+    """Plan and launch for all rows of the target."""
+    chosen = plan(linear.shape, len(target.out), tile=tile, pdl=planned.pop("pdl", False), **planned)
+    scratch = scratch or Scratch(DEVICE, target.out.dtype)
     scratch.reserve(chosen)
-    launch_linear(linear, given, output, scratch, chosen, eps=eps, counting=counting)
+    launch_linear(linear, given, target, scratch, chosen, eps=eps, counting=counting)
     return scratch
 
 

@@ -214,6 +214,7 @@ def _mask_gemm_kernel(
     config: tl.constexpr,  # _MaskGemm
 ):
     K: tl.constexpr = config.k
+    BLOCK_M: tl.constexpr = config.block_m
     BLOCK_N: tl.constexpr = config.block_n
     BLOCK_K: tl.constexpr = config.block_k
     N: tl.constexpr = config.n0 + config.n1 + config.n2
@@ -223,11 +224,11 @@ def _mask_gemm_kernel(
     n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = n < of.width
     columns = of.first + n
-    m = tl.program_id(1) * config.block_m + tl.arange(0, config.block_m)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     there = m < M
     limit = tl.load(threshold_ptr + of.projection) * tl.load(row_mask_ptr + m, mask=there, other=0.0)
     lane = tl.arange(0, BLOCK_K)
-    acc = tl.zeros((config.block_m, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
         k = start + lane
         x_at = x_ptr + m.to(tl.int64)[:, None] * K + k[None, :]
