@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -64,6 +65,7 @@ def compressed(
 
     Scales come from our own rounding; codes, packing and what is said about them from the package.
     """
+    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 

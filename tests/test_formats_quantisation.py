@@ -45,6 +45,7 @@ def published(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 def by_the_package(folder: Path, name: str) -> torch.Tensor:
     """A weight as the package compressed-tensors widens it."""
+    pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors.base import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
 
