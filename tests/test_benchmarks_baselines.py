@@ -114,9 +114,3 @@ def test_a_rank_is_chosen_for_what_the_mask_drops() -> None:
     x = torch.cat([torch.ones(50, 16), torch.full((50, 16), 2.0)], dim=1)
     weight = torch.cat([torch.zeros(16, 16), torch.eye(16)], dim=1)
     assert choose_rank(x, weight, 0.5) == 0
-
-
-@pytest.mark.parametrize("method", ["cats", "rsparse"])
-def test_no_bundle_is_written_with_them(method: str) -> None:
-    with pytest.raises(UsageError, match=rf"--method {method} is measured by benchmarks/methods\.py and no longer wri"):
-        ConvertSettings("model", Path("out"), method=method).check()

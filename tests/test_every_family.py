@@ -23,10 +23,17 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.model_config import expected_tensors
 from wisparse.formats.verify import verify_bundle
 
+# One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
+FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
 # ``uniform``, without rotation, is cheap and shared by all tests here; ``refine`` is the default search, with the default
 # rotation.
 CASES = [
-    pytest.param(variant, search, marks=() if search == "uniform" else pytest.mark.exhaustive, id=f"{variant}-{search}")
+    pytest.param(
+        variant,
+        search,
+        marks=() if search == "uniform" and variant in FEATURES else pytest.mark.exhaustive,
+        id=f"{variant}-{search}",
+    )
     for variant in PLAIN
     for search in ("uniform", "refine")
 ]
@@ -35,11 +42,10 @@ SMALL = ["--num-samples", "4", "--seq-len", "24", "--device", "cpu"]
 # An interpreted token takes seconds, a compiled one none.
 INTERPRETED = not torch.cuda.is_available()
 TRITON_COUNT = 3 if INTERPRETED else COUNT
-# One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
-FEATURES = ("seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
+INTERPRETED_BY_DEFAULT = ("gemma2", "qwen3.5")
 TRITON_CASES = [
     *(
-        pytest.param(variant, "uniform", marks=() if variant in FEATURES else pytest.mark.exhaustive)
+        pytest.param(variant, "uniform", marks=() if variant in INTERPRETED_BY_DEFAULT else pytest.mark.exhaustive)
         for variant in PLAIN
     ),
     *(pytest.param(name, "wrapper", marks=pytest.mark.exhaustive) for name in WRAPPERS),

@@ -68,7 +68,7 @@ def test_quick_cases(outcomes) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # minutes each under the interpreter
 @pytest.mark.parametrize("title", CASES)
 def test_cases(title, outcomes) -> None:
     done = outcomes[CASES[title]].result()
