@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import baselines
 import pytest
 import torch
@@ -13,7 +11,6 @@ from tiny_source import tiny_source, tiny_tokens
 from torch.nn import functional
 
 from wisparse.converter.masking import MaskedModel
-from wisparse.converter.settings import ConvertSettings
 from wisparse.formats.errors import UsageError
 
 
