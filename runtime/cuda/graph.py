@@ -20,7 +20,8 @@ _REPETITIONS = 20
 def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """What repeats the launches that ``launch`` makes; asynchronous.
 
-    ``launch`` runs once before it is captured, which compiles its kernels, so it must do no harm then.
+    ``launch`` runs once before it is captured, which compiles its kernels, so it must do no harm then. The tensors that
+    it uses, but does not make, must be kept by the caller as long as the result: a graph keeps addresses.
     """
     if device.type != "cuda":
         return launch

@@ -263,6 +263,7 @@ class _ShortPrompt:
             )  # fmt: skip
 
         self._replay = capture(launch, device)
+        self._launch = launch  # the graph itself keeps no memory that was there before its capture, as the queries'
 
     def read(self, slot: int, start: int, token_ids: Tensor) -> Tensor:
         """Asynchronous."""
