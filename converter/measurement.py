@@ -146,7 +146,8 @@ def measure(
             dense[key] = source.model(input_ids=ids.to(source.device)[None], use_cache=False).logits[0].float()
         return dense[key]
 
-    levels, others = {}, {}
+    levels: dict[float, Quality] = {}
+    others: dict[float, Quality] = {}
     passes = sum(1 + len(result.thresholds_at) for result in results.values())
     with progress.stage("Measuring", fresh.num_samples * passes) as stage:
         for target, result in sorted(results.items()):

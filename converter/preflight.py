@@ -73,7 +73,8 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
-        settings, names = self.settings, ("num_parameters", "projection_parameters", "not_rotated", "calibration")
+        settings = self.settings
+        names: tuple[str, ...] = ("num_parameters", "projection_parameters", "not_rotated", "calibration")
         names += ("download_bytes", "untied_bytes", "bundle_bytes", "disk_free_bytes", "memory_bytes")
         return {
             "model": self.source.name,
@@ -246,7 +247,9 @@ def _spread_over(device: torch.device, free: int, working: int) -> dict[int | st
         return {"cpu": max(0, min(memory, free) - working)}
     first = device.index or 0
     gpus = [first, *(index for index in range(torch.cuda.device_count()) if index != first)]
-    room = {index: max(0, available_bytes(torch.device("cuda", index)) - working) for index in gpus}
+    room: dict[int | str, int] = {
+        index: max(0, available_bytes(torch.device("cuda", index)) - working) for index in gpus
+    }
     return {**room, "cpu": max(0, memory)}
 
 

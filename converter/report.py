@@ -231,7 +231,7 @@ FIGURES: Mapping[str, str] = {
 # Okabe and Ito's colours: told apart with any kind of colour vision, and in print.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _MARKERS = "osD^vPX"
-_STYLE = {"font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
+_STYLE: dict[Any, float] = {"font.size": 11, "axes.grid": True, "grid.alpha": 0.3, "axes.axisbelow": True}
 _STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
 

@@ -150,8 +150,8 @@ class ConvertSettings:
                 f"--search {self.search} makes a score of its own, so it cannot be --method {self.method}'s; "
                 "choose greedy, paper or uniform"
             )
-        for option, given in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
-            if given is not None and self.chosen_search != "paper":
+        for option, number in (("--num-generations", self.num_generations), ("--num-offspring", self.num_offspring)):
+            if number is not None and self.chosen_search != "paper":
                 raise UsageError(f"{option} belongs to --search paper, but the search is {self.chosen_search!r}")
         if self.weights != "native" and self.dtype != "auto":
             raise UsageError(

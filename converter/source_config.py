@@ -34,7 +34,7 @@ def full_config(config: Mapping[str, Any], names: Collection[str] | None = None)
     given = _text_config(config, str(model_type)) if wrapped else config
     if given.get("num_hidden_layers") is not None:  # lists of this length are made
         dimension(given, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
-    plain_type = WRAPPERS[str(model_type)][given["model_type"]] if wrapped else model_type
+    plain_type = WRAPPERS[str(model_type)][given["model_type"]] if wrapped else str(model_type)
     of_no_model, full = PreTrainedConfig().to_dict(), dict(given)
     # A wrapper's text model has fields of its class, and then those of the plain one.
     for read_as in dict.fromkeys((given["model_type"], plain_type)):

@@ -328,10 +328,10 @@ def _table(findings: Sequence[Finding]) -> str:
         newest = list(by_level.values())[-1]
         cells = [number(what, newest.dense, newest.dense_stderr)]
         for level in levels:
-            one = by_level.get(level)
+            found = by_level.get(level)
             # Of a speed the ratio, from one run, says more than the figure.
-            ratio = f" ({one.sparse / one.dense:.2f}x)" if one and what == "tok/s" and one.dense > 0 else ""
-            cells.append(number(what, one.sparse, one.sparse_stderr) + ratio if one else "–")
+            ratio = f" ({found.sparse / found.dense:.2f}x)" if found and what == "tok/s" and found.dense > 0 else ""
+            cells.append(number(what, found.sparse, found.sparse_stderr) + ratio if found else "–")
         # On one line, and with nothing that a table or a page would take for its own.
         name = re.sub(r"([\\|<>*_`\[\]])", r"\\\1", " ".join(f"{what}: {conditions}".split()))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")

@@ -101,7 +101,7 @@ class WisparseLM(TemplateLM):
 
     @torch.inference_mode()
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False, **_ignored: Any
     ) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether greedy decoding would give it."""
         limit = self.model.max_seq_len
@@ -273,7 +273,7 @@ def evaluate_tasks(
             f"the data of {names} cannot be read: {first_line(error)}; check the network and the harness's version"
         ) from error
     counts = _questions(outcome)
-    results = {}
+    results: dict[str, dict[str, float]] = {}
     for name, values in outcome["results"].items():
         results[name] = {QUESTIONS: counts[name]}
         for key, value in values.items():

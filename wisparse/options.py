@@ -78,20 +78,19 @@ loading_options = stacked(
     ),
 )
 
-_FRACTION = {"max": 1, "min": 0}
 sampling_options = stacked(
     _option("--max-new-tokens", type=click.IntRange(min=1), default=256, help="Longest answer, in tokens."),
     _option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy decoding."),
     click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample from the K likeliest tokens."),
     click.option(
         "--top-p",
-        type=click.FloatRange(**_FRACTION, min_open=True),
+        type=click.FloatRange(min=0, max=1, min_open=True),
         default=1.0,
         help="Sample from the likeliest tokens that reach this probability together.",
     ),
     click.option(
         "--min-p",
-        type=click.FloatRange(**_FRACTION),
+        type=click.FloatRange(min=0, max=1),
         default=0.0,
         help="Drop tokens below this share of the likeliest one's probability.",
     ),

@@ -377,7 +377,8 @@ class Run:
 
     def spread_within(self, block_sparsities: Sequence[float]) -> Allocation:
         """The paper's fine search: each block's sparsity over its projections, by block error."""
-        calib, result = self.calib, {}
+        calib = self.calib
+        result: Allocation = {}
 
         def compute(view: BlockView) -> Allocation:
             sizes = {name: calib.sizes[name] for name in view.names}

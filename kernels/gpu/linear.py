@@ -3,6 +3,8 @@ channels' product -> bias, activation or residual (``common.Input``, ``common.Ou
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -54,7 +56,7 @@ def launch_linear(
     ``eps``: of the RMSNorm; ``counting``: add up the kept channels (of a linear that is not dense).
     """
     weight, in_scratch = linear.weight, plan.launch.smem == ""
-    arguments = (
+    arguments: tuple[Any, ...] = (
         given,
         Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros),
         output,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import IntEnum
 
 import numpy as np
 import torch
@@ -134,7 +135,7 @@ class Step:
         """Count kept channels from zero."""
         self._counts.zero_()
 
-    def _fill(self, fields: type, values: dict) -> np.ndarray:
+    def _fill(self, fields: type[IntEnum], values: dict) -> np.ndarray:
         """A table's row: numbers, and the addresses of tensors, which are kept alive; None is 0."""
         row = np.zeros(len(fields), dtype=np.int64)
         for field, value in values.items():

@@ -32,8 +32,8 @@ def explain(decoder: Decoder, *, batch: int) -> str:
     step = _step(decoder, 1 << (batch - 1).bit_length(), None)
     seen: dict[tuple[str, str], list[int]] = {}
     for index, plans in enumerate(step.plans):
-        for role, chosen in plans.items():
-            seen.setdefault((role, str(chosen)), []).append(index)
+        for role, plan in plans.items():
+            seen.setdefault((role, str(plan)), []).append(index)
     lines = []
     for (role, chosen), blocks in seen.items():
         which = f"{len(blocks)} blocks" if len(blocks) > 1 else f"block {blocks[0]}"

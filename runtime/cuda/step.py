@@ -242,7 +242,7 @@ class DecodeStep:
             linear(role, given, Output(self._half) if separate[role] else Output(self.hidden, ssq))
             if separate[role]:
                 launches[f"{role} add"] = partial(
-                    launch_residual_add, self._half, self.hidden, ssq, norm=norm and norm.factors, scalar=scalar,
+                    launch_residual_add, self._half, self.hidden, ssq, norm=norm.factors if norm else None, scalar=scalar,
                     eps=eps, multiplier=config.residual_multiplier, pdl=pdl,
                 )  # fmt: skip
 

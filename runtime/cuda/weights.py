@@ -251,7 +251,8 @@ def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
     rest, blocks = iter(dense), []
     for block in weights.blocks:
         linears = (replace(linear, dense=next(rest)) for linear in block.linears)
-        blocks.append(replace(block, **dict(zip(LINEARS, linears, strict=True))))
+        changes: dict[str, Any] = dict(zip(LINEARS, linears, strict=True))
+        blocks.append(replace(block, **changes))
     return replace(weights, blocks=blocks)
 
 

@@ -221,7 +221,7 @@ def _print_all(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) 
     native = table["native"]
     _print_conditions(native, ", ".join(table))
     ground = compiled or native.dense
-    rows = []
+    rows: list[tuple[str, ...]] = []
     if compiled:
         name = f"{compiled.name}, {compiled.dtype}"
         rows.append((name, "dense", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}", "1.00x"))
@@ -275,6 +275,6 @@ def _print_one(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) 
         timed = []
         for role, row in found.kernels.items():
             ideal = row.get("ideal_us")
-            cells = (f"{ideal:.2f}", f"{ideal / row['us']:.0%}") if ideal else ("", "")
-            timed.append((role, f"{row['us']:.2f}", *cells))
+            bound = (f"{ideal:.2f}", f"{ideal / row['us']:.0%}") if ideal else ("", "")
+            timed.append((role, f"{row['us']:.2f}", *bound))
         print_table(("kernel", "us", "ideal us", "share"), timed)

@@ -49,8 +49,8 @@ class Batch:
                 continue
             found = parse_json(line.encode(), f"--input: line {number}", UsageError)
             prompt, messages = found.get("prompt"), found.get("messages")
-            is_chat = isinstance(messages, list) and messages and prompt is None
-            if is_chat:
+            is_chat = False
+            if isinstance(messages, list) and messages and prompt is None:
                 is_chat = all(
                     isinstance(one, dict)
                     and isinstance(one.get("role"), str)
