@@ -38,8 +38,6 @@ def test_every_unit_is_one_processs() -> None:
         rounds = list(Processes(0, size).rounds(10))
         assert sorted(unit for share in rounds for unit in share) == list(range(10))
         assert [min(share) for share in rounds] == list(range(0, 10, size)), "in order, round by round"
-        rows = [row for index in range(size) for row in Processes(index, size).rows(11, 3)]
-        assert sorted(rows) == list(range(11))
 
 
 def test_alone_everything_is_its_own() -> None:
