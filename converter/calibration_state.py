@@ -235,9 +235,12 @@ def block_inputs(
     joined: dict[tuple[int, ...], Tensor] = {}
     result = {}
     for name, parts in recorded.items():
+        if not parts:  # this process has no micro-batch
+            result[name] = _no_inputs(masked, name)
+            continue
         key = tuple(map(id, parts))
         if key not in joined:
-            joined[key] = torch.cat(parts) if parts else _no_inputs(masked, name)
+            joined[key] = torch.cat(parts)
         result[name] = joined[key]
     return result, out
 

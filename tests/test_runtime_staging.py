@@ -21,7 +21,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": tiny_config("qwen2"),
     "qwen3": tiny_config("qwen3"),
     "phi3": tiny_config("phi3", tie_word_embeddings=False),
-    "gemma3": tiny_config("gemma3_text", hidden_activation="gelu_pytorch_tanh"),
+    "gemma3": tiny_config(
+        "gemma3_text",
+        hidden_activation="gelu_pytorch_tanh",
+        query_pre_attn_scalar=16,
+        sliding_window=7,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "olmo2": tiny_config("olmo2"),
     "glm4": tiny_config("glm4", attention_bias=True),
     "hunyuan": tiny_config("hunyuan_v1_dense"),
