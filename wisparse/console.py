@@ -71,7 +71,7 @@ def print_table(
 ) -> None:
     """A table whose first ``left`` columns are text and whose others are figures, and a note below it.
 
-    160 columns wide where the output is no terminal.
+    As wide as it has to be where the output is no terminal, so that no figure is broken in two.
     """
     from rich.console import Console
     from rich.table import Table
@@ -82,7 +82,7 @@ def print_table(
     for row in rows:
         table.add_row(*row)
     console = Console(highlight=False, markup=False)
-    console.width = console.width if console.is_terminal else 160
+    console.width = console.width if console.is_terminal else 1000
     console.print(table)
     if note:
         console.print(note)
