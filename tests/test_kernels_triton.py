@@ -75,6 +75,7 @@ def test_cases(title, outcomes) -> None:
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
 
 
+@pytest.mark.exhaustive  # minutes
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "arch", [90, pytest.param(80, marks=pytest.mark.exhaustive), pytest.param(120, marks=pytest.mark.exhaustive)]
@@ -93,7 +94,12 @@ def test_kernels_compile_within_the_chips_limits(arch: int, outcomes) -> None:
         assert row["local"] == 0, row
         # Those without a block never reach the wait in the loop, and may not touch what is shared before another.
         # The product for many rows within vLLM is launched like any other, and so is what reads a prompt.
-        plainly = row["kernel"] == "mask gemm" or row["kernel"].startswith(("chunk", "subnormals"))
+        # Kernels with a mask by row are compiled without programmatic launches, as vLLM launches them.
+        plainly = (
+            row["kernel"] == "mask gemm"
+            or row["kernel"].startswith(("chunk", "subnormals"))
+            or "by row" in row["kernel"]
+        )
         waits = 2 if "idle" in row["kernel"] else 0 if plainly else 1
         assert row["waits"] == (row["arch"] >= 90) * waits, row
         # A sum that two threads poll is taken when one of them has seen it.
