@@ -5,7 +5,7 @@
 
 Neither is installed beside this project: optimum-onnx wants an older transformers. So this file imports nothing of
 ours. It compares exported folders with the prompts and answers that ``benchmarks/onnx_export.py --tokens TOKENS.json``
-wrote. One line of JSON for each; exit code 1 if any differs. ``tests/test_onnx_peers.py`` runs it, with that
+wrote. One line of JSON for each; exit code 1 if any differs. ``tests/test_onnx.py`` runs it, with that
 interpreter in WISPARSE_ONNX_PEERS_PYTHON.
 """
 

@@ -16,8 +16,8 @@ import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.model_config import ModelConfig
-from wisparse.formats.onnx.export import export_onnx
 from wisparse.runtime.backends import make_decoder
+from wisparse.runtime.onnx_export import export_onnx
 from wisparse.runtime.torch.delta_net import apply_delta_rule
 
 
@@ -103,7 +103,7 @@ def test_slots_join_and_leave_while_others_are_decoded(hybrid: Path) -> None:
 
 def test_no_export_without_recurrent_blocks(hybrid: Path, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="recurrent"):
-        export_onnx(Bundle.open(hybrid), tmp_path / "out", [])
+        export_onnx(Bundle.open(hybrid), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 

@@ -1,1 +1,0 @@
-"""A bundle as an ONNX folder: the graph, and the files around it."""
