@@ -26,8 +26,18 @@ from gpu_models import SHAPES, need_gpu
 
 from wisparse.formats.model_config import ModelConfig
 from wisparse.kernels.gpu.common import Input, KVSplits, Output
-from wisparse.kernels.gpu.linear import Scratch, launch_linear
-from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, plan, regime, remember_tiles, tuned_key
+from wisparse.kernels.gpu.plan import (
+    GemvTile,
+    Gpu,
+    Scratch,
+    gpu_of,
+    launch_linear,
+    most_reducers,
+    plan,
+    regime,
+    remember_tiles,
+    tuned_key,
+)
 from wisparse.kernels.gpu.weights import BITS, DeviceWeight, FusedLinear, LinearShape, empty_weight, unquantized
 from wisparse.kernels.reference import keep_mask
 

@@ -22,7 +22,6 @@ from triton_decoder_cases import make_bundle
 
 from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu import plan as plan_module
-from wisparse.kernels.gpu.linear import apply_linear
 from wisparse.kernels.gpu.plan import (
     GemvTile,
     Gpu,
@@ -180,7 +179,7 @@ def test_a_launch_whose_programs_would_wait_for_ever_is_refused(reducers, multip
 def test_reducers_are_refused_where_programs_run_one_after_the_other():
     linear = FusedLinear(unquantized(torch.ones(50, 72), (72,)), None, torch.ones(1, 50), torch.zeros(1), False)
     with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu, found 4"):
-        apply_linear(torch.ones(1, 50), linear, GemvTile(block_n=64, splits=4, warps=2, reducers=2))
+        plan(linear.shape, 1, tile=GemvTile(block_n=64, splits=4, warps=2, reducers=2))
 
 
 @given(st.integers(1, 10**6), st.integers(1, 16))

@@ -15,17 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-from wisparse.kernels.gpu import plan as plan_module
 from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
-from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output, smem_source
+from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
-from wisparse.kernels.gpu.head import Logits, head_config, launch_argmax, launch_embed, launch_logits
-from wisparse.kernels.gpu.linear import Scratch, apply_linear, launch_linear
+from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
 from wisparse.kernels.gpu.masked_gemm import mask_gemm, mask_rows
-from wisparse.kernels.gpu.plan import GemvTile, plan
+from wisparse.kernels.gpu.plan import GemvTile, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, unquantized
-from wisparse.kernels.reference import keep_mask, sparse_linear
+from wisparse.kernels.reference import keep_mask
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
@@ -89,6 +87,12 @@ def launch(
     return scratch
 
 
+def apply_linear(x: torch.Tensor, linear: FusedLinear, tile: GemvTile | None = None) -> torch.Tensor:
+    out = torch.full((len(x), linear.out_features), float("nan"), dtype=x.dtype, device=DEVICE)
+    launch(linear, Input(x), Output(out), tile=tile, pdl=None)
+    return out
+
+
 def twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
     """(B, N) float64, each projection by reference.sparse_linear on the same mask."""
     parts = []
@@ -134,30 +138,29 @@ SHAPES = [
     ((128,), 96, 0.0, True),
     ((100,), 64, 1.0, True),  # every channel dropped: the bias alone is left
 ]
+BATCH_SHAPES = [((200, 60), 77, 0.5, True), ((128, 128), 640, 0.6, True), ((256, 64, 64), 640, 0.0, True)]
+LONG, LONG_TILE = ((64,), 6000, 0.5, False), GemvTile(block_n=64, block_k=16, splits=1, stages=3)
 PDL = not INTERPRETED and torch.cuda.get_device_capability() >= (9, 0)
 
 
-# One row, rows that share a list, all channels.
-@pytest.mark.parametrize(*pairwise(dtype=DTYPES, tile=TILES, batch=[1, 2, 5], shape=SHAPES))
+# One row, rows that share a list, all channels; many rows.
+@pytest.mark.parametrize(
+    ("dtype", "tile", "batch", "shape"),
+    [
+        *pairwise(dtype=DTYPES, tile=TILES, batch=[1, 2, 5], shape=SHAPES)[1],
+        *pairwise(dtype=DTYPES, tile=BATCH_TILES, batch=[3, 8, 11], shape=BATCH_SHAPES)[1],
+        pytest.param(torch.float16, GemvTile(64, 8, 2), 1, SHAPES[1], marks=pytest.mark.quick),
+        pytest.param(torch.float16, GemvTile(64, 8, 2), 3, SHAPES[1], marks=pytest.mark.quick),
+        # Lists that are longer than shared memory.
+        *[(torch.float16, replace(LONG_TILE, lead=lead), batch, LONG) for batch, lead in ((1, 2), (2, 0), (8, 0))],
+    ],
+)
 def test_linears_are_the_twins(dtype, tile, batch, shape):
     widths, k, sparsity, bias = shape
     linear = make_linear(widths, k, dtype, sparsity, bias=bias)
     x = rows(batch, k, dtype)
-    assert_close(apply_linear(x, linear, tile), twin(x, linear), dtype)
-
-
-@pytest.mark.parametrize(
-    *pairwise(
-        dtype=DTYPES,
-        tile=BATCH_TILES,
-        batch=[3, 8, 11],
-        shape=[((200, 60), 77, 0.5), ((128, 128), 640, 0.6), ((256, 64, 64), 640, 0.0)],
-    )
-)
-def test_many_rows_are_the_twins(dtype, tile, batch, shape):
-    widths, k, sparsity = shape
-    linear = make_linear(widths, k, dtype, sparsity, bias=True)
-    x = rows(batch, k, dtype)
+    if shape is LONG:
+        assert plan(linear.shape._replace(device=torch.device("meta")), batch, tile=tile).launch.smem == ""
     assert_close(apply_linear(x, linear, tile), twin(x, linear), dtype)
 
 
@@ -181,47 +184,31 @@ def test_kept_channels_are_counted_row_by_row(dtype, tile, batch):
     assert torch.equal(cells.sum(2) - 7 * tile.splits, torch.stack([3 * expected, 2 * expected]))
 
 
-@pytest.mark.parametrize(("batch", "lead"), [(1, 2), (2, 0), (8, 0)])
-def test_lists_longer_than_shared_memory_are_the_twins(batch, lead):
-    linear = make_linear((64,), 6000, torch.float16, 0.5)
-    tile = GemvTile(block_n=64, block_k=16, splits=1, stages=3, lead=lead)
-    assert smem_source(2 * 4 * 6000) == "" != smem_source(2 * 4 * 600)
-    assert plan(linear.shape._replace(device=torch.device("meta")), batch, tile=tile).launch.smem == ""
-    x = rows(batch, 6000, torch.float16)
-    assert_close(apply_linear(x, linear, tile), twin(x, linear), torch.float16)
-
-
-def test_launches_that_begin_early_leave_the_lists_of_the_one_before_alone():
-    # float32's lists lie in scratch memory, the same for all launches; early starts need compute capability 9.0.
-    linears = [make_linear((96,), 300, torch.float32, 0.5, seed=seed) for seed in (0, 1)]
-    tile = GemvTile(block_n=64, block_k=2, splits=4, unroll=2, trigger=1)
-    xs = [rows(1, 300, torch.float32, seed=seed) for seed in range(4 if INTERPRETED else 200)]
-    outs = [torch.full((1, 96), float("nan"), device=DEVICE) for _ in xs]
-    scratch = None
-    for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
-        scratch = launch(linears[i % 2], Input(x), Output(out), scratch, tile=tile, pdl=PDL)
-    for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
-        assert_close(out, twin(x, linears[i % 2]), torch.float32)
-
-
 SPINNING = [tile for tile in TILES + BATCH_TILES if tile.reducers] + [
     GemvTile(64, 8, 4, 2, stages=3, trigger=2, reducers=1)
 ]
 
 
-@pytest.mark.parametrize(*pairwise(tile=SPINNING, dtype=DTYPES, batch=[1, 8]))
-def test_launches_one_after_the_other_take_their_own_sums(dtype, tile, batch):
+@pytest.mark.parametrize(
+    ("tile", "dtype", "batch"),
+    [
+        *pairwise(tile=SPINNING, dtype=DTYPES, batch=[1, 8])[1],
+        # float32's lists lie in scratch memory, the same for all launches; early starts need compute capability 9.0.
+        (GemvTile(block_n=64, block_k=2, splits=4, unroll=2, trigger=1), torch.float32, 1),
+    ],
+)
+def test_launches_one_after_the_other_leave_each_other_alone(dtype, tile, batch):
     # A sum that is taken too early, or left over for the next launch, would show in one of many.
-    linear = make_linear((96,), 300, dtype, 0.5)
+    linears = [make_linear((96,), 300, dtype, 0.5, seed=seed) for seed in (0, 1)]
     xs = [rows(batch, 300, dtype, seed=seed) for seed in range(3 if INTERPRETED else 500)]
     runs, scratch = [], None
     for _ in range(2):
         outs = [torch.full((batch, 96), float("nan"), dtype=dtype, device=DEVICE) for _ in xs]
-        for x, out in zip(xs, outs, strict=True):
-            scratch = launch(linear, Input(x), Output(out), scratch, tile=tile, pdl=PDL)
+        for i, (x, out) in enumerate(zip(xs, outs, strict=True)):
+            scratch = launch(linears[i % 2], Input(x), Output(out), scratch, tile=tile, pdl=PDL)
         runs.append(outs)
-    for x, first, second in zip(xs, *runs, strict=True):
-        assert_close(first, twin(x, linear), dtype)
+    for i, (x, first, second) in enumerate(zip(xs, *runs, strict=True)):
+        assert_close(first, twin(x, linears[i % 2]), dtype)
         assert torch.equal(first, second)
 
 
@@ -230,23 +217,27 @@ def test_without_spinning_the_last_program_adds_up(monkeypatch):
     tile = GemvTile(64, 8, 4, 2, reducers=1)
     found = apply_linear(x, linear, tile)
     monkeypatch.setenv("WISPARSE_SPINNING", "0")
-    plan_module.plan.cache_clear()
-    try:
-        assert plan(linear.shape, 1, tile=tile).tile.reducers == 0
-        assert torch.equal(apply_linear(x, linear, tile), found)
-    finally:
-        plan_module.plan.cache_clear()
+    plan.cache_clear()
+    assert plan(linear.shape, 1, tile=tile).tile.reducers == 0
+    assert torch.equal(apply_linear(x, linear, tile), found)
+    plan.cache_clear()
 
 
-@pytest.mark.parametrize(*pairwise(dtype=DTYPES, case=[(TILES[3], 1), (TILES[2], 2), (BATCH_TILES[1], 5)]))
-def test_rows_that_are_not_masked_keep_all_channels(dtype, case):
+@pytest.mark.parametrize(
+    *pairwise(dtype=DTYPES[1:], case=[(TILES[3], 1), (TILES[2], 2), (BATCH_TILES[1], 5), (None, 19)], k=[130, 128])
+)
+def test_rows_that_are_not_masked_keep_all_channels(dtype, case, k):
+    """In the decoder's kernels; in vLLM's for many rows (no tile)."""
     tile, batch = case
-    linear, x = make_linear((64, 37), 130, dtype, 0.5), rows(batch, 130, dtype)
+    linear, x = make_linear((64, 37 if k == 130 else 64), k, dtype, 0.5, bias=k == 130), rows(batch, k, dtype)
     whole = twin(x, replace(linear, thresholds=torch.zeros_like(linear.thresholds)))
     for first in (0, 1):
         masked = torch.tensor([float((row + first) % 2) for row in range(batch)], device=DEVICE)
-        out = torch.full((batch, 101), float("nan"), dtype=dtype, device=DEVICE)
-        launch(linear, Input(x, row_mask=masked), Output(out), tile=tile)
+        if tile is None:
+            out = mask_gemm(x, linear, masked, GemvTile(64, 64, 1, stages=3))
+        else:
+            out = torch.full((batch, linear.out_features), float("nan"), dtype=dtype, device=DEVICE)
+            launch(linear, Input(x, row_mask=masked), Output(out), tile=tile)
         assert_close(out, torch.where(masked[:, None] > 0, twin(x, linear), whole), dtype)
 
 
@@ -265,33 +256,6 @@ def test_copies_of_many_rows_are_masked_as_the_reference(dtype, copies, of):
         assert torch.equal(found[copy].nan_to_num(7), expected.nan_to_num(7))
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("batch", [1, 3])
-def test_a_masked_product_is_the_twins(batch):
-    linear = make_linear((64, 20), 50, torch.float16, 0.5, bias=True)
-    x = rows(batch, 50, torch.float16)
-    assert_close(apply_linear(x, linear, GemvTile(block_n=64, block_k=8, splits=2)), twin(x, linear), torch.float16)
-
-
-@pytest.mark.parametrize("dtype", DTYPES[1:])
-@pytest.mark.parametrize(("widths", "k", "bias"), [((64, 37), 130, True), ((64, 64), 128, False)])
-def test_many_rows_in_one_launch_are_the_twins(dtype, widths, k, bias):
-    linear = make_linear(widths, k, dtype, 0.5, bias=bias)
-    x = rows(19, k, dtype)
-    masked = torch.tensor([float(row % 3 > 0) for row in range(19)], device=DEVICE)
-    whole = twin(x, replace(linear, thresholds=torch.zeros_like(linear.thresholds)))
-    found = mask_gemm(x, linear, masked, GemvTile(64, 64, 1, stages=3))
-    assert_close(found, torch.where(masked[:, None] > 0, twin(x, linear), whole), dtype)
-
-
-def test_twin_here_is_the_reference():
-    linear = make_linear((24, 8), 32, torch.float32, 0.5, bias=True)
-    x = rows(2, 32, torch.float32)
-    weight = linear.weight.data[:, :24].T
-    whole = sparse_linear(x, weight, linear.bias[:24], linear.scales[0], linear.thresholds[0])
-    torch.testing.assert_close(twin(x, linear)[:, :24].float(), whole, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize(*pairwise(dtype=[torch.float32, torch.float16], tile=TILES, batch=[1, 2, 5]))
 def test_poisoned_buffers_do_not_show(dtype, tile, batch):
     linear, x = make_linear((72,), 50, dtype, 0.5), rows(batch, 50, dtype)
@@ -306,20 +270,6 @@ def test_poisoned_buffers_do_not_show(dtype, tile, batch):
         assert_close(out, twin(x, linear), dtype)
     assert (scratch.polled == EMPTY).all()
     assert not scratch.counter.any()
-
-
-@pytest.mark.parametrize("reducers", [-1, 3, 8])
-def test_reducers_have_to_fit_the_tile(reducers):
-    expected = "power of two up to splits" if reducers > 0 else "reducers: expected an integer of at least 0, found -1"
-    with pytest.raises(ValueError, match=expected):
-        GemvTile(block_n=64, splits=4, reducers=reducers)
-
-
-def test_no_sum_is_polled_by_two_threads():
-    """Seen on a GPU: 4 splits of 16 columns and 128 threads. One saw the last sum arrive, its double had not."""
-    GemvTile(block_n=64, splits=4, warps=2, reducers=4)
-    with pytest.raises(ValueError, match="for every thread"):
-        GemvTile(block_n=64, splits=4, warps=4, reducers=4)
 
 
 @pytest.mark.parametrize("tile", [TILES[0], TILES[1], TILES[4]])
@@ -396,91 +346,81 @@ def test_gate_and_up_in_one_launch(dtype, batch, tile):
     assert_close(out, torch.nn.functional.silu(both[:, :90]) * both[:, 90:], dtype)
 
 
-def attention_twin(qkv, k_cache, v_cache, positions, cos, sin, heads, window, qk_norm, eps):
-    """(B, heads, D) float32, row by row; writes the cache as the kernel does."""
-    kv_heads, d = k_cache.shape[1], k_cache.shape[3]
-    wide = torch.float32
-    out = torch.zeros(len(positions), heads, d, dtype=wide, device=DEVICE)
+def attention_twin(qkv, caches, positions, rotary, shape, norms, eps):
+    """(B, heads, D) float32, row by row; writes the caches as the kernel does."""
+    d, group = shape.d, shape.heads // shape.kv_heads
+    out = torch.zeros(len(positions), shape.heads, d, device=DEVICE)
     for b, p in enumerate(positions.tolist()):
         if p < 0:
             continue
-        q, k, v = qkv[b].view(-1, d).split([heads, kv_heads, kv_heads])
-        if qk_norm is not None:
-            q, k = (
-                weight * (t.to(wide) * torch.rsqrt(t.to(wide).square().mean(-1, keepdim=True) + eps)).to(t.dtype)
-                for t, weight in ((q, qk_norm[0]), (k, qk_norm[1]))
-            )
-        half = cos.shape[1]
-
-        def rotate(t, p=p, half=half):
-            x1, x2, rest = t[:, :half], t[:, half : 2 * half], t[:, 2 * half :]
-            return torch.cat([x1 * cos[p] - x2 * sin[p], x2 * cos[p] + x1 * sin[p], rest], 1)
-
-        q, k = rotate(q), rotate(k)
-        k_cache[b, :, p], v_cache[b, :, p] = k, v
-        low = max(0, p + 1 - window) if window else 0
-        keys, values = k_cache[b, :, low : p + 1].to(wide), v_cache[b, :, low : p + 1].to(wide)
-        q = q.to(wide).view(kv_heads, heads // kv_heads, d)
-        weights = torch.softmax(q @ keys.transpose(1, 2) / math.sqrt(d), -1)
-        out[b] = (weights @ values).view(heads, d)
+        q, k, v = qkv[b].view(-1, d).split([shape.heads, shape.kv_heads, shape.kv_heads])
+        rotated = []
+        for x, norm in zip((q, k), norms, strict=True):
+            if norm is not None:
+                x = norm * torch.nn.functional.rms_norm(x.float(), (d,), eps=eps).to(x.dtype)
+            x1, x2, rest = x.tensor_split((shape.rotary // 2, shape.rotary), 1)
+            cos, sin = rotary.cos[p], rotary.sin[p]
+            rotated.append(torch.cat([x1 * cos - x2 * sin, x2 * cos + x1 * sin, rest], 1))
+        for cache, new in zip(caches, (rotated[1], v), strict=True):
+            cache[b, :, p] = new
+        low = max(0, p + 1 - shape.window) if shape.window else 0
+        keys, values = (cache[b, :, low : p + 1].float().repeat_interleave(group, 0) for cache in caches)
+        weights = torch.softmax(rotated[0].float()[:, None] @ keys.transpose(1, 2) / math.sqrt(d), -1)
+        out[b] = (weights @ values)[:, 0]
     return out
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "d", "rotary", "positions", "window", "qk_norm", "block_t"),
+    ("shape", "positions", "normed"),
     [
-        (4, 2, 16, 16, [37], None, False, 16),
-        (4, 2, 16, 16, [37], None, False, None),
-        (6, 2, 24, 16, [0, 29, -1], None, True, 16),  # padded head, partial rotary, an idle row
-        (4, 4, 32, 32, [50], 10, False, 16),  # sliding window
-        (8, 2, 128, 128, [60], None, False, None),  # as most models have them
-        (4, 1, 320, 320, [37], None, True, None),  # wide
+        (AttentionShape(4, 2, 16, 16), [290], False),
+        (AttentionShape(6, 2, 24, 16), [0, 290, -1], True),  # padded head, partial rotary, an idle row
+        (AttentionShape(4, 4, 32, 32, window=150), [290], False),
+        (AttentionShape(8, 2, 128, 128), [60], False),  # as most models have them
+        (AttentionShape(4, 1, 320, 320), [37], True),  # wide
     ],
 )
-def test_attention_then_projection(dtype, heads, kv_heads, d, rotary, positions, window, qk_norm, block_t):
-    batch, length, splits = len(positions), 64, 4
-    stored = dtype
-    qkv = rows(batch, (heads + 2 * kv_heads) * d, stored)
-    caches = [rows(batch * kv_heads, length * d, stored, seed=s).view(batch, kv_heads, length, d) for s in (4, 5)]
-    angle = torch.rand(length, rotary // 2, generator=torch.Generator().manual_seed(6)) * 6
-    cos, sin = angle.cos().to(DEVICE, stored), angle.sin().to(DEVICE, stored)
-    norms = tuple((1 + 0.1 * rows(1, d, dtype, seed=s)[0]).to(dtype) for s in (7, 8)) if qk_norm else None
+def test_attention_then_projection(dtype, shape, positions, normed):
+    batch, length, splits, d = len(positions), 300, 4, shape.d
+    qkv = rows(batch, (shape.heads + 2 * shape.kv_heads) * d, dtype)
+    cache_shape = batch, shape.kv_heads, length, d
+    caches = [rows(batch * shape.kv_heads, length * d, dtype, seed=s).view(cache_shape) for s in (4, 5)]
+    angle = torch.rand(length, shape.rotary // 2, generator=torch.Generator().manual_seed(6)) * 6
+    rotary = RotaryTables(angle.cos().to(DEVICE, dtype), angle.sin().to(DEVICE, dtype), None)
+    norms = [(1 + 0.1 * rows(1, d, dtype, seed=s)[0]).to(dtype) if normed else None for s in (7, 8)]
     place = torch.tensor(positions, dtype=torch.int32, device=DEVICE)
     expected_caches = [cache.clone() for cache in caches]
-    expected = attention_twin(qkv, *expected_caches, place, cos, sin, heads, window, norms, 1e-6)
+    expected = attention_twin(qkv, expected_caches, place, rotary, shape, norms, 1e-6)
 
     out = KVSplits(
-        torch.full((batch, heads, splits, d), float("nan"), device=DEVICE),
-        *torch.full((2, batch, heads, splits), float("nan"), device=DEVICE),
+        torch.full((batch, shape.heads, splits, d), float("nan"), device=DEVICE),
+        *torch.full((2, batch, shape.heads, splits), float("nan"), device=DEVICE),
     )
     launch_attention(
-        qkv, KVSlots(*caches, length), Rows(place.sign().long(), place), RotaryTables(cos, sin, None), out,
-        AttentionShape(heads, kv_heads, d, rotary, window or 0), scale=d**-0.5,
-        norms=QKNorms(*(norms or (None, None)), 1e-6), block_t=block_t,
+        qkv, KVSlots(*caches, length), Rows(place.sign().long(), place), rotary, out, shape, scale=d**-0.5,
+        norms=QKNorms(*norms, 1e-6),
     )  # fmt: skip
     for found, wanted in zip(caches, expected_caches, strict=True):
-        assert_close(found, wanted, stored)
+        assert_close(found, wanted, dtype)
     factor = torch.exp2(out.maximum - out.maximum.amax(2, keepdim=True))
     combined = (out.x * factor[..., None]).sum(2) / (out.total * factor).sum(2)[..., None]
     active = place >= 0
-    assert_close(combined[active], expected[active], stored)
+    assert_close(combined[active], expected[active], dtype)
 
     # o_proj reads the splits itself.
-    linear = make_linear((40,), heads * d, dtype, 0.4)
-    y = torch.full((batch, 40), float("nan"), dtype=stored, device=DEVICE)
+    linear = make_linear((40,), shape.heads * d, dtype, 0.4)
+    y = torch.full((batch, 40), float("nan"), dtype=dtype, device=DEVICE)
     given, tile = Input(None, attention=out), GemvTile(block_n=64, splits=2)
     launch(linear, given, Output(y), tile=tile, kv_splits=splits, head_dim=d)
-    assert_close(y[active], twin(combined.to(stored).view(batch, -1), linear)[active], stored)
+    assert_close(y[active], twin(combined.to(dtype).view(batch, -1), linear)[active], dtype)
 
 
-# Rows of 48 in two parts, or whole; int8 rows.
-@pytest.mark.parametrize(
-    *pairwise(dtype=DTYPES, cut=[(1, 1, 32), (1, 4, 32), (1, 4, 64), (3, 1, 32)], int8=[False, True])
-)
-def test_embedding_logits_and_argmax(dtype, cut, int8):
-    batch, passes, block_k = cut
-    vocabulary, k, eps, parts, block_v = 101, 48, 1e-5, 2, 32
+# One row: whole rows of the weights, of one block of channels, of one in several passes, and in blocks; several rows.
+@pytest.mark.parametrize(*pairwise(dtype=DTYPES, size=[(1, 48), (1, 2100), (1, 4200), (3, 300)], int8=[False, True]))
+def test_embedding_logits_and_argmax(dtype, size, int8):
+    batch, k = size
+    vocabulary, eps, parts = 101, 1e-5, 2
     embedding = rows(vocabulary, k, dtype)
     tokens = torch.tensor([5, -1, 100][:batch], device=DEVICE)
     hidden = torch.full((batch, k), float("nan"), dtype=dtype, device=DEVICE)
@@ -498,10 +438,9 @@ def test_embedding_logits_and_argmax(dtype, cut, int8):
         weight = torch.round(weight.float() / scales[:, None]).to(torch.int8)
         scales[70] = scales[40]
     weight[70] = weight[40]  # a tie, to be won by the lower id
-    out = Logits.empty(batch, vocabulary, DEVICE, block_v)
+    out = Logits.empty(batch, vocabulary, DEVICE)
     out.logit.fill_(float("nan"))
-    config = head_config(batch, k, parts, dtype)._replace(block_v=block_v, passes=passes, block_k=block_k)
-    launch_logits(hidden, ssq, norm, weight, scales, out, eps=eps, config=config)
+    launch_logits(hidden, ssq, norm, weight, scales, out, eps=eps)
     x = norm * (hidden.float() * torch.rsqrt(hidden.float().square().mean(1, keepdim=True) + eps)).to(dtype)
     exact = x.double() @ (weight.double() if scales is None else weight.double() * scales.double()[:, None]).T
     assert_close(out.logit, exact, dtype)
@@ -519,31 +458,29 @@ def test_embedding_logits_and_argmax(dtype, cut, int8):
 def test_delta_net_is_the_rule_position_by_position(dtype, normed):
     """Two steps of three rows, one of them idle, whose sides keep what they hold; heads that share keys, odd sizes."""
     generator = torch.Generator().manual_seed(5)
-    activations, wide = dtype, torch.float32
-    hidden, key_heads, heads, key_dim, value_dim, taps, rows = 72, 2, 6, 12, 20, 3, 3
+    hidden, key_heads, heads, key_dim, value_dim, taps, rows, eps = 72, 2, 6, 12, 20, 3, 3, 1e-5
     mixed, values = 2 * key_heads * key_dim + heads * value_dim, heads * value_dim
 
-    def random(*shape, kind=activations):
+    def random(*shape, kind=dtype):
         return torch.randn(shape, generator=generator).to(kind).to(DEVICE)
 
     weights = DeltaTensors(
         random(heads, hidden), random(heads, hidden), random(mixed, 1, taps), random(heads), random(heads),
         random(value_dim),
     )  # fmt: skip
-    inputs, state = random(2, rows, taps - 1, mixed), random(2, rows, heads, key_dim, value_dim, kind=wide)
+    inputs, state = random(2, rows, taps - 1, mixed), random(2, rows, heads, key_dim, value_dim, kind=torch.float32)
     memory = DeltaMemory(inputs, state, inputs.stride(0), state.stride(0))
     tokens = torch.tensor([3, -1, 0], device=DEVICE)
     positions = torch.tensor([4, 4, 7], dtype=torch.int32, device=DEVICE)
     idle = inputs[:, 1].clone(), state[:, 1].clone()
     kept = {row: [side.double() for side in (inputs[at % 2, row], state[at % 2, row])] for row, at in ((0, 4), (2, 7))}
-    out = torch.empty(rows, values, dtype=activations, device=DEVICE)
-    eps = 1e-5
+    out = torch.empty(rows, values, dtype=dtype, device=DEVICE)
     norm = random(hidden) if normed else None
     a, b, kernel, log_rate, dt_bias, head_norm = (tensor.double() for tensor in weights)
     silu = torch.nn.functional.silu
     for _ in range(2):
         x, new = random(rows, hidden), random(rows, mixed + values)
-        ssq = (x.to(wide) ** 2).sum(1, keepdim=True)
+        ssq = (x.float() ** 2).sum(1, keepdim=True)
         given = DeltaInput(new, x, ssq if normed else None, norm)
         launch_delta_net(given, weights, memory, Rows(tokens, positions), out, key_heads=key_heads, eps=eps)
         for row, (before, s) in kept.items():

@@ -10,13 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from triton_cases import DEVICE, INTERPRETED, assert_close, launch, make_linear, pairwise, rows, twin
+from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, launch, make_linear, pairwise, rows, twin
 
 from wisparse.formats.weight_types import quantise_fp8, quantise_int4, quantise_int8
 from wisparse.kernels.gpu import plan as plan_module
 from wisparse.kernels.gpu.common import Input, Output
-from wisparse.kernels.gpu.linear import Scratch, apply_linear
-from wisparse.kernels.gpu.plan import GemvTile, plan
+from wisparse.kernels.gpu.plan import GemvTile, Scratch, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized
 

@@ -21,7 +21,7 @@ Rotary products are rounded to the model's dtype one by one, as transformers doe
 
 from __future__ import annotations
 
-from functools import lru_cache
+import functools
 from typing import NamedTuple
 
 import torch
@@ -31,12 +31,7 @@ from torch import Tensor
 
 from .common import KVSplits, let_next_kernel_start, rms_normalize, soft_cap, wait_for_previous_kernel
 
-_LOG2_E = 1.4426950408889634
-# What the RMSNorm of queries and keys is over: each head before the rotation, or after it, or all heads as one vector.
-_HEAD = tl.constexpr(0)
-_ROTATED_HEAD = tl.constexpr(1)
-_WHOLE = tl.constexpr(2)
-QK_NORMS = {"head": _HEAD.value, "rotated head": _ROTATED_HEAD.value, "whole": _WHOLE.value}
+_LOG2_E = tl.constexpr(1.4426950408889634)
 _CHUNK_TILES = 8  # programs of one KV head, about: 8 KV heads then fill half of an H200
 
 
@@ -76,16 +71,11 @@ class AttentionShape(NamedTuple):
     rotary: int  # rotated dimensions of a head
     window: int = 0  # positions seen, the new one included; 0: all
     interleaved: bool = False  # neighbours are rotated together, not halves
-    cap_log2: float = 0.0  # of scores in the log2 domain; 0: none
-    norm_of: int = QK_NORMS["head"]
+    softcap: float = 0.0  # c in c * tanh(score / c); 0: none
+    norm_of: str = "head"  # RMSNorm of q and k: "head", "rotated head" (after the rotation), "whole" (all heads as one)
     gated: bool = False  # each head's query is followed by a gate of the same width
     shared: bool = False  # keys as they come are the values too
     value_norm: bool = False  # each head's values are divided by their root mean square
-
-
-def cap_log2(cap: float | None) -> float:
-    """``AttentionShape.cap_log2`` of c in c * tanh(score / c)."""
-    return (cap or 0.0) * _LOG2_E
 
 
 class _Config(NamedTuple):
@@ -101,39 +91,29 @@ class _Config(NamedTuple):
 
 @triton.jit
 def _head_vectors(
-    base_ptr,  # a row's queries, keys and values, head by head
-    head,
-    live_head,
-    norm_ptr,
-    cos,
-    sin,
-    eps,
-    FIRST: tl.constexpr,  # the first head of queries, or of keys, how many there are, and from one to the next
-    HEADS: tl.constexpr,
-    STRIDE: tl.constexpr,
-    shape: tl.constexpr,
-    config: tl.constexpr,
-    dtype: tl.constexpr,
-):
+    base_ptr, head, live_head, norm_ptr, cos, sin, eps,  # base_ptr: a row's queries, or keys and values, head by head
+    # The first head of queries, or of keys, how many there are, and from one to the next.
+    FIRST: tl.constexpr, HEADS: tl.constexpr, STRIDE: tl.constexpr,
+    shape: tl.constexpr, config: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
     """(heads, d_pad) rotated query or key vectors, rounded to dtype; zeros in the padding."""
     D: tl.constexpr = shape.d
+    HALF: tl.constexpr = shape.rotary // 2
     d = tl.arange(0, config.d_pad)
-    half: tl.constexpr = shape.rotary // 2
     # The partner of d in the rotation, and its sign: (-x2, x1).
     if shape.interleaved:
         partner = tl.where(d < shape.rotary, d ^ 1, d)
         sign = tl.where(d % 2 == 0, -1.0, 1.0)
     else:
-        partner = tl.where(d < half, d + half, tl.where(d < shape.rotary, d - half, d))
-        sign = tl.where(d < half, -1.0, 1.0)
+        partner = tl.where(d < HALF, d + HALF, tl.where(d < shape.rotary, d - HALF, d))
+        sign = tl.where(d < HALF, -1.0, 1.0)
     live = live_head[:, None] & (d < D)[None, :]
     x = tl.load(base_ptr + head[:, None] * STRIDE + d[None, :], mask=live, other=0.0).to(tl.float32)
     live_partner = live_head[:, None] & (partner < D)[None, :]
     y = tl.load(base_ptr + head[:, None] * STRIDE + partner[None, :], mask=live_partner, other=0.0).to(tl.float32)
     if norm_ptr is not None:
         ONCE: tl.constexpr = norm_ptr.dtype.element_ty == tl.float32
-        if shape.norm_of == _WHOLE:
-            tl.static_assert(not shape.gated, "gates lie between the heads")
+        if shape.norm_of == "whole":
             WIDTH: tl.constexpr = HEADS * D
             i = tl.arange(0, triton.next_power_of_2(WIDTH))
             whole = tl.load(base_ptr + FIRST * D + i, mask=i < WIDTH, other=0.0).to(tl.float32)
@@ -141,37 +121,78 @@ def _head_vectors(
             own_ptr = norm_ptr + (head - FIRST)[:, None] * D
             norm_x = tl.load(own_ptr + d[None, :], mask=live, other=0.0).to(tl.float32)
             norm_y = tl.load(own_ptr + partner[None, :], mask=live_partner, other=0.0).to(tl.float32)
+        elif shape.norm_of == "head":
+            rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
+            norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+            norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(tl.float32)[None, :]
+        if shape.norm_of != "rotated head":
             x = rms_normalize(x, norm_x, rstd, dtype, ONCE).to(tl.float32)
             y = rms_normalize(y, norm_y, rstd, dtype, ONCE).to(tl.float32)
-        elif shape.norm_of == _HEAD:
-            rstd = tl.rsqrt(tl.sum(x * x, axis=1) / D + eps)[:, None]
-            norm_x = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-            norm_y = tl.load(norm_ptr + partner, mask=partner < D, other=0.0).to(tl.float32)
-            x = rms_normalize(x, norm_x[None, :], rstd, dtype, ONCE).to(tl.float32)
-            y = rms_normalize(y, norm_y[None, :], rstd, dtype, ONCE).to(tl.float32)
     straight = (x * cos[None, :]).to(dtype).to(tl.float32)
     crossed = (sign[None, :] * y * sin[None, :]).to(dtype).to(tl.float32)
     rotated = tl.where((d < shape.rotary)[None, :], (straight + crossed).to(dtype).to(tl.float32), x)
     if norm_ptr is not None:  # noqa: SIM102 (resolved at compile time)
-        if shape.norm_of == _ROTATED_HEAD:
-            ROTATED_ONCE: tl.constexpr = norm_ptr.dtype.element_ty == tl.float32
+        if shape.norm_of == "rotated head":
             rstd = tl.rsqrt(tl.sum(rotated * rotated, axis=1) / D + eps)[:, None]
             norm = tl.load(norm_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-            rotated = rms_normalize(rotated, norm[None, :], rstd, dtype, ROTATED_ONCE)
+            rotated = rms_normalize(rotated, norm[None, :], rstd, dtype, norm_ptr.dtype.element_ty == tl.float32)
     return rotated.to(dtype)
 
 
 @triton.jit
-def _cos_sin(rotary, p, d, shape: tl.constexpr):
-    """Of the dimensions ``d`` at position p: they repeat for the second half of the rotated ones, or every other one."""
-    half: tl.constexpr = shape.rotary // 2
-    if shape.interleaved:  # noqa: SIM108 (resolved at compile time)
-        at = p * half + d // 2
-    else:
-        at = p * half + tl.where(d < half, d, d - half)
+def _cos_sin(rotary, p, shape: tl.constexpr, config: tl.constexpr):
+    """Of a head's dimensions at position p: they repeat for the second half of the rotated ones, or every other one."""
+    HALF: tl.constexpr = shape.rotary // 2
+    d = tl.arange(0, config.d_pad)
+    at = p * HALF + (d // 2 if shape.interleaved else tl.where(d < HALF, d, d - HALF))
     cos = tl.load(rotary.cos + at, mask=d < shape.rotary, other=1.0).to(tl.float32)
     sin = tl.load(rotary.sin + at, mask=d < shape.rotary, other=0.0).to(tl.float32)
     return cos, sin
+
+
+@triton.jit
+def _queries(
+    query_ptr, kv_head, p, cos, sin, norms, rotary, shape: tl.constexpr, config: tl.constexpr, dtype: tl.constexpr
+):
+    """(group_pad, d_pad) rotated queries of the heads that share a KV head."""
+    GROUP: tl.constexpr = shape.heads // shape.kv_heads
+    STRIDE: tl.constexpr = 2 * shape.d if shape.gated else shape.d
+    g = tl.arange(0, config.group_pad)
+    q = _head_vectors(
+        query_ptr, kv_head * GROUP + g, g < GROUP, norms.q, cos, sin, norms.eps, 0, shape.heads, STRIDE, shape, config,
+        dtype,
+    )  # fmt: skip
+    if rotary.query_scale is not None:
+        q = (q.to(tl.float32) * tl.load(rotary.query_scale + p).to(tl.float32)).to(dtype)
+    return q
+
+
+@triton.jit
+def _store_new_kv(
+    base_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape: tl.constexpr, config: tl.constexpr,
+    dtype: tl.constexpr,
+):  # fmt: skip
+    """The new key and value (d_pad,) of a KV head, which are stored at position p if ``live``. Heads of keys and values
+    are counted on from those of queries."""
+    D: tl.constexpr = shape.d
+    HEADS: tl.constexpr = shape.heads
+    KV_HEADS: tl.constexpr = shape.kv_heads
+    VALUES: tl.constexpr = HEADS if shape.shared else HEADS + KV_HEADS  # the first head of values
+    d = tl.arange(0, config.d_pad)
+    one = tl.arange(0, 1)
+    k = _head_vectors(
+        base_ptr, HEADS + kv_head + one, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, D, shape, config,
+        dtype,
+    )  # fmt: skip
+    k = tl.reshape(k, (config.d_pad,))
+    v = tl.load(base_ptr + (VALUES + kv_head) * D + d, mask=d < D, other=0.0)
+    if shape.value_norm:
+        v_float = v.to(tl.float32)
+        v = (v_float * tl.rsqrt(tl.sum(v_float * v_float, axis=0) / D + norms.eps)).to(dtype)
+    written = tl.where(live, d, D) < D
+    tl.store(cache.k + slot_base + p * D + d, k, mask=written)
+    tl.store(cache.v + slot_base + p * D + d, v, mask=written)
+    return k, v
 
 
 @triton.jit
@@ -187,8 +208,8 @@ def _load_kv(cache, slot_base, t, live_t, D: tl.constexpr, D_PAD: tl.constexpr):
 def _scores(products, scale_log2, shape: tl.constexpr):
     """Scores in the log2 domain, from products of queries and keys."""
     s = products * scale_log2
-    if shape.cap_log2 > 0.0:
-        s = soft_cap(s, shape.cap_log2)
+    if shape.softcap > 0.0:
+        s = soft_cap(s, shape.softcap * _LOG2_E)
     return s
 
 
@@ -233,11 +254,10 @@ def _attention_kernel(
 
     # The position and the cache are older than this step: what they hold is read while the linear before this launch
     # still runs.
-    d = tl.arange(0, D_PAD)
     # An idle row may be full: it reads and writes no cache.
     place = tl.where(tl.load(rows.token + row) < 0, -1, tl.load(rows.position + row))
     p = tl.maximum(place, 0)
-    cos, sin = _cos_sin(rotary, p, d, shape)
+    cos, sin = _cos_sin(rotary, p, shape, config)
     slot_base = (row * KV_HEADS + kv_head).to(tl.int64) * cache.max_seq_len * D
     low = 0
     if shape.window > 0:
@@ -250,36 +270,18 @@ def _attention_kernel(
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
 
-    g = tl.arange(0, GROUP_PAD)
-    head = kv_head * GROUP + g
-    live_head = g < GROUP
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
-    VALUES: tl.constexpr = HEADS if shape.shared else HEADS + KV_HEADS  # the first head of values
-    query_ptr = qkv_ptr + row * (HEADS * (Q_STRIDE - D) + (VALUES + KV_HEADS) * D)
-    # Heads of keys and values are counted on from those of queries.
-    base_ptr = query_ptr + HEADS * (Q_STRIDE - D)
-    q = _head_vectors(
-        query_ptr, head, live_head, norms.q, cos, sin, norms.eps, 0, HEADS, Q_STRIDE, shape, config, dtype
-    )
-    if rotary.query_scale is not None:
-        q = (q.to(tl.float32) * tl.load(rotary.query_scale + p).to(tl.float32)).to(dtype)
+    KV_SIZE: tl.constexpr = KV_HEADS * D if shape.shared else 2 * KV_HEADS * D
+    query_ptr = qkv_ptr + row * (HEADS * Q_STRIDE + KV_SIZE)
+    q = _queries(query_ptr, kv_head, p, cos, sin, norms, rotary, shape, config, dtype)
     m = tl.full((GROUP_PAD,), float("-inf"), tl.float32)
     total = tl.zeros((GROUP_PAD,), tl.float32)
     acc = tl.zeros((GROUP_PAD, D_PAD), tl.float32)
     if split == 0:
-        one = tl.arange(0, 1)
-        new = HEADS + kv_head + one
-        k_new = _head_vectors(
-            base_ptr, new, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, D, shape, config, dtype
+        base_ptr = query_ptr + HEADS * (Q_STRIDE - D)
+        k_new, v_new = _store_new_kv(
+            base_ptr, kv_head, slot_base, p, place >= 0, cos, sin, norms, cache, shape, config, dtype
         )
-        k_new = tl.reshape(k_new, (D_PAD,))
-        v_new = tl.load(base_ptr + (VALUES + kv_head) * D + d, mask=d < D, other=0.0)
-        if shape.value_norm:
-            v_float = v_new.to(tl.float32)
-            v_new = (v_float * tl.rsqrt(tl.sum(v_float * v_float, axis=0) / D + norms.eps)).to(dtype)
-        written = tl.where(place >= 0, d, D) < D
-        tl.store(cache.k + slot_base + p * D + d, k_new, mask=written)
-        tl.store(cache.v + slot_base + p * D + d, v_new, mask=written)
         m = _scores(tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1), scale_log2, shape)
         total = tl.full((GROUP_PAD,), 1.0, tl.float32)
         acc += v_new.to(tl.float32)[None, :]
@@ -291,14 +293,17 @@ def _attention_kernel(
         k, v = _load_kv(cache, slot_base, t, t < end, D, D_PAD)
         m, total, acc = _attend(q, k, v, (t < end)[None, :], m, total, acc, scale_log2, shape, dtype)
 
+    g = tl.arange(0, GROUP_PAD)
+    d = tl.arange(0, D_PAD)
+    head = kv_head * GROUP + g
+    live = (g < GROUP)[:, None] & (d < D)[None, :]
     if shape.gated:  # every split alike, which is as if their sum were
-        live = live_head[:, None] & (d < D)[None, :]
         gate = tl.load(query_ptr + head[:, None] * Q_STRIDE + D + d[None, :], mask=live, other=0.0).to(tl.float32)
         acc = acc / (1.0 + tl.exp(-gate))
     at = (row * HEADS + head) * config.splits + split
-    tl.store(out.maximum + at, m, mask=live_head)
-    tl.store(out.total + at, total, mask=live_head)
-    tl.store(out.x + at[:, None] * D + d[None, :], acc, mask=live_head[:, None] & (d < D)[None, :])
+    tl.store(out.maximum + at, m, mask=g < GROUP)
+    tl.store(out.total + at, total, mask=g < GROUP)
+    tl.store(out.x + at[:, None] * D + d[None, :], acc, mask=live)
 
 
 def launch_attention(
@@ -311,31 +316,29 @@ def launch_attention(
     *,
     scale: float,
     norms: QKNorms,
-    block_t: int | None = None,
     stages: int = 3,
     pdl: bool = False,
 ) -> None:
     """Launch one block's attention for B rows on the current stream. Nothing is checked or allocated here.
 
     qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding. The new
-    keys and values are stored at the rows' positions. scale: of the scores. block_t: positions of a tile; ``stages`` of
-    them are in flight in shared memory: 64 of keys and values take 32 KiB with heads of 128 in half precision.
+    keys and values are stored at the rows' positions. scale: of the scores. ``stages`` tiles of keys and values are in
+    flight in shared memory: 64 positions take 32 KiB with heads of 128 in half precision.
     """
     batch, _, splits, _ = out.x.shape
-    config, warps = decode_config(shape, splits, batch, qkv.dtype, block_t, stages)
+    config, warps = decode_config(shape, splits, batch, qkv.dtype, stages)
     _attention_kernel[(splits, shape.kv_heads, batch)](
-        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E, shape, config, pdl, num_warps=warps,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+        qkv, norms, rotary, cache, rows, out, scale * _LOG2_E.value, shape, config, pdl, num_warps=warps, launch_pdl=pdl
+    )
 
 
-@lru_cache
+@functools.cache
 def decode_config(
-    shape: AttentionShape, splits: int, batch: int, dtype: torch.dtype, block_t: int | None, stages: int
+    shape: AttentionShape, splits: int, batch: int, dtype: torch.dtype, stages: int
 ) -> tuple[_Config, int]:
     """What ``launch_attention`` compiles for, and warps: worked out once, not for every launch."""
     # Wide heads take as much shared memory with fewer positions: some chips have little.
-    block_t = block_t or max(16, min(64, 8192 // triton.next_power_of_2(shape.d)))
+    block_t = max(16, min(64, 8192 // triton.next_power_of_2(shape.d)))
     if dtype == torch.float32:
         stages = 1  # twice the bytes
     # Few programs leave multiprocessors idle: then more warps share one, if the head is wide enough for them, and the
@@ -363,35 +366,19 @@ def _store_kv_kernel(
     GROUP: tl.constexpr = HEADS // KV_HEADS
     row = tl.program_id(0)
     kv_head = tl.program_id(1)
-    slot = tl.load(chunk_ptr)
-    count = tl.load(chunk_ptr + 2)
-    live = row < count
+    live = row < tl.load(chunk_ptr + 2)
     p = tl.load(chunk_ptr + 1) + tl.where(live, row, 0)
-    d = tl.arange(0, config.d_pad)
-    cos, sin = _cos_sin(rotary, p, d, shape)
-    g = tl.arange(0, config.group_pad)
-    head = kv_head * GROUP + g
-    live_head = g < GROUP
+    cos, sin = _cos_sin(rotary, p, shape, config)
     Q_STRIDE: tl.constexpr = 2 * D if shape.gated else D
     query_ptr = qkv_ptr + row * (HEADS * Q_STRIDE + 2 * KV_HEADS * D)
+    q = _queries(query_ptr, kv_head, p, cos, sin, norms, rotary, shape, config, dtype)
+    g = tl.arange(0, config.group_pad)
+    d = tl.arange(0, config.d_pad)
+    at = (row * HEADS + kv_head * GROUP + g)[:, None] * D + d[None, :]
+    tl.store(q_ptr + at, q, mask=(g < GROUP)[:, None] & (d < D)[None, :])
+    slot_base = (tl.load(chunk_ptr) * KV_HEADS + kv_head) * cache.max_seq_len * D
     base_ptr = query_ptr + HEADS * (Q_STRIDE - D)
-    q = _head_vectors(
-        query_ptr, head, live_head, norms.q, cos, sin, norms.eps, 0, HEADS, Q_STRIDE, shape, config, dtype
-    )
-    if rotary.query_scale is not None:
-        q = (q.to(tl.float32) * tl.load(rotary.query_scale + p).to(tl.float32)).to(dtype)
-    at = (row * HEADS + head)[:, None] * D + d[None, :]
-    tl.store(q_ptr + at, q, mask=live_head[:, None] & (d < D)[None, :])
-    one = tl.arange(0, 1)
-    k = _head_vectors(
-        base_ptr, HEADS + kv_head + one, one == 0, norms.k, cos, sin, norms.eps, HEADS, KV_HEADS, D, shape, config,
-        dtype,
-    )  # fmt: skip
-    v = tl.load(base_ptr + (HEADS + KV_HEADS + kv_head) * D + d, mask=d < D, other=0.0)
-    cached_at = ((slot * KV_HEADS + kv_head) * cache.max_seq_len + p) * D + d
-    written = tl.where(live, d, D) < D
-    tl.store(cache.k + cached_at, tl.reshape(k, (config.d_pad,)), mask=written)
-    tl.store(cache.v + cached_at, v, mask=written)
+    _store_new_kv(base_ptr, kv_head, slot_base, p, live, cos, sin, norms, cache, shape, config, dtype)
 
 
 @triton.jit
@@ -473,11 +460,11 @@ def launch_chunk_attention(
     _store_kv_kernel[(rows, shape.kv_heads)](qkv, chunk, norms, rotary, cache, queries, shape, config)
     tiles = triton.cdiv(rows * (shape.heads // shape.kv_heads), config.block_m)
     _chunk_attention_kernel[(tiles, shape.kv_heads)](
-        queries, qkv, chunk, cache, out, rows, scale * _LOG2_E, shape, config
+        queries, qkv, chunk, cache, out, rows, scale * _LOG2_E.value, shape, config
     )
 
 
-@lru_cache
+@functools.cache
 def chunk_config(shape: AttentionShape, rows: int) -> _Config:
     """What ``launch_chunk_attention`` compiles for."""
     group = shape.heads // shape.kv_heads

@@ -171,9 +171,9 @@ def _delta_net_kernel(
         factors = a
         if NORMED:
             factors = tl.load(given.norm + start + h, mask=there, other=0.0)
-        of_a = of_a + (a,)  # noqa: RUF005 (the compiler knows no unpacking)
-        of_b = of_b + (b,)  # noqa: RUF005
-        of_norm = of_norm + (factors,)  # noqa: RUF005
+        of_a += (a,)
+        of_b += (b,)
+        of_norm += (factors,)
     rate = tl.exp(tl.load(weights.log_rate + head).to(tl.float32))
     dt_bias = tl.load(weights.dt_bias + head).to(tl.float32)
     out_norm = tl.load(weights.norm + j, mask=j < VALUE, other=0.0).to(tl.float32)

@@ -20,6 +20,10 @@ from torch import Tensor
 
 from .common import let_next_kernel_start, load_squares, reciprocal_rms, rms_normalize, wait_for_previous_kernel
 
+# Rows of the vocabulary that a program has, for one row of x and for more.
+_ROW_TILE = 16
+_TILE = 64
+
 
 class Logits(NamedTuple):
     """What the head leaves: values rounded to the weights' dtype, each tile's largest and its lowest id."""
@@ -29,26 +33,22 @@ class Logits(NamedTuple):
     best_id: Tensor  # (B, tiles) int32
 
     @classmethod
-    def empty(cls, batch: int, vocabulary: int, device: torch.device, block_v: int | None = None) -> Logits:
-        tiles = triton.cdiv(vocabulary, block_v or head_config(batch, 16, 1, torch.bfloat16).block_v)
-        return cls(
-            torch.empty(batch, vocabulary, device=device),
-            torch.empty(batch, tiles, device=device),
-            torch.empty(batch, tiles, dtype=torch.int32, device=device),
-        )
+    def empty(cls, batch: int, vocabulary: int, device: torch.device) -> Logits:
+        logit = torch.empty(batch, vocabulary, device=device)
+        best = torch.empty(batch, triton.cdiv(vocabulary, _ROW_TILE if batch == 1 else _TILE), device=device)
+        return cls(logit, best, torch.empty_like(best, dtype=torch.int32))
 
 
 class HeadConfig(NamedTuple):
-    """Compiled in. A program has ``block_v`` rows of the vocabulary, in ``passes`` (one row of x)."""
+    """Compiled in."""
 
     k: int
     batch: int
     ssq_parts: int
     ssq_pad: int
-    block_v: int
-    passes: int
+    block_v: int  # rows of the vocabulary that a program has
+    passes: int  # in which it reads them (one row of x)
     block_k: int
-    stages: int
 
 
 @triton.jit
@@ -93,16 +93,15 @@ def _logits_kernel(
     PASSES: tl.constexpr = config.passes
     BATCH: tl.constexpr = config.batch
     K: tl.constexpr = config.k
-    BLOCK_V: tl.constexpr = config.block_v
     BLOCK_K: tl.constexpr = config.block_k
+    PART: tl.constexpr = config.block_v // config.passes
+    WHOLE: tl.constexpr = K <= BLOCK_K
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     ROUND_ONCE: tl.constexpr = norm_ptr.dtype.element_ty == tl.float32
     tile = tl.program_id(0)
     lane = tl.arange(0, BLOCK_K)
+    v = tile * config.block_v + tl.arange(0, PART)
     if config.batch == 1:
-        PART: tl.constexpr = BLOCK_V // config.passes
-        WHOLE: tl.constexpr = K <= BLOCK_K
-        v = tile * BLOCK_V + tl.arange(0, PART)
         if WHOLE:
             # The first rows and the norm are constants: they are in flight before the last block has ended.
             w = _vocabulary_rows(weight_ptr, v, lane, V, K)
@@ -123,15 +122,14 @@ def _logits_kernel(
                     w = _vocabulary_rows(weight_ptr, v + PART, lane, V, K)
             else:
                 acc = tl.zeros((PART, BLOCK_K), tl.float32)
-                for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
+                for start in tl.range(0, K, BLOCK_K, num_stages=1):
                     k = start + lane
                     w = _vocabulary_rows(weight_ptr, v, k, V, K)
                     x = tl.load(hidden_ptr + k, mask=k < K, other=0.0).to(tl.float32)
                     norm = tl.load(norm_ptr + k, mask=k < K, other=0.0).to(tl.float32)
                     x = rms_normalize(x, norm, rstd, dtype, ROUND_ONCE).to(tl.float32)
                     acc += x[None, :] * w.to(tl.float32)
-            y = _as_logits(tl.sum(acc, axis=1), scale_ptr, v, V, dtype)
-            tl.store(out.logit + v, y, mask=v < V)
+            y = _store_logits(out, tl.sum(acc, axis=1), 0, scale_ptr, v, V, dtype)
             better = (v < V) & (y > best)
             best = tl.where(better, y, best)
             best_id = tl.where(better, v, best_id)
@@ -141,15 +139,14 @@ def _logits_kernel(
     else:
         wait_for_previous_kernel(PDL)
         let_next_kernel_start(PDL)
-        v = tile * BLOCK_V + tl.arange(0, BLOCK_V)
         rows = tl.arange(0, 16)
         live_rows = rows < config.batch
         i = tl.arange(0, config.ssq_pad)
         squares_at = ssq_ptr + rows[:, None] * config.ssq_parts + i[None, :]
         squares = tl.load(squares_at, mask=live_rows[:, None] & (i < config.ssq_parts)[None, :], other=0.0)
         rstd_rows = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
-        acc = tl.zeros((16, BLOCK_V), tl.float32)
-        for start in tl.range(0, K, BLOCK_K, num_stages=config.stages):
+        acc = tl.zeros((16, PART), tl.float32)
+        for start in tl.range(0, K, BLOCK_K, num_stages=3):
             k = start + lane
             live = k < K
             w = _vocabulary_rows(weight_ptr, v, k, V, K)
@@ -160,30 +157,28 @@ def _logits_kernel(
             # An int8 code is exact in every dtype.
             acc = tl.dot(x, tl.trans(w.to(dtype)), acc, input_precision="ieee")
         for row in tl.static_range(BATCH):
-            y = _as_logits(tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0), scale_ptr, v, V, dtype)
-            tl.store(out.logit + row * V + v, y, mask=v < V)
+            y = tl.sum(tl.where((rows == row)[:, None], acc, 0.0), axis=0)
+            y = _store_logits(out, y, row, scale_ptr, v, V, dtype)
             shown = tl.where((v < V) & (y == y), y, float("-inf"))
             broken = ((v < V) & (y != y)).to(tl.int32)
             _store_best(out, shown, v, broken, row * tl.num_programs(0) + tile)
 
 
 @triton.jit
-def _as_logits(total, scale_ptr, v, V, dtype: tl.constexpr):
+def _store_logits(out, total, row, scale_ptr, v, V, dtype: tl.constexpr):
     """Sums of the tokens ``v``, times their int8 scales if there are any, as the weights' dtype rounds them."""
     if scale_ptr is not None:
         total *= tl.load(scale_ptr + v, mask=v < V, other=0.0)
-    return total.to(dtype).to(tl.float32)
+    y = total.to(dtype).to(tl.float32)
+    tl.store(out.logit + row * V + v, y, mask=v < V)
+    return y
 
 
 @triton.jit
 def _vocabulary_rows(weight_ptr, v, k, V, K: tl.constexpr):
     """weight[v, k], zeros outside. Read once."""
-    return tl.load(
-        weight_ptr + v.to(tl.int64)[:, None] * K + k[None, :],
-        mask=(v < V)[:, None] & (k < K)[None, :],
-        other=0.0,
-        eviction_policy="evict_first",
-    )
+    at = weight_ptr + v.to(tl.int64)[:, None] * K + k[None, :]
+    return tl.load(at, mask=(v < V)[:, None] & (k < K)[None, :], other=0.0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -192,6 +187,17 @@ def _store_best(out, best, best_id, broken, at):
     largest = tl.max(best, axis=0)
     tl.store(out.best_id + at, tl.min(tl.where(best == largest, best_id, 2147483647), axis=0))
     tl.store(out.best + at, tl.where(tl.max(broken, axis=0) > 0, float("nan"), largest))
+
+
+@triton.jit
+def likeliest_token(logits, row, tiles, value, largest):
+    """The lowest id of a row's largest logit, given each tile's largest, padded with -inf; as sampling.sample has it -1 for
+    a row that holds a NaN or whose largest logit is infinite."""
+    i = tl.arange(0, value.shape[0])
+    token = tl.load(logits.best_id + row * tiles + i, mask=i < tiles, other=2147483647)
+    chosen = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
+    broken = tl.max((value != value).to(tl.int32), axis=0)  # a maximum may pass over NaN
+    return tl.where((broken > 0) | (tl.abs(largest) == float("inf")), -1, chosen)
 
 
 @triton.jit
@@ -209,12 +215,7 @@ def _argmax_kernel(
     let_next_kernel_start(PDL)
     i = tl.arange(0, BLOCK)
     value = tl.load(logits.best + row * tiles + i, mask=i < tiles, other=float("-inf"))
-    token = tl.load(logits.best_id + row * tiles + i, mask=i < tiles, other=2147483647)
-    best = tl.max(value, axis=0)
-    chosen = tl.min(tl.where(value == best, token, 2147483647), axis=0)
-    # As sampling.sample has it: -1 for a row that holds a NaN or whose largest logit is infinite.
-    broken = tl.max((value != value).to(tl.int32), axis=0)
-    chosen = tl.where((broken > 0) | (tl.abs(best) == float("inf")), -1, chosen)
+    chosen = likeliest_token(logits, row, tiles, value, tl.max(value, axis=0))
     idle = tl.load(token_ptr + row) < 0
     tl.store(next_ptr + row, tl.where(idle, -1, chosen).to(tl.int64))
     position = tl.load(position_ptr + row)
@@ -229,17 +230,16 @@ def launch_embed(
     width, parts = hidden.shape[1], ssq.shape[1]
     _embed_kernel[(parts, hidden.shape[0])](
         tokens, embedding, hidden, ssq, multiplier, width, parts, triton.next_power_of_2(triton.cdiv(width, parts)),
-        pdl, **({"launch_pdl": True} if pdl else {}),
+        pdl, launch_pdl=pdl,
     )  # fmt: skip
 
 
 def head_config(batch: int, k: int, ssq_parts: int, dtype: torch.dtype) -> HeadConfig:
     """One row: whole rows of the weights, four at a time."""
-    block_v, block_k, stages = (16, 4096, 1) if batch == 1 else (64, 128 if dtype != torch.float32 else 64, 3)
-    block_k = min(block_k, max(16, triton.next_power_of_2(k)))
-    passes = max(1, block_v * block_k // 16384) if batch == 1 else 1
-    ssq_pad = max(32, triton.next_power_of_2(ssq_parts))
-    return HeadConfig(k, batch, ssq_parts, ssq_pad, block_v, passes, block_k, stages)
+    widest = 4096 if batch == 1 else 64 if dtype == torch.float32 else 128
+    block_k = min(widest, max(16, triton.next_power_of_2(k)))
+    block_v, passes = (_ROW_TILE, max(1, _ROW_TILE * block_k // 16384)) if batch == 1 else (_TILE, 1)
+    return HeadConfig(k, batch, ssq_parts, max(32, triton.next_power_of_2(ssq_parts)), block_v, passes, block_k)
 
 
 def launch_logits(
@@ -252,15 +252,14 @@ def launch_logits(
     *,
     eps: float,
     pdl: bool = False,
-    config: HeadConfig | None = None,
 ) -> None:
     """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) the partial sums of its squares, norm (K,), weight (V, K)
     of hidden's dtype or int8 with scales (V,) float32."""
     batch, width = hidden.shape
-    config = config or head_config(batch, width, ssq.shape[1], hidden.dtype)
+    config = head_config(batch, width, ssq.shape[1], hidden.dtype)
     _logits_kernel[(triton.cdiv(weight.shape[0], config.block_v),)](
         hidden, ssq, norm, weight, scales, out, eps, weight.shape[0], config, pdl, num_warps=4 if batch == 1 else 2,
-        **({"launch_pdl": True} if pdl else {}),
+        launch_pdl=pdl,
     )  # fmt: skip
 
 
@@ -268,6 +267,5 @@ def launch_argmax(logits: Logits, tokens: Tensor, next_tokens: Tensor, positions
     """The greedy choice of every row, and its position moved on; idle rows give -1 and stay where they are."""
     batch, tiles = logits.best.shape
     _argmax_kernel[(batch,)](
-        logits, tokens, next_tokens, positions, tiles, triton.next_power_of_2(tiles), pdl, num_warps=8,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+        logits, tokens, next_tokens, positions, tiles, triton.next_power_of_2(tiles), pdl, num_warps=8, launch_pdl=pdl
+    )

@@ -31,30 +31,22 @@ from torch import Tensor
 from .common import (
     Counting,
     is_dropped,
-    segment_channel,
+    program_channels,
     smem_alloc,
-    smem_load16,
+    smem_load,
+    store_inputs,
     tile_columns,
     wait_for_previous_kernel,
 )
 from .reduction import reduce_tile, store_partial
-from .selection import Channels, store_inputs
 from .weights import FusedLinear, dequantize_block, quant_columns
 
 _BLOCK_K = 1024
 
 
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
-def masked_gemm_kernel(
-    given,  # as for sparse_gemv_kernel
-    weights,
-    output,
-    workspace,
-    counting,
-    eps,
-    ssq_parts,
-    problem: tl.constexpr,
-    launch: tl.constexpr,  # block_k at least tl.dot's smallest K
+def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at least tl.dot's smallest K
+    given, weights, output, workspace, counting, eps, ssq_parts, problem: tl.constexpr, launch: tl.constexpr
 ):
     K: tl.constexpr = problem.k
     BATCH: tl.constexpr = problem.batch
@@ -68,29 +60,17 @@ def masked_gemm_kernel(
     ROWS: tl.constexpr = 16  # of the tensor cores
     SMEM: tl.constexpr = launch.smem
     SHARED: tl.constexpr = SMEM != ""
+    QUANTIZED: tl.constexpr = problem.quant != "none"
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
     tile = program % launch.tiles
     split = program // launch.tiles
-    of = tile_columns(tile, problem.n0, problem.n1, problem.n2, BLOCK_N)
+    of = tile_columns(tile, problem, BLOCK_N)
     n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = n < of.width
     columns = of.first + n
-    QUANTIZED: tl.constexpr = problem.quant != "none"
     read = quant_columns(of, n, problem) if QUANTIZED else weights.weight_t + columns
-
-    # --- constants: read before the previous kernel has ended
-    position = tl.arange(0, launch.segment)
-    k = segment_channel(position, split, SPLITS, BLOCK_K)
-    live = k < K
-    threshold = tl.load(weights.thresholds + of.projection)
-    norm = k
-    scale = k
-    if given.norm is not None:
-        norm = tl.load(given.norm + k, mask=live, other=0.0)
-    if not problem.dense:
-        scale = tl.load(weights.scales + of.projection * K + k, mask=live, other=0.0)
-    channels = Channels(position, k, live, norm, scale, threshold)
+    channels = program_channels(given, weights, of, split, problem, launch, BLOCK_K)
     # As in sparse_gemv_kernel: a projection's first tile counts, each program in its own cell.
     counts = of.local == 0
     if counting is not None:
@@ -122,7 +102,7 @@ def masked_gemm_kernel(
                 values = store_inputs(
                     values, given, channels, counting, counts, eps, ssq_parts, problem, LENGTH, SHARED, dtype
                 )
-        x = smem_load16(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
+        x = smem_load(values, held + (step * BLOCK_K + lane)[None, :], dtype, SHARED)
         acc = tl.dot(x.to(w.dtype), w, acc, input_precision="ieee")
     if BLOCKS < SPLITS:
         # A program without a block was not in the loop; the previous kernel's sums may still lie in the workspace.
@@ -220,7 +200,7 @@ def _mask_gemm_kernel(
     N: tl.constexpr = config.n0 + config.n1 + config.n2
     WHOLE: tl.constexpr = K % BLOCK_K + config.n0 % BLOCK_N + config.n1 % BLOCK_N + config.n2 % BLOCK_N == 0
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    of = tile_columns(tl.program_id(0), config.n0, config.n1, config.n2, BLOCK_N)
+    of = tile_columns(tl.program_id(0), config, BLOCK_N)
     n = of.local * BLOCK_N + tl.arange(0, BLOCK_N)
     in_width = n < of.width
     columns = of.first + n

@@ -48,20 +48,21 @@ import triton.language as tl
 
 from .common import (
     Counting,
+    choose_channels,
     issue_loads,
     let_next_kernel_start,
+    program_channels,
     segment_channel,
     segment_length,
     smem_alloc,
     smem_barrier,
     smem_load,
     smem_store,
-    smem_store16,
+    store_inputs,
     tile_columns,
     wait_for_previous_kernel,
 )
 from .reduction import reduce_tile, store_partial, store_partial4
-from .selection import Channels, choose_channels, store_inputs
 from .weights import COLUMN_BLOCK, ZERO, quant_columns
 
 INT8_OFFSET = 128  # what an int8 code's bits, xor 128, are more than it
@@ -89,12 +90,9 @@ class PackedConfig(NamedTuple):
     sums: int  # of one word
     value_scale: float  # what x is multiplied by
     unit: float  # of the sums
-    load: str  # PTX and its constraints: ``load_source``
-    load_constraints: str
-    product: str  # ``product_source``
-    product_constraints: str
-    total: str  # ``sum_source``; "" if no sum of x is needed
-    total_constraints: str
+    load: tuple[str, str]  # PTX and its constraints: ``load_source``
+    product: tuple[str, str]  # ``product_source``
+    total: tuple[str, str]  # ``sum_source``; "" if no sum of x is needed
 
 
 def value_scale(dtype: str) -> float:
@@ -189,10 +187,8 @@ def _subnormal_kernel(out_ptr, X: tl.constexpr, TOTAL: tl.constexpr, CONSTRAINTS
     thread = tl.arange(0, 32)
     x = tl.full((32,), X, tl.int32)
     zero = thread.to(tl.float32) * 0.0
-    sums = tl.inline_asm_elementwise(
-        TOTAL, CONSTRAINTS, [x, x, zero, zero, zero, zero],
-        dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
-    )  # fmt: skip
+    given = [x, x, zero, zero, zero, zero]
+    sums = tl.inline_asm_elementwise(TOTAL, CONSTRAINTS, given, dtype=(tl.float32,) * 4, is_pure=False, pack=1)
     for i in tl.static_range(4):
         tl.store(out_ptr + i * 32 + thread, sums[i])
 
@@ -210,22 +206,14 @@ def keeps_subnormals(device: torch.device, dtype: torch.dtype) -> bool:
 
 @triton.jit(do_not_specialize=["ssq_parts"], do_not_specialize_on_alignment=["counting"])
 def packed_gemv_kernel(
-    given,  # as for sparse_gemv_kernel
-    weights,
-    output,
-    workspace,
-    counting,
-    eps,
-    ssq_parts,
+    given, weights, output, workspace, counting, eps, ssq_parts,  # as of sparse_gemv_kernel
     problem: tl.constexpr,
     launch: tl.constexpr,  # chunk a multiple of 16 and of the group
     packed: tl.constexpr,  # PackedConfig
-):
+):  # fmt: skip
     K: tl.constexpr = problem.k
     BATCH: tl.constexpr = problem.batch
     BLOCK_N: tl.constexpr = launch.block_n
-    SPLITS: tl.constexpr = launch.splits
-    CHUNK: tl.constexpr = launch.chunk
     SEGMENT: tl.constexpr = launch.segment
     LENGTH: tl.constexpr = launch.length
     SLOT: tl.constexpr = packed.slot
@@ -235,6 +223,7 @@ def packed_gemv_kernel(
     COLUMNS: tl.constexpr = packed.words * EACH  # a lane's
     PART: tl.constexpr = COLUMNS // packed.copies  # those whose sums it sees to
     PARTS: tl.constexpr = (BATCH + 7) // 8  # rows of x in eights
+    SECONDS: tl.constexpr = 1 if BATCH == 1 else 2  # rows of each eight whose sums a lane sees to
     ROWS: tl.constexpr = 8 // packed.copies  # different rows among eight
     TURN: tl.constexpr = 16 * packed.steps
     READ: tl.constexpr = 4 * packed.words * packed.steps  # words of a turn
@@ -243,7 +232,7 @@ def packed_gemv_kernel(
     program = tl.program_id(0)
     tile = program % launch.tiles
     split = program // launch.tiles
-    of = tile_columns(tile, problem.n0, problem.n1, problem.n2, BLOCK_N)
+    of = tile_columns(tile, problem, BLOCK_N)
 
     # --- a lane's place: the columns it reads, those it sees to, and its rows
     thread = tl.arange(0, 32 * launch.warps)
@@ -259,23 +248,12 @@ def packed_gemv_kernel(
     there = mine < padded
 
     # --- this program's channels, as in sparse_gemv_kernel
-    position = tl.arange(0, SEGMENT)
-    k = segment_channel(position, split, SPLITS, CHUNK)
-    live = k < K
-    count = segment_length(split, K, SPLITS, CHUNK)
+    channels = program_channels(given, weights, of, split, problem, launch, launch.chunk)
+    position = channels.position
+    count = segment_length(split, K, launch.splits, launch.chunk)
     slots = count // SLOT if GROUPED else 1
-    norm = k
-    scale = k
-    threshold = tl.load(weights.thresholds + of.projection)
-    if given.norm is not None:
-        norm = tl.load(given.norm + k, mask=live, other=0.0)
-        if LISTED:
-            norm = norm.to(tl.float32)
-    if not problem.dense:
-        scale = tl.load(weights.scales + of.projection * K + k, mask=live, other=0.0)
-    channels = Channels(position, k, live, norm, scale, threshold)
     counts = of.local == 0
-    cell = of.projection * SPLITS + split
+    cell = of.projection * launch.splits + split
     ends = _scales(weights, scale_at, there, 0, split, PART, problem, launch, packed)
     SMEM: tl.constexpr = launch.smem
     base = smem_alloc(SMEM, program)
@@ -297,10 +275,10 @@ def packed_gemv_kernel(
         else:
             rank = tl.cumsum(rank, axis=0)
         place = position // SLOT * SLOT + rank - 1
-        smem_store(base, place, k, keep, True)
+        smem_store(base, place, channels.k, keep, True)
         for row in tl.static_range(BATCH):
             x = (xs[row] * packed.value_scale).to(dtype)
-            smem_store16(base + LENGTH * 4, row * LENGTH + place, x, keep, True)
+            smem_store(base + LENGTH * 4, row * LENGTH + place, x, keep, True)
         smem_store(base + LENGTH * (4 + 2 * BATCH), position // SLOT, rank, position % SLOT == SLOT - 1, True)
         base = smem_barrier(base, True)
         kept_at = base + LENGTH * (4 + 2 * BATCH)
@@ -326,38 +304,43 @@ def packed_gemv_kernel(
     # --- the product
     # Rows that are not there repeat the last; nobody looks at their sums.
     values += tl.minimum(g % ROWS, BATCH - 1) * (2 * LENGTH) + 8 * t
-    sums = _zeros(thread, PART * PARTS * (1 if BATCH == 1 else 2))
+    sums = _zeros(thread, PART * PARTS * SECONDS)
     for slot in range(slots):
         scaled_by = ends
         first = slot * SLOT
         last = first + tl.minimum(count - first, SLOT)
         if LISTED:
-            last = first + tl.maximum(smem_load(kept_at, slot, False, True), 1)
+            last = first + tl.maximum(smem_load(kept_at, slot, tl.int32, True), 1)
         if GROUPED:
             ends = _scales(weights, scale_at, there, slot + 1, split, PART, problem, launch, packed)
         acc = _zeros(thread, packed.words * EACH * 2 * PARTS)
         total = _zeros(thread, 4 * PARTS)
         for at in range(first, last, TURN):
-            words = _some(ahead, 0, READ)
-            ahead = _some(ahead, READ, READ * AHEAD)
-            ahead = ahead + _words(index, word_at, limit, coming, split, launch, packed)
+            words = ahead[:READ]
+            ahead = ahead[READ:] + _words(index, word_at, limit, coming, split, launch, packed)
             coming = _next_turn(coming, kept_at, GROUPED, launch, packed)
             issue_loads(program)
-            acc, total = _multiply(acc, total, words, values, at, LENGTH, PARTS, BATCH, g, ROWS, packed)
-        sums = _scaled(sums, acc, total, scaled_by, copy, PART, PARTS, weights.quant_zeros is not None, problem, packed)
+            acc, total = _multiply(acc, total, words, values, at, LENGTH, BATCH, g, packed)
+        sums = _scaled(
+            sums, acc, total, scaled_by, copy, PART, SECONDS, weights.quant_zeros is not None, problem, packed
+        )
     if LISTED and launch.trigger == 2:
         let_next_kernel_start(problem.pdl)
 
     # --- what follows it
     FOUR: tl.constexpr = PART % 4 == 0 and problem.n0 % 4 + problem.n1 % 4 + problem.n2 % 4 == 0
-    SECONDS: tl.constexpr = 1 if BATCH == 1 else 2
     for part in tl.static_range(PARTS):
         for second in tl.static_range(SECONDS):
             row = 8 * part + 2 * t % ROWS + second
             at = (split * BATCH + row) * problem.n + of.first + mine
             for i in tl.static_range(0, PART, 4 if FOUR else 1):
                 wanted = (mine + i < of.width) & (row < BATCH)
-                _leave(workspace.partial + at + i, sums, (part * SECONDS + second) * PART + i, wanted, FOUR)
+                if FOUR:
+                    store_partial4(workspace.partial + at + i, sums[0], sums[1], sums[2], sums[3], wanted)
+                    sums = sums[4:]
+                else:
+                    store_partial(workspace.partial, at + i, sums[0], wanted)
+                    sums = sums[1:]
     if LISTED and counting is not None:
         kept_before = tl.load(counting.before + cell, mask=counts, other=0)
         tl.store(counting.after + cell, kept_before + tl.sum(kept_rows, axis=0), mask=counts)
@@ -365,30 +348,12 @@ def packed_gemv_kernel(
 
 
 @triton.jit
-def _leave(at, sums, FIRST: tl.constexpr, wanted, FOUR: tl.constexpr):
-    """Leave four of a thread's sums side by side, or one."""
-    if FOUR:
-        store_partial4(at, sums[FIRST], sums[FIRST + 1], sums[FIRST + 2], sums[FIRST + 3], wanted)
-    else:
-        store_partial(at, 0, sums[FIRST], wanted)
-
-
-@triton.jit
 def _zeros(thread, COUNT: tl.constexpr):
     """So many zeros for each thread."""
     zeros = ()
     for _ in tl.static_range(COUNT):
-        zeros = zeros + (thread.to(tl.float32) * 0.0,)  # noqa: RUF005 (the compiler knows no unpacking)
+        zeros += (thread.to(tl.float32) * 0.0,)
     return zeros
-
-
-@triton.jit
-def _some(items, FIRST: tl.constexpr, END: tl.constexpr):
-    """Those of a tuple from FIRST to END."""
-    some = ()
-    for i in tl.static_range(FIRST, END):
-        some = some + (items[i],)  # noqa: RUF005
-    return some
 
 
 @triton.jit
@@ -400,7 +365,7 @@ def _next_turn(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed:
     if packed.listed and GROUPED:
         SLOTS: tl.constexpr = launch.segment // packed.slot
         slot = tl.minimum(at // packed.slot, SLOTS - 1)
-        last = slot * packed.slot + smem_load(kept_at, slot, False, True)
+        last = slot * packed.slot + smem_load(kept_at, slot, tl.int32, True)
         following = tl.where(following < last, following, (slot + 1) * packed.slot)
     return tl.minimum(following, launch.length - TURN)
 
@@ -408,8 +373,8 @@ def _next_turn(at, kept_at, GROUPED: tl.constexpr, launch: tl.constexpr, packed:
 @triton.jit
 def _words(index, word_at, limit, at, split, launch: tl.constexpr, packed: tl.constexpr):
     """The words of the channels at the places ``at`` .. of the list: step by step, of each its four channels'."""
-    LOAD: tl.constexpr = packed.load
-    CONSTRAINTS: tl.constexpr = packed.load_constraints
+    LOAD: tl.constexpr = packed.load[0]
+    CONSTRAINTS: tl.constexpr = packed.load[1]
     FOUND: tl.constexpr = 4 * packed.words
     STEPS: tl.constexpr = packed.steps
     words = ()
@@ -419,25 +384,22 @@ def _words(index, word_at, limit, at, split, launch: tl.constexpr, packed: tl.co
         else:
             where = index + segment_channel(at + 16 * step, split, launch.splits, launch.chunk)
         words = words + tl.inline_asm_elementwise(
-            LOAD, CONSTRAINTS, [where, word_at, limit],
-            dtype=(tl.int32,) * FOUND, is_pure=False, pack=1,
-        )  # fmt: skip
+            LOAD, CONSTRAINTS, [where, word_at, limit], dtype=(tl.int32,) * FOUND, is_pure=False, pack=1
+        )
     return words
 
 
 @triton.jit
-def _multiply(
-    acc, total, words, values, at, LENGTH: tl.constexpr, PARTS: tl.constexpr, BATCH: tl.constexpr, g,
-    ROWS: tl.constexpr, packed: tl.constexpr,
-):  # fmt: skip
+def _multiply(acc, total, words, values, at, LENGTH: tl.constexpr, BATCH: tl.constexpr, g, packed: tl.constexpr):
     """The sums, and x's own if they are asked for, with the channels at the places ``at`` .. added."""
     WORDS: tl.constexpr = packed.words
     SUMS: tl.constexpr = packed.sums  # of one word
     STEPS: tl.constexpr = packed.steps
-    PRODUCT: tl.constexpr = packed.product
-    PRODUCT_CONSTRAINTS: tl.constexpr = packed.product_constraints
-    TOTAL: tl.constexpr = packed.total
-    TOTAL_CONSTRAINTS: tl.constexpr = packed.total_constraints
+    PARTS: tl.constexpr = (BATCH + 7) // 8
+    PRODUCT: tl.constexpr = packed.product[0]
+    PRODUCT_CONSTRAINTS: tl.constexpr = packed.product[1]
+    TOTAL: tl.constexpr = packed.total[0]
+    TOTAL_CONSTRAINTS: tl.constexpr = packed.total[1]
     for step in tl.static_range(STEPS):
         xs = ()
         for part in tl.static_range(PARTS):
@@ -445,31 +407,25 @@ def _multiply(
             if part > 0:
                 place += (tl.minimum(g, BATCH - 9) + 8 - g) * (2 * LENGTH)
             xs = xs + tl.inline_asm_elementwise(
-                "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place],
-                dtype=(tl.int32, tl.int32), is_pure=False, pack=1,
-            )  # fmt: skip
+                "ld.shared.v2.b32 {$0, $1}, [$2];", "=r,=r,r", [place], dtype=(tl.int32,) * 2, is_pure=False, pack=1
+            )
         added = ()
         for i in tl.static_range(WORDS):
             given = ()
             for channel in tl.static_range(4):
-                given = given + (words[(step * 4 + channel) * WORDS + i],)  # noqa: RUF005
-            given = given + xs
-            for j in tl.static_range(SUMS):
-                given = given + (acc[i * SUMS + j],)  # noqa: RUF005
+                given += (words[(step * 4 + channel) * WORDS + i],)
+            given = given + xs + acc[i * SUMS : (i + 1) * SUMS]
             added = added + tl.inline_asm_elementwise(
-                PRODUCT, PRODUCT_CONSTRAINTS, given,
-                dtype=(tl.float32,) * SUMS, is_pure=False, pack=1,
-            )  # fmt: skip
+                PRODUCT, PRODUCT_CONSTRAINTS, given, dtype=(tl.float32,) * SUMS, is_pure=False, pack=1
+            )
         acc = added
         if TOTAL != "":
             summed = ()
             for part in tl.static_range(PARTS):
+                given = xs[2 * part : 2 * part + 2] + total[4 * part : 4 * part + 4]
                 summed = summed + tl.inline_asm_elementwise(
-                    TOTAL, TOTAL_CONSTRAINTS,
-                    [xs[2 * part], xs[2 * part + 1], total[4 * part], total[4 * part + 1], total[4 * part + 2],
-                     total[4 * part + 3]],
-                    dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
-                )  # fmt: skip
+                    TOTAL, TOTAL_CONSTRAINTS, given, dtype=(tl.float32,) * 4, is_pure=False, pack=1
+                )
             total = summed
     return acc, total
 
@@ -502,18 +458,18 @@ def _floats(at, there, COUNT: tl.constexpr):
         for i in tl.static_range(0, COUNT, 4):
             found = found + tl.inline_asm_elementwise(
                 "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }",
-                "=f,=f,=f,=f,l,r", [(at + i).to(tl.int64), there.to(tl.int32)],
-                dtype=(tl.float32, tl.float32, tl.float32, tl.float32), is_pure=False, pack=1,
+                "=f,=f,=f,=f,l,r", [(at + i).to(tl.int64), there.to(tl.int32)], dtype=(tl.float32,) * 4, is_pure=False,
+                pack=1,
             )  # fmt: skip
     else:
         for i in tl.static_range(COUNT):
-            found = found + (tl.load(at + i, mask=there, other=0.0),)  # noqa: RUF005
+            found += (tl.load(at + i, mask=there, other=0.0),)
     return found
 
 
 @triton.jit
 def _scaled(
-    sums, acc, total, ends, copy, PART: tl.constexpr, PARTS: tl.constexpr, ZEROS: tl.constexpr,
+    sums, acc, total, ends, copy, PART: tl.constexpr, SECONDS: tl.constexpr, ZEROS: tl.constexpr,
     problem: tl.constexpr, packed: tl.constexpr,
 ):  # fmt: skip
     """sums + scale * (acc - zero * total), for a lane's part of the columns and its row or two of each eight."""
@@ -521,11 +477,11 @@ def _scaled(
     EACH: tl.constexpr = 8 if INT4 else 4
     EVEN: tl.constexpr = 1.0 / packed.unit
     ODD: tl.constexpr = EVEN / 16.0
-    ROWS: tl.constexpr = 1 if problem.batch == 1 else 2
+    PARTS: tl.constexpr = (problem.batch + 7) // 8
     COPIES: tl.constexpr = packed.copies
     added = ()
     for part in tl.static_range(PARTS):
-        for second in tl.static_range(ROWS):
+        for second in tl.static_range(SECONDS):
             for i in tl.static_range(PART):
                 value = _sum_of(acc, i, second, part, EACH, PARTS)
                 for other in tl.static_range(1, COPIES):
@@ -537,8 +493,7 @@ def _scaled(
                         value -= (ends[PART + i] if ZEROS else _INT4_ZERO) * x
                     else:
                         value -= (_INT8_OFFSET + ends[PART + i] if ZEROS else _INT8_OFFSET) * x
-                before = sums[(part * ROWS + second) * PART + i]
-                added = added + (before + ends[i] * value,)  # noqa: RUF005
+                added += (sums[(part * SECONDS + second) * PART + i] + ends[i] * value,)
     return added
 
 
@@ -546,8 +501,6 @@ def _scaled(
 def _sum_of(
     acc, COLUMN: tl.constexpr, SECOND: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr, PARTS: tl.constexpr
 ):  # fmt: skip
-    """The sum of a lane's column and row, of those that ``mma.product_source`` names, word by word."""
-    PAIRS: tl.constexpr = EACH // 2
-    PAIR: tl.constexpr = (COLUMN // EACH * PARTS + PART) * PAIRS + COLUMN % EACH // 2
-    AT: tl.constexpr = 4 * PAIR + COLUMN % 2 * 2 + SECOND
-    return acc[AT]
+    """The sum of a lane's column and row, of those that ``product_source`` names, word by word."""
+    PAIR: tl.constexpr = (COLUMN // EACH * PARTS + PART) * (EACH // 2) + COLUMN % EACH // 2
+    return acc[4 * PAIR + COLUMN % 2 * 2 + SECOND]

@@ -1,4 +1,8 @@
-"""The one place that decides which kernel computes a linear, and with which tile: ``plan``, a value that can be printed.
+"""The one place that decides which kernel computes a linear, and with which tile: ``plan``, a value that can be printed
+and that ``launch_linear`` launches.
+
+    input (x, RMSNorm of the residual stream, or attention's splits) -> product of the kept channels
+    -> bias, activation or residual                                       (``common.Input``, ``common.Output``)
 
     rows   masks   regime   unquantized, or the tensor cores cannot     int4, int8, fp8
     1      no      dense    sparse_gemv                                 packed_gemv, all channels
@@ -24,8 +28,21 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
-from .common import GELU, PLAIN, RESIDUAL, SILU, SMEM_LIMIT_BESIDE, LaunchConfig, Problem, smem_source
+from .common import (
+    GELU,
+    PLAIN,
+    RESIDUAL,
+    SILU,
+    Counting,
+    Input,
+    LaunchConfig,
+    Output,
+    Problem,
+    Weights,
+    Workspace,
+)
 from .masked_gemm import masked_gemm_kernel
 from .packed_gemv import (
     PackedConfig,
@@ -37,8 +54,9 @@ from .packed_gemv import (
     sum_source,
     value_scale,
 )
+from .reduction import EMPTY
 from .sparse_gemv import sparse_gemv_kernel
-from .weights import BITS, LinearShape
+from .weights import BITS, FusedLinear, LinearShape
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +64,17 @@ OUTPUTS = {"plain": PLAIN.value, "residual": RESIDUAL.value, "silu": SILU.value,
 MOST_REDUCERS = 8  # spinning reducers a tile: more cost more than they save
 _ROOMY = (80, 90, 100)  # generations whose multiprocessors have 160 KiB and more of shared memory
 _ALONE = 64 * 1024  # bytes of weights in flight from which a tensor-core program has a multiprocessor to itself
+# Bytes. Triton's own shared memory comes on top, and without asking the driver a program may have 48 KiB in all. Triton
+# asks if its own use is more than that; what is declared here may then be nearly as much beside it.
+SMEM_LIMIT = 36 * 1024
+SMEM_LIMIT_BESIDE = 47 * 1024
+
+
+def smem_source(num_bytes: int, limit: int = SMEM_LIMIT) -> str:
+    """PTX that declares so much shared memory and gives its address; "" if that is more than ``limit``."""
+    if num_bytes > limit:
+        return ""
+    return f"{{ .shared .align 16 .b8 smem[{num_bytes}]; mov.u32 $0, smem; }}"
 
 
 class Gpu(NamedTuple):
@@ -85,10 +114,9 @@ class GemvTile:
             least = 0 if name in ("lead", "reducers", "early") else 1
             if not isinstance(value, bool if name == "early" else int) or value < least:
                 raise ValueError(f"{name}: expected an integer of at least {least}, found {value!r}")
-        for name in ("block_n", "block_k", "warps"):
-            if getattr(self, name) & (getattr(self, name) - 1):
-                raise ValueError(f"{name}: expected a power of two, found {getattr(self, name)}")
-        if not 0 <= self.reducers <= self.splits or self.reducers & (self.reducers - 1):
+            if name in ("block_n", "block_k", "warps") and value & (value - 1):
+                raise ValueError(f"{name}: expected a power of two, found {value}")
+        if self.reducers > self.splits or self.reducers & (self.reducers - 1):
             raise ValueError(
                 f"expected reducers to be 0 or a power of two up to splits ({self.splits}), found {self.reducers}"
             )
@@ -110,7 +138,6 @@ class KernelPlan:
     problem: Problem
     launch: LaunchConfig
     packed: PackedConfig | None
-    options: dict[str, Any]
 
     @property
     def programs(self) -> int:
@@ -161,11 +188,7 @@ def plan(
     tile: GemvTile | None = None,
     pdl: bool | None = None,
 ) -> KernelPlan:
-    """Plan the launch of a linear for 1 to 16 rows.
-
-    Args:
-        gpu: None: the one that the weights are on.
-    """
+    """Plan the launch of a linear for 1 to 16 rows; ``gpu`` None: the one that the weights are on."""
     gpu = gpu or gpu_of(shape.device)
     kind = regime(rows, dense=shape.dense)
     tile, origin = choose_tile(gpu, shape, rows) if tile is None else (tile, "given")
@@ -180,6 +203,7 @@ def plan(
         )
     if kind == "batch" and shape.dtype == torch.float32:
         tile = replace(tile, stages=max(1, tile.stages // 2))  # twice the bytes in shared memory
+    k, size = shape.in_features, shape.dtype.itemsize
     # The interpreter has no shared memory; float32 is for comparison, its lists lie in scratch memory.
     shared = shape.device.type != "cpu" and shape.dtype != torch.float32
     packed, why_not = None, ""
@@ -188,60 +212,47 @@ def plan(
     if packed is not None:
         kernel: Any = packed_gemv_kernel
     elif kind == "batch":
-        kernel, launch = masked_gemm_kernel, _plan_masked(shape, tile, tiles, rows, shared=shared)
+        kernel, block_k = masked_gemm_kernel, max(16, tile.block_k)  # 16: tl.dot's smallest K
+        channels = triton.cdiv(triton.cdiv(k, block_k), tile.splits) * block_k
+        # Rows 16 bytes off a multiple of 64: threads that read eight of them side by side meet in no bank.
+        length = channels + 8
+        ahead = (tile.stages - 1) * block_k * tile.block_n * size
+        limit = SMEM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
+        needed = rows * length * size
+        # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
+        # again. So a program with much in flight takes more shared memory than it needs, and there is none for a second.
+        smem = smem_source(limit if needed <= limit and ahead >= _ALONE else needed, limit) if shared else ""
+        launch = _config(tile, tiles, triton.next_power_of_2(channels), length, smem, block_k=block_k)
     else:
-        kernel, launch = sparse_gemv_kernel, _plan_sparse(shape, tile, tiles, rows, shared=shared)
+        kernel, step = sparse_gemv_kernel, tile.unroll * tile.block_k
+        segment = triton.next_power_of_2(max(triton.cdiv(triton.cdiv(k, tile.chunk), tile.splits) * tile.chunk, 16))
+        # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
+        length = segment + 3 * step + 1
+        exchanged = tile.block_k * tile.block_n if tile.block_k > 1 else 0
+        smem = smem_source(4 * ((1 + rows) * length + exchanged)) if shared else ""
+        # Leading rows stand in the segment's own part of the list.
+        launch = _config(tile, tiles, segment, length, smem, lead=min(tile.lead, segment // step))
     # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 numbers a thread.
-    splits = triton.next_power_of_2(tile.splits)
-    at_once = min(splits, 32)
+    at_once = min(triton.next_power_of_2(tile.splits), 32)
     if tile.reducers or kind == "batch":
-        columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * (1 + (output in _PAIRS))
-        at_once = min(splits, 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1))
-    pdl = gpu.arch >= 90 if pdl is None else pdl
+        numbers = 2 if output in ("silu", "gelu_tanh") else 1
+        columns = tile.block_n // max(1, tile.reducers) * triton.next_power_of_2(rows) * numbers
+        fitting = 1 << (max(1, 32 * 32 * tile.warps // columns).bit_length() - 1)
+        at_once = min(triton.next_power_of_2(tile.splits), fitting)
     n0, n1, n2 = (*shape.widths, 0, 0)[:3]
     problem = Problem(
-        shape.in_features, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
+        k, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
         # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
-        max(32, triton.next_power_of_2(ssq_parts)), OUTPUTS[output], shape.dense, pdl, shape.quant, shape.group,
+        max(32, triton.next_power_of_2(ssq_parts)), OUTPUTS[output], shape.dense, gpu.arch >= 90 if pdl is None else pdl,
+        shape.quant, shape.group,
     )  # fmt: skip
-    return KernelPlan(
-        kernel, shape, rows, tile, origin, why_not, problem, launch._replace(reduce_splits=at_once), packed,
-        {"num_warps": tile.warps, **({"launch_pdl": True} if pdl and tile.early else {})},
-    )  # fmt: skip
-
-
-_PAIRS = ("silu", "gelu_tanh")
+    launch = launch._replace(reduce_splits=at_once)
+    return KernelPlan(kernel, shape, rows, tile, origin, why_not, problem, launch, packed)
 
 
 def _config(tile: GemvTile, tiles: int, segment: int, length: int, smem: str, **changes: int) -> LaunchConfig:
     fields = {name: value for name, value in asdict(tile).items() if name != "early"} | changes
     return LaunchConfig(tiles=tiles, segment=segment, length=length, smem=smem, reduce_splits=0, **fields)
-
-
-def _plan_sparse(shape: LinearShape, tile: GemvTile, tiles: int, rows: int, *, shared: bool) -> LaunchConfig:
-    chunks = triton.cdiv(shape.in_features, tile.chunk)
-    segment = triton.next_power_of_2(max(triton.cdiv(chunks, tile.splits) * tile.chunk, 16))
-    # Reading goes up to three steps beyond the last channel; the last place holds the list's length.
-    length = segment + 3 * tile.unroll * tile.block_k + 1
-    exchanged = tile.block_k * tile.block_n if tile.block_k > 1 else 0
-    smem = smem_source(4 * ((1 + rows) * length + exchanged)) if shared else ""
-    # Leading rows stand in the segment's own part of the list.
-    return _config(tile, tiles, segment, length, smem, lead=min(tile.lead, segment // (tile.block_k * tile.unroll)))
-
-
-def _plan_masked(shape: LinearShape, tile: GemvTile, tiles: int, rows: int, *, shared: bool) -> LaunchConfig:
-    block_k, size = max(16, tile.block_k), shape.dtype.itemsize  # 16: tl.dot's smallest K
-    channels = triton.cdiv(triton.cdiv(shape.in_features, block_k), tile.splits) * block_k
-    # Rows 16 bytes off a multiple of 64: threads that read eight of them side by side meet in no bank.
-    length = channels + 8
-    ahead = (tile.stages - 1) * block_k * tile.block_n * size
-    limit = SMEM_LIMIT_BESIDE - (0 if ahead >= 48 * 1024 else ahead + 2048)
-    needed = rows * length * size
-    # Two programs of a launch on one multiprocessor leave another without: the launch then takes up to half as long
-    # again. So a program with much in flight takes more shared memory than it needs, and there is none for a second.
-    taken = limit if needed <= limit and ahead >= _ALONE else needed
-    smem = smem_source(taken, limit) if shared else ""
-    return _config(tile, tiles, triton.next_power_of_2(channels), length, smem, block_k=block_k)
 
 
 def _plan_packed(
@@ -283,10 +294,79 @@ def _plan_packed(
     different = max(2, triton.next_power_of_2(min(rows, 8)))
     packed = PackedConfig(
         listed, slot, words, steps, tile.stages, 8 // different, 4 * (4 if shape.quant == "int4" else 2) * parts,
-        value_scale(dtype), code_unit(shape.quant, dtype), *load_source(words, shape.stride, listed, k % 16 == 0),
-        *product_source(shape.quant, dtype, parts), *(sum_source(dtype) if shape.quant != "fp8" else ("", "")),
+        value_scale(dtype), code_unit(shape.quant, dtype), load_source(words, shape.stride, listed, k % 16 == 0),
+        product_source(shape.quant, dtype, parts), sum_source(dtype) if shape.quant != "fp8" else ("", ""),
     )  # fmt: skip
     return packed, launch, ""
+
+
+# --- launches
+
+
+class Scratch:
+    """Memory the programs of a launch share; one is enough for all launches of a stream, as they run in order."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        def empty(kind: torch.dtype = torch.int32) -> Tensor:
+            return torch.empty(0, dtype=kind, device=device)
+
+        self.partial, self.polled, self.counter, self.index, self.value = (
+            empty(),
+            empty(),
+            empty(),
+            empty(),
+            empty(dtype),
+        )
+
+    def reserve(self, plan: KernelPlan) -> None:
+        """Grow to what a launch needs. Not during graph capture: a captured launch keeps the addresses it saw."""
+        lists = 0 if plan.launch.smem else plan.programs * plan.launch.length
+        for name, size in (
+            ("polled" if plan.tile.reducers else "partial", plan.launch.splits * plan.rows * plan.problem.n),
+            ("index", lists),
+            ("value", plan.rows * lists),
+            ("counter", plan.launch.tiles),
+        ):
+            held = getattr(self, name)
+            if held.numel() < size:
+                # Launches leave counters and polled sums as they found them; the rest may hold anything.
+                setattr(self, name, held.new_full((size,), EMPTY if name == "polled" else 0))
+
+
+def launch_linear(
+    linear: FusedLinear,
+    given: Input,
+    output: Output,
+    scratch: Scratch,
+    plan: KernelPlan,
+    *,
+    eps: float = 0.0,
+    counting: Counting | None = None,
+) -> None:
+    """Launch a linear on the current stream. Nothing is checked or allocated: ``scratch.reserve(plan)`` came before.
+
+    ``eps``: of the RMSNorm; ``counting``: add up the kept channels (of a linear that is not dense).
+    """
+    weight, spinning, in_scratch = linear.weight, plan.tile.reducers > 0, plan.launch.smem == ""
+    plan.kernel[(plan.programs,)](
+        given,
+        Weights(weight.data, linear.bias, linear.scales, linear.thresholds, weight.scales, weight.zeros),
+        output,
+        Workspace(
+            scratch.polled if spinning else scratch.partial,
+            None if spinning else scratch.counter,
+            scratch.index if in_scratch and plan.kernel is sparse_gemv_kernel else None,
+            scratch.value if in_scratch else None,
+        ),
+        counting,
+        eps,
+        1 if given.ssq is None else given.ssq.shape[1],
+        plan.problem,
+        plan.launch,
+        *(() if plan.packed is None else (plan.packed,)),
+        num_warps=plan.tile.warps,
+        launch_pdl=plan.problem.pdl and plan.tile.early,
+    )
 
 
 # --- tiles

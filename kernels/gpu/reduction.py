@@ -61,11 +61,17 @@ def reduce_tile(
 ):
     """The end of every program: its tile's reducer adds up the partial sums of all splits and writes the result, row by
     row or, TOGETHER, all rows in one tensor. ``of``: the tile's ``Columns``."""
+    BATCH: tl.constexpr = problem.batch
     PAIRS: tl.constexpr = problem.output >= SILU
+    EACH: tl.constexpr = 2 if PAIRS else 1  # sums of a row: gate's, then up's
+    OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
     PARTS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
     PART: tl.constexpr = launch.block_n // PARTS
+    SSQ_PARTS: tl.constexpr = launch.tiles * PARTS
+    AT_ONCE: tl.constexpr = launch.reduce_splits
+    dtype: tl.constexpr = output.out.dtype.element_ty
     # Gate's and up's programs of one tile arrive together.
-    ARRIVALS: tl.constexpr = launch.splits * 2 if PAIRS else launch.splits
+    ARRIVALS: tl.constexpr = launch.splits * EACH
     arrival = split + of.projection * launch.splits if PAIRS else split
     # Which part of the tile's columns this program writes; negative: none.
     if launch.reducers > 0:
@@ -84,93 +90,65 @@ def reduce_tile(
         live = n < of.width
         # Columns of partial sums and bias; with gate and up gate's, n0 before up's.
         columns = n if PAIRS else of.first + n
-        place = tile * PARTS + part  # of the sums of squares
+        ssq_at = tile * PARTS + part
         if TOGETHER:
-            _write_rows_together(columns, live, place, bias_ptr, output, workspace.partial, problem, launch)
+            ROWS: tl.constexpr = triton.next_power_of_2(BATCH)
+            row = tl.arange(0, ROWS)
+            there = (row < BATCH)[:, None] & live[None, :]
+            out_at = output.out + row[:, None] * OUT_N + columns[None, :]
+            hidden = tl.zeros((ROWS, PART), dtype)
+            if problem.output == RESIDUAL:  # loaded ahead
+                hidden = tl.load(out_at, mask=there, other=0.0)
+            y = tl.zeros((ROWS, PART), tl.float32)
+            up = tl.zeros((ROWS, PART), tl.float32)
+            for start in tl.range(0, launch.splits, AT_ONCE, num_stages=1):
+                splits = start + tl.arange(0, AT_ONCE)
+                sum_row = splits[:, None] * BATCH + row[None, :]
+                at = workspace.partial + sum_row[:, :, None] * problem.n + columns[None, None, :]
+                wanted = (splits < launch.splits)[:, None, None] & there[None, :, :]
+                found = _poll(at, wanted, launch.reducers)
+                if PAIRS:
+                    found_up = _poll(at + problem.n0, wanted, launch.reducers)
+                    up += _consume(found_up, at + problem.n0, wanted, launch.reducers)
+                y += _consume(found, at, wanted, launch.reducers)
+            y = _activate(y, up, bias_ptr, columns[None, :], live[None, :], dtype, problem)
+            if problem.output == RESIDUAL:
+                y = (hidden.to(tl.float32) + y.to(tl.float32)).to(dtype)
+                squares = tl.where(there, y.to(tl.float32) * y.to(tl.float32), 0.0)
+                tl.store(output.ssq + row * SSQ_PARTS + ssq_at, tl.sum(squares, axis=1), mask=row < BATCH)
+            tl.store(out_at, y, mask=there)
         else:
-            _write_row_by_row(columns, live, place, bias_ptr, output, workspace.partial, problem, launch)
-
-
-@triton.jit
-def _write_row_by_row(columns, live, place, bias_ptr, output, partial_ptr, problem: tl.constexpr, launch: tl.constexpr):
-    BATCH: tl.constexpr = problem.batch
-    PART: tl.constexpr = columns.shape[0]
-    SSQ_PARTS: tl.constexpr = launch.tiles * (launch.block_n // PART)
-    dtype: tl.constexpr = output.out.dtype.element_ty
-    PAIRS: tl.constexpr = problem.output >= SILU
-    OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
-    EACH: tl.constexpr = 2 if PAIRS else 1
-    hidden = ()
-    if problem.output == RESIDUAL:  # loaded ahead
-        for row in tl.static_range(BATCH):
-            hidden = hidden + (tl.load(output.out + row * problem.n + columns, mask=live, other=0.0),)  # noqa: RUF005
-    # One sum for each row, or two: gate's, then up's.
-    sums = ()
-    for _ in tl.static_range(BATCH * EACH):
-        sums = sums + (tl.zeros((PART,), tl.float32),)  # noqa: RUF005
-    for start in tl.range(0, launch.splits, launch.reduce_splits, num_stages=1):
-        # First all loads, so that one way to the L2 cache serves them, then the waiting.
-        places = ()
-        found = ()
-        for i in tl.static_range(BATCH * EACH):
-            split = start + tl.arange(0, launch.reduce_splits)
-            column = columns + i % EACH * problem.n0
-            at = partial_ptr + (split * problem.batch + i // EACH)[:, None] * problem.n + column[None, :]
-            there = (split < launch.splits)[:, None] & live[None, :]
-            places = places + ((at, there),)  # noqa: RUF005
-            found = found + (_poll(at, there, launch.reducers),)  # noqa: RUF005
-        added = ()
-        for i in tl.static_range(BATCH * EACH):
-            at, there = places[i]
-            added = added + (sums[i] + _consume(found[i], at, there, launch.reducers),)  # noqa: RUF005
-        sums = added
-    for row in tl.static_range(BATCH):
-        # Gate's and up's; else the same one twice, and the second is not used.
-        y = _activate(sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, dtype, problem)
-        if problem.output == RESIDUAL:
-            y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
-            squares = tl.where(live, y.to(tl.float32) * y.to(tl.float32), 0.0)
-            tl.store(output.ssq + row * SSQ_PARTS + place, tl.sum(squares, axis=0))
-        tl.store(output.out + row * OUT_N + columns, y, mask=live)
-
-
-@triton.jit
-def _write_rows_together(
-    columns, live, place, bias_ptr, output, partial_ptr, problem: tl.constexpr, launch: tl.constexpr
-):
-    PART: tl.constexpr = columns.shape[0]
-    SSQ_PARTS: tl.constexpr = launch.tiles * (launch.block_n // PART)
-    dtype: tl.constexpr = output.out.dtype.element_ty
-    PAIRS: tl.constexpr = problem.output >= SILU
-    OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
-    ROWS: tl.constexpr = triton.next_power_of_2(problem.batch)
-    row = tl.arange(0, ROWS)
-    there = (row < problem.batch)[:, None] & live[None, :]
-    out_at = output.out + row[:, None] * OUT_N + columns[None, :]
-    hidden = tl.zeros((ROWS, PART), dtype)
-    if problem.output == RESIDUAL:  # loaded ahead
-        hidden = tl.load(out_at, mask=there, other=0.0)
-    y = tl.zeros((ROWS, PART), tl.float32)
-    up = tl.zeros((ROWS, PART), tl.float32)
-    for start in tl.range(0, launch.splits, launch.reduce_splits, num_stages=1):
-        split = start + tl.arange(0, launch.reduce_splits)
-        at = (
-            partial_ptr
-            + (split[:, None] * problem.batch + row[None, :])[:, :, None] * problem.n
-            + columns[None, None, :]
-        )
-        wanted = (split < launch.splits)[:, None, None] & there[None, :, :]
-        found = _poll(at, wanted, launch.reducers)
-        if PAIRS:
-            found_up = _poll(at + problem.n0, wanted, launch.reducers)
-            up += _consume(found_up, at + problem.n0, wanted, launch.reducers)
-        y += _consume(found, at, wanted, launch.reducers)
-    y = _activate(y, up, bias_ptr, columns[None, :], live[None, :], dtype, problem)
-    if problem.output == RESIDUAL:
-        y = (hidden.to(tl.float32) + y.to(tl.float32)).to(dtype)
-        squares = tl.where(there, y.to(tl.float32) * y.to(tl.float32), 0.0)
-        tl.store(output.ssq + row * SSQ_PARTS + place, tl.sum(squares, axis=1), mask=row < problem.batch)
-    tl.store(out_at, y, mask=there)
+            hidden = ()
+            if problem.output == RESIDUAL:  # loaded ahead
+                for row in tl.static_range(BATCH):
+                    hidden += (tl.load(output.out + row * problem.n + columns, mask=live, other=0.0),)
+            sums = ()
+            for _ in tl.static_range(BATCH * EACH):
+                sums += (tl.zeros((PART,), tl.float32),)
+            for start in tl.range(0, launch.splits, AT_ONCE, num_stages=1):
+                # First all loads, so that one way to the L2 cache serves them, then the waiting.
+                places = ()
+                found = ()
+                for i in tl.static_range(BATCH * EACH):
+                    splits = start + tl.arange(0, AT_ONCE)
+                    column = columns + i % EACH * problem.n0
+                    at = workspace.partial + (splits * BATCH + i // EACH)[:, None] * problem.n + column[None, :]
+                    there = (splits < launch.splits)[:, None] & live[None, :]
+                    places += ((at, there),)
+                    found += (_poll(at, there, launch.reducers),)
+                added = ()
+                for i in tl.static_range(BATCH * EACH):
+                    at, there = places[i]
+                    added += (sums[i] + _consume(found[i], at, there, launch.reducers),)
+                sums = added
+            for row in tl.static_range(BATCH):
+                # Gate's and up's; else the same one twice, and the second is not used.
+                y = _activate(sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, dtype, problem)
+                if problem.output == RESIDUAL:
+                    y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
+                    squares = tl.where(live, y.to(tl.float32) * y.to(tl.float32), 0.0)
+                    tl.store(output.ssq + row * SSQ_PARTS + ssq_at, tl.sum(squares, axis=0))
+                tl.store(output.out + row * OUT_N + columns, y, mask=live)
 
 
 @triton.jit
@@ -266,8 +244,7 @@ def launch_residual_add(
     One program has a whole row: a norm needs all of it, so the epilogue that made ``half`` cannot do this.
     """
     batch, width = hidden.shape
-    options = {"launch_pdl": True} if pdl else {}
     _residual_add_kernel[(batch,)](
         half, hidden, norm, scalar, ssq, eps, multiplier, width, triton.next_power_of_2(width), pdl, num_warps=8,
-        **options,
+        launch_pdl=pdl,
     )  # fmt: skip

@@ -24,24 +24,14 @@ import triton.language as tl
 from torch import Tensor
 
 from .common import let_next_kernel_start, soft_cap, wait_for_previous_kernel
-from .head import Logits
+from .head import Logits, likeliest_token
 
 # What the logits may have been rounded to: float32 has too many values to count.
 SAMPLED_DTYPES = (torch.bfloat16, torch.float16)
 
-# Values of a 16-bit number, and how many of them, or of the vocabulary, a program takes.
-_VALUES = 1 << 16
-_TILE = 1024
-_BLOCKS = _VALUES // _TILE
-
-TEMPERATURE = tl.constexpr(0)
-TOP_K = tl.constexpr(1)
-TOP_P = tl.constexpr(2)
-MIN_P = tl.constexpr(3)
-NUMBERS = tl.constexpr(4)
-VALUES = tl.constexpr(_VALUES)
-TILE = tl.constexpr(_TILE)
-BLOCKS = tl.constexpr(_BLOCKS)
+VALUES = tl.constexpr(1 << 16)  # of a 16-bit number
+TILE = tl.constexpr(1024)  # of them, or of the vocabulary, in a program
+BLOCKS = tl.constexpr(64)  # of values
 
 
 class SampleState(NamedTuple):
@@ -61,21 +51,17 @@ class SampleState(NamedTuple):
     @classmethod
     def empty(cls, batch: int, vocabulary: int, device: torch.device) -> SampleState:
         """Memory for ``batch`` rows: 0.25 MB each."""
-
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(batch, *shape, dtype=dtype, device=device)
-
+        i32, i64, f32, f64 = torch.int32, torch.int64, torch.float32, torch.float64
+        columns = {
+            "numbers": (4, f64), "seeds": (0, i64), "counts": (VALUES.value, i32), "block_counts": (BLOCKS.value, i32),
+            "block_sums": (BLOCKS.value, f64), "threshold": (0, i32), "sums": (triton.cdiv(vocabulary, TILE.value), f64),
+            "largest": (0, f32), "likeliest": (0, i32), "arrived": (0, i32),
+        }  # fmt: skip
         return cls(
-            numbers=zeros(4, dtype=torch.float64),
-            seeds=zeros(dtype=torch.int64),
-            counts=zeros(_VALUES, dtype=torch.int32),
-            block_counts=zeros(_BLOCKS, dtype=torch.int32),
-            block_sums=zeros(_BLOCKS, dtype=torch.float64),
-            threshold=zeros(dtype=torch.int32),
-            sums=zeros(triton.cdiv(vocabulary, _TILE), dtype=torch.float64),
-            largest=zeros(dtype=torch.float32),
-            likeliest=zeros(dtype=torch.int32),
-            arrived=zeros(dtype=torch.int32),
+            **{
+                name: torch.zeros((batch, size) if size else batch, dtype=dtype, device=device)
+                for name, (size, dtype) in columns.items()
+            }
         )
 
 
@@ -116,13 +102,6 @@ def _value(rank, HALF: tl.constexpr):
 
 
 @triton.jit
-def _weight(logit, largest, temperature, finish: tl.constexpr):
-    """exp((logit - largest) / temperature), float64: 1 for the largest, so a tiny temperature does not overflow."""
-    logit = _finished(logit, finish)
-    return tl.exp((logit.to(tl.float64) - _finished(largest, finish).to(tl.float64)) / temperature)
-
-
-@triton.jit
 def _finished(logit, finish: tl.constexpr):
     """The head's product multiplied and capped, float32: all that grows with it; a logit that is not there stays so."""
     if finish.multiplier != 1.0:
@@ -130,6 +109,13 @@ def _finished(logit, finish: tl.constexpr):
     if finish.cap is not None:
         logit = tl.where(logit == float("-inf"), logit, soft_cap(logit.to(tl.float64), finish.cap).to(tl.float32))
     return logit
+
+
+@triton.jit
+def _weight(logit, largest, temperature, finish: tl.constexpr):
+    """exp((logit - largest) / temperature), float64: 1 for the largest, so a tiny temperature does not overflow."""
+    logit = _finished(logit, finish)
+    return tl.exp((logit.to(tl.float64) - _finished(largest, finish).to(tl.float64)) / temperature)
 
 
 @triton.jit
@@ -141,21 +127,14 @@ def _mix(state):
 
 
 @triton.jit
-def _uniform(seed, position):
-    """The random number of a position, float64 in [0, 1)."""
-    start = _mix(seed.to(tl.uint64) + 0x9E3779B97F4A7C15)
-    mixed = _mix(start + (position + 1).to(tl.uint64) * 0x9E3779B97F4A7C15)
-    return (mixed >> 40).to(tl.int64).to(tl.float64) * 5.9604644775390625e-08
-
-
-@triton.jit
 def _limits(state, token_ptr, row, V):
-    """top_k (V if off), top_p, and whether the row needs a threshold at all."""
-    top_k = tl.load(state.numbers + row * NUMBERS + TOP_K)
-    top_p = tl.load(state.numbers + row * NUMBERS + TOP_P)
+    """Temperature, top_k (V if off), top_p, and whether the row needs a threshold at all."""
+    temperature = tl.load(state.numbers + row * 4)
+    top_k = tl.load(state.numbers + row * 4 + 1)
+    top_p = tl.load(state.numbers + row * 4 + 2)
     cuts = (top_k > 0.0) & (top_k < V)
-    sampled = (tl.load(state.numbers + row * NUMBERS + TEMPERATURE) > 0.0) & (tl.load(token_ptr + row) >= 0)
-    return tl.where(cuts, top_k, V).to(tl.int32), top_p, sampled & (cuts | (top_p < 1.0))
+    sampled = (temperature > 0.0) & (tl.load(token_ptr + row) >= 0)
+    return temperature, tl.where(cuts, top_k, V).to(tl.int32), top_p, sampled & (cuts | (top_p < 1.0))
 
 
 @triton.jit
@@ -173,18 +152,14 @@ def _count_kernel(
     row = tl.program_id(1)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
-    top_k, top_p, filtered = _limits(state, choice.token, row, V)
+    temperature, top_k, top_p, filtered = _limits(state, choice.token, row, V)
     if filtered | (tile == 0):
         i = tl.arange(0, HEAD_PAD)
         value = tl.load(logits.best + row * head_tiles + i, mask=i < head_tiles, other=float("-inf"))
         largest = tl.max(value, axis=0)
         if tile == 0:
-            token = tl.load(logits.best_id + row * head_tiles + i, mask=i < head_tiles, other=2147483647)
-            likeliest = tl.min(tl.where(value == largest, token, 2147483647), axis=0)
-            broken = tl.max((value != value).to(tl.int32), axis=0)  # a maximum may pass over NaN
-            broken = (broken > 0) | (tl.abs(largest) == float("inf"))
             tl.store(state.largest + row, largest)
-            tl.store(state.likeliest + row, tl.where(broken, -1, likeliest))
+            tl.store(state.likeliest + row, likeliest_token(logits, row, head_tiles, value, largest))
         if filtered:
             v = tile * TILE + tl.arange(0, TILE)
             logit = tl.load(logits.logit + row * V + v, mask=v < V, other=float("-inf"))
@@ -195,7 +170,6 @@ def _count_kernel(
                 counted = rank <= _kth(ranks, top_k)
             else:
                 # All that weigh less than this weigh, together, less than top_p leaves out; half of it, for rounding.
-                temperature = tl.load(state.numbers + row * NUMBERS + TEMPERATURE)
                 weight = _weight(logit, largest, temperature, finish)
                 tl.store(state.sums + row * tl.num_programs(0) + tile, tl.sum(weight, axis=0))
                 counted = weight * V >= 0.5 * (1.0 - top_p)
@@ -230,9 +204,8 @@ def _threshold_kernel(choice, state, V, tiles, TILES_PAD: tl.constexpr, finish: 
     row = tl.program_id(1)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
-    top_k, top_p, filtered = _limits(state, choice.token, row, V)
+    temperature, top_k, top_p, filtered = _limits(state, choice.token, row, V)
     if filtered:
-        temperature = tl.load(state.numbers + row * NUMBERS + TEMPERATURE)
         largest = tl.load(state.largest + row)
         _, count, weight = _block_weights(state, row, block, largest, temperature, finish)
         tl.store(state.block_counts + row * BLOCKS + block, tl.sum(count, axis=0))
@@ -292,7 +265,7 @@ def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finis
     threshold = tl.load(state.threshold + row)
     idle = tl.load(choice.token + row) < 0
     likeliest = tl.load(state.likeliest + row)
-    temperature = tl.load(state.numbers + row * NUMBERS + TEMPERATURE)
+    temperature = tl.load(state.numbers + row * 4)
     place = tl.load(choice.position + row)
     if threshold < VALUES:  # the row was counted: leave the counts as they were found
         share = (VALUES + tiles - 1) // tiles
@@ -301,7 +274,7 @@ def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finis
             tl.store(state.counts + row * VALUES + tile * share + i, 0, mask=(i < share) & (tile * share + i < VALUES))
     if (temperature > 0.0) & (likeliest >= 0) & (idle == 0):
         largest = tl.load(state.largest + row)
-        min_p = tl.load(state.numbers + row * NUMBERS + MIN_P)
+        min_p = tl.load(state.numbers + row * 4 + 3)
         v, weight = _kept_weights(logits, row, tile, V, largest, temperature, threshold, min_p, finish)
         tl.store(state.sums + row * tiles + tile, tl.sum(weight, axis=0))
         tl.debug_barrier()
@@ -310,7 +283,10 @@ def _draw_kernel(logits, choice, state, V, tiles, TILES_PAD: tl.constexpr, finis
             tl.store(state.arrived + row, 0)
             t = tl.arange(0, TILES_PAD)
             sums = tl.load(state.sums + row * tiles + t, mask=t < tiles, other=0.0)
-            wanted = _uniform(tl.load(state.seeds + row), place + 1) * tl.sum(sums, axis=0)
+            # The random number of the position, in [0, 1), times the sum of all weights.
+            start = _mix(tl.load(state.seeds + row).to(tl.uint64) + 0x9E3779B97F4A7C15)
+            mixed = _mix(start + (place + 2).to(tl.uint64) * 0x9E3779B97F4A7C15)
+            wanted = (mixed >> 40).to(tl.int64).to(tl.float64) * 5.9604644775390625e-08 * tl.sum(sums, axis=0)
             # The first whose sum exceeds it; if rounding leaves none, the last that has any weight.
             found = tl.min(tl.where((tl.cumsum(sums, axis=0) > wanted) & (sums > 0.0), t, TILES_PAD), axis=0)
             found = tl.where(found < TILES_PAD, found, tl.max(tl.where(sums > 0.0, t, 0), axis=0))
@@ -343,10 +319,10 @@ def launch_sample(
     if dtype not in SAMPLED_DTYPES:
         raise ValueError(f"expected logits rounded to bfloat16 or float16, found {dtype}")
     batch, vocabulary = logits.logit.shape
-    tiles, head_tiles = triton.cdiv(vocabulary, _TILE), logits.best.shape[1]
+    tiles, head_tiles = triton.cdiv(vocabulary, TILE.value), logits.best.shape[1]
     tiles_pad, finish = triton.next_power_of_2(tiles), Finish(multiplier, cap, dtype == torch.float16)
-    options = {"launch_pdl": True} if pdl else {}
-    head_pad = triton.next_power_of_2(head_tiles)
-    _count_kernel[(tiles, batch)](logits, choice, state, vocabulary, head_tiles, head_pad, finish, pdl, **options)
-    _threshold_kernel[(_BLOCKS, batch)](choice, state, vocabulary, tiles, tiles_pad, finish, pdl, **options)
-    _draw_kernel[(tiles, batch)](logits, choice, state, vocabulary, tiles, tiles_pad, finish, pdl, **options)
+    _count_kernel[(tiles, batch)](
+        logits, choice, state, vocabulary, head_tiles, triton.next_power_of_2(head_tiles), finish, pdl, launch_pdl=pdl
+    )
+    _threshold_kernel[(BLOCKS.value, batch)](choice, state, vocabulary, tiles, tiles_pad, finish, pdl, launch_pdl=pdl)
+    _draw_kernel[(tiles, batch)](logits, choice, state, vocabulary, tiles, tiles_pad, finish, pdl, launch_pdl=pdl)

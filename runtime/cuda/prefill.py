@@ -20,8 +20,7 @@ from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import KVSlots, launch_chunk_attention
 from wisparse.kernels.gpu.common import Input, Output
 from wisparse.kernels.gpu.head import Logits, launch_logits
-from wisparse.kernels.gpu.linear import Scratch, launch_linear
-from wisparse.kernels.gpu.plan import KernelPlan, plan
+from wisparse.kernels.gpu.plan import KernelPlan, Scratch, launch_linear, plan
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize
 from wisparse.kernels.reference import keep_mask
 

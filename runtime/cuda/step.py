@@ -21,20 +21,17 @@ from torch import Tensor
 from wisparse.formats.model_config import Block, ModelConfig
 from wisparse.kernels.backend import triton_compiling
 from wisparse.kernels.gpu.attention import (
-    QK_NORMS,
     AttentionShape,
     KVSlots,
     QKNorms,
     RotaryTables,
     Rows,
-    cap_log2,
     launch_attention,
 )
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits
-from wisparse.kernels.gpu.linear import Scratch, launch_linear
-from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, gpu_of, plan
+from wisparse.kernels.gpu.plan import GemvTile, KernelPlan, Scratch, gpu_of, launch_linear, plan
 from wisparse.kernels.gpu.reduction import launch_residual_add
 from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, launch_sample
 
@@ -99,7 +96,7 @@ def attention_shape(config: ModelConfig, block: Block, rotary: RotaryTables) -> 
     norm_of = "whole" if norm and not norm.per_head else "rotated head" if norm and norm.after_rotary else "head"
     return AttentionShape(
         config.num_heads, block.num_kv_heads, block.head_dim, rotary.cos.shape[1] * 2, block.window or 0,
-        config.rotaries[0].interleaved, cap_log2(config.attention_softcap), QK_NORMS[norm_of],
+        config.rotaries[0].interleaved, config.attention_softcap or 0.0, norm_of,
         config.architecture.attention_gate, block.shared_values, config.architecture.value_norm,
     )  # fmt: skip
 

@@ -121,8 +121,7 @@ def fused_mask(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
 def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """One launch that reads the kept channels of up to SKIPPED_ROWS rows, or all channels once for up to SPARSE_ROWS."""
     from wisparse.kernels.gpu.common import Input, Output
-    from wisparse.kernels.gpu.linear import launch_linear
-    from wisparse.kernels.gpu.plan import plan
+    from wisparse.kernels.gpu.plan import launch_linear, plan
 
     linear = layer.linear()
     out = x.new_empty(len(x), layer.weight.shape[0])
@@ -152,7 +151,7 @@ def mask_tile(device: torch.device, in_features: int, out_features: int, rows: i
 @functools.cache
 def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
     """One for all layers: their launches follow one another on one stream."""
-    from wisparse.kernels.gpu.linear import Scratch
+    from wisparse.kernels.gpu.plan import Scratch
 
     return Scratch(device, dtype)
 
