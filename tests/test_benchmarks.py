@@ -1,9 +1,12 @@
-"""The tables of quality are made in pieces: what fails is told, what is there is kept, what does not fit is refused."""
+"""The scripts in benchmarks/: baselines against twins written out here, tables, and what they say without a GPU."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -11,10 +14,178 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import baselines
 import pytest
+import torch
+from baselines import choose_rank, low_rank_factors, low_rank_sparsity
+from quality import Evaluator
 from tiny_bundle import write_tiny_model
+from tiny_source import tiny_source, tiny_tokens
+from torch.nn import functional
+
+from wisparse.converter.masking import MaskedModel
+from wisparse.formats.errors import UsageError
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+# KL and realised sparsity, as these methods gave them when the search itself made them and bundles held them.
+@pytest.mark.parametrize(
+    ("kind", "method", "shares", "sparsity", "kl", "realised"),
+    [
+        ("llama", "cats", None, 0.3, 0.024667106550348022, 0.30086805555555557),
+        ("llama", "rsparse", None, 0.3, 0.06385724101011102, 0.29408275462962963),
+        ("llama", "rsparse", (0.4,), 0.3, 0.16437731189291357, 0.2950231481481482),
+        ("qwen2", "cats", None, 0.3, 0.02900091016856632, 0.2917534722222222),
+        ("qwen2", "rsparse", (0.4,), 0.5, 0.9440165931379014, 0.5063512731481482),
+    ],
+)
+def test_figures_are_those_of_before(
+    kind: str,
+    method: str,
+    shares: tuple[float, ...] | None,
+    sparsity: float,
+    kl: float,
+    realised: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if shares:  # random weights have no directions to spare; have some paths all the same
+        monkeypatch.setattr(baselines, "SHARES", shares)
+    source, ids = tiny_source(kind), tiny_tokens(4, 24, 1).input_ids
+    dense = source.model(input_ids=ids).logits
+    with baselines.BASELINES[method](source, tiny_tokens(8), sparsity) as found:
+        measured = found.measure(Evaluator(source, ids))
+    assert measured.kl == pytest.approx(kl, rel=1e-6)  # another CPU rounds otherwise
+    assert measured.realised_sparsity == pytest.approx(realised, abs=1e-6)
+    assert torch.equal(source.model(input_ids=ids).logits, dense)
+
+
+def test_cats_by_hand() -> None:
+    source = tiny_source()
+    mlp = source.blocks[0].mlp
+    x = 3 * torch.randn(7, 32)
+    with baselines.cats(source, tiny_tokens(8), 0.3) as found:
+        with MaskedModel(found.places) as masked:
+            masked.set_thresholds(found.result.apply_to(masked))
+            sparse = mlp(x[None])[0]
+        torch.testing.assert_close(mlp(x), mlp.down_proj(functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    thresholds = {name: entry.threshold for name, entry in found.result.projections.items()}
+    assert {name.rsplit(".", 1)[1] for name, threshold in thresholds.items() if threshold} == {"act_fn"}
+    gate = functional.silu(mlp.gate_proj(x))
+    keep = gate.abs() >= thresholds["model.layers.0.mlp.act_fn"]
+    assert 0.2 < keep.float().mean() < 0.8
+    # Neither up's rows nor down's columns outside are touched.
+    down, up = mlp.down_proj.weight, mlp.up_proj.weight
+    rows = [down[:, k] @ (g[k] * (up[k] @ one)) for g, k, one in zip(gate, keep, x, strict=True)]
+    torch.testing.assert_close(sparse, torch.stack(rows))
+    assert isinstance(mlp.act_fn, torch.nn.SiLU) or "SiLU" in type(mlp.act_fn).__name__
+
+
+def test_cats_refuses_what_up_and_down_cannot_give() -> None:
+    source = tiny_source()
+    with (
+        pytest.raises(UsageError, match=r"only up and down are sparse, at most 38\.0% .*found 0\.6"),
+        baselines.cats(source, tiny_tokens(8), 0.6),
+    ):
+        pass
+
+
+def test_rsparse_by_hand() -> None:
+    torch.manual_seed(2)
+    linear = torch.nn.Linear(16, 12).requires_grad_(False)
+    x = torch.randn(3, 7, 16)
+    left, right = low_rank_factors(linear.weight, 3)
+    u, s, v = torch.linalg.svd(linear.weight)
+    torch.testing.assert_close(left @ right, u[:, :3] @ torch.diag(s[:3]) @ v[:3])
+    small = torch.where(x.abs() < 0.7, x, 0.0)
+    expected = linear(x - small) + small @ (left @ right).T
+    path = baselines._Path(linear, 3)
+    with MaskedModel({"p": linear}) as masked:
+        masked.set_scale("p", torch.ones(16))
+        masked.set_threshold("p", 0.7)
+        torch.testing.assert_close(linear(x), expected)
+        masked.clear()
+        torch.testing.assert_close(linear(x), x @ linear.weight.T + linear.bias)
+    path.close()
+
+
+def test_a_rank_is_chosen_where_it_pays() -> None:
+    torch.manual_seed(3)
+    x = torch.randn(200, 32)
+    low = torch.randn(64, 4) @ torch.randn(4, 32)
+    rank = choose_rank(x, low, 0.5)
+    assert rank >= 4  # all of the weight
+    assert low_rank_sparsity(low, 0.5, rank) == pytest.approx(0.5 + rank * 96 / 2048)
+    spread = x * torch.logspace(-3, 0, 32)  # a few channels are all that matters, and the spectrum is flat
+    assert choose_rank(spread, torch.linalg.qr(torch.randn(32, 32))[0], 0.5) == 0
+    assert choose_rank(x, low, 0.0) == 0
+
+
+def test_a_rank_is_chosen_for_what_the_mask_drops() -> None:
+    """The threshold is on a score that ties: channels at 2 are kept, those at 1, which the weight ignores, dropped."""
+    x = torch.cat([torch.ones(50, 16), torch.full((50, 16), 2.0)], dim=1)
+    weight = torch.cat([torch.zeros(16, 16), torch.eye(16)], dim=1)
+    assert choose_rank(x, weight, 0.5) == 0
+
+
+# By script; where one has several ways in, which stands behind a dot.
+COMMANDS = {
+    "gpu_decode": ["--shape", "llama-3.1-8b", "--parts", "baseline", "decode"],
+    "gpu_packed": ["sweep"],
+    "gpu_packed.check": ["check"],
+    "gpu_sanitize": ["memcheck"],
+    "gpu_serve": [],
+    "gpu_tiles": [],
+    "gpu_tokens": [],
+    "gpu_verbs": [],
+    "gpu_vllm": [],
+    "gpu_weights": [],
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_without_a_gpu_they_say_so(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("began to work"))
+    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("began to work"))
+    monkeypatch.setenv("OUT", str(tmp_path / "results"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    script = command.partition(".")[0]
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *COMMANDS[command]])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(BENCHMARKS / f"{script}.py"), run_name="__main__")
+    assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert not said.out
+    assert "GPU" in said.err.splitlines()[-1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_gpu_the_check_of_everything_says_so(tmp_path: Path) -> None:
+    """Whether ``nvidia-smi`` is missing or finds no device: nothing is made, and nothing looks as if it had passed."""
+    none = tmp_path / "bin" / "nvidia-smi"
+    none.parent.mkdir()
+    none.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
+    none.chmod(0o755)
+    bash, tools = "/bin/bash", tmp_path / "tools"
+    tools.mkdir()
+    for tool in ("dirname", "wc", "mkdir", "rm", "grep", "basename", "tail", "cut", "tr"):
+        found = shutil.which(tool)
+        assert found
+        (tools / tool).symlink_to(found)
+    for path in (tools, f"{none.parent}{os.pathsep}{tools}"):
+        command = [bash, str(BENCHMARKS / "gpu_check.sh"), str(tmp_path / "results"), "none"]
+        done = subprocess.run(command, capture_output=True, text=True, env={"PATH": str(path)})
+        assert done.returncode == 2, done.stderr
+        assert not done.stdout
+        assert done.stderr.splitlines() == ["gpu_check.sh: expected an NVIDIA GPU, found none that nvidia-smi lists"]
+        assert not (tmp_path / "results").exists()
+
 
 # Stands in for the benchmarks: one row per call, as they write them; the model "broken" fails.
 _FAKE = """
@@ -123,25 +294,6 @@ def test_a_piece_that_fails_is_told(
     assert "no such weights" in told
     assert "methods-one-0.5-wisparse: made" in told, "the others are made all the same"
     assert not (tmp_path / "out").exists()
-
-
-def test_pieces_of_different_machines_are_refused(tables: ModuleType) -> None:
-    with pytest.raises(ValueError, match="do not belong together"):
-        tables.merged([{"device": "a", "rows": []}, {"device": "b", "rows": []}])
-
-
-def test_every_gpu_gets_its_turn(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[str | None] = []
-
-    def made(*_: object, env: dict[str, str], **__: object) -> subprocess.CompletedProcess[str]:
-        used.append(env.get("CUDA_VISIBLE_DEVICES"))
-        return subprocess.CompletedProcess([], 1)
-
-    monkeypatch.setattr(tables.subprocess, "run", made)
-    pieces = [tables.Piece(tmp_path / str(i), "methods.py", ()) for i in range(6)]
-    assert not tables.make_all(pieces, 2, ["0", "3"])
-    assert set(used) == {"0", "3"}
-    assert len(used) == 6
 
 
 def test_the_published_tables_are_what_their_rows_say(tables: ModuleType) -> None:
