@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from quality import Clock, describe_machine, opened, options_of, print_head, publish, row
 
-from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.search.allocation import allocate, interpolate
 from wisparse.converter.search.search import DAMAGE_LEVELS, Run, SearchResult, SearchSettings, SparsityLevels, search
 from wisparse.converter.source import SourceModel

@@ -23,8 +23,8 @@ from quality import Divergence, Evaluator
 from torch import Tensor, nn
 from torch.nn import functional
 
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
-from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.search.allocation import MAX_SPARSITY
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.search.thresholds import final_thresholds

@@ -27,7 +27,7 @@ from typing import Any
 from baselines import BASELINES, Baseline
 from quality import Clock, describe_machine, opened, options_of, print_head, publish, row, turned
 
-from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.search.search import SearchSettings, search
 from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.errors import UsageError

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 
 import wisparse
-from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.rotation import rotate
 from wisparse.converter.search.search import SearchResult
-from wisparse.converter.source import SourceModel, load_source
-from wisparse.converter.source_config import full_config
+from wisparse.converter.source import SourceModel, full_config, load_source
 from wisparse.formats.checkpoint import Checkpoint
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"

@@ -15,7 +15,7 @@ import torch
 
 from wisparse.converter.preflight import bundle_bytes, working_bytes
 from wisparse.converter.settings import ConvertSettings, auto_seq_len
-from wisparse.converter.source_config import full_config
+from wisparse.converter.source import full_config
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.decoding.cache import bytes_per_position
 

@@ -1,26 +1,33 @@
-"""The calibration text: what the statistics and the thresholds rest on."""
+"""The calibration text: what the statistics and the thresholds rest on.
+
+It is read from documents, or the model writes it itself: no data set, and a fit for any fine-tune, language or tokenizer.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import random
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache, cached_property, partial
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any
 
-from wisparse.formats.errors import CalibrationError
+import torch
+from torch import Tensor
 
-from .documents import (
-    CalibrationTokens,
-    Conversations,
-    Document,
-    TemplateError,
-    dataset_documents,
-    is_dataset_id,
-    path_documents,
-)
-from .processes import Progress
-from .self_calibration import write_calibration
+from wisparse.formats.chat_template import ChatTemplate
+from wisparse.formats.errors import BundleError, CalibrationError, UsageError, printable
+from wisparse.formats.model_config import ModelConfig
+
+from .documents import Document, dataset_documents, is_dataset_id, path_documents
+from .flow import input_device
+from .processes import Progress, Stage
+
+_log = logging.getLogger("wisparse")
 
 # The paper's mixture (its section 5.1); the names are those of the data sets' present homes on the Hub.
 PAPER_DATASETS = (
@@ -32,6 +39,53 @@ PAPER_DATASETS = (
 # A document is cut into passages of about this many characters per token of a sequence, so that one long file does not
 # fill every sequence with its first pages.
 _CHARACTERS_PER_TOKEN = 6
+
+# Of the first tokens that a model writes: the temperature falls from the first number to 1 over the second.
+_HOT, _HOT_TOKENS = 2.0, 10
+# A question that never ends would leave no room for an answer.
+_LONGEST_QUESTION = 128
+_PLACEHOLDER = "placeholder"
+
+
+@dataclass(frozen=True)
+class CalibrationTokens:
+    """Token sequences (S, L) int64 and which of their tokens count (S, L) bool: not padding, nor the first of each.
+
+    ``source``: what they were made from, without any path of this machine; ``seed``: of their order or sampling.
+    """
+
+    input_ids: Tensor
+    keep: Tensor
+    source: str
+    seed: int
+
+    @property
+    def num_samples(self) -> int:
+        return self.input_ids.shape[0]
+
+    @property
+    def seq_len(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens count."""
+        return int(self.keep.sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """sha256 of the shape and the token ids, as ``sha256:<hex>``."""
+        ids = self.input_ids.to("cpu", torch.int64).contiguous()
+        hashed = hashlib.sha256(f"{tuple(ids.shape)}".encode() + ids.numpy().astype("<i8").tobytes())
+        return f"sha256:{hashed.hexdigest()}"
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[Sequence[int]], source: str, seed: int) -> CalibrationTokens:
+        """From full rows of one length; the first token of each is excluded."""
+        input_ids = torch.tensor(rows, dtype=torch.int64)
+        keep = torch.ones_like(input_ids, dtype=torch.bool)
+        keep[:, 0] = False
+        return cls(input_ids, keep, source, seed)
 
 
 def load_calibration(
@@ -48,12 +102,8 @@ def load_calibration(
     ``tokenizer`` and ``model`` are transformers'; the model is needed for ``self`` only.
     """
     specs = [spec] if isinstance(spec, str) else list(spec)
-    if not specs:
-        raise CalibrationError("no calibration source; expected self, paper, a Hub data set or paths")
     progress = progress or Progress(enabled=False)
     if specs == ["self"]:
-        if model is None:
-            raise CalibrationError("calibration 'self' needs the model; expected one, found None")
         return write_calibration(model, tokenizer, [(num_samples, seq_len, seed)], progress)[0]
     source = describe_spec(specs)
     with progress.stage("Calibration", num_samples) as stage:
@@ -77,11 +127,10 @@ def load_calibration(
     return CalibrationTokens.from_rows(rows, source, seed)
 
 
-def describe_spec(spec: str | Sequence[str]) -> str:
+def describe_spec(spec: Sequence[str]) -> str:
     """A spec as it is recorded in the recipe: names, never paths of this machine."""
-    specs = [spec] if isinstance(spec, str) else list(spec)
     return ", ".join(
-        one if one in ("self", "paper") or is_dataset_id(one) else Path(one).resolve().name for one in specs
+        one if one in ("self", "paper") or is_dataset_id(one) else Path(one).resolve().name for one in spec
     )
 
 
@@ -110,38 +159,29 @@ def pack(
     row: list[int] = []
     leftovers: list[list[int]] = []
     found = 0
-
-    def add(tokens: list[int]) -> list[int]:
-        """Fill the row under way; returns what did not fit."""
-        nonlocal row
-        joined = (separator if row else []) + tokens
-        room = body - len(row)
-        row += joined[:room]
-        if len(row) == body:
-            rows.append(prefix + row)
-            row = []
-        return joined[room:]
-
-    for passage in passages:
-        if len(rows) == num_samples:
-            return rows
-        tokens = tokenizer.encode(passage, add_special_tokens=False)
-        if prefix and tokens[: len(prefix)] == prefix:  # a chat template wrote it already
-            tokens = tokens[len(prefix) :]
-        if not tokens:
-            continue
-        found += len(tokens)
-        if rest := add(tokens):
-            leftovers.append(rest)
-    for rest in leftovers:
-        while rest and len(rows) < num_samples:
-            rest = add(rest)
-    if len(rows) < num_samples:
-        raise CalibrationError(
-            f"calibration text {source} is too short: {num_samples} samples of {seq_len} tokens need "
-            f"{num_samples * body} tokens, found {found}; give more text, or lower --num-samples or --seq-len"
-        )
-    return rows
+    encoded = (tokenizer.encode(passage, add_special_tokens=False) for passage in passages)
+    for again, pieces in ((False, encoded), (True, leftovers)):
+        for tokens in pieces:
+            if not again:
+                if prefix and tokens[: len(prefix)] == prefix:  # a chat template wrote it already
+                    tokens = tokens[len(prefix) :]
+                found += len(tokens)
+            while tokens:
+                joined = (separator if row else []) + tokens
+                tokens = joined[body - len(row) :]
+                row += joined[: body - len(row)]
+                if len(row) == body:
+                    rows.append(prefix + row)
+                    row = []
+                    if len(rows) == num_samples:
+                        return rows
+                if tokens and not again:
+                    leftovers.append(tokens)
+                    break
+    raise CalibrationError(
+        f"calibration text {source} is too short: {num_samples} samples of {seq_len} tokens need "
+        f"{num_samples * body} tokens, found {found}; give more text, or lower --num-samples or --seq-len"
+    )
 
 
 def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, seq_len: int) -> Iterator[str]:
@@ -150,9 +190,20 @@ def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, s
     # Enough to choose from; a corpus of gigabytes is not read to its end for a few thousand tokens.
     enough = max(1 << 24, 16 * num_samples * length)
     read = 0
-    conversations = Conversations(tokenizer)
+    render = conversation_renderer(tokenizer)
     for document in documents:
-        text = _text(document, conversations)
+        if isinstance(document, str):
+            text = document
+        elif render is None:
+            text = "\n\n".join(str(message["content"]) for message in document)
+        else:
+            try:
+                text = render(document)
+            except TemplateError as error:
+                # A template is a program of the model's author and may refuse roles or orders in any way it likes.
+                raise CalibrationError(
+                    f"the model's chat template refuses a conversation of the calibration data: {error!s:.200}"
+                ) from error
         read += len(text)
         start = 0
         while start < len(text):
@@ -166,15 +217,188 @@ def _passages(documents: Iterable[Document], tokenizer: Any, num_samples: int, s
             return
 
 
-def _text(document: Document, conversations: Conversations) -> str:
-    if isinstance(document, str):
-        return document
-    if conversations.source:
+class TemplateError(Exception):
+    """A chat template refuses the messages, or fails; says which."""
+
+
+def conversation_renderer(tokenizer: Any) -> Callable[..., str] | None:
+    """Messages to text by a tokenizer's chat template, or TemplateError; None without a template."""
+    found = tokenizer.chat_template
+    # Several are kept by name; the one that is meant without a name is called so.
+    source = found.get("default") if isinstance(found, dict) else found
+    if not source:
+        return None
+    variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    template = cache(partial(ChatTemplate, source, variables))
+
+    def render(messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
         try:
-            return conversations.render(document)
-        except TemplateError as error:
-            # A template is a program of the model's author and may refuse roles or orders in any way it likes.
-            raise CalibrationError(
-                f"the model's chat template refuses a conversation of the calibration data: {error!s:.200}"
-            ) from error
-    return "\n\n".join(str(message["content"]) for message in document)
+            return template().render(messages, add_generation_prompt=add_generation_prompt)
+        except (BundleError, UsageError) as error:
+            raise TemplateError(printable(str(error.__cause__ or error))) from error
+
+    return render
+
+
+@torch.no_grad()  # not inference_mode: a search may ask for gradients over these very tokens
+def write_calibration(
+    model: Any, tokenizer: Any, texts: Sequence[tuple[int, int, int]], progress: Progress
+) -> list[CalibrationTokens]:
+    """Let ``model`` write texts of (num_samples, seq_len, seed), all of them side by side."""
+    device, config = input_device(model), model.config
+    generation = getattr(model, "generation_config", None)
+    # Qwen has no beginning-of-text token; its documents begin after an end-of-text token.
+    begins = (tokenizer.bos_token_id, config.bos_token_id, getattr(generation, "bos_token_id", None))
+    begins = (*begins, tokenizer.eos_token_id)
+    first = next((one for one in begins if isinstance(one, int) and 0 <= one < config.vocab_size), None)
+    if first is None:
+        raise CalibrationError(
+            "calibration 'self': the model has neither a beginning-of-text nor an end-of-text token to begin with; "
+            "give text instead: --calibration PATH"
+        )
+    ends: set[int] = set()
+    for value in (tokenizer.eos_token_id, config.eos_token_id, getattr(generation, "eos_token_id", None)):
+        ends.update(value if isinstance(value, list) else [value] if value is not None else [])
+    turns = _turns(tokenizer, first, ends)
+    rows: list[_Row] = []
+    for num_samples, seq_len, seed in texts:
+        generator = torch.Generator(device=device).manual_seed(seed)
+        for index in range(num_samples):
+            question, answer = turns if turns and index < num_samples // 2 else ([first], None)
+            rows.append(_Row(seq_len, ends, question, answer, generator))
+    longest = max(row.seq_len for row in rows)
+    # Keys and values at most about 4 GB. Heads may differ from block to block.
+    numbers = 2 * sum(block.kv_size for block in ModelConfig.from_dict(config.to_dict()).blocks)
+    batch = max(1, min(len(rows), (4 << 30) // (numbers * longest * next(model.parameters()).element_size())))
+    # One thread for a small model on a CPU: its steps are so short that threads would mostly wait for each other.
+    threads = torch.get_num_threads()
+    if model.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) < 100e6:
+        torch.set_num_threads(1)
+    try:
+        with progress.stage("Writing calibration text", -(-len(rows) // batch) * longest) as stage:
+            for start in range(0, len(rows), batch):
+                _write(model, rows[start : start + batch], stage)
+    finally:
+        torch.set_num_threads(threads)
+    written = iter(row.tokens for row in rows)
+    return [CalibrationTokens.from_rows(list(islice(written, count)), "self", seed) for count, _, seed in texts]
+
+
+class _Row:
+    """A row of the batch, and what it writes next: a forced token (an opening), or whatever the model draws."""
+
+    def __init__(
+        self,
+        seq_len: int,
+        ends: Set[int],
+        question: list[int],
+        answer: list[int] | None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.seq_len, self.generator = seq_len, generator
+        self.ends, self.question, self.answer = ends, question, answer
+        self.longest = min(_LONGEST_QUESTION, max(1, seq_len // 4))
+        self.tokens: list[int] = []
+        self.forced = deque(question)
+        self.asking = answer is not None
+        self.free = 0  # tokens drawn since the last opening
+
+    def accept(self, drawn: int) -> int:
+        """The next token: the forced one, or ``drawn``."""
+        if self.forced:
+            return self.forced.popleft()
+        turn_over = drawn in self.ends
+        if self.asking and self.answer is not None:
+            # Some templates close a turn with a marker that is no end-of-text token: the first token of what follows.
+            if turn_over or drawn == self.answer[0] or self.free >= self.longest:
+                self.forced.extend(self.answer)
+                self.asking, self.free = False, 0
+                return self.forced.popleft()
+        elif turn_over:
+            self.forced.extend(self.question)
+            self.asking, self.free = self.answer is not None, 0
+            if drawn == self.question[0]:
+                self.forced.popleft()
+            return drawn
+        self.free += 1
+        return drawn
+
+    @property
+    def temperature(self) -> float:
+        return max(1.0, _HOT - (_HOT - 1.0) * self.free / _HOT_TOKENS)
+
+
+def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
+    device, seq_len = input_device(model), max(row.seq_len for row in rows)
+    cache = _preallocated_cache(model.config, seq_len)
+    drawn = [0] * len(rows)  # never used: every row begins with a forced token
+    for position in range(seq_len):
+        tokens = [row.accept(token) for row, token in zip(rows, drawn, strict=True)]
+        for row, token in zip(rows, tokens, strict=True):
+            if position < row.seq_len:
+                row.tokens.append(token)
+        stage.advance()
+        if position + 1 < seq_len:
+            step = torch.tensor(tokens, device=device).unsqueeze(1)
+            logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            drawn = _draw(logits, rows)
+
+
+def _preallocated_cache(config: Any, seq_len: int) -> Any:
+    """transformers' cache with room for ``seq_len`` tokens from the start; its own copies all of them at every token."""
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer
+
+    class Preallocated(DynamicLayer):
+        def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+            begin = self.get_seq_length()
+            end = begin + key_states.shape[-2]
+            if not self.is_initialized:
+                self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+                self.room = [new.new_empty(*new.shape[:2], seq_len, new.shape[3]) for new in (key_states, value_states)]
+            for room, new in zip(self.room, (key_states, value_states), strict=True):
+                room[:, :, begin:end] = new
+            self.keys, self.values = (room[:, :, :end] for room in self.room)
+            return self.keys, self.values
+
+    cache = DynamicCache(config=config)
+    # Layers with a sliding window keep their own kind: they need no more room than the window.
+    cache.layers = [Preallocated() if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    return cache
+
+
+def _draw(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
+    heat = torch.tensor([row.temperature for row in rows], device=logits.device).unsqueeze(1)
+    probabilities = torch.softmax(logits.float() / heat, dim=-1)
+    # argmax(p / -log u) is a sample from p, without sorting, and without a running sum, which is not reproducible on a
+    # GPU. Each text has a generator of its own.
+    numbers = [
+        torch.rand(len(list(some)), logits.shape[1], generator=generator, device=logits.device)
+        for generator, some in groupby(rows, key=lambda row: row.generator)
+    ]
+    chosen: list[int] = (probabilities / -torch.cat(numbers).log_()).argmax(dim=-1).tolist()
+    return chosen
+
+
+def _turns(tokenizer: Any, first: int, ends: Set[int]) -> tuple[list[int], list[int]] | None:
+    """The template's tokens that open a user turn, and those between the question and its answer; None without one.
+
+    None as well where the template does not close an assistant's turn with an end-of-text token: a base model that
+    ships a template none the less was never trained on its tokens, and what it writes after them is noise.
+    """
+    render = conversation_renderer(tokenizer)
+    if render is None:
+        return None
+    asked = {"role": "user", "content": _PLACEHOLDER}
+    answered = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
+    try:
+        before, found, after = render([asked], add_generation_prompt=True).partition(_PLACEHOLDER)
+        closing = render(answered).rpartition(_PLACEHOLDER)[2]
+    except TemplateError as error:
+        # It wants something else than a user turn (a system prompt, tools), or does not work: documents alone will do.
+        _log.warning("the model writes documents and no conversations: its chat template says %.200s", error)
+        return None
+    question, answer, end = (tokenizer.encode(text, add_special_tokens=False) for text in (before, after, closing))
+    if not found or not question or not answer or ends.isdisjoint(end):
+        return None
+    return (question if question[0] == first else [first, *question]), answer

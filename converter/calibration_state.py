@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .documents import CalibrationTokens
+from .calibration import CalibrationTokens
 from .flow import BlockFlow, Hidden, block_projections
 from .masking import MaskedModel
 from .processes import ALONE, Processes

@@ -9,7 +9,7 @@ from typing import Any
 
 from wisparse.formats.errors import UsageError
 
-from .documents import CalibrationTokens
+from .calibration import CalibrationTokens
 from .evaluation import evaluate_text
 from .measurement import MaskedLogits
 from .processes import ALONE, Processes, Progress

@@ -2,101 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from wisparse.formats.chat_template import ChatTemplate
-from wisparse.formats.errors import AccessError, BundleError, CalibrationError, UsageError, first_line, printable
+from wisparse.formats.errors import AccessError, CalibrationError, first_line
 from wisparse.formats.hub import check_read_access
-
-
-@dataclass(frozen=True)
-class CalibrationTokens:
-    """Token sequences (S, L) int64 and which of their tokens count (S, L) bool: not padding, nor the first of each.
-
-    ``source``: what they were made from, without any path of this machine; ``seed``: of their order or sampling.
-    """
-
-    input_ids: Tensor
-    keep: Tensor
-    source: str
-    seed: int
-
-    @property
-    def num_samples(self) -> int:
-        return self.input_ids.shape[0]
-
-    @property
-    def seq_len(self) -> int:
-        return self.input_ids.shape[1]
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens count."""
-        return int(self.keep.sum())
-
-    @cached_property
-    def digest(self) -> str:
-        """sha256 of the shape and the token ids, as ``sha256:<hex>``."""
-        ids = self.input_ids.to("cpu", torch.int64).contiguous()
-        hashed = hashlib.sha256(f"{tuple(ids.shape)}".encode())
-        hashed.update(ids.numpy().astype("<i8").tobytes())
-        return f"sha256:{hashed.hexdigest()}"
-
-    @classmethod
-    def from_rows(cls, rows: Sequence[Sequence[int]], source: str, seed: int) -> CalibrationTokens:
-        """From full rows of one length; the first token of each is excluded."""
-        input_ids = torch.tensor(rows, dtype=torch.int64)
-        keep = torch.ones_like(input_ids, dtype=torch.bool)
-        keep[:, 0] = False
-        return cls(input_ids, keep, source, seed)
-
-
-class TemplateError(Exception):
-    """The template refuses the messages, or fails; says which."""
-
-
-class Conversations:
-    """The chat template of a tokenizer of transformers'.
-
-    Args:
-        source: the template's text; None without one.
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        found = tokenizer.chat_template
-        # Several are kept by name; the one that is meant without a name is called so.
-        self.source: str | None = (found.get("default") if isinstance(found, dict) else found) or None
-        self._variables = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
-
-    @cached_property
-    def _template(self) -> ChatTemplate:
-        assert self.source is not None
-        return ChatTemplate(self.source, self._variables)
-
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = False) -> str:
-        """The conversation as the model was trained on it."""
-        try:
-            return self._template.render(messages, add_generation_prompt=add_generation_prompt)
-        except (BundleError, UsageError) as error:
-            raise TemplateError(printable(str(error.__cause__ or error))) from error
-
 
 _log = logging.getLogger("wisparse")
 
-Document = str | list[dict[str, Any]]
+Document = str | list[dict[str, Any]]  # text, or the messages of a conversation
 
 _DATASET_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(:[\w.\[\]%:-]+)?")
 _TABLES = {".parquet": "parquet", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
@@ -114,29 +35,34 @@ def is_dataset_id(spec: str) -> bool:
 
 def path_documents(paths: Sequence[str], seed: int) -> Iterator[Document]:
     """The documents under ``paths``, file by file in a seeded order."""
-    files = [(path, file) for path in paths for file in _files(path)]
+    files = [(file, file == Path(path)) for path in paths for file in _files(path)]
     random.Random(seed).shuffle(files)
-    for path, file in files:
+    for file, named in files:
         # A spreadsheet among other files is one text more; named by itself it is a data set, a document a line.
-        if _is_dataset(file) and not (str(file) != path and file.suffix in _TEXT_TABLES):
+        if _is_dataset(file) and (named or file.suffix not in _TEXT_TABLES):
             yield from _saved_dataset(file, seed)
-        elif file.suffix in (".jsonl", ".ndjson"):
-            for number, line in enumerate(_read(file).split("\n"), 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except ValueError as error:
-                    raise CalibrationError(
-                        f"{file}, line {number}: expected one JSON value per line ({error})"
-                    ) from error
-                yield document_of(record, f"{file}, line {number}")
+            continue
+        try:
+            # Lines end in one way whatever the machine: the same text must give the same tokens.
+            text = file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        except OSError as error:
+            raise CalibrationError(f"calibration file {file} cannot be read: {error.strerror or error}") from error
+        except UnicodeDecodeError as error:
+            raise CalibrationError(f"calibration file {file} is no UTF-8 text (byte {error.start})") from error
+        if not text.strip():
+            if named:
+                raise CalibrationError(f"calibration file {file} is empty; expected text")
+        elif file.suffix not in (".jsonl", ".ndjson"):
+            yield text
         else:
-            text = _read(file)
-            if text.strip():
-                yield text
-            elif str(file) == path:
-                raise CalibrationError(f"calibration file {path} is empty; expected text")
+            for number, line in enumerate(text.split("\n"), 1):
+                if line.strip():
+                    try:
+                        record = json.loads(line)
+                    except ValueError as error:
+                        message = f"{file}, line {number}: expected one JSON value per line ({error})"
+                        raise CalibrationError(message) from error
+                    yield document_of(record, f"{file}, line {number}")
 
 
 def dataset_documents(name: str, seed: int) -> Iterator[Document]:
@@ -150,11 +76,8 @@ def dataset_documents(name: str, seed: int) -> Iterator[Document]:
             splits = datasets.get_dataset_split_names(identifier)
             split = "train" if "train" in splits else splits[0]
         stream = datasets.load_dataset(identifier, split=split, streaming=True)
-        stream = stream.shuffle(seed=seed, buffer_size=2000)
-        records = iter(stream)
+        records = iter(stream.shuffle(seed=seed, buffer_size=2000))
         first = next(records, None)
-    except CalibrationError:
-        raise
     except Exception as error:
         # datasets, huggingface_hub, the HTTP client and the readers each raise their own kinds.
         raise AccessError(
@@ -163,8 +86,7 @@ def dataset_documents(name: str, seed: int) -> Iterator[Document]:
         ) from error
     if first is None:
         raise CalibrationError(f"calibration data set {identifier}, split {split}, is empty")
-    yield document_of(first, identifier)
-    for record in records:
+    for record in chain([first], records):
         yield document_of(record, identifier)
 
 
@@ -172,23 +94,23 @@ def document_of(record: Any, source: str) -> Document:
     """The text of one record: a string, or an object with a known field."""
     if isinstance(record, str):
         return record
-    if isinstance(record, Mapping):
-        for key in ("messages", "conversations"):
-            messages = record.get(key)
-            if isinstance(messages, list) and messages and all(isinstance(one, Mapping) for one in messages):
-                return [_message(one, source) for one in messages]
-        for key in ("text", "content"):
-            if isinstance(record.get(key), str):
-                return str(record[key])
-        for asked, answered in _PAIRS:
-            if isinstance(record.get(asked), str) and isinstance(record.get(answered), str):
-                extra = record.get("input") if asked == "instruction" else None
-                parts = [record[asked], extra if isinstance(extra, str) and extra else None, record[answered]]
-                # A prompt and its completion are one running text; questions and answers are paragraphs.
-                return ("" if asked == "prompt" else "\n\n").join(part for part in parts if part)
-    found = ", ".join(map(str, record)) if isinstance(record, Mapping) else type(record).__name__
+    fields = record if isinstance(record, Mapping) else {}
+    for key in ("messages", "conversations"):
+        messages = fields.get(key)
+        if isinstance(messages, list) and messages and all(isinstance(one, Mapping) for one in messages):
+            return [_message(one, source) for one in messages]
+    for key in ("text", "content"):
+        if isinstance(fields.get(key), str):
+            return str(fields[key])
+    for asked, answered in _PAIRS:
+        if isinstance(fields.get(asked), str) and isinstance(fields.get(answered), str):
+            extra = fields.get("input") if asked == "instruction" else None
+            parts = [fields[asked], extra if isinstance(extra, str) else None, fields[answered]]
+            # A prompt and its completion are one running text; questions and answers are paragraphs.
+            return ("" if asked == "prompt" else "\n\n").join(part for part in parts if part)
+    found = ", ".join(map(str, fields)) or ("nothing" if isinstance(record, Mapping) else type(record).__name__)
     raise CalibrationError(
-        f"{source}: expected text, content, messages, or prompt and completion in a record; found {found or 'nothing'}"
+        f"{source}: expected text, content, messages, or prompt and completion in a record; found {found}"
     )
 
 
@@ -199,19 +121,6 @@ def _message(message: Mapping[str, Any], source: str) -> dict[str, Any]:
             f"{source}: expected messages with role and content, found {', '.join(map(str, message))}"
         )
     return {"role": {"human": "user", "gpt": "assistant"}.get(role, role), "content": content}
-
-
-def _read(file: Path) -> str:
-    try:
-        content = file.read_bytes()
-    except OSError as error:
-        raise CalibrationError(f"calibration file {file} cannot be read: {error.strerror or error}") from error
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise CalibrationError(f"calibration file {file} is no UTF-8 text (byte {error.start})") from error
-    # Lines end in one way whatever the machine: the same text must give the same tokens.
-    return text.replace("\r\n", "\n")
 
 
 def _files(path: str) -> list[Path]:
@@ -230,8 +139,6 @@ def _files(path: str) -> list[Path]:
     if _is_dataset(root):
         return [root]
     if root.is_file():
-        if root.stat().st_size == 0:
-            raise CalibrationError(f"calibration file {path} is empty; expected text")
         if _is_binary(root):
             raise CalibrationError(f"calibration file {path} is binary; expected UTF-8 text, JSONL or source code")
         return [root]
@@ -264,16 +171,13 @@ def _is_binary(file: Path) -> bool:
     try:
         with open(file, "rb") as opened:
             head = opened.read(1 << 16)
+        head.decode("utf-8")
     except OSError as error:
         raise CalibrationError(f"calibration file {file} cannot be read: {error.strerror or error}") from error
-    if b"\0" in head:
-        return True
-    try:
-        head.decode("utf-8")
     except UnicodeDecodeError as error:
         # A character cut by the end of what was read is no sign of anything.
-        return error.start < len(head) - 4
-    return False
+        return b"\0" in head or error.start < len(head) - 4
+    return b"\0" in head
 
 
 def _is_dataset(path: Path) -> bool:
@@ -284,8 +188,7 @@ def _is_dataset(path: Path) -> bool:
         return True
     visible = [file for file in path.iterdir() if not _is_hidden(Path(file.name))]
     tables = [file for file in visible if file.suffix in _TABLES and file.is_file()]
-    others = [file for file in visible if file not in tables and not _BESIDE_TABLES.fullmatch(file.name)]
-    return bool(tables) and not others
+    return bool(tables) and all(file in tables or _BESIDE_TABLES.fullmatch(file.name) for file in visible)
 
 
 def _saved_dataset(path: Path, seed: int) -> Iterator[Document]:
@@ -309,8 +212,7 @@ def _saved_dataset(path: Path, seed: int) -> Iterator[Document]:
         raise CalibrationError(f"calibration data set {path} cannot be read: {first_line(error)}") from error
     if first is None:
         raise CalibrationError(f"calibration data set {path} is empty")
-    yield document_of(first, path.name)
-    for record in records:
+    for record in chain([first], records):
         yield document_of(record, path.name)
 
 

@@ -9,7 +9,7 @@ from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import Kind, QuantizedMatrix, pack_int4, quantise_fp8, quantise_int8
 
-from .documents import CalibrationTokens
+from .calibration import CalibrationTokens
 from .flow import BlockFlow
 from .processes import Progress
 from .source import SourceModel

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from wisparse.formats.errors import AccessError, CalibrationError
 
-from .calibration import load_calibration
+from .calibration import CalibrationTokens, load_calibration
 from .calibration_state import CalibrationState
-from .documents import CalibrationTokens
 from .evaluation import Quality, evaluate_text
 from .masking import MaskedModel
 from .processes import Progress

@@ -29,9 +29,8 @@ from wisparse.formats.verify import verify_bundle
 from wisparse.formats.weight_types import Kind
 from wisparse.formats.write import write_bundle
 
-from .calibration import load_calibration
+from .calibration import CalibrationTokens, load_calibration, write_calibration
 from .choice import Budget, Choice, choose
-from .documents import CalibrationTokens
 from .gptq import quantise_weights
 from .measurement import choice_text, fresh_text, measure
 from .preflight import Plan, check_places, check_resources, preflight
@@ -39,10 +38,8 @@ from .processes import Processes, Progress, joined
 from .report import Report
 from .rotation import RotatedModel, rotate
 from .search.search import OTHER_SPARSITIES, SearchResult, SearchSettings, SparsityLevels
-from .self_calibration import write_calibration
 from .settings import MAX_SPARSITY, ConvertSettings
-from .source import SourceModel, load_source, small_digests, weight_digests
-from .source_config import full_config
+from .source import SourceModel, full_config, load_source, small_digests, weight_digests
 from .state import Stages, placed_bundle, remove_state
 
 _log = logging.getLogger("wisparse")

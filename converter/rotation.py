@@ -16,7 +16,7 @@ from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.manifest import RotationRecord
 from wisparse.formats.model_config import LM_HEAD, ModelConfig
 
-from .documents import CalibrationTokens
+from .calibration import CalibrationTokens
 from .flow import BlockFlow
 from .masking import MaskedModel
 from .processes import ALONE, Processes, Progress

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from wisparse.converter.source_config import full_config
+from wisparse.converter.source import full_config
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel

@@ -6,16 +6,25 @@ import json
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from tiny_bundle import write_tiny_model
 from tokenizers import processors
 
-from wisparse.converter.calibration import describe_spec, load_calibration
-from wisparse.converter.documents import CalibrationTokens, Conversations, document_of, is_dataset_id, path_documents
+from wisparse.converter import calibration, documents
+from wisparse.converter.calibration import (
+    CalibrationTokens,
+    _draw,
+    _Row,
+    conversation_renderer,
+    describe_spec,
+    load_calibration,
+    write_calibration,
+)
+from wisparse.converter.documents import document_of, is_dataset_id, path_documents
 from wisparse.converter.processes import Progress
-from wisparse.converter.self_calibration import _draw, _Row, write_calibration
 from wisparse.converter.source import load_source, load_tokenizer
 from wisparse.formats.errors import AccessError, CalibrationError
 
@@ -27,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def tokenizer(folder: Path):
     return load_tokenizer(folder)
 
@@ -36,11 +45,17 @@ def text(length: int, start: int = 0) -> str:
     return "".join(f"line {start + i} of a text\n" for i in range(length))
 
 
+def write_conversation(path: Path, *messages: tuple[str, str], count: int = 1) -> str:
+    line = json.dumps({"messages": [{"role": role, "content": content} for role, content in messages]})
+    path.write_text("\n".join([line] * count))
+    return str(path)
+
+
 # ---------------------------------------------------------------------- packing
 
 
-def test_rows_are_full_and_their_first_token_is_left_out(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(text(200))
+def test_rows_hold_the_documents_text_and_their_first_token_is_left_out(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text(text(500))
     tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=5, seq_len=64)
     assert tokens.input_ids.shape == tokens.keep.shape == (5, 64)
     assert tokens.input_ids.dtype == torch.int64
@@ -48,13 +63,7 @@ def test_rows_are_full_and_their_first_token_is_left_out(tokenizer, tmp_path: Pa
     assert tokens.keep[:, 1:].all()
     assert tokens.num_tokens == 5 * 63
     assert tokens.source == "a.txt"  # no path of this machine
-
-
-def test_rows_hold_the_documents_text(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text(text(500))
-    tokens = load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=4, seq_len=64)
-    for row in tokens.input_ids.tolist():
-        assert tokenizer.decode(row) in text(500)
+    assert all(tokenizer.decode(row) in text(500) for row in tokens.input_ids.tolist())
 
 
 def test_same_seed_same_rows_other_seed_other_rows(tokenizer, tmp_path: Path) -> None:
@@ -63,13 +72,11 @@ def test_same_seed_same_rows_other_seed_other_rows(tokenizer, tmp_path: Path) ->
     first, again, other = (
         load_calibration(str(tmp_path), tokenizer, num_samples=4, seq_len=32, seed=seed) for seed in (1, 1, 2)
     )
-    assert first.digest == again.digest
+    assert first.digest == again.digest != other.digest
     assert torch.equal(first.input_ids, again.input_ids)
-    assert first.digest != other.digest
 
 
-def test_a_sequence_begins_as_the_tokenizer_begins_a_text(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+def test_a_sequence_begins_as_the_tokenizer_begins_a_text(tokenizer, tmp_path: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", BOS)]
     )
@@ -80,8 +87,7 @@ def test_a_sequence_begins_as_the_tokenizer_begins_a_text(folder: Path, tmp_path
 
 
 def test_short_documents_are_joined_with_the_end_token(tokenizer, tmp_path: Path) -> None:
-    lines = [json.dumps({"text": f"number {i}"}) for i in range(40)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps({"text": f"number {i}"}) for i in range(40)))
     tokens = load_calibration(str(tmp_path / "a.jsonl"), tokenizer, num_samples=2, seq_len=64)
     assert (tokens.input_ids == EOS).any(dim=1).all()
 
@@ -118,43 +124,40 @@ def test_digest_depends_on_ids_and_shape() -> None:
         ({"messages": [{"role": "user", "content": "a"}]}, [{"role": "user", "content": "a"}]),
         ({"conversations": [{"from": "human", "value": "a"}]}, [{"role": "user", "content": "a"}]),
         ("a", "a"),
+        *((record, None) for record in ({"label": 1}, {"text": 3}, {"messages": [{"role": "user"}]}, 7, None, {})),
     ],
 )
-def test_fields_of_a_record(record, expected) -> None:
-    assert document_of(record, "x") == expected
-
-
-@pytest.mark.parametrize("record", [{"label": 1}, {"text": 3}, {"messages": [{"role": "user"}]}, 7, None, {}])
-def test_record_without_text(record) -> None:
+def test_fields_of_a_record(record: Any, expected: Any) -> None:
+    if expected is not None:
+        assert document_of(record, "x") == expected
+        return
     with pytest.raises(CalibrationError, match=r"file\.jsonl"):
         document_of(record, "file.jsonl")
 
 
-def test_folder_is_read_recursively_without_hidden_and_binary_files(tmp_path: Path) -> None:
+def test_folder_is_read_recursively_without_hidden_and_binary_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "deep" / "er").mkdir(parents=True)
     (tmp_path / ".git").mkdir()
-    (tmp_path / "deep" / "er" / "a.py").write_text("print(1)")
-    (tmp_path / "b.md").write_text("# b")
-    (tmp_path / "c.jsonl").write_text('{"text": "c"}\n')
-    (tmp_path / ".git" / "config").write_text("secret")
-    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
-    (tmp_path / "empty.txt").write_text("")
-    assert sorted(path_documents([str(tmp_path)], 0)) == ["# b", "c", "print(1)"]
-
-
-def test_a_spreadsheet_among_texts_is_one_text_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for index in range(4):
-        (tmp_path / f"{index}.txt").write_text(f"document {index}\nof two lines\n")
     table = "text,stars\n" + "".join(f"line {row},{row}\n" for row in range(250))
-    (tmp_path / "reviews.csv").write_text(table)
+    for name, content in (
+        ("deep/er/a.py", "print(1)"),
+        ("b.md", "# b"),
+        ("c.jsonl", '{"text": "c"}\n'),
+        (".git/config", "secret"),
+        ("empty.txt", ""),
+        ("reviews.csv", table),
+    ):
+        (tmp_path / name).write_text(content)
+    (tmp_path / "image.png").write_bytes(b"\x89PNG\0\0")
     with caplog.at_level(logging.WARNING, "wisparse"):
-        documents = list(path_documents([str(tmp_path)], seed=0))
-    assert set(documents) == {table, *(f"document {n}\nof two lines\n" for n in range(4))}
-    assert len(documents) == 5
-    assert "4 of text, JSONL or source, 1 CSV or TSV read as text, each as one document" in caplog.text
+        assert sorted(path_documents([str(tmp_path)], 0)) == ["# b", "c", "print(1)", table]
+    assert "3 of text, JSONL or source, 1 CSV or TSV read as text, each as one document" in caplog.text
+    assert "2 empty or binary and left out" in caplog.text
 
 
-def test_a_folder_of_tables_is_a_data_set(tmp_path: Path) -> None:
+def test_a_folder_of_tables_is_a_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("datasets")
     for part in range(2):
         rows = "".join(f"line {part} {row},{row}\n" for row in range(3))
@@ -162,16 +165,9 @@ def test_a_folder_of_tables_is_a_data_set(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
     expected = {f"line {part} {row}" for part in range(2) for row in range(3)}
     assert set(path_documents([str(tmp_path)], seed=0)) == expected
-    assert set(path_documents([str(tmp_path / "part-0.csv")], seed=0)) == {f"line 0 {row}" for row in range(3)}
-
-
-def test_conversations_go_through_the_chat_template(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder)
-    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    line = json.dumps({"messages": [{"role": "user", "content": "why"}, {"role": "assistant", "content": "so"}]})
-    (tmp_path / "a.jsonl").write_text("\n".join([line] * 20))
-    tokens = load_calibration(str(tmp_path / "a.jsonl"), tokenizer, num_samples=1, seq_len=64)
-    assert "[user]why[assistant]so" in tokenizer.decode(tokens.input_ids[0])
+    monkeypatch.chdir(tmp_path)
+    for path in (str(tmp_path / "part-0.csv"), "part-0.csv", "./part-0.csv"):
+        assert set(path_documents([path], seed=0)) == {f"line 0 {row}" for row in range(3)}
 
 
 @pytest.mark.parametrize("kind", ["saved", "parquet", "csv"])
@@ -192,16 +188,13 @@ def test_data_set_on_disk(kind: str, tokenizer, tmp_path: Path) -> None:
 
 
 def test_paper_mixture_in_equal_parts(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    from wisparse.converter import calibration
-
     asked = []
 
-    def documents(name: str, seed: int):
+    def letters(name: str, seed: int):
         asked.append(name)
-        mark = chr(ord("a") + len(asked))
-        return iter([mark * 4000])
+        return iter([chr(ord("a") + len(asked)) * 4000])
 
-    monkeypatch.setattr(calibration, "dataset_documents", documents)
+    monkeypatch.setattr(calibration, "dataset_documents", letters)
     tokens = load_calibration("paper", tokenizer, num_samples=8, seq_len=32)
     assert asked == list(calibration.PAPER_DATASETS)
     first = [tokenizer.decode(row)[0] for row in tokens.input_ids]
@@ -211,11 +204,9 @@ def test_paper_mixture_in_equal_parts(tokenizer, monkeypatch: pytest.MonkeyPatch
 
 def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
-    from wisparse.converter import documents
+    loaded: dict[str, Any] = {}
 
-    loaded = {}
-
-    def load_dataset(name: str, **options):
+    def load_dataset(name: str, **options: Any):
         loaded.update(name=name, **options)
         return datasets.Dataset.from_dict({"text": [text(9, i) for i in range(30)]}).to_iterable_dataset()
 
@@ -227,11 +218,6 @@ def test_hub_data_set_is_streamed(tokenizer, monkeypatch: pytest.MonkeyPatch) ->
     assert loaded == {"name": "someone/texts", "split": "train", "streaming": True}
     load_calibration("someone/texts:test", tokenizer, num_samples=2, seq_len=64)
     assert loaded["split"] == "test"
-
-
-def test_hub_out_of_reach(tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("datasets")
-    from wisparse.converter import documents
 
     def refuse(name: str, dataset: bool) -> None:
         raise AccessError(f"cannot reach the Hub for {name!r}")
@@ -245,8 +231,7 @@ def test_what_is_a_data_set_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     assert is_dataset_id("mit-han-lab/pile-val-backup")
     assert is_dataset_id("a/b:train[:100]")
-    for path in ("texts", "./a/b", "/a/b", "a/b/c", "a/b.txt", "self"):
-        assert not is_dataset_id(path)
+    assert not any(map(is_dataset_id, ("texts", "./a/b", "/a/b", "a/b/c", "a/b.txt", "self")))
     (tmp_path / "a" / "b").mkdir(parents=True)
     assert not is_dataset_id("a/b")
     assert describe_spec(["a/b", "me/data"]) == "b, me/data"
@@ -263,46 +248,43 @@ def test_what_is_a_data_set_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("blank.txt", b" \n \n", "is empty"),
         ("zeros.bin", b"abc\0def", "binary"),
         ("latin.txt", "é".encode("latin-1") + b"x" * 100, "binary"),
+        ("late.txt", b"x" * 100_000 + b"\xff" + b"x" * 100, "byte 100000"),
         ("bad.jsonl", b'{"text": "a"}\n{"text": ', "line 2"),
         ("none.jsonl", b'{"label": 1}\n', "line 1.*found label"),
         ("short.txt", b"hello", "need 2048 tokens, found 5"),
+        ("folder/a.bin", b"\0" * 10, "holds no text"),
     ],
 )
 def test_unusable_file(name: str, content: bytes | None, message: str, tokenizer, tmp_path: Path) -> None:
     path = tmp_path / name
     if content is not None:
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(content)
+    given = tmp_path / path.relative_to(tmp_path).parts[0]
     with pytest.raises(CalibrationError, match=message) as error:
-        load_calibration(str(path), tokenizer, num_samples=16, seq_len=128)
-    assert name in str(error.value)
+        load_calibration(str(given), tokenizer, num_samples=16, seq_len=128)
+    assert given.name in str(error.value)
     assert "\n" not in str(error.value)
 
 
-def test_bad_byte_far_into_a_file(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"x" * 100_000 + b"\xff" + b"x" * 100)
-    with pytest.raises(CalibrationError, match="byte 100000"):
-        load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=1, seq_len=64)
-
-
-def test_folder_without_text(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "a.bin").write_bytes(b"\0" * 10)
-    with pytest.raises(CalibrationError, match="holds no text"):
-        load_calibration(str(tmp_path), tokenizer)
-
-
-def test_self_and_paper_stand_alone(tokenizer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("word", ["self", "paper"])
+def test_self_and_paper_stand_alone(word: str, tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text(text(10))
-    for word in ("self", "paper"):
-        with pytest.raises(CalibrationError, match="stands alone"):
-            load_calibration([str(tmp_path / "a.txt"), word], tokenizer)
+    with pytest.raises(CalibrationError, match="stands alone"):
+        load_calibration([str(tmp_path / "a.txt"), word], tokenizer)
 
 
-def test_template_that_refuses(folder: Path, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+# ---------------------------------------------------------------------- conversations
+
+
+def test_conversations_go_through_the_chat_template(tokenizer, tmp_path: Path) -> None:
+    tokenizer.chat_template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    path = write_conversation(tmp_path / "a.jsonl", ("user", "why"), ("assistant", "so"), count=20)
+    tokens = load_calibration(path, tokenizer, num_samples=1, seq_len=64)
+    assert "[user]why[assistant]so" in tokenizer.decode(tokens.input_ids[0])
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "system", "content": "x"}]}))
     with pytest.raises(CalibrationError, match="no system role"):
-        load_calibration(str(tmp_path / "a.jsonl"), tokenizer)
+        load_calibration(path, tokenizer)
 
 
 HOSTILE = {
@@ -314,23 +296,21 @@ HOSTILE = {
 
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_sources_hostile_template_is_ended(
-    kind: str, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str, source, tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a bundle's is: a conversation of the data is refused, and the model writes documents alone."""
-    source = load_source(folder, device="cpu")
-    source.tokenizer.chat_template = None
-    expected = load_calibration("self", source.tokenizer, source.model, 2, 16, 0)
+    tokenizer.chat_template = None
+    expected = load_calibration("self", tokenizer, source.model, 2, 16, 0)
     assert caplog.text == ""
-    source.tokenizer.chat_template = HOSTILE[kind]
-    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "x" * 99}]}))
+    tokenizer.chat_template = HOSTILE[kind]
+    path = write_conversation(tmp_path / "a.jsonl", ("user", "x" * 99))
     with pytest.raises(CalibrationError, match=r"template refuses a conversation .*(takes|needs|makes) more than"):
-        load_calibration(str(tmp_path / "a.jsonl"), source.tokenizer)
-    assert load_calibration("self", source.tokenizer, source.model, 2, 16, 0).digest == expected.digest
+        load_calibration(path, tokenizer)
+    assert load_calibration("self", tokenizer, source.model, 2, 16, 0).digest == expected.digest
     assert "the model writes documents and no conversations: its chat template says " in caplog.text
 
 
-def test_conversations_are_rendered_as_in_transformers(folder: Path) -> None:
-    tokenizer = load_tokenizer(folder)
+def test_conversations_are_rendered_as_in_transformers(tokenizer) -> None:
     tokenizer.chat_template = {
         "default": "{{ bos_token }}{% for m in messages %}{{ m | tojson }}{{ eos_token }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
@@ -338,7 +318,7 @@ def test_conversations_are_rendered_as_in_transformers(folder: Path) -> None:
     }
     messages = [{"role": "user", "content": "Ünd\n"}, {"role": "assistant", "content": "<b>"}]
     for opened in (False, True):
-        found = Conversations(tokenizer).render(messages, add_generation_prompt=opened)
+        found = conversation_renderer(tokenizer)(messages, add_generation_prompt=opened)
         assert found == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opened)
 
 
@@ -350,11 +330,17 @@ def source(folder: Path):
     return load_source(folder, device="cpu")
 
 
-def test_self_is_seeded_and_leaves_the_global_generator_alone(source) -> None:
+@pytest.fixture(scope="module")
+def example(example_model: Path):
+    return load_source(example_model, device="cpu")
+
+
+def test_self_is_seeded_and_leaves_the_callers_generator_and_threads_alone(source) -> None:
     torch.manual_seed(3)
-    state = torch.random.get_rng_state()
+    state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     runs = [load_calibration("self", source.tokenizer, source.model, 4, 24, seed) for seed in (0, 0, 1)]
     assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
     assert runs[0].digest == runs[1].digest != runs[2].digest
     assert runs[0].input_ids.shape == (4, 24)
     assert (runs[0].input_ids[:, 0] == BOS).all()
@@ -370,31 +356,24 @@ def test_texts_side_by_side_are_those_written_alone(source) -> None:
     assert [one.digest for one in together] == [one.digest for one in alone]
 
 
-def test_self_does_not_depend_on_the_threads_the_caller_set(source) -> None:
-    threads = torch.get_num_threads()
-    load_calibration("self", source.tokenizer, source.model, 1, 16, 0)
-    assert torch.get_num_threads() == threads
-
-
-def test_self_writes_what_the_model_says(example_model: Path) -> None:
+def test_self_writes_what_the_model_says(example) -> None:
     # A model that learned Python is not surprised by its own text: far less than by noise (ln 8192 = 9).
-    source = load_source(example_model, device="cpu")
-    tokens = load_calibration("self", source.tokenizer, source.model, 4, 96, 0)
-    logits = source.model(tokens.input_ids).logits[:, :-1]
+    tokens = load_calibration("self", example.tokenizer, example.model, 4, 96, 0)
+    logits = example.model(tokens.input_ids).logits[:, :-1]
     loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.input_ids[:, 1:].flatten())
     assert loss < 4.5
     # Its template does not end an answer with an end-of-text token: it was never trained on conversations.
     assert not torch.isin(tokens.input_ids, torch.tensor([1, 2])).any()
 
 
-def test_self_writes_conversations_where_the_template_ends_turns(example_model: Path) -> None:
-    source = load_source(example_model, device="cpu")
-    source.tokenizer.chat_template = (
+def test_self_writes_conversations_where_the_template_ends_turns(example, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = (
         "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|endoftext|>' }}{% endfor %}"
         "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     )
-    tokens = load_calibration("self", source.tokenizer, source.model, 4, 96, 0)
-    user, assistant = source.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
+    monkeypatch.setattr(example.tokenizer, "chat_template", template)
+    tokens = load_calibration("self", example.tokenizer, example.model, 4, 96, 0)
+    user, assistant = example.tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>"])
     conversations = tokens.input_ids[:2]
     assert (conversations[:, 1] == user).all()
     assert (conversations == assistant).any(dim=1).all()
@@ -407,37 +386,34 @@ def test_self_without_any_first_token(source) -> None:
         parameters=source.model.parameters,
         get_input_embeddings=source.model.get_input_embeddings,
         config=SimpleNamespace(bos_token_id=None, eos_token_id=None, vocab_size=258),
-        generation_config=None,
     )
     with pytest.raises(CalibrationError, match="--calibration PATH"):
         load_calibration("self", tokenizer, model)
 
 
-def test_writer_of_conversations() -> None:
-    writer = _Row(64, frozenset({EOS}), [BOS, 1, 2], [5, 6])
-    drawn = [0, 0, 0, 70, 71, EOS, 0, 72, EOS, 0, 0, 0, 73]
-    written = [writer.accept(token) for token in drawn]
-    # opening, question, answer's opening in place of the end, answer, end, next opening
-    assert written == [BOS, 1, 2, 70, 71, 5, 6, 72, EOS, BOS, 1, 2, 73]
-
-
-def test_writer_of_documents_opens_the_next_one() -> None:
-    writer = _Row(64, frozenset({EOS}), [BOS], None)
-    assert [writer.accept(token) for token in (0, 70, EOS, 0, 71)] == [BOS, 70, EOS, BOS, 71]
-    # Where one token both ends and begins a text, it stands once.
-    writer = _Row(64, frozenset({BOS}), [BOS], None)
-    assert [writer.accept(token) for token in (0, 70, BOS, 71)] == [BOS, 70, BOS, 71]
-
-
-def test_question_that_never_ends_is_answered() -> None:
-    writer = _Row(32, frozenset({EOS}), [BOS], [5])
-    written = [writer.accept(70) for _ in range(20)]
-    assert written.index(5) == 9  # a quarter of the row after the opening
+@pytest.mark.parametrize(
+    ("ends", "question", "answer", "drawn", "written"),
+    [
+        # opening, question, answer's opening in place of the end, answer, end, next opening
+        (EOS, [BOS, 1, 2], [5, 6], [0, 0, 0, 70, 71, EOS, 0, 72, EOS, 0, 0, 0, 73],
+         [BOS, 1, 2, 70, 71, 5, 6, 72, EOS, BOS, 1, 2, 73]),
+        (EOS, [BOS], None, [0, 70, EOS, 0, 71], [BOS, 70, EOS, BOS, 71]),
+        # Where one token both ends and begins a text, it stands once.
+        (BOS, [BOS], None, [0, 70, BOS, 71], [BOS, 70, BOS, 71]),
+        # A question that never ends is answered after a quarter of the row.
+        (EOS, [BOS], [5], [70] * 11, [BOS, *[70] * 8, 5, 70]),
+    ],
+)  # fmt: skip
+def test_a_row_forces_openings_and_takes_what_is_drawn(
+    ends: int, question: list[int], answer: list[int] | None, drawn: list[int], written: list[int]
+) -> None:
+    row = _Row(32, {ends}, question, answer)
+    assert [row.accept(token) for token in drawn] == written
 
 
 def test_draws_follow_the_probabilities() -> None:
     logits = torch.tensor([[0.1, 0.2, 0.7]]).log().expand(6000, 3)
-    row = _Row(8, frozenset(), [BOS], None, torch.Generator().manual_seed(0))
+    row = _Row(8, set(), [BOS], None, torch.Generator().manual_seed(0))
     row.free = 99  # far from the opening: temperature 1
     drawn = torch.tensor(_draw(logits, [row] * 6000))
     shares = torch.bincount(drawn, minlength=3) / 6000

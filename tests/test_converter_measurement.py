@@ -10,8 +10,8 @@ import torch
 from bundle_maker import make_bundle
 
 from wisparse.converter import measurement
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
-from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.measurement import MaskedLogits, block_sensitivity, measure
 from wisparse.converter.search.search import SearchResult
 from wisparse.converter.sensitivity import kl_rows

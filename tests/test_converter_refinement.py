@@ -10,8 +10,8 @@ import torch
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
-from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.search.refinement import (
     BatchGradient,

@@ -15,13 +15,12 @@ from test_every_family import hugging_face, make_source
 from tiny_bundle import VOCAB
 
 from wisparse import convert, load
-from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.preflight import preflight
 from wisparse.converter.rotation import find_rotation, rotate
 from wisparse.converter.settings import ConvertSettings
-from wisparse.converter.source import load_source
-from wisparse.converter.source_config import full_config
+from wisparse.converter.source import full_config, load_source
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from quality import evaluate
 from tiny_source import tiny_source, tiny_tokens
 
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
-from wisparse.converter.documents import CalibrationTokens
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.search.allocation import mean_sparsity
 from wisparse.converter.search.search import Run, SearchResult, SearchSettings, SparsityLevels, search

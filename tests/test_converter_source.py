@@ -1,30 +1,37 @@
-"""A source model is loaded whole and finite, with its projections under their names, or refused in one sentence."""
+"""The source's configuration, tokenizer and weights: loaded as transformers has them, or refused in one sentence."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from runtime_models import WRAPPERS as TINY
+from runtime_models import make_wrapper
 from safetensors.torch import load_file, save_file
-from tiny_bundle import CLASSES, tiny_config, write_tiny_model
+from tiny_bundle import CLASSES, byte_tokenizer, tiny_config, write_tiny_model
+from tokenizers import Tokenizer
 
-from wisparse.converter.source import choose_dtype, load_source
+from wisparse.converter.source import choose_dtype, full_config, load_source, load_tokenizer
+from wisparse.formats.architectures import ARCHITECTURES, WRAPPERS, text_name
+from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError, UsageError
 from wisparse.formats.machine import choose_device
+from wisparse.formats.model_config import ModelConfig, expected_tensors
 
 
 @pytest.mark.parametrize("model_type", CLASSES)
 def test_projections_are_the_configs_in_order(model_type: str, tmp_path: Path) -> None:
     source = load_source(write_tiny_model(tmp_path, tiny_config(model_type)), device="cpu")
-    projections = list(source.config.projections())
-    assert list(source.projections) == [projection.name for projection in projections]
-    for projection in projections:
-        assert tuple(source.projections[projection.name].weight.shape) == (
-            projection.out_features,
-            projection.in_features,
-        )
+    shapes = {p.name: (p.out_features, p.in_features) for p in source.config.projections()}
+    assert list(source.projections) == list(shapes)
+    assert {name: tuple(module.weight.shape) for name, module in source.projections.items()} == shapes
     assert len(source.blocks) == source.config.num_blocks
     assert not source.model.training
     assert source.model.config.use_cache is False
@@ -40,13 +47,9 @@ def test_weights_are_those_of_the_files(tmp_path: Path) -> None:
     for name, module in source.projections.items():
         assert torch.equal(module.weight, stored[name + ".weight"].float())
     assert load_source(folder, torch.bfloat16, "cpu").dtype == torch.bfloat16
-
-
-def test_dtype_on_a_gpu_is_the_sources() -> None:
-    cuda = torch.device("cuda")
-    assert choose_dtype("float16", cuda) == torch.float16
-    assert choose_dtype("bfloat16", cuda) == torch.bfloat16
-    assert choose_dtype("float16", torch.device("cpu")) == torch.float32
+    for dtype in ("float16", "bfloat16"):
+        assert choose_dtype(dtype, torch.device("cuda")) == getattr(torch, dtype), "on a GPU that of the source"
+        assert choose_dtype(dtype, torch.device("cpu")) == torch.float32
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:99", "meta", "cpu:x"])
@@ -55,54 +58,371 @@ def test_device_that_is_none(device: str) -> None:
         choose_device(device, "--device")
 
 
-def test_missing_tensor_is_not_filled_with_noise(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, drop=("model.layers.1.mlp.up_proj.weight",))
-    with pytest.raises(UnsupportedModelError, match=r"missing.*model\.layers\.1\.mlp\.up_proj\.weight"):
-        load_source(tmp_path, device="cpu")
+def _set(name: str, value: float) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        tensors[name][3, 2] = value
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return change
 
 
-def test_misshaped_tensor(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, add={"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 5)})
-    with pytest.raises(UnsupportedModelError, match="up_proj"):
-        load_source(tmp_path, device="cpu")
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_non_finite_weight(value: float, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    tensors["model.layers.1.self_attn.o_proj.weight"][3, 2] = value
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"):
-        load_source(tmp_path, device="cpu")
-
-
-def test_truncated_file(tmp_path: Path) -> None:
-    file = write_tiny_model(tmp_path) / "model.safetensors"
+def _truncate(folder: Path) -> None:
+    file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UnsupportedModelError, match=r"truncated|bytes"):
-        load_source(tmp_path, device="cpu")
 
 
-def test_pickle_is_not_loaded(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(UnsupportedModelError, match="safetensors"):
-        load_source(tmp_path, device="cpu")
+def _pickle(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
 
 
-def test_unknown_architecture_names_the_known(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"model_type": "gpt2"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedModelError, match=r"gpt2.*known ones: llama, mistral, .*qwen3_vl"):
-        load_source(tmp_path, device="cpu")
-
-
-def test_missing_tokenizer(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
+def _no_tokenizer(folder: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).unlink()
-    with pytest.raises(UnsupportedModelError, match="tokenizer"):
+        (folder / name).unlink()
+
+
+O_PROJ = "model.layers.1.self_attn.o_proj.weight"
+UP_PROJ = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder: write_tiny_model(folder, drop=(UP_PROJ,)), r"missing.*model\.layers\.1\.mlp\.up_proj\.weight"),
+        (lambda folder: write_tiny_model(folder, add={UP_PROJ: torch.zeros(3, 5)}), "up_proj"),
+        (_set(O_PROJ, float("nan")), r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"),
+        (_set(O_PROJ, float("inf")), r"model\.layers\.1\.self_attn\.o_proj\.weight holds NaN or Inf"),
+        (_truncate, r"truncated|bytes"),
+        (_pickle, "safetensors"),
+        (
+            lambda folder: (folder / "config.json").write_text(json.dumps(tiny_config() | {"model_type": "gpt2"})),
+            r"gpt2.*known ones: llama, mistral, .*qwen3_vl",
+        ),
+        (_no_tokenizer, "tokenizer"),
+    ],
+)
+def test_a_damaged_source_is_refused(change: Callable[[Path], object], words: str, tmp_path: Path) -> None:
+    change(write_tiny_model(tmp_path))
+    with pytest.raises(UnsupportedModelError, match=words):
         load_source(tmp_path, device="cpu")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+def test_tokenizer_json_is_taken_literally(model_type: str, example_model: Path, tmp_path: Path) -> None:
+    # transformers chooses a class by model_type; for qwen2 that class splits numbers into single digits.
+    for file in example_model.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    text = ">>> 12 + 30\n42\n>>> sorted([11, 6, 100])\n"
+    expected = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).encode(text).ids
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.encode(text) == expected
+    assert tokenizer.decode(expected) == text
+    assert tokenizer.eos_token_id == 0
+
+
+# ---------------------------------------------------------------------- configurations
+
+# As published, without the vision tower's settings.
+MISTRAL_SMALL: dict[str, Any] = {
+    "architectures": ["Mistral3ForConditionalGeneration"],
+    "image_token_index": 10,
+    "model_type": "mistral3",
+    "text_config": {
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 5120,
+        "intermediate_size": 32768,
+        "max_position_embeddings": 131072,
+        "model_type": "mistral",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_theta": 1000000000.0,
+        "sliding_window": None,
+        "vocab_size": 131072,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "pixtral"},
+}
+GEMMA: dict[str, Any] = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "eos_token_id": [1, 106],
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "torch_dtype": "bfloat16",
+    "vision_config": {"model_type": "siglip_vision_model"},
+}
+QWEN: dict[str, Any] = {
+    "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "image_token_id": 151655,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 128000,
+    "max_window_layers": 70,
+    "model_type": "qwen2_5_vl",
+    "num_attention_heads": 16,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {"mrope_section": [16, 24, 24], "type": "mrope"},
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vision_config": {"depth": 32},
+    "vocab_size": 151936,
+}
+
+
+def test_published_configs_are_read_as_their_text_models() -> None:
+    found = full_config(MISTRAL_SMALL)
+    assert (found["model_type"], found["architectures"]) == ("mistral", ["MistralForCausalLM"])
+    config = ModelConfig.from_dict(found)
+    assert (config.num_blocks, config.q_size(0), config.rotaries[0].theta, config.dtype) == (40, 4096, 1e9, "bfloat16")
+    assert {block.window for block in config.blocks} == {None}
+
+    found = full_config(GEMMA)
+    config = ModelConfig.from_dict(found)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size) == (8, 4, 256, 262208)
+    assert [rope.rope_type for rope in config.rotaries] == ["linear", "default"]
+    assert found["eos_token_id"] == [1, 106]
+
+    found = full_config(QWEN)
+    config = ModelConfig.from_dict(found)
+    assert (found["model_type"], config.num_blocks, config.qkv_bias, config.o_bias) == ("qwen2", 36, True, False)
+    assert config.tie_word_embeddings
+    assert config.rotaries[0].theta == 1e6
+    assert "mrope" not in json.dumps(found)
+    assert "vision" not in json.dumps(found)
+
+
+def test_another_scaling_of_positions_stays() -> None:
+    scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
+    found = full_config({**QWEN, "rope_scaling": {**scaling, "mrope_section": [16, 24, 24]}})
+    assert found["rope_scaling"] == scaling
+
+
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, *WRAPPERS])
+def test_keys_left_out_mean_what_they_mean_to_transformers(model_type: str) -> None:
+    """Every field is stated, in the spelling that is read, and a bundle of the result is read by transformers alike."""
+    from transformers import AutoConfig
+
+    source: dict[str, Any] = {"model_type": model_type, "num_hidden_layers": 7, "num_attention_heads": 160}
+    source |= {"hidden_size": 320, "use_sliding_window": True, "max_window_layers": 3}
+    source |= {"hidden_size_per_layer_input": 0, "head_dim": 8} if model_type == "gemma4_text" else {}
+    if model_type in WRAPPERS:
+        inner = next(iter(WRAPPERS[model_type]))
+        source = {"model_type": model_type, "text_config": {**source, "model_type": inner}}
+        source["text_config"] |= {"hidden_size_per_layer_input": 0} if inner == "gemma4_text" else {}
+    found = full_config(source)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id", "_sliding_window_pattern", "id2label"):
+        assert key not in found
+    config = ModelConfig.from_dict(found)
+    theirs = AutoConfig.for_model(**{**found, "pad_token_id": 0})
+    theirs.allow_global_per_layer_attribute_access = True  # what blocks without a word of their own have
+    assert type(theirs).__name__.startswith(config.architecture.class_name.removesuffix("ForCausalLM"))
+    assert config.num_kv_heads == (theirs.num_key_value_heads or theirs.num_attention_heads)
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or 2)
+    assert (config.rms_norm_eps, config.vocab_size) == (theirs.rms_norm_eps, theirs.vocab_size)
+    kinds = ("full_attention", "sliding_attention") if config.architecture.local_rope else (None,)
+    ropes = [theirs.rope_parameters[kind] if kind else theirs.rope_parameters for kind in kinds]
+    read = [(rope.theta, rope.rope_type) for rope in config.rotaries]
+    assert read == [(rope["rope_theta"], rope["rope_type"]) for rope in ropes]
+    if (rotated := getattr(theirs, "no_rope_layers", None)) is not None:
+        assert [block.rotary is not None for block in config.blocks] == [bool(one) for one in rotated]
+    layers = getattr(theirs, "layer_types", None) or ["sliding_attention"] * 7
+    window = getattr(theirs, "sliding_window", None)
+    assert [block.window for block in config.blocks] == [
+        window if kind == "sliding_attention" else None for kind in layers
+    ]
+    assert [block.recurrent for block in config.blocks] == [kind == "linear_attention" for kind in layers]
+    assert full_config(found) == found
+
+
+def test_older_spellings_stay_beside_the_new_ones() -> None:
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+    source = {"model_type": "llama", "torch_dtype": "bfloat16", "eos_token_id": [7, 8], "num_labels": 3}
+    source |= {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **scaling}}
+    found = full_config(source)
+    assert found.items() >= source.items()
+    assert found["rope_parameters"] == {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
+    assert found["dtype"] == "bfloat16"
+    assert "bos_token_id" not in found
+
+
+def test_a_model_of_absurdly_many_blocks_is_refused_before_transformers_lists_them() -> None:
+    with pytest.raises(UnsupportedModelError, match="num_hidden_layers: expected at most 10,000"):
+        full_config({"model_type": "qwen2", "num_hidden_layers": 10**12})
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "stored", "tied"),
+    [
+        (None, None, True, False),  # Mistral Small 3.1: transformers' own default is wrong, and the weights tell
+        (None, None, False, True),
+        (True, None, False, True),
+        (None, True, False, True),
+        (False, True, False, True),  # older transformers put it inside
+        (True, False, True, False),
+        (False, None, True, False),
+        (True, True, True, True),
+    ],
+)
+def test_tied_embeddings_are_what_configs_say_and_else_what_the_weights_hold(
+    outer: bool | None, inner: bool | None, stored: bool, tied: bool
+) -> None:
+    config = {**MISTRAL_SMALL, "text_config": {**MISTRAL_SMALL["text_config"]}}
+    for place, value in ((config, outer), (config["text_config"], inner)):
+        if value is not None:
+            place["tie_word_embeddings"] = value
+    names = {"model.embed_tokens.weight"} | ({"lm_head.weight"} if stored else set())
+    assert full_config(config, names)["tie_word_embeddings"] is tied
+
+
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "language_model.model": lambda name: "language_model." + name,
+    "model.language_model": lambda name: name.replace("model.", "model.language_model.", 1),
+    "model": lambda name: name,
+}
+
+
+@pytest.fixture(scope="module", params=TINY)
+def wrapper(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = make_wrapper(request.param, tmp_path_factory.mktemp("wrapper"))
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def respelled(folder: Path, out: Path, spelling: Callable[[str], str]) -> tuple[Path, int]:
+    """A copy whose text tensors have other names, and how many others there are."""
+    out.mkdir()
+    tensors, others = {}, 0
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        plain = text_name(name)
+        others += plain is None
+        tensors[name if plain is None else spelling(plain)] = tensor
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for name in ("config.json", "tokenizer.json"):
+        (out / name).write_bytes((folder / name).read_bytes())
+    return out, others
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_tensors_are_found_under_every_name_they_were_published_with(
+    spelling: str, wrapper: Path, tmp_path: Path
+) -> None:
+    source, others = respelled(wrapper, tmp_path / "respelled", SPELLINGS[spelling])
+    checkpoint = Checkpoint.open(source, complete=full_config)
+    assert checkpoint.vision_tensors == others > 0
+    assert list(checkpoint.tensors) == list(expected_tensors(checkpoint.config))
+    stored = {text_name(name): tensor for name, tensor in load_file(wrapper / "model.safetensors").items()}
+    found = load_source(source, device="cpu").model.state_dict()
+    for name in checkpoint.tensors:
+        assert torch.equal(checkpoint.tensor(name), stored[name])
+        assert torch.equal(found[name], stored[name])
+
+
+@torch.inference_mode()
+def test_the_text_model_loads_and_answers_as_the_wrapper_does(wrapper: Path) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    tokens = torch.randint(3, 101, (2, 20), generator=torch.Generator().manual_seed(0))
+    expected = AutoModelForImageTextToText.from_pretrained(wrapper, dtype=torch.float32).eval()(tokens).logits
+    found = load_source(wrapper, device="cpu").model(tokens).logits
+    assert expected.abs().max() > 1, "logits this small would hide any difference"
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_a_text_model_that_stays_in_its_files_is_found_there(wrapper: Path) -> None:
+    """Too large for memory: weights are read whenever they are used, under the names that they have there."""
+    pytest.importorskip("accelerate")
+    whole, spread = load_source(wrapper, device="cpu"), load_source(wrapper, device="cpu", max_memory={"cpu": 150_000})
+    name = list(spread.projections)[-1]
+    assert spread.projections[name].weight.is_meta
+    assert torch.equal(spread.weight(name), whole.weight(name))
+
+
+def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> None:
+    source, _ = respelled(wrapper, tmp_path / "twice", SPELLINGS["model"])
+    tensors = load_file(source / "model.safetensors")
+    tensors["language_model.model.norm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModelError, match="the same tensor under two names"):
+        Checkpoint.open(source, complete=full_config)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "mistral3"}, "text_config: expected an object"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mixtral"}}, "inside mistral3.*mixture-of-experts"),
+        ({"model_type": "mistral3", "text_config": {"model_type": "mistral4", "n_routed_experts": 128}}, "of-experts"),
+        ({"model_type": "gemma3", "text_config": {"model_type": ["x"]}}, "inside gemma3"),
+        ({"model_type": "qwen3_vl_moe", "vision_config": {}, "text_config": {"num_experts": 128}}, "of-experts"),
+        ({"model_type": "qwen3_omni_moe", "thinker_config": {"text_config": {"num_experts": 8}}}, "of-experts"),
+        ({"model_type": "some_vlm", "vision_config": {}, "text_config": {"num_local_experts": 8}}, "of-experts"),
+        ({"model_type": "llava", "vision_config": {}, "text_config": {"model_type": "llama"}}, "pictures and text"),
+        ({"model_type": "qwen3_next"}, "of-experts"),
+        ({"model_type": "mistrall3"}, "did you mean 'mistral3'"),
+        ({**QWEN, "quantization_config": {"quant_method": "awq"}}, "quantised"),
+        ({**GEMMA, "quantization_config": {"quant_method": "awq"}}, "quantised"),
+    ],
+)
+def test_refused_by_its_right_name(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        ModelConfig.from_dict(full_config(config))
+
+
+def test_every_mixture_of_experts_that_transformers_has_is_called_one() -> None:
+    from transformers import AutoConfig
+    from transformers.models.auto import modeling_auto
+
+    names = {
+        **modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        **modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    }
+    mixtures = [name for name in names if "moe" in name]
+    assert len(mixtures) > 10
+    for name in mixtures:
+        config = AutoConfig.for_model(name).to_dict()
+        with pytest.raises(UnsupportedModelError, match="mixture-of-experts"):
+            full_config(config)
+
+
+_junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=5,
+)
+_keys = [*QWEN, *GEMMA, "rope_parameters", "quantization_config", "dtype"]
+_changes = st.dictionaries(st.sampled_from(_keys), _junk, max_size=3)
+
+
+@example(base=MISTRAL_SMALL, change={}, inside={"rope_scaling": {"": []}})
+@given(base=st.sampled_from([MISTRAL_SMALL, GEMMA, QWEN]), change=_changes, inside=_changes)
+def test_any_config_is_read_or_refused(base: dict[str, Any], change: dict[str, Any], inside: dict[str, Any]) -> None:
+    config = {**base, **change}
+    if isinstance(config.get("text_config"), dict):
+        config["text_config"] = {**config["text_config"], **inside}
+    for names in (None, ["lm_head.weight"], []):
+        try:
+            read = ModelConfig.from_dict(full_config(config, names))
+        except UnsupportedModelError:
+            continue
+        assert all(projection.num_parameters > 0 for projection in read.projections(0))

@@ -11,7 +11,7 @@ import torch
 from bundle_maker import make_bundle
 from transformers import AutoModelForCausalLM
 
-from wisparse.converter.source_config import full_config
+from wisparse.converter.source import full_config
 from wisparse.formats import architectures
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from bundle_maker import make_bundle
 from runtime_models import FAMILIES, HYBRIDS, VARIANTS, make_checkpoint
 from torch import Tensor
 
-from wisparse.converter.source_config import full_config
+from wisparse.converter.source import full_config
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ContextLengthError, UsageError
 from wisparse.formats.model_config import ModelConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from wisparse.converter.documents import CalibrationTokens
+from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.source import SourceModel
 from wisparse.formats.model_config import ModelConfig
 

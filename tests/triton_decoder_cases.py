@@ -14,7 +14,7 @@ import pytest
 import torch
 from runtime_models import FAMILIES, HYBRIDS
 
-from wisparse.converter.source_config import full_config
+from wisparse.converter.source import full_config
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.runtime.cuda.step import DecodeStep, PositionTables

@@ -13,8 +13,8 @@ from torch import Tensor
 from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import ProjectionRecipe
 
+from ..calibration import CalibrationTokens
 from ..calibration_state import BlockView, CalibrationState
-from ..documents import CalibrationTokens
 from ..masking import MaskedModel
 from ..processes import ALONE, Processes, Progress
 from ..sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage

@@ -23,7 +23,7 @@ from ..options import FILE_OR_ID, FOLDER_OR_ID, device_options, set_up_logging
 from . import saving
 
 if TYPE_CHECKING:
-    from wisparse.converter.documents import CalibrationTokens
+    from wisparse.converter.calibration import CalibrationTokens
     from wisparse.converter.evaluation import Quality
     from wisparse.converter.processes import Progress
     from wisparse.runtime.model import Model
