@@ -38,7 +38,7 @@ from torch.nn import functional
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.kernels.cpu.threads import team_size
+from wisparse.kernels.cpu.launch import team_size
 from wisparse.runtime.cpu.decoder import CpuDecoder
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -16,13 +16,12 @@ import torch
 from numba import carray
 from torch import Tensor
 
-from wisparse.kernels.cpu.compile import REGIONS
 from wisparse.kernels.cpu.intrinsics import exact, floats, num_threads, pointer, projection_row, span, thread_num
-from wisparse.kernels.cpu.layout import ProjectionField, StoredAs, TeamField, aligned_empty, type_name
+from wisparse.kernels.cpu.launch import REGIONS, launch, team_size
+from wisparse.kernels.cpu.layout import ProjectionField, StoredAs, TeamField, type_name
 from wisparse.kernels.cpu.linear import gather, project, select
-from wisparse.kernels.cpu.matrix import Matrix, quantize_into, transpose_into
 from wisparse.kernels.cpu.step import barrier
-from wisparse.kernels.cpu.threads import launch, team_size
+from wisparse.runtime.cpu.weights import Matrix, round_int8
 
 
 class LinearField(IntEnum):
@@ -92,35 +91,14 @@ REGIONS.update(linear_float32=linear_float32, linear_bfloat16=linear_bfloat16, l
 
 
 def transpose(weight: Tensor) -> Tensor:
-    """A weight's columns as contiguous rows.
-
-    Args:
-        weight: (N, K), float32, bfloat16 or float16.
-
-    Returns:
-        (K, N), the same type, in fresh memory.
-    """
-    target = aligned_empty((weight.shape[1], weight.shape[0]), weight.dtype)
-    transpose_into(weight, target, 0)
-    return target
+    """A weight (N, K) as contiguous (K, N): its columns as rows."""
+    return weight.t().contiguous()
 
 
 def quantize(weight: Tensor, *, transposed: bool = True) -> tuple[Tensor, Tensor]:
-    """Round a weight to int8, symmetric, to nearest, with one scale per output channel.
-
-    Args:
-        weight: (N, K), float32, bfloat16 or float16.
-        transposed: whether to lay the result out as (K, N), as ``sparse_linear`` wants it.
-
-    Returns:
-        int8 (K, N) or (N, K), in -127..127, and its scale (N,) float32: ``weight ~ int8 * scale``. A row that holds a
-        NaN or an Inf has a scale of NaN.
-    """
-    n, k = weight.shape
-    target = aligned_empty((k, n) if transposed else (n, k), torch.int8)
-    scale = torch.empty(n, dtype=torch.float32)
-    quantize_into(weight, target, scale, 0, transposed=transposed)
-    return target, scale
+    """A weight (N, K) rounded to int8, (K, N) or not ``transposed`` (N, K), and its scale (N,) float32."""
+    rounded = round_int8(weight)
+    return transpose(rounded.codes) if transposed else rounded.codes, rounded.scales[:, 0].contiguous()
 
 
 def sparse_linear(
@@ -186,7 +164,7 @@ def sparse_linear(
     parameters[LinearField.LISTS] = lists.data_ptr()
     parameters[LinearField.PARTIAL] = partial.data_ptr()
     parameters[LinearField.COUNTS] = counts.data_ptr() + 16 * threads
-    team = aligned_empty((TeamField.SIZE,), torch.int64).zero_()
+    team = torch.zeros(TeamField.SIZE, dtype=torch.int64)
     parameters[LinearField.TEAM] = team.data_ptr()
     base = weight_t.data.dtype if weight_t.stored_as == StoredAs.BASE else torch.float32
     launch(f"linear_{type_name(base)}", parameters, threads)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from pathlib import Path
 
 import pytest
 import torch
@@ -50,27 +51,22 @@ def test_a_named_back_end_is_never_replaced() -> None:
 
 
 def test_compiling_is_said_once_and_only_where_something_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     from wisparse.kernels import backend
-    from wisparse.kernels.cpu import threads as cpu_threads
+    from wisparse.kernels.cpu import launch
 
     monkeypatch.setattr(backend, "_said", set())
-    monkeypatch.setattr(cpu_threads, "_regions", {})
-    monkeypatch.setattr(cpu_threads, "prepare", lambda name: 0)
-    monkeypatch.setattr(cpu_threads, "compile_regions", lambda regions: None)
-    names = ["step_bfloat16", "transpose_bfloat16"]
+    monkeypatch.setattr(launch, "_load", lambda region, folder: region)
+    monkeypatch.setattr(launch, "_COMPILER", "")
+    names = ["step_bfloat16", "dequantize_bfloat16"]
     with caplog.at_level(logging.WARNING, logger="wisparse"):
-        monkeypatch.setattr(cpu_threads, "is_compiled", lambda region: True)
-        cpu_threads.prepare_all(names)
-        assert caplog.text == ""
-        monkeypatch.setattr(cpu_threads, "is_compiled", lambda region: False)
-        monkeypatch.setattr(cpu_threads, "is_kept", lambda: False)
-        cpu_threads.prepare_all(names)
+        monkeypatch.setattr(launch, "_cache_folder", lambda: None)
+        launch._compiled(names)
         assert caplog.text == ""  # it is compiled every time, as a warning of the cache's says
-        monkeypatch.setattr(cpu_threads, "is_kept", lambda: True)
-        cpu_threads.prepare_all(names)
-        cpu_threads.prepare_all(names)
+        monkeypatch.setattr(launch, "_cache_folder", lambda: tmp_path)
+        launch._compiled(names)
+        launch._compiled(names)
     assert [record.message for record in caplog.records] == [
         "compiling 2 kernels for the CPU, which takes some seconds; it happens once, later runs find them on disk"
     ]
@@ -94,11 +90,3 @@ def test_a_compiled_gpu_kernel_is_told_from_one_found_on_disk(
         listener(cache_hit=False, **more)
     assert caplog.text.count("compiling 8 kernels for the GPU") == 1
     assert heard == [True, False, False]  # whoever listened before goes on hearing
-
-
-def test_a_region_is_found_on_disk_once_it_was_compiled() -> None:
-    from wisparse.kernels.cpu.compile import REGIONS, is_compiled
-    from wisparse.kernels.cpu.threads import prepare
-
-    prepare("transpose_float32")
-    assert is_compiled(REGIONS["transpose_float32"])

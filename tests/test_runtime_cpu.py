@@ -26,7 +26,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
 from wisparse.formats.weight_types import group_of, quantise_int4, quantise_int8
-from wisparse.kernels.cpu import threads as cpu_team
+from wisparse.kernels.cpu import launch as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
@@ -429,9 +429,8 @@ from wisparse.formats.bundle import Bundle
 from wisparse.runtime.cpu.decoder import CpuDecoder
 bundle = Bundle.open(sys.argv[1])
 settings = dict(device=torch.device("cpu"), dtype=torch.float32, max_seq_len=8)
-from wisparse.kernels.cpu.threads import prepare
-for region in ("step_float32", "step_bfloat16", "transpose_float32", "quantize"):
-    prepare(region)
+from wisparse.kernels.cpu.launch import prepare
+prepare("step_float32", "dequantize_float32")
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 decoder = CpuDecoder(bundle, weights=sys.argv[2], **settings)
 decoder.prefill(0, torch.tensor([5, 6]), 2)

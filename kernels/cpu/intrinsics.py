@@ -19,7 +19,7 @@ from numba.extending import intrinsic, overload
 
 from .layout import BlockField, FloatField, ProjectionField
 
-# OpenMP's and libc's functions under our own names, which `threads` registers before any code is loaded.
+# OpenMP's and libc's functions under our own names, which `launch` registers before any code is loaded.
 SYMBOLS = ("wisparse_thread_num", "wisparse_num_threads", "wisparse_usleep", "wisparse_clock_gettime")
 thread_num = types.ExternalFunction(SYMBOLS[0], types.int32())
 num_threads = types.ExternalFunction(SYMBOLS[1], types.int32())
@@ -78,25 +78,16 @@ def widen(typingctx, value):
 
 
 @intrinsic
-def low_half(typingctx, byte):
-    """Bits 0 to 3 of a byte as float32."""
+def nibble(typingctx, byte, shift):
+    """Four bits of a byte, from bit ``shift`` on, as float32."""
+    i32 = ir.IntType(32)
 
     def codegen(context, builder, signature, args):
-        word = builder.zext(args[0], ir.IntType(32))
-        return builder.sitofp(builder.and_(word, ir.Constant(word.type, 15)), ir.FloatType())
+        word = builder.zext(args[0], i32)  # first: there is no vector shift of bytes
+        word = builder.lshr(word, builder.trunc(args[1], i32))
+        return builder.sitofp(builder.and_(word, ir.Constant(i32, 15)), ir.FloatType())
 
-    return types.float32(byte), codegen
-
-
-@intrinsic
-def high_half(typingctx, byte):
-    """Bits 4 to 7 of a byte as float32."""
-
-    def codegen(context, builder, signature, args):
-        word = builder.zext(args[0], ir.IntType(32))  # first: there is no vector shift of bytes
-        return builder.sitofp(builder.lshr(word, ir.Constant(word.type, 4)), ir.FloatType())
-
-    return types.float32(byte), codegen
+    return types.float32(byte, types.int64), codegen
 
 
 @intrinsic

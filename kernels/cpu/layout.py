@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-import numpy as np
 import torch
-from torch import Tensor
 
 CACHE_LINE = 64
-TILE = 64  # rows and columns that are transposed at a time
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -21,14 +18,6 @@ def type_name(dtype: torch.dtype) -> str:
     if dtype not in _NAMES:
         raise TypeError(f"expected float32, bfloat16 or float16, found {dtype}")
     return _NAMES[dtype]
-
-
-def aligned_empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialised memory that starts on a cache line."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    buffer = torch.empty(size + CACHE_LINE - 1, dtype=torch.uint8)
-    skip = -buffer.data_ptr() % CACHE_LINE
-    return buffer[skip : skip + size].view(dtype).view(shape)
 
 
 class StoredAs(IntEnum):
@@ -119,19 +108,6 @@ class FloatField(IntEnum):
     RESIDUAL_MULTIPLIER = 4
     LOGITS_MULTIPLIER = 5
     LOGITS_CAP = 6
-
-
-class RearrangeField(IntEnum):
-    """Parameters of the regions that transpose, quantise or pack some rows of a weight (N, K)."""
-
-    SOURCE = 0  # (rows, K); int4 codes: two channels a byte, (rows, ceil(K / 2))
-    ROWS = 1
-    K = 2
-    TARGET = 3  # where the first of these rows goes: a column of (K, N), or a row of (N, K) if TRANSPOSED is 0
-    STRIDE = 4  # N
-    TRANSPOSED = 5
-    SCALE = 6  # (rows,) float32, written by the quantisation
-    TILES = 7  # per thread: TILE * (TILE + 1) elements of 4 bytes
 
 
 class DequantizeField(IntEnum):

@@ -19,18 +19,20 @@ from .intrinsics import (
     dot,
     exact,
     floats,
-    high_half,
-    low_half,
+    narrow,
+    nibble,
+    num_threads,
     pointer,
     prefetch,
     projection_row,
     size_of,
+    thread_num,
     widen,
 )
-from .layout import CACHE_LINE, ProjectionField, ScaleType, StoredAs
+from .layout import CACHE_LINE, DequantizeField, ProjectionField, ScaleType, StoredAs
 
 _BYTE, _INT8 = np.uint8(0), np.int8(0)
-ZERO_CODE = np.float32(8)  # where there are no zero points
+_ZERO_CODE = np.float32(8)  # where there are no zero points
 # int4 prefetches the next eight channels, a few cache lines at a time: kept channels have no stride to predict.
 _AHEAD = 8
 _TILE = 256  # bytes of a row
@@ -96,6 +98,11 @@ def gather(segment_index, segment_value, segment_stride, segments, parts, rows, 
 
 
 @exact
+def _or_zero(values, i, count):
+    return values[i] if i < count else ZERO
+
+
+@exact
 def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, acc, acc_stride, tag):
     """acc[b, :] = sum over the list of value[b, i] * weight[index[i], lo:hi]."""
     width = hi - lo
@@ -107,19 +114,21 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
         a = floats(acc + 4 * b * acc_stride)
         for j in range(width):
             a[j] = ZERO
-    p = 0
-    while p + 8 <= count:
+    last = count - 1
+    for p in range(0, count, 8):  # beyond the end the value is 0
         r0 = pointer(weight + np.int64(index_[p]) * stride, tag)
-        r1 = pointer(weight + np.int64(index_[p + 1]) * stride, tag)
-        r2 = pointer(weight + np.int64(index_[p + 2]) * stride, tag)
-        r3 = pointer(weight + np.int64(index_[p + 3]) * stride, tag)
-        r4 = pointer(weight + np.int64(index_[p + 4]) * stride, tag)
-        r5 = pointer(weight + np.int64(index_[p + 5]) * stride, tag)
-        r6 = pointer(weight + np.int64(index_[p + 6]) * stride, tag)
-        r7 = pointer(weight + np.int64(index_[p + 7]) * stride, tag)
+        r1 = pointer(weight + np.int64(index_[min(p + 1, last)]) * stride, tag)
+        r2 = pointer(weight + np.int64(index_[min(p + 2, last)]) * stride, tag)
+        r3 = pointer(weight + np.int64(index_[min(p + 3, last)]) * stride, tag)
+        r4 = pointer(weight + np.int64(index_[min(p + 4, last)]) * stride, tag)
+        r5 = pointer(weight + np.int64(index_[min(p + 5, last)]) * stride, tag)
+        r6 = pointer(weight + np.int64(index_[min(p + 6, last)]) * stride, tag)
+        r7 = pointer(weight + np.int64(index_[min(p + 7, last)]) * stride, tag)
         for b in range(rows):
             v = floats(value + 4 * (b * value_stride + p))
-            v0, v1, v2, v3, v4, v5, v6, v7 = v[0], v[1], v[2], v[3], v[4], v[5], v[6], v[7]
+            v0, v1, v2, v3 = v[0], _or_zero(v, 1, count - p), _or_zero(v, 2, count - p), _or_zero(v, 3, count - p)
+            v4, v5 = _or_zero(v, 4, count - p), _or_zero(v, 5, count - p)
+            v6, v7 = _or_zero(v, 6, count - p), _or_zero(v, 7, count - p)
             a = floats(acc + 4 * b * acc_stride)
             for j in range(width):
                 s = a[j]
@@ -132,15 +141,6 @@ def _add_rows(weight, stride, index, value, count, value_stride, rows, lo, hi, a
                 s += v6 * widen(r6[j])
                 s += v7 * widen(r7[j])
                 a[j] = s
-        p += 8
-    while p < count:
-        r0 = pointer(weight + np.int64(index_[p]) * stride, tag)
-        for b in range(rows):
-            v0 = floats(value + 4 * (b * value_stride))[p]
-            a = floats(acc + 4 * b * acc_stride)
-            for j in range(width):
-                a[j] += v0 * widen(r0[j])
-        p += 1
 
 
 @exact
@@ -193,6 +193,11 @@ def _add_grouped(row, index, value, count, value_stride, rows, lo, hi, acc, acc_
 
 
 @exact
+def _add_pair(even, odd, value, byte):
+    return even + value * nibble(byte, 0), odd + value * nibble(byte, 4)
+
+
+@exact
 def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width, partial, partial_stride):
     """partial[b, :] += value[b, i:i + 8] @ codes of these channels; even outputs first, then odd ones."""
     for x in range(0, width, _TILE):
@@ -216,30 +221,14 @@ def _add_eight(codes, stride, index, i, count, value, value_stride, rows, width,
             odd = floats(partial + 4 * (b * partial_stride + width + x))
             for j in range(m):
                 s, t = even[j], odd[j]
-                c = r0[j]
-                s += v0 * low_half(c)
-                t += v0 * high_half(c)
-                c = r1[j]
-                s += v1 * low_half(c)
-                t += v1 * high_half(c)
-                c = r2[j]
-                s += v2 * low_half(c)
-                t += v2 * high_half(c)
-                c = r3[j]
-                s += v3 * low_half(c)
-                t += v3 * high_half(c)
-                c = r4[j]
-                s += v4 * low_half(c)
-                t += v4 * high_half(c)
-                c = r5[j]
-                s += v5 * low_half(c)
-                t += v5 * high_half(c)
-                c = r6[j]
-                s += v6 * low_half(c)
-                t += v6 * high_half(c)
-                c = r7[j]
-                s += v7 * low_half(c)
-                t += v7 * high_half(c)
+                s, t = _add_pair(s, t, v0, r0[j])
+                s, t = _add_pair(s, t, v1, r1[j])
+                s, t = _add_pair(s, t, v2, r2[j])
+                s, t = _add_pair(s, t, v3, r3[j])
+                s, t = _add_pair(s, t, v4, r4[j])
+                s, t = _add_pair(s, t, v5, r5[j])
+                s, t = _add_pair(s, t, v6, r6[j])
+                s, t = _add_pair(s, t, v7, r7[j])
                 even[j], odd[j] = s, t
 
 
@@ -256,9 +245,7 @@ def _add_one(codes, stride, index, i, count, value, value_stride, rows, width, p
         even = floats(partial + 4 * b * partial_stride)
         odd = floats(partial + 4 * (b * partial_stride + width))
         for j in range(width):
-            c = r0[j]
-            even[j] += v0 * low_half(c)
-            odd[j] += v0 * high_half(c)
+            even[j], odd[j] = _add_pair(even[j], odd[j], v0, r0[j])
 
 
 @exact
@@ -270,7 +257,7 @@ def _fold(field, g, half, sums, width, total, lo, hi, out, tag):
     scale = field[ProjectionField.COLUMN_SCALE] + (2 * g * half + first) * size
     scale_even, scale_odd = pointer(scale, tag), pointer(scale + half * size, tag)
     if field[ProjectionField.ZERO_POINT] == 0:
-        middle = ZERO_CODE * total
+        middle = _ZERO_CODE * total
         for j in range(width):
             even[j] = (even[j] - middle) * widen(scale_even[j])
             odd[j] = (odd[j] - middle) * widen(scale_odd[j])
@@ -351,3 +338,34 @@ def output_rows(weight, k, lo, hi, x, x_stride, rows, scale, out, slots, vocab, 
             out_[min(group + 2, last)] = s2
             out_[min(group + 3, last)] = s3
         v += 4
+
+
+@exact
+def _dequantize_channel(field, k, lo, hi, target, scale_tag, tag):
+    """target[0:hi - lo] = channel k of outputs lo..hi; lo is even."""
+    half, first = (field[ProjectionField.N] + 1) // 2, lo // 2
+    at = 2 * (k // field[ProjectionField.GROUP]) * half + first
+    codes = pointer(field[ProjectionField.WEIGHT] + k * half + first, _BYTE)
+    out = pointer(target, tag)
+    for parity in range(2):
+        scale = pointer(field[ProjectionField.COLUMN_SCALE] + (at + parity * half) * size_of(scale_tag), scale_tag)
+        zero = pointer(field[ProjectionField.ZERO_POINT] + at + parity * half, _BYTE)
+        for j in range((hi - lo + 1 - parity) // 2):
+            zero_ = _ZERO_CODE if field[ProjectionField.ZERO_POINT] == 0 else np.float32(zero[j])
+            out[2 * j + parity] = narrow((nibble(codes[j], 4 * parity) - zero_) * widen(scale[j]), tag)
+
+
+@exact
+def dequantize(p, tag):
+    """Outputs FIRST..LAST of an int4 weight as numbers of ``tag``'s type, (K, LAST - FIRST)."""
+    parts, part = np.int64(num_threads()), np.int64(thread_num())
+    field, lo, hi = projection_row(p[DequantizeField.PROJECTION]), p[DequantizeField.FIRST], p[DequantizeField.LAST]
+    kind, channels = field[ProjectionField.SCALE_TYPE], field[ProjectionField.K]
+    for k in range(channels * part // parts, channels * (part + 1) // parts):
+        target = p[DequantizeField.TARGET] + k * (hi - lo) * size_of(tag)
+        if kind == ScaleType.BFLOAT16:
+            _dequantize_channel(field, k, lo, hi, target, np.uint16(0), tag)
+        elif kind == ScaleType.FLOAT16:
+            _dequantize_channel(field, k, lo, hi, target, np.int16(0), tag)
+        else:
+            _dequantize_channel(field, k, lo, hi, target, ZERO, tag)

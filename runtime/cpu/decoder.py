@@ -12,20 +12,17 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import WEIGHT_TYPES
+from wisparse.kernels.cpu.launch import prepare
 from wisparse.kernels.cpu.layout import StoredAs, type_name
-from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.threads import prepare_all
 
 from ..decoding.decoder import check_capacity
 from ..torch.block import finish_logits, read_block
 from ..torch.decoder import TorchDecoder
 from .step import Step
-from .weights import CpuProjection, read_matrices
+from .weights import CpuProjection, Matrix, product_dtype, read_matrices
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EMBEDDING = "model.embed_tokens.weight"
-# The regions that read weights of each type.
-_REGIONS = {"native": ("transpose_{}",), "int8": ("quantize",), "int4": ("quantize", "pack_int4")}
 
 
 class CpuDecoder(TorchDecoder):
@@ -46,9 +43,11 @@ class CpuDecoder(TorchDecoder):
         self.device, self.dtype = device, dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
         region = f"step_{type_name(dtype)}"
-        kinds = (weights, "int4") if bundle.checkpoint.quantised else (weights,)
-        regions = [name.format(type_name(dtype)) for kind in kinds for name in _REGIONS[kind]]
-        prepare_all([region, *dict.fromkeys(regions)])
+        stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
+        if weights == "int4" or (weights == "native" and "int4" in stored):
+            prepare(region, f"dequantize_{type_name(product_dtype(dtype))}")
+        else:
+            prepare(region)
 
         names = [f"{projection.name}.weight" for projection in config.projections()]
         matrices = read_matrices(bundle, names, dtype, weights, transposed=True)

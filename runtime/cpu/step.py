@@ -11,22 +11,14 @@ from torch import Tensor
 
 from wisparse.formats.machine import usable_cores
 from wisparse.formats.model_config import ModelConfig
-from wisparse.kernels.cpu.layout import (
-    BlockField,
-    DeltaField,
-    FloatField,
-    ProjectionField,
-    StepField,
-    scratch_layout,
-)
-from wisparse.kernels.cpu.matrix import Matrix
-from wisparse.kernels.cpu.threads import Team, team_size
+from wisparse.kernels.cpu.launch import Team, team_size
+from wisparse.kernels.cpu.layout import BlockField, DeltaField, FloatField, ProjectionField, StepField, scratch_layout
 
 from ..decoding.cache import DeltaState, KVCache
 from ..decoding.rotary import Rotary, query_scales
 from ..torch.block import Block, Norm
 from ..torch.delta_net import DeltaWeights
-from .weights import CpuProjection
+from .weights import CpuProjection, Matrix
 
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
@@ -46,7 +38,7 @@ class Step:
         rotaries: Sequence[Rotary],
         cache: KVCache,
     ) -> None:
-        """region: the one of ``kernels.cpu.compile.REGIONS`` for the type of cache and embedding; output: (V, hidden)."""
+        """region: the one of ``kernels.cpu.launch.REGIONS`` for the type of cache and embedding; output: (V, hidden)."""
         self._region, self._config = region, config
         self._kept_alive: list[Tensor] = []
         self._team = Team()
@@ -103,7 +95,7 @@ class Step:
                 StepField.THRESHOLDS: self._thresholds,
                 StepField.LOGITS: self.logits,
                 StepField.SCORES: torch.empty(config.num_heads, max_len),
-                StepField.TEAM: self._team.address,
+                StepField.TEAM: self._team.words.ctypes.data,
             },
         )
         self.take_masks()

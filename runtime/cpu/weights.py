@@ -1,29 +1,147 @@
-"""A bundle's weights as the CPU kernels read them: projections channel-major, optionally rounded to int8 or int4."""
+"""A bundle's weights as the CPU kernels read them: transposed, so that a kept channel is one contiguous row, in a floating
+type, int8 or int4."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.model_config import Projection
-from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, group_of, round_weight
-from wisparse.kernels.cpu.layout import StoredAs, aligned_empty
-from wisparse.kernels.cpu.matrix import Matrix, empty_int4, pack_int4_into, quantize_into, transpose_into
+from wisparse.formats.weight_types import (
+    WEIGHT_TYPES,
+    QuantizedMatrix,
+    group_of,
+    pack_int4,
+    round_weight,
+    unpack_int4,
+)
+from wisparse.kernels.cpu.launch import launch, team_size
+from wisparse.kernels.cpu.layout import DequantizeField, ProjectionField, ScaleType, StoredAs, type_name
 
 from ..torch.block import MaskedLinear
 
-_T = TypeVar("_T")
-# Types for stored scales: the first that holds them exactly is taken.
-_SCALES = (torch.bfloat16, torch.float16, torch.float32)
-_CHUNK_BYTES = 4 << 20
+# Codes are dequantised in spans of this size, for which the allocator reuses memory instead of mapping fresh pages.
+_SPAN_BYTES = 8 << 20
+_CHUNK_BYTES = 4 << 20  # of a weight that is read
 _ROW_STEP = 64  # rows of a chunk: whole cache lines of the transposed weight, whatever its type
+# Types for stored scales: the first that holds them exactly is taken.
+_SCALE_TYPES = {
+    torch.bfloat16: ScaleType.BFLOAT16,
+    torch.float16: ScaleType.FLOAT16,
+    torch.float32: ScaleType.FLOAT32,
+}
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which type torch multiplies matrices of ``dtype`` fast on this CPU, also where one is transposed.
+
+    Without AVX-512, torch 2.13 takes 80 times as long for a transposed bfloat16 matrix as for a row-major one.
+    """
+    fast = dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return dtype if fast else torch.float32
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight (N, K)."""
+
+    stored_as: StoredAs
+    data: Tensor  # (K, N) if transposed, else (N, K); int4: (K, ceil(N / 2)) uint8, output 2j in byte j's low half
+    shape: tuple[int, int]
+    transposed: bool = True
+    scale: Tensor | None = None  # int8: (N,) float32; int4: (G, 2, ceil(N / 2)), the even outputs' scales, then the odd
+    zero: Tensor | None = None  # int4: uint8, laid out as scale; None: the code 8 is zero
+    group: int = 0  # int4: channels that share a scale, K / G
+
+    @classmethod
+    def int4(cls, shape: tuple[int, int], group: int, scale_dtype: torch.dtype, zero_points: bool) -> Matrix:
+        """Memory for an int4 weight, to be filled by :meth:`store`."""
+        n, k = shape
+        # Zeros: the second half of an odd row's last byte has no output, and no NaN may come of it.
+        scale = torch.zeros(k // group, 2, (n + 1) // 2, dtype=scale_dtype)
+        zero = torch.zeros_like(scale, dtype=torch.uint8) if zero_points else None
+        data = torch.empty(k, (n + 1) // 2, dtype=torch.uint8)
+        return cls(StoredAs.INT4, data, shape, scale=scale, zero=zero, group=group)
+
+    def store(self, first: int, rows: Tensor | QuantizedMatrix) -> None:
+        """Put some rows of the weight, outputs from ``first`` (int4: even) on, into their place."""
+        codes = rows if isinstance(rows, Tensor) else rows.codes
+        if isinstance(rows, QuantizedMatrix) and self.stored_as == StoredAs.INT4:
+            codes = unpack_int4(codes, self.shape[1])
+            for values, source in ((self.scale, rows.scales), (self.zero, rows.zeros)):
+                for parity in range(0 if values is None or source is None else 2):
+                    part = source[parity::2].t()
+                    values[:, parity, first // 2 : first // 2 + part.shape[1]] = part
+        elif isinstance(rows, QuantizedMatrix):
+            self.scale[first : first + len(codes)] = rows.scales[:, 0]
+        if not self.transposed:
+            self.data[first : first + len(codes)] = codes
+            return
+        columns = codes.t().contiguous()
+        if self.stored_as == StoredAs.INT4:
+            columns, first = pack_int4(columns), first // 2
+        self.data[:, first : first + columns.shape[1]] = columns
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.data, self.scale, self.zero) if tensor is not None)
+
+    def row(self) -> np.ndarray:
+        """A row of `ProjectionField`, without a mask and a bias; valid while the matrix lives."""
+        row = np.zeros(len(ProjectionField), dtype=np.int64)
+        row[ProjectionField.STORED_AS], row[ProjectionField.GROUP] = self.stored_as, self.group
+        row[ProjectionField.N], row[ProjectionField.K] = self.shape
+        row[ProjectionField.WEIGHT] = self.data.data_ptr()
+        if self.scale is not None:
+            row[ProjectionField.COLUMN_SCALE] = self.scale.data_ptr()
+            row[ProjectionField.SCALE_TYPE] = _SCALE_TYPES[self.scale.dtype]
+        if self.zero is not None:
+            row[ProjectionField.ZERO_POINT] = self.zero.data_ptr()
+        return row
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """The dense product of x (T, K): (T, N) in x's type.
+
+        Quantised weights, and 16-bit ones without a fast product on this CPU, are converted a span of outputs at a time.
+        """
+        computed = product_dtype(x.dtype)
+        weight = self.data.t() if self.transposed else self.data
+        few_rows = not self.transposed and len(x) <= 8  # torch's row-major 16-bit product is fast enough
+        if self.stored_as == StoredAs.BASE and (computed == x.dtype or few_rows):
+            return functional.linear(x, weight, bias)
+        n, k = self.shape
+        y = torch.empty(len(x), n)
+        rows = x.to(computed)
+        span = max(2, _SPAN_BYTES // (computed.itemsize * k) // 2 * 2)
+        for first in range(0, n, span):
+            last = min(first + span, n)
+            # int8 is exact in every floating type; its scale multiplies the sums
+            int4 = self.stored_as == StoredAs.INT4
+            part = self._dequantize(first, last, computed) if int4 else weight[first:last].to(computed)
+            y[:, first:last] = functional.linear(rows, part)
+        if self.stored_as == StoredAs.INT8:
+            y *= self.scale
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    def _dequantize(self, first: int, last: int, dtype: torch.dtype) -> Tensor:
+        """Outputs first..last of an int4 weight, (last - first, K)."""
+        target = torch.empty(self.shape[1], last - first, dtype=dtype)
+        row = self.row()
+        parameters = np.zeros(len(DequantizeField), dtype=np.int64)
+        parameters[DequantizeField.PROJECTION] = row.ctypes.data
+        parameters[DequantizeField.FIRST], parameters[DequantizeField.LAST] = first, last
+        parameters[DequantizeField.TARGET] = target.data_ptr()
+        launch(f"dequantize_{type_name(dtype)}", parameters, team_size())
+        return target.t()
 
 
 class CpuProjection(MaskedLinear):
@@ -66,83 +184,59 @@ def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, 
     ``weights``: one of ``WEIGHT_TYPES``; ``native`` takes int4, and int8 with a scale a row, as they are on disk, and
     dequantises others to ``dtype``.
     """
-    checkpoint = bundle.checkpoint
-    stored_type = checkpoint.quantised.get(name)
-    if stored_type is not None and weights in ("native", stored_type.packing.kind):
-        stored = checkpoint.matrix(name)
-        assert isinstance(stored, QuantizedMatrix)
-        found = _as_stored(name, stored, transposed)
-        if found is not None:
-            return found
-
-    n, k = checkpoint.shape(name)
-    if weights == "int4":
+    checkpoint, (n, k) = bundle.checkpoint, bundle.checkpoint.shape(name)
+    stored, packed = None, checkpoint.quantised.get(name)
+    if packed is not None and weights in ("native", packed.packing.kind):
+        found = checkpoint.matrix(name)
+        assert isinstance(found, QuantizedMatrix)
+        int8_rows = found.kind == "int8" and found.group is None and found.zeros is None
+        if int8_rows or (found.kind == "int4" and transposed):
+            stored = found
+    kind = weights if stored is None else stored.kind
+    if kind == "int4" and stored is None:
         try:
-            group = group_of(k)
+            group, scale_dtype, zero_points = group_of(k), WEIGHT_TYPES["int4"].scale_dtype, False
         except ValueError as error:
             raise UsageError(f"{name}: {error}: load it with weights int8") from None
-        scale_dtype = WEIGHT_TYPES["int4"].scale_dtype
-        matrix = _allocate(name, (n, k), lambda: empty_int4((n, k), group, scale_dtype=scale_dtype))
-        for first, rows in _chunks(bundle, name, dtype):
-            _check_finite(bundle, name, rows.float().sum(1), first)
-            codes = round_weight(rows, "int4")
-            pack_int4_into(codes.codes, codes.scales, codes.zeros, matrix, first)
-        return matrix
-
-    shape = (k, n) if transposed else (n, k)
-    data = _allocate(name, (n, k), lambda: aligned_empty(shape, torch.int8 if weights == "int8" else dtype))
-    if weights == "int8":
-        scale = torch.empty(n)
-        for first, rows in _chunks(bundle, name, dtype):
-            quantize_into(rows, data, scale, first, transposed=transposed)
-        _check_finite(bundle, name, scale)
-        return Matrix(StoredAs.INT8, data, (n, k), transposed, scale)
-    for first, rows in _chunks(bundle, name, dtype):
-        if transposed:
-            transpose_into(rows, data, first)
-        else:
-            data[first : first + len(rows)] = rows
-    return Matrix(StoredAs.BASE, data, (n, k), transposed)
-
-
-def _as_stored(name: str, stored: QuantizedMatrix, transposed: bool) -> Matrix | None:
-    """A weight as quantised on disk, or None where no kernel multiplies with it."""
-    n, k = stored.shape
-    if stored.kind == "int4" and transposed:
-        scale_dtype = next(dtype for dtype in _SCALES if torch.equal(stored.scales.to(dtype).float(), stored.scales))
+    elif stored is not None:
         group, zero_points = stored.group or k, stored.zeros is not None
-        matrix = _allocate(
-            name, (n, k), lambda: empty_int4((n, k), group, scale_dtype=scale_dtype, zero_points=zero_points)
-        )
-        pack_int4_into(stored.codes, stored.scales.to(scale_dtype), stored.zeros, matrix, 0)
-        return matrix
-    if stored.kind == "int8" and stored.group is None and stored.zeros is None:
-        data = _allocate(name, (n, k), lambda: aligned_empty((k, n) if transposed else (n, k), torch.int8))
-        data.copy_(stored.codes.t() if transposed else stored.codes)
-        return Matrix(StoredAs.INT8, data, (n, k), transposed, stored.scales.flatten().contiguous())
-    return None
-
-
-def _allocate(name: str, shape: tuple[int, int], allocate: Callable[[], _T]) -> _T:
+        scale_dtype = next(one for one in _SCALE_TYPES if torch.equal(stored.scales.to(one).float(), stored.scales))
     try:
-        return allocate()
+        if kind == "int4":
+            matrix = Matrix.int4((n, k), group, scale_dtype, zero_points)
+        else:
+            data = torch.empty((k, n) if transposed else (n, k), dtype=torch.int8 if kind == "int8" else dtype)
+            scale = torch.empty(n) if kind == "int8" else None
+            matrix = Matrix(StoredAs.BASE if scale is None else StoredAs.INT8, data, (n, k), transposed, scale)
     except (OSError, MemoryError, RuntimeError):
-        raise ResourceError(f"{name}: not enough memory for its {shape[0]} x {shape[1]} weights") from None
+        raise ResourceError(f"{name}: not enough memory for its {n} x {k} weights") from None
 
-
-def _chunks(bundle: Bundle, name: str, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Some rows of a weight at a time, as ``dtype``, with the number of the first."""
-    checkpoint = bundle.checkpoint
-    row_bytes = checkpoint.shape(name)[1] * checkpoint.dtype.itemsize
+    step = max(_ROW_STEP, _CHUNK_BYTES // (k * checkpoint.dtype.itemsize) // _ROW_STEP * _ROW_STEP)
+    if stored is not None:
+        for first in range(0, n, step):
+            matrix.store(first, stored.rows(first, first + step))
+        return matrix
     first = 0
-    for stored in checkpoint.row_pieces(name, max(_ROW_STEP, _CHUNK_BYTES // row_bytes // _ROW_STEP * _ROW_STEP)):
-        rows = stored.to(dtype)
-        yield first, rows
+    for piece in checkpoint.row_pieces(name, step):
+        rows = piece.to(dtype)
+        if kind == "native":
+            matrix.store(first, rows)
+        else:
+            finite = rows.isfinite().all(1)
+            if not bool(finite.all()):
+                row = first + int((~finite).nonzero()[0])
+                raise checkpoint.error(f"{name}: expected finite weights, found NaN or Inf in row {row}")
+            matrix.store(first, round_weight(rows, "int4") if kind == "int4" else round_int8(rows))
         first += len(rows)
+    return matrix
 
 
-def _check_finite(bundle: Bundle, name: str, of_rows: Tensor, first: int = 0) -> None:
-    """Raise BundleError unless a number of each row, from row ``first`` on, is finite."""
-    if not bool(of_rows.isfinite().all()):
-        row = first + int((~of_rows.isfinite()).nonzero()[0])
-        raise bundle.checkpoint.error(f"{name}: expected finite weights, found NaN or Inf in row {row}")
+def round_int8(rows: Tensor) -> QuantizedMatrix:
+    """Rows of a weight with one scale each: ``weight ~ code * scale``, codes in -127..127."""
+    values = rows.float()
+    largest = values.abs().amax(1, keepdim=True)
+    largest = torch.where(largest == 0, 127.0, largest)
+    # Adding the constant rounds to an integer, in one rounding with the product.
+    magic = torch.tensor(1.5 * 2**23)
+    codes = torch.addcmul(magic, values, torch.full_like(largest, 127) / largest).sub_(magic).to(torch.int8)
+    return QuantizedMatrix("int8", codes, largest / 127, None, None, (len(rows), rows.shape[1]))
