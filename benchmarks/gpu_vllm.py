@@ -134,7 +134,7 @@ def part_compile(arguments: argparse.Namespace) -> None:
 
     from wisparse.kernels.gpu.masked_gemm import mask_gemm
     from wisparse.kernels.gpu.plan import GemvTile
-    from wisparse.runtime.vllm.launches import Layer
+    from wisparse.runtime.vllm.product import Layer
 
     jobs = [(name, rows, tile) for tile in TILES for name in SHAPES for rows in (16, 32, 64, 128)]
     for name, rows, (block_n, block_k, stages, warps) in jobs[arguments.share :: 8]:
@@ -156,8 +156,8 @@ def part_tune(arguments: argparse.Namespace) -> None:
 
     from wisparse.kernels.gpu.masked_gemm import mask_gemm
     from wisparse.kernels.gpu.plan import GemvTile, gpu_of, mask_gemm_key, remember_tiles
-    from wisparse.runtime.vllm import launches, product
-    from wisparse.runtime.vllm.launches import Layer, channel_major, finish_compiling
+    from wisparse.runtime.vllm import product
+    from wisparse.runtime.vllm.product import Layer, channel_major, finish_compiling
 
     shares = [[sys.executable, __file__, "compile", "--share", str(share)] for share in range(8)]
     for process in [subprocess.Popen(share) for share in shares]:
@@ -174,7 +174,7 @@ def part_tune(arguments: argparse.Namespace) -> None:
         groups = [layer.linear() for layer in layers]
         for rows in (4, 8, 16, 32, 64, 128):
             x, masked = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16), torch.ones(rows, device="cuda")
-            old = launches.sparse if rows <= launches.SPARSE_ROWS else launches.masked_inputs
+            old = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
             times = {
                 "as it was": time_us(
                     blocks, lambda x=x, m=masked, old=old, layers=layers: [old(x, layer, m) for layer in layers]
@@ -212,8 +212,8 @@ def part_kernels(arguments: argparse.Namespace) -> None:
     import torch
     from torch.nn.functional import linear
 
-    from wisparse.runtime.vllm import launches, product
-    from wisparse.runtime.vllm.launches import Layer, channel_major, finish_compiling
+    from wisparse.runtime.vllm import product
+    from wisparse.runtime.vllm.product import Layer, channel_major, finish_compiling
 
     torch.manual_seed(0)
     shapes = SHAPES
@@ -238,20 +238,20 @@ def part_kernels(arguments: argparse.Namespace) -> None:
             masked, these = torch.ones(rows, device="cuda"), layers[name]
             times = {"dense": time_us(blocks, lambda x=x, name=name: [linear(x, w) for w in nk[name]])}
             times["dense_t"] = time_us(blocks, lambda x=x, these=these: [linear(x, layer.weight) for layer in these])
-            if rows <= launches.SPARSE_ROWS:
+            if rows <= product.SPARSE_ROWS:
                 times["sparse"] = time_us(
-                    blocks, lambda x=x, m=masked, these=these: [launches.sparse(x, layer, m) for layer in these]
+                    blocks, lambda x=x, m=masked, these=these: [product.sparse(x, layer, m) for layer in these]
                 )
             times["masked"] = time_us(
-                blocks, lambda x=x, m=masked, these=these: [launches.masked_inputs(x, layer, m) for layer in these]
+                blocks, lambda x=x, m=masked, these=these: [product.masked_inputs(x, layer, m) for layer in these]
             )
-            tile = launches.mask_tile(x.device, k, sum(SHAPES[name][1]), min(rows, 16))
-            if tile is not None and 2 < rows <= launches.MASKED_ROWS:
+            tile = product.mask_tile(x.device, k, sum(SHAPES[name][1]), min(rows, 16))
+            if tile is not None and 2 < rows <= product.MASKED_ROWS:
                 times["in its loop"] = time_us(blocks, lambda x=x, m=masked, these=these, tile=tile: [
-                    launches.fused_mask(x, layer, m, tile) for layer in these])  # fmt: skip
+                    product.fused_mask(x, layer, m, tile) for layer in these])  # fmt: skip
             found[name] = times
             expected = product.in_torch(x.float(), replace(these[0], weight=these[0].weight.float()), masked)
-            way = launches.sparse if rows <= launches.SPARSE_ROWS else launches.masked_inputs
+            way = product.sparse if rows <= product.SPARSE_ROWS else product.masked_inputs
             ours = way(x, these[0], masked).float()
             found[name]["error"] = round(float((ours - expected).abs().max() / expected.abs().max()), 5)
         say("kernels", rows=rows, **found)

@@ -31,9 +31,8 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.kernels.reference import sparse_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
-from wisparse.runtime.vllm.launches import Layer, mask_tensors, products
 from wisparse.runtime.vllm.plugin import register
-from wisparse.runtime.vllm.product import mask_ahead
+from wisparse.runtime.vllm.product import Layer, mask_ahead, mask_tensors, products
 from wisparse.runtime.vllm.rows import MaskedRows, masked_positions, may_mask, watch_runners
 from wisparse.runtime.vllm.settings import Settings, require_cards, require_known_version
 

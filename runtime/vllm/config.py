@@ -1,16 +1,21 @@
-"""The bundle as vLLM's quantization config, opened and checked before any weight is read."""
+"""The bundle as vLLM's quantization config, opened and checked before any weight is read, and its linear layers."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import vllm
+from torch import Tensor
 from vllm.config import get_current_vllm_config
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    LinearBase,
+    UnquantizedLinearMethod,
+    register_weight_loader_v2_supported_method,
+)
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.platforms import current_platform
 
@@ -18,11 +23,9 @@ from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.formats.hub import fetch_bundle
 
-from .linear import WisparseLinearMethod
+from .product import Layer, channel_major, mask_ahead, mask_tensors, reserve
 from .rows import MaskedRows, watch_runners
 from .settings import NAME, Settings, require_cards, require_known_version
-
-_BLOCKS = "model.layers."
 
 log = logging.getLogger("vllm.wisparse")
 
@@ -110,18 +113,15 @@ class WisparseConfig(QuantizationConfig):
             self._settings = self._prepare()
         if not isinstance(layer, LinearBase):
             return None
-        if not prefix.startswith(_BLOCKS):
+        if not prefix.startswith("model.layers."):
             return UnquantizedLinearMethod()
         parent, _, last = prefix.rpartition(".")
         names = [f"{parent}.{part}" for part in self.packed_modules_mapping.get(last, [last])]
-        masks = []
         for name in names:
-            mask = self._masks.get(name)
-            if mask is None:
+            if name not in self._masks:
                 raise BundleError(f"{name}: expected an entry in the bundle for this layer of vLLM's, found none")
-            masks.append(mask)
         assert self.rows is not None
-        return WisparseLinearMethod(prefix, masks, self.rows)
+        return WisparseLinearMethod(prefix, [self._masks[name] for name in names], self.rows)
 
     def _prepare(self) -> Settings:
         """Once in each process that builds layers."""
@@ -150,11 +150,73 @@ class WisparseConfig(QuantizationConfig):
         self.rows = MaskedRows(max(current.scheduler_config.max_num_batched_tokens, *graphs))
         if settings.prefill == "dense":
             watch_runners()
-        log.info(
-            "masks %s: sparsity %g (the bundle has %s, and 0), prefill %s",
-            "on" if chosen.sparsity else "off",
-            chosen.sparsity,
-            ", ".join(f"{level:g}" for level in self._bundle.levels if level),
-            settings.prefill,
-        )
+        levels = ", ".join(f"{level:g}" for level in self._bundle.levels if level)
+        on, prefill = "on" if chosen.sparsity else "off", settings.prefill
+        log.info("masks %s: sparsity %g (the bundle has %s, and 0), prefill %s", on, chosen.sparsity, levels, prefill)
         return settings
+
+
+@register_weight_loader_v2_supported_method
+class WisparseLinearMethod(UnquantizedLinearMethod):
+    """vLLM's own unquantised layer up to the loaded weights, our product from there on."""
+
+    supports_pre_processed_weights = False
+
+    def __init__(self, prefix: str, masks: Sequence[ProjectionMask], rows: MaskedRows) -> None:
+        """masks: of the layer's projections, in the order of its outputs."""
+        super().__init__()
+        self._prefix, self._masks, self._rows = prefix, masks, rows
+        # It reads the product of activation and up: a compiler fuses the mask into that.
+        self._ahead = prefix.endswith(".down_proj") and len(masks) == 1
+        self._widths: list[int] = []
+        self._in_features = 0
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        *rest: Any,
+        **more: Any,
+    ) -> None:
+        """As vLLM's own, with the masks checked against the layer."""
+        if len(self._masks) not in (1, len(output_partition_sizes)):
+            raise BundleError(
+                f"{self._prefix}: expected masks for {len(output_partition_sizes)} outputs, found {len(self._masks)}"
+            )
+        for mask in self._masks:
+            if len(mask.channel_scale) != input_size:
+                raise BundleError(
+                    f"{self._prefix}: expected channel_scale ({input_size},), found {tuple(mask.channel_scale.shape)}; "
+                    "the bundle is of another model"
+                )
+        # One mask for a stored qkv_proj or gate_up_proj: its outputs are one projection.
+        self._widths = list(output_partition_sizes) if len(self._masks) > 1 else [sum(output_partition_sizes)]
+        self._in_features = input_size_per_partition
+        super().create_weights(layer, input_size_per_partition, output_partition_sizes, input_size, *rest, **more)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Lay the weights out channel-major, with scales and thresholds beside them."""
+        device = layer.weight.device
+        layer.weight.data = channel_major(layer.weight.data)
+        # A layer split along its inputs has a slice of them here.
+        first = layer.tp_rank * self._in_features if len(self._masks[0].channel_scale) != self._in_features else 0
+        scales, thresholds = mask_tensors(self._masks, slice(first, first + self._in_features))
+        layer.register_buffer("wisparse_scales", scales.to(device), persistent=False)
+        layer.register_buffer("wisparse_thresholds", thresholds.to(device), persistent=False)
+        layer.register_buffer("wisparse_masked", self._rows.on(device), persistent=False)
+        reserve(
+            Layer(layer.weight, layer.bias, layer.wisparse_scales, layer.wisparse_thresholds, self._widths),
+            ahead=self._ahead,
+        )
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x (..., K) to (..., N) by one opaque operator, so that graphs and compilers see no branch."""
+        ready = self._ahead and torch.compiler.is_compiling()
+        if ready:
+            x = mask_ahead(x, layer.wisparse_scales[0], layer.wisparse_thresholds[0], layer.wisparse_masked)
+        return torch.ops.wisparse.masked_linear(
+            x, layer.weight, bias, layer.wisparse_scales, layer.wisparse_thresholds, layer.wisparse_masked,
+            self._widths, ready,
+        )  # fmt: skip

@@ -33,13 +33,13 @@ def register() -> None:
         parser = type(get_config_parser("hf"))
         if not getattr(parser, "knows_bundles", False):
             register_config_parser("hf")(_with_bundles(parser))
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError):
         try:
             require_known_version(vllm.__version__)
         except UsageError as reason:
             log.warning("no bundle runs sparse here: %s", reason)
-        else:
-            raise error
+            return
+        raise
 
 
 def _with_bundles(parser: Any) -> type:
@@ -49,9 +49,9 @@ def _with_bundles(parser: Any) -> type:
         knows_bundles = True
 
         def parse(
-            self, model: str | Path, trust_remote_code: bool, revision: str | None = None, *rest: Any, **keywords: Any
+            self, model: str | Path, trust_remote_code: bool, revision: str | None = None, *rest: Any, **more: Any
         ) -> tuple[dict[str, Any], Any]:
-            found, config = super().parse(model, trust_remote_code, revision, *rest, **keywords)
+            found, config = super().parse(model, trust_remote_code, revision, *rest, **more)
             _mark(found, config, model, revision)
             return found, config
 

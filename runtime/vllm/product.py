@@ -1,28 +1,77 @@
-"""The product of a masked layer as one torch operator, ``wisparse::masked_linear``."""
+"""The product of a masked layer as one torch operator, ``wisparse::masked_linear``, and its launches on a GPU."""
 
 from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from wisparse.formats.bundle import ProjectionMask
 from wisparse.kernels.reference import keep_mask
 
-from .launches import (
-    SKIPPED_ROWS,
-    SPARSE_ROWS,
-    Layer,
-    finish_compiling,
-    fused_mask,
-    mask_tile,
-    masked_inputs,
-    reserve_scratch,
-    sparse,
-    start_compiling,
-)
 from .rows import may_mask
 
 _HALF = (torch.bfloat16, torch.float16)
+_ALIGNED = 16  # elements: rows of the weights can be read 16 bytes at a time
+# Up to so many rows:
+SKIPPED_ROWS = 2  # the sparse kernels leave channels unread; for more rows they read all weights
+SPARSE_ROWS = 8  # the sparse kernels are faster than masked copies: the rows fit in shared memory beside the weights
+MASKED_ROWS = 128  # one tile holds all rows of the product that masks in its own loop
+BATCHED_ROWS = 512  # projections of unlike widths share one batched product: narrow ones alone do not fill a GPU
+
+
+def channel_major(weight: Tensor) -> Tensor:
+    """The same (N, K) matrix with each column contiguous, on a GPU; a CPU has no kernel that would gain from it."""
+    if not weight.is_cuda or weight.stride(0) == 1:
+        return weight
+    n, k = weight.shape
+    weight_t = torch.empty(k, -(-n // _ALIGNED) * _ALIGNED, dtype=weight.dtype, device=weight.device)
+    weight_t[:, :n] = weight.t()
+    return weight_t[:, :n].t()
+
+
+def mask_tensors(masks: Sequence[ProjectionMask], channels: slice) -> tuple[Tensor, Tensor]:
+    """Scales (projections, K) of these channels and thresholds (projections,), both float32.
+
+    Explicitly: vLLM builds models with the weights' type as torch's default.
+    """
+    scales = torch.stack([mask.channel_scale[channels] for mask in masks]).float()
+    return scales, torch.tensor([mask.threshold for mask in masks], dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Projections that read the same input, and their masks: arguments of `masked_linear`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor
+    thresholds: Tensor
+    widths: Sequence[int]
+
+    def linear(self) -> Any:
+        """For our GPU kernels."""
+        from wisparse.kernels.gpu.weights import FusedLinear, unquantized
+
+        # Never "dense", so that a compiled graph holds for any bundle: a threshold of 0 drops nothing.
+        weight = unquantized(self.weight.t(), tuple(self.widths))
+        return FusedLinear(weight, self.bias, self.scales, self.thresholds, dense=False)
+
+    def parts(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """Each projection's outputs, weight (width, K) and bias (width,)."""
+        first = 0
+        for width in self.widths:
+            part = slice(first, first + width)
+            yield part, self.weight[part], None if self.bias is None else self.bias[part]
+            first += width
 
 
 def masked_linear(
@@ -83,17 +132,142 @@ def mask_ahead(x: Tensor, scale: Tensor, threshold: Tensor, masked: Tensor) -> T
     return torch.where(keep_mask(x, scale, limit[:, None]), x, x.new_zeros(()))
 
 
-def reserve(layer: Layer, *, ahead: bool = False) -> None:
-    """Before the first batch: allocate and compile. ``ahead``: the layer's inputs are masked by `mask_ahead`."""
-    if layer.weight.is_cuda and layer.weight.dtype in _HALF:
-        reserve_scratch(layer)
-        start_compiling(layer, ahead=ahead)
-
-
 def in_torch(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
     """The definition, projection by projection."""
-    outputs = []
-    for scale, threshold, (_, weight, bias) in zip(layer.scales, layer.thresholds, layer.parts(), strict=True):
-        keep = keep_mask(x, scale, (threshold * masked)[:, None])
-        outputs.append(functional.linear(torch.where(keep, x, x.new_zeros(())), weight, bias))
+    outputs = [
+        functional.linear(mask_ahead(x, scale, threshold, masked), weight, bias)
+        for scale, threshold, (_, weight, bias) in zip(layer.scales, layer.thresholds, layer.parts(), strict=True)
+    ]
     return torch.cat(outputs, dim=-1)
+
+
+def masked_inputs(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
+    """All masks in one launch, then dense products."""
+    from wisparse.kernels.gpu.masked_gemm import mask_rows
+    from wisparse.kernels.gpu.plan import gpu_of
+
+    piece = math.gcd(*layer.widths)
+    copies = [width // piece for width in layer.widths]
+    batched = len(set(copies)) > 1 and len(x) <= BATCHED_ROWS
+    inputs = mask_rows(
+        x, layer.scales, layer.thresholds, masked,
+        copies=copies if batched else None, pdl=gpu_of(x.device).arch >= 90,
+    )  # fmt: skip
+    return products(inputs, layer)
+
+
+def products(inputs: Tensor, layer: Layer) -> Tensor:
+    """y (M, N) of inputs (projections, M, K), one product each; or of (pieces, M, K), one batched product.
+
+    Pieces: a copy of a projection's input for each of the equal pieces that all projections divide into.
+    """
+    pieces, rows, _ = inputs.shape
+    out = inputs.new_empty(rows, layer.weight.shape[0])
+    if pieces == len(layer.widths):
+        for kept, (part, weight, bias) in zip(inputs, layer.parts(), strict=True):
+            if bias is None:
+                torch.mm(kept, weight.t(), out=out[:, part])
+            else:
+                torch.addmm(bias, kept, weight.t(), out=out[:, part])
+        return out
+    weights, outs = (
+        matrix.unflatten(1, (pieces, -1)).transpose(0, 1) for matrix in (layer.weight.t(), out)
+    )  # (pieces, K, piece), (pieces, M, piece)
+    if layer.bias is None:
+        torch.bmm(inputs, weights, out=outs)
+    else:
+        torch.baddbmm(layer.bias.view(pieces, 1, -1), inputs, weights, out=outs)
+    return out
+
+
+def fused_mask(x: Tensor, layer: Layer, masked: Tensor, tile: Any) -> Tensor:
+    """One product that masks x in its own loop."""
+    from wisparse.kernels.gpu.masked_gemm import mask_gemm
+
+    return mask_gemm(x, layer.linear(), masked, tile)
+
+
+def sparse(x: Tensor, layer: Layer, masked: Tensor) -> Tensor:
+    """One launch that reads the kept channels of up to SKIPPED_ROWS rows, or all channels once for up to SPARSE_ROWS."""
+    from wisparse.kernels.gpu.common import Input, Output
+    from wisparse.kernels.gpu.plan import launch_linear, plan
+
+    linear = layer.linear()
+    out = x.new_empty(len(x), layer.weight.shape[0])
+    given = Input(x, row_mask=masked)
+    launch_linear(linear, given, Output(out), _scratch(x.device, x.dtype), plan(linear.shape, len(x)))
+    return out
+
+
+@functools.cache
+def mask_tile(device: torch.device, in_features: int, out_features: int, rows: int) -> Any:
+    """The tile of `fused_mask`, None where none was measured."""
+    if not SKIPPED_ROWS < rows <= MASKED_ROWS:
+        return None
+    from wisparse.kernels.gpu.plan import gpu_of, mask_gemm_tile
+
+    return mask_gemm_tile(gpu_of(device), in_features, out_features, rows)
+
+
+@functools.cache
+def _scratch(device: torch.device, dtype: torch.dtype) -> Any:
+    """One for all layers: their launches follow one another on one stream."""
+    from wisparse.kernels.gpu.plan import Scratch
+
+    return Scratch(device, dtype)
+
+
+_known: set[tuple[Any, ...]] = set()  # kinds of layers whose kernels are compiled, or being compiled
+_running: list[Future[None]] = []
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    # A few: they share the interpreter with the tracing of the model.
+    return ThreadPoolExecutor(min(3, len(os.sched_getaffinity(0))), "wisparse-compile")
+
+
+def reserve(layer: Layer, *, ahead: bool = False) -> None:
+    """Before the first batch: allocate the scratch memory, whose address graphs capture, and compile the layer's kernels
+    in threads, unless a layer like it came before. ``ahead``: its inputs are masked by `mask_ahead`."""
+    weight = layer.weight
+    if not (weight.is_cuda and weight.dtype in _HALF):
+        return
+    from wisparse.kernels.gpu.masked_gemm import rows_of_tile
+    from wisparse.kernels.gpu.plan import plan
+
+    for rows in range(1, SPARSE_ROWS + 1):
+        _scratch(weight.device, weight.dtype).reserve(plan(layer.linear().shape, rows))
+    kind = (weight.device, weight.dtype, weight.shape[1], tuple(layer.widths), layer.bias is None)
+    if kind in _known:
+        return
+    _known.add(kind)
+    stream = torch.cuda.current_stream(weight.device)
+
+    def launch_on_zeros(product: Callable[[Tensor, Layer, Tensor], Tensor], rows: int) -> None:
+        with torch.inference_mode(), torch.cuda.stream(stream):
+            masked = torch.ones(rows, dtype=torch.float32, device=weight.device)
+            product(weight.new_zeros(rows, weight.shape[1]), layer, masked)
+
+    # The products in graphs of vLLM's usual sizes, each for the fewest rows that take the same kernel.
+    rows, compiled = 1, set()
+    while rows <= (SKIPPED_ROWS if ahead else MASKED_ROWS):
+        tile = mask_tile(weight.device, weight.shape[1], weight.shape[0], rows)
+        if tile is None and rows <= SPARSE_ROWS:
+            _running.append(_threads().submit(launch_on_zeros, sparse, rows))
+        elif tile is not None and (tile, rows_of_tile(rows)) not in compiled:
+            compiled.add((tile, rows_of_tile(rows)))
+            _running.append(_threads().submit(launch_on_zeros, functools.partial(fused_mask, tile=tile), rows))
+        rows *= 2
+    if not ahead:
+        _running.append(_threads().submit(launch_on_zeros, masked_inputs, SPARSE_ROWS + 1))
+
+
+def finish_compiling() -> None:
+    """Wait for the compilations of `reserve`, before a graph is captured. Raises what a launch raised."""
+    if not _running:
+        return
+    while _running:
+        _running.pop().result()
+    _threads().shutdown()
+    _threads.cache_clear()

@@ -14,13 +14,6 @@ from torch import Tensor
 
 from wisparse.formats.errors import UsageError
 
-# Module of a runner -> its method that prepares a batch. vLLM has two runners and picks one by model and version.
-_RUNNERS = {
-    "vllm.v1.worker.gpu_model_runner": "_prepare_inputs",
-    "vllm.v1.worker.gpu.model_runner": "prepare_inputs",
-}
-
-
 _AT: weakref.WeakValueDictionary[int, MaskedRows] = weakref.WeakValueDictionary()
 
 
@@ -46,10 +39,12 @@ class MaskedRows:
         """Describe the next batch; arguments as for `masked_positions`. Asynchronous on a GPU."""
         if self._device is None:
             return
-        if (computed >= prompts).all():
-            self._fill(1.0)
-        elif (computed + counts <= prompts).all():
-            self._fill(0.0)
+        decoded = (computed >= prompts).all()
+        if decoded or (computed + counts <= prompts).all():
+            value = float(decoded)
+            if self._uniform != value:
+                self._device.fill_(value)
+            self._uniform, self.any = value, value > 0
         else:
             masked = masked_positions(computed, counts, prompts)
             host = torch.from_numpy(masked.astype(np.float32))
@@ -57,12 +52,6 @@ class MaskedRows:
                 host = host.pin_memory()
             self._device[: len(host)].copy_(host, non_blocking=True)
             self._uniform, self.any = None, True
-
-    def _fill(self, value: float) -> None:
-        assert self._device is not None
-        if self._uniform != value:
-            self._device.fill_(value)
-        self._uniform, self.any = value, value > 0
 
 
 def may_mask(masked: Tensor) -> bool:
@@ -81,31 +70,6 @@ def masked_positions(computed: np.ndarray, counts: np.ndarray, prompts: np.ndarr
     return position >= np.repeat(prompts, counts)
 
 
-def watch_runners() -> None:
-    """Wrap vLLM's model runners, once in a process, so that they describe each batch."""
-    found = [(sys.modules[name].GPUModelRunner, method) for name, method in _RUNNERS.items() if name in sys.modules]
-    for runner, method in found:
-        original = getattr(runner, method)
-        if not hasattr(original, "__wrapped__"):
-            setattr(runner, method, _watched(original, _describe[method]))
-    if not found:
-        raise UsageError(
-            "prefill dense: expected one of vLLM's own model runners (V1 or V2), found another; use the policy 'all'"
-        )
-
-
-def _watched(original: Callable[..., Any], describe: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def lay_out(runner: Any, *arguments: Any, **keywords: Any) -> Any:
-        batch = original(runner, *arguments, **keywords)
-        rows = getattr(runner.vllm_config.quant_config, "rows", None)
-        if isinstance(rows, MaskedRows):
-            rows.set(*describe(runner, batch, *arguments))
-        return batch
-
-    return lay_out
-
-
 def _of_v1(runner: Any, batch: Any, scheduled: Any, counts: np.ndarray, *rest: Any) -> tuple[Any, Any, Any]:
     requests = runner.input_batch
     count = requests.num_reqs
@@ -117,4 +81,34 @@ def _of_v2(runner: Any, batch: Any, *rest: Any) -> tuple[Any, Any, Any]:
     return batch.num_computed_tokens_np, batch.num_scheduled_tokens, prompts
 
 
-_describe = {"_prepare_inputs": _of_v1, "prepare_inputs": _of_v2}
+# A runner's module, its method that prepares a batch, and the arguments of ``MaskedRows.set`` from that method's.
+# vLLM has two runners and picks one by model and version.
+_RUNNERS = (
+    ("vllm.v1.worker.gpu_model_runner", "_prepare_inputs", _of_v1),
+    ("vllm.v1.worker.gpu.model_runner", "prepare_inputs", _of_v2),
+)
+
+
+def watch_runners() -> None:
+    """Wrap vLLM's model runners, once in a process, so that they describe each batch."""
+    found = [(sys.modules[module].GPUModelRunner, *rest) for module, *rest in _RUNNERS if module in sys.modules]
+    for runner, method, describe in found:
+        original = getattr(runner, method)
+        if not hasattr(original, "__wrapped__"):
+            setattr(runner, method, _watched(original, describe))
+    if not found:
+        raise UsageError(
+            "prefill dense: expected one of vLLM's own model runners (V1 or V2), found another; use the policy 'all'"
+        )
+
+
+def _watched(original: Callable[..., Any], describe: Callable[..., tuple[Any, Any, Any]]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def prepare_inputs(runner: Any, *arguments: Any, **keywords: Any) -> Any:
+        batch = original(runner, *arguments, **keywords)
+        rows = getattr(runner.vllm_config.quant_config, "rows", None)
+        if isinstance(rows, MaskedRows):
+            rows.set(*describe(runner, batch, *arguments))
+        return batch
+
+    return prepare_inputs

@@ -51,20 +51,19 @@ class Settings:
     @classmethod
     def read(cls, additional: Any, environment: Mapping[str, str], default: float) -> Settings:
         """From vLLM's ``additional_config`` and the environment; default: the default level's sparsity."""
-        entry = None
-        if isinstance(additional, Mapping):
-            for key in map(str, additional):  # other keys are other plug-ins', but these were meant for us
-                nearly = key != "wisparse" and difflib.get_close_matches(key.lower(), ["wisparse"], cutoff=0.8)
-                if key in ENVIRONMENT or nearly:
-                    raise UsageError(
-                        'additional_config: expected {"wisparse": {"sparsity": …}} or the like, found the key '
-                        f"{key!r:.80}"
-                    )
-            entry = additional.get("wisparse")
+        additional = additional if isinstance(additional, Mapping) else {}
+        for key in map(str, additional):  # other keys are other plug-ins', but these were meant for us
+            nearly = key != NAME and difflib.get_close_matches(key.lower(), [NAME], cutoff=0.8)
+            if key in ENVIRONMENT or nearly:
+                raise UsageError(
+                    f'additional_config: expected {{"wisparse": {{"sparsity": …}}}} or the like, found the key {key!r:.80}'
+                )
+        entry = additional.get(NAME)
         if entry is not None and not isinstance(entry, Mapping):
             raise UsageError(f"additional_config: wisparse: expected an object, found {entry!r:.80}")
-        given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)}
-        given |= dict(entry or {})
+        given = {key: environment[name] for key, name in ENVIRONMENT.items() if environment.get(name)} | dict(
+            entry or {}
+        )
         for key in given:
             if key not in ENVIRONMENT:
                 raise UsageError(
