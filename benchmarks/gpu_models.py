@@ -18,7 +18,6 @@ from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
 from wisparse.kernels.reference import scores
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.cuda.prefill import read_sequence
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 _LLAMA3 = {
@@ -119,9 +118,10 @@ def calibrate(decoder: CudaDecoder, sparsities: list[float], tokens: int = 256, 
 
         _switch_dense(decoder, False)
         decoder._cache.begin(0, 0)
-        made = decoder.weights, decoder.config, decoder._rotaries, decoder._cache
-        for _ in read_sequence(*made, 0, ids, 0, range(tokens), decoder.prefill_chunk, observe):
+        decoder._observe = observe
+        for _ in decoder._read(decoder._cache, 0, ids, 0, 0, tokens):
             pass
+        decoder._observe = None
         found[sparsity] = settings
     return found
 

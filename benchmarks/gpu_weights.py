@@ -29,9 +29,8 @@ from gpu_baseline import Baseline
 from gpu_models import SHAPES, calibrate, mask_bundle, random_bundle, tiny
 
 from wisparse.formats.bundle import ProjectionMask
-from wisparse.runtime.benchmark import Workload, machine, time_run
+from wisparse.runtime.benchmark import Workload, machine, read_bandwidth_gbps, time_run, wait
 from wisparse.runtime.cuda.decoder import CudaDecoder
-from wisparse.runtime.timing import read_bandwidth_gbps, wait
 
 SHAPE = "llama-3.1-8b"
 NAME = "gpu-h200-weights"

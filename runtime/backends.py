@@ -30,22 +30,30 @@ def make_decoder(
     *,
     device: torch.device,
     dtype: torch.dtype,
-    max_seq_len: int,
+    max_seq_len: int | None,
     backend: str = "auto",
     weights: str = "native",
     max_batch: int = 1,
 ) -> Decoder:
     """Build the decoder that ``backend`` names, or with ``auto`` the fastest that can run this bundle there.
 
-    The weights are read here, once. A back end asked for by name is never replaced.
+    The weights are read here, once. A back end asked for by name is never replaced. max_seq_len: as in :func:`load`.
     """
-    if not 1 <= max_seq_len <= bundle.config.max_position_embeddings:
-        raise UsageError(
-            f"max_seq_len: expected 1 to the model's context of {bundle.config.max_position_embeddings}, "
-            f"found {max_seq_len}"
-        )
+    longest = bundle.config.max_position_embeddings
+    if max_seq_len is not None and not 1 <= max_seq_len <= longest:
+        raise UsageError(f"max_seq_len: expected 1 to the model's context of {longest}, found {max_seq_len}")
     guard.integer("max_batch", max_batch, 1)
-    implementation, reason = choose_decoder(bundle.config, device, dtype, backend, weights)
+    implementation, reason = _choose_decoder(bundle.config, device, dtype, backend, weights)
+    if max_seq_len is None:
+        needed = weight_bytes(bundle, dtype, weights, implementation.keeps)
+        with memory_errors(device, "to begin with"):
+            max_seq_len = default_max_seq_len(bundle.config, dtype, device, max_batch, needed)
+        if max_seq_len < longest:
+            log.info(
+                "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory",
+                max_seq_len,
+                longest,
+            )
     log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
     dequantized = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
@@ -62,7 +70,7 @@ def make_decoder(
         )
 
 
-def choose_decoder(
+def _choose_decoder(
     config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, weights: str
 ) -> tuple[type[Any], str]:
     """The decoder class that runs such a model there, and why. UsageError if none can."""
@@ -156,25 +164,9 @@ def load(
         opened = opened.at(sparsity)
     chosen = opened.checkpoint.dtype if dtype == "auto" else DTYPES[dtype]
     text = Tokenizer.from_bundle(opened) if opened.read_bytes("tokenizer.json") is not None else None
-    if max_seq_len is None:
-        implementation, _ = choose_decoder(opened.config, target, chosen, backend, weights)
-        needed = weight_bytes(opened, chosen, weights, implementation.keeps)
-        with memory_errors(target, "to begin with"):
-            max_seq_len = default_max_seq_len(opened.config, chosen, target, max_batch, needed)
-        if max_seq_len < opened.config.max_position_embeddings:
-            log.info(
-                "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory",
-                max_seq_len,
-                opened.config.max_position_embeddings,
-            )
     decoder = make_decoder(
-        opened,
-        device=target,
-        dtype=chosen,
-        max_seq_len=max_seq_len,
-        backend=backend,
-        weights=weights,
+        opened, device=target, dtype=chosen, max_seq_len=max_seq_len, backend=backend, weights=weights,
         max_batch=max_batch,
-    )
+    )  # fmt: skip
     log.info("loaded %s in %.1f s", opened.folder.name, time.perf_counter() - start)
     return Model(opened, decoder, text, prefill)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,9 +21,6 @@ from .decoding.cache import bytes_per_position
 from .decoding.decoder import Decoder, peak_bytes
 from .decoding.sampling import SamplingParams
 from .model import Model
-from .timing import read_bandwidth_gbps, wait
-
-_GREEDY = SamplingParams()
 
 
 @dataclass(frozen=True)
@@ -67,17 +66,10 @@ class Comparison:
 
     @property
     def speedup(self) -> float:
-        """Sparse over dense, in tokens per second."""
         return self.sparse.tok_per_s / self.dense.tok_per_s
 
     def to_dict(self) -> dict[str, object]:
-        """JSON values."""
         return {**asdict(self), "speedup": self.speedup}
-
-
-def compare(model: Model, workload: Workload, *, weights: str = "native", kernels: bool = False) -> Comparison:
-    """:func:`compare_weights` of one model."""
-    return compare_weights({weights: model}, workload, kernels=kernels)[weights]
 
 
 def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels: bool = False) -> dict[str, Comparison]:
@@ -99,7 +91,7 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
         if kernels:
             from .cuda.kernel_times import time_kernels
 
-            tables[name] = time_kernels(model.decoder, batch=workload.batch, sparsity=realised[name])
+            tables[name] = time_kernels(model.decoder, batch=workload.batch, sparsity=realised[name], gbps=bandwidth)
     timed: dict[tuple[str, float], list[tuple[float, float]]] = {
         (name, sparsity): [] for name, level in levels.items() for sparsity in (level, 0.0)
     }
@@ -155,11 +147,9 @@ def machine(device: torch.device) -> dict[str, str]:
 
         name, cuda = torch.cuda.get_device_name(device), str(torch.version.cuda)
         return found | {"device": name, "cuda": cuda, "triton": triton.__version__}
-    name = platform.processor() or platform.machine()
-    if os.path.exists("/proc/cpuinfo"):
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            models = (line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-            name = next(models, name)
+    cpuinfo = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.*)$", cpuinfo.read_text("utf-8"), re.M) if cpuinfo.exists() else None
+    name = named[1] if named else platform.processor() or platform.machine()
     return found | {"device": name, "threads": str(torch.get_num_threads()), "cores": str(os.cpu_count())}
 
 
@@ -173,7 +163,7 @@ def time_run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
     middle = time.perf_counter()
     ids = torch.full((workload.batch,), int(last))
     for _ in range(workload.new_tokens):
-        ids = decoder.step(ids, [_GREEDY] * workload.batch)
+        ids = decoder.step(ids, [SamplingParams()] * workload.batch)
         ids.tolist()
     wait(decoder.device)
     return middle - began, time.perf_counter() - middle
@@ -184,3 +174,23 @@ def prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
     generator = torch.Generator().manual_seed(workload.seed)
     shape = (workload.batch, workload.prompt_length)
     return list(torch.randint(config.vocab_size, shape, generator=generator))
+
+
+def read_bandwidth_gbps(device: torch.device) -> float:
+    """GB/s at which a device reads memory: the best of several sums over a buffer far larger than any cache."""
+    buffer = torch.ones((1 << 30) if device.type == "cuda" else (1 << 27), dtype=torch.float32, device=device)
+    buffer.sum()
+    best = float("inf")
+    for _ in range(6):
+        wait(device)
+        began = time.perf_counter()
+        buffer.sum()
+        wait(device)
+        best = min(best, time.perf_counter() - began)
+    return buffer.nbytes / best * 1e-9
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -11,21 +11,25 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import sparse_from
 
 from .decoding.decoder import Decoder
-from .decoding.sampling import SamplingParams
 from .generation.engine import Engine
 from .generation.grammar import Grammars
-from .generation.logits import Constraint
 from .generation.request import Chunk, Generation, Request
 from .generation.scheduler import Stats
-from .generation.settings import GenerationArguments, GenerationSettings, spelled_out
-from .prompts import Message, Prompt, as_prompts
+from .generation.settings import (
+    GenerationArguments,
+    GenerationSettings,
+    Message,
+    Prompt,
+    as_prompts,
+    spelled_out,
+)
 from .tokenizer import Tokenizer, stop_ids
 
 if TYPE_CHECKING:
@@ -271,37 +275,20 @@ class Model:
         self.close()
 
     def request(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        max_new_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
-        prefill: str | None = None,
-        sparsity: float | None = None,
-        constraint: Constraint | None = None,
-        score_prompt: bool = False,
-        visible_special_tokens: frozenset[int] = frozenset(),
-        measure_sparsity: bool = False,
+        self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = (), prefill: str | None = None, **fields: Any
     ) -> Request:
-        """A validated request for ``engine.submit``; see :class:`Request`.
+        """A validated :class:`Request` with these fields, for ``engine.submit``.
 
-        A stop string that is a special token's name becomes a stop token.
+        A stop string that is a special token's name becomes a stop token. prefill: the loader's choice if None.
         """
         special = [one for one in stop if self.text is not None and self.text.is_special(one)]
         tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
         request = Request(
             prompt_token_ids,
-            max_new_tokens,
-            SamplingParams() if sampling is None else sampling,
             stop=[one for one in stop if one not in special],
             stop_token_ids=self.stop_ids | {token for token in tokens if token is not None},
             prefill=prefill or self.prefill,
-            sparsity=sparsity,
-            constraint=constraint,
-            score_prompt=score_prompt,
-            visible_special_tokens=visible_special_tokens,
-            measure_sparsity=measure_sparsity,
+            **fields,
         )
         self.engine.validate(request)
         return request

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import queue
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,12 @@ import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, EngineState, QueueFullError
-from wisparse.runtime.generation.request import Chunk, Request
+from wisparse.runtime.generation.request import Chunk, Generation, Request
 from wisparse.runtime.model import Model
 from wisparse.runtime.tokenizer import Detokenizer
 
-GREEDY = SamplingParams()
+TOGETHER = "wisparse.runtime.generation.scheduler._TOGETHER_SECONDS"
+IDLE = EngineState(0, 0)
 
 
 @pytest.fixture(scope="module")
@@ -45,24 +47,67 @@ class Reader:
         self.items: queue.SimpleQueue[Chunk | WisparseError] = queue.SimpleQueue()
         self.text = ""
 
-    def next(self) -> Chunk | WisparseError:
-        return self.items.get(timeout=60)
+    def next(self) -> Chunk:
+        item = self.items.get(timeout=60)
+        assert isinstance(item, Chunk)
+        self.text += item.text
+        return item
 
-    def all(self) -> Chunk | WisparseError:
-        """The last chunk, or the error."""
-        while True:
-            item = self.next()
-            if isinstance(item, WisparseError):
-                return item
-            self.text += item.text
-            if item.finish_reason is not None:
-                return item
+    def answer(self) -> Generation:
+        while (chunk := self.next()).finish_reason is None:
+            pass
+        assert chunk.generation is not None
+        assert chunk.finish_reason == chunk.generation.finish_reason
+        assert self.text == chunk.generation.text
+        return chunk.generation
+
+    def error(self) -> WisparseError:
+        while isinstance(item := self.items.get(timeout=60), Chunk):
+            assert item.finish_reason is None
+        return item
+
+    def rest(self) -> list[Chunk]:
+        """What has come so far."""
+        return [self.next() for _ in range(self.items.qsize())]
 
 
-def ask(model: Model, prompt: str, count: int, sampling: SamplingParams = GREEDY, stop: tuple[str, ...] = ()):
-    reader = Reader()
-    request = model.request(model.tokenizer.encode(prompt), max_new_tokens=count, sampling=sampling, stop=stop)
+def ask(
+    model: Model, prompt: str, count: int, sampling: SamplingParams | None = None, stop: tuple[str, ...] = ()
+) -> tuple[Reader, Request]:
+    reader, ids = Reader(), model.tokenizer.encode(prompt)
+    request = model.request(ids, max_new_tokens=count, sampling=sampling or SamplingParams(), stop=stop)
     return reader, model.engine.submit(request, reader.items.put)
+
+
+def answer_of(model: Model, prompt: str, count: int) -> tuple[int, ...]:
+    return ask(model, prompt, count)[0].answer().token_ids
+
+
+def before_steps(model: Model, monkeypatch: pytest.MonkeyPatch, hook: Callable[[int, torch.Tensor], object]) -> None:
+    """Call ``hook`` with each decode step's number, from 1 on, and its tokens."""
+    step, numbers = model.decoder.step, itertools.count(1)
+
+    def hooked(tokens: torch.Tensor, *more: object) -> torch.Tensor:
+        hook(next(numbers), tokens)
+        return step(tokens, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(model.decoder, "step", hooked)
+
+
+def fail_at(step: int, error: BaseException) -> Callable[[int, torch.Tensor], None]:
+    def hook(number: int, tokens: torch.Tensor) -> None:
+        if number == step:
+            raise error
+
+    return hook
+
+
+def in_threads(work: Callable[[int], object], count: int) -> None:
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
 
 
 def test_answers_are_those_of_the_model_alone(model: Model, engine: Engine) -> None:
@@ -72,31 +117,18 @@ def test_answers_are_those_of_the_model_alone(model: Model, engine: Engine) -> N
         (prompt, rng.randint(1, 30), SamplingParams(rng.choice([0.0, 0.8]), seed=number), rng.choice([(), ("\n\n",)]))
         for number, prompt in enumerate(prompts * 3)
     ]
-    alone = [
-        model.generate(
-            prompt, max_new_tokens=count, temperature=one.temperature, seed=one.seed, stop=list(stop) or None
-        )
-        for prompt, count, one, stop in wishes
-    ]
     readers: list[Reader] = [Reader() for _ in wishes]
 
-    def client(numbers: list[int]) -> None:
-        for number in numbers:
+    def client(first: int) -> None:
+        for number in range(first, len(wishes), 4):
             readers[number], _ = ask(model, *wishes[number])
 
-    threads = [threading.Thread(target=client, args=([*range(first, len(wishes), 4)],)) for first in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for reader, expected in zip(readers, alone, strict=True):
-        last = reader.all()
-        assert isinstance(last, Chunk)
-        assert last.generation is not None
-        assert reader.text == last.generation.text == expected.text
-        assert last.generation.token_ids == expected.token_ids
-        assert last.finish_reason == expected.finish_reason
-    assert engine.state.running == engine.state.waiting == 0
+    in_threads(client, 4)
+    for reader, (prompt, count, one, stop) in zip(readers, wishes, strict=True):
+        found = reader.answer()
+        alone = model.generate(prompt, max_new_tokens=count, temperature=one.temperature, seed=one.seed, stop=stop)
+        assert (found.text, found.token_ids, found.finish_reason) == (alone.text, alone.token_ids, alone.finish_reason)
+    assert engine.state == IDLE
 
 
 def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> None:
@@ -104,35 +136,26 @@ def test_a_cancelled_request_frees_its_place(model: Model, engine: Engine) -> No
     waiting, _ = ask(model, "import", 2)
     for reader, _ in long:
         reader.next()
-    for _, ticket in long:
-        engine.cancel(ticket)
-    last = waiting.all()
-    assert isinstance(last, Chunk)
-    assert last.finish_reason == "length"
+    for _, request in long:
+        engine.cancel(request)
+    assert waiting.answer().finish_reason == "length"
     # Nothing comes any more for those that were taken back, and they are not counted.
-    assert engine.state.running == 0
-    assert all(item.finish_reason is None for reader, _ in long for item in _drained(reader))
+    assert engine.state == IDLE
+    assert all(chunk.finish_reason is None for reader, _ in long for chunk in reader.rest())
     engine.cancel(long[0][1])  # once more is as good as once
-
-
-def _drained(reader: Reader) -> Iterator[Chunk]:
-    while not reader.items.empty():
-        item = reader.items.get()
-        assert isinstance(item, Chunk)
-        yield item
 
 
 def test_the_queue_has_a_bound(model: Model) -> None:
     engine = model.engine
     engine.start(max_queue=2)
     try:
-        tickets = [ask(model, "def f(x):", 90) for _ in range(5)]
-        tickets[2][0].next()
+        asked = [ask(model, "def f(x):", 90) for _ in range(5)]
+        asked[2][0].next()
         assert engine.state == EngineState(3, 2)
         with pytest.raises(QueueFullError, match="2 requests are waiting already"):
             ask(model, "import", 1)
-        for _, ticket in tickets:
-            engine.cancel(ticket)
+        for _, request in asked:
+            engine.cancel(request)
         with pytest.raises(UsageError, match="a server runs on this model already"):
             engine.start(max_queue=2)
     finally:
@@ -140,31 +163,28 @@ def test_the_queue_has_a_bound(model: Model) -> None:
     assert len(model.generate(["import"] * 9, max_new_tokens=1)) == 9  # without a server there is none
 
 
-def test_stopping_finishes_what_is_under_way(model: Model) -> None:
+def test_stopping_finishes_what_is_under_way_unless_told_not_to(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[bool] = []
+    for name in ("prepare_prompts", "prepare_batches"):
+        monkeypatch.setattr(model.decoder, name, lambda: prepared.append(model.engine._thread is None))
     model.engine.start(max_queue=10)
+    assert prepared == [True, True]  # what later requests need is there before a server runs
     readers = [ask(model, "def f(x):", 12)[0] for _ in range(5)]
     model.engine.stop()
-    for reader in readers:
-        last = reader.all()
-        assert isinstance(last, Chunk)
-        assert last.generation is not None
-        assert len(last.generation.token_ids) == 12
+    assert [len(reader.answer().token_ids) for reader in readers] == [12] * 5
     assert model.generate("import", max_new_tokens=2).token_ids  # the calling thread runs its steps again
-
-
-def test_stopping_without_draining_is_quick(model: Model) -> None:
     model.engine.start(max_queue=10)
     readers = [ask(model, "def f(x):", 90)[0] for _ in range(4)]
     readers[0].next()
     model.engine.stop(drain=False)
-    assert all(item.finish_reason is None for reader in readers for item in _drained(reader))
+    assert all(chunk.finish_reason is None for reader in readers for chunk in reader.rest())
 
 
 def test_a_prompt_that_does_not_fit_is_refused_at_once(model: Model, engine: Engine) -> None:
     good, _ = ask(model, "def f(x):", 20)
     with pytest.raises(UsageError, match="1000 tokens"):
         model.request([5] * 1000, max_new_tokens=4)
-    assert isinstance(good.all(), Chunk)
+    assert good.answer()
 
 
 def test_no_memory_for_a_prompt_is_that_requests_failure(
@@ -180,41 +200,19 @@ def test_no_memory_for_a_prompt_is_that_requests_failure(
 
     monkeypatch.setattr(model.decoder, "prefill", scarce)
     good, _ = ask(model, "def f(x):", 24)
-    good.text += good.next().text  # it is under way
+    good.next()  # it is under way
     bad = Reader()
-    request = model.request([5] * 17, max_new_tokens=4)
-    engine.submit(request, bad.items.put)
-    assert isinstance(bad.all(), ResourceError)
-    last = good.all()  # read anew with what it had, it goes on as if nothing had been
-    assert isinstance(last, Chunk)
-    assert last.generation is not None
-    assert last.generation.token_ids == expected
-    assert engine.state.running == 0
-
-
-def answer_of(model: Model, prompt: str, count: int) -> tuple[int, ...]:
-    last = ask(model, prompt, count)[0].all()
-    assert isinstance(last, Chunk)
-    assert last.generation is not None
-    return last.generation.token_ids
+    engine.submit(model.request([5] * 17, max_new_tokens=4), bad.items.put)
+    assert isinstance(bad.error(), ResourceError)
+    assert good.answer().token_ids == expected  # read anew with what it had, it goes on as if nothing had been
+    assert engine.state == IDLE
 
 
 def test_a_step_that_fails_ends_the_batch_and_no_more(
     model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = model.decoder.step
-    failures = [RuntimeError("the device is lost")]
-
-    def broken(*arguments: object) -> torch.Tensor:
-        if failures:
-            raise failures.pop()
-        return step(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(model.decoder, "step", broken)
-    first, _ = ask(model, "def f(x):", 20)
-    error = first.all()
-    assert isinstance(error, WisparseError)
-    assert "the device is lost" in str(error)
+    before_steps(model, monkeypatch, fail_at(1, RuntimeError("the device is lost")))
+    assert "the device is lost" in str(ask(model, "def f(x):", 20)[0].error())
     assert len(answer_of(model, "import", 5)) == 5
 
 
@@ -228,18 +226,15 @@ def test_unread_weights_are_told_between_steps(model: Model, engine: Engine) -> 
 
 
 def test_tokens_of_slow_steps_are_handed_on_one_by_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    step, seen = model.decoder.step, []
-    reader = Reader()
+    seen: list[int] = []
+    reader, request = ask(model, "import", 8)
 
-    def slow(*arguments: object) -> torch.Tensor:
+    def slow(number: int, tokens: torch.Tensor) -> None:
         seen.append(reader.items.qsize())
         time.sleep(0.002)
-        return step(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(model.decoder, "step", slow)
-    request = model.request(model.tokenizer.encode("import"), max_new_tokens=8)
-    ticket = model.engine.submit(request, reader.items.put)
-    model.engine.drive(lambda: ticket.done)
+    before_steps(model, monkeypatch, slow)
+    model.engine.drive(lambda: request.done)
     assert seen == [1, 2, 3, 4, 5, 6, 7]  # each step finds every token before it handed on
 
 
@@ -247,66 +242,49 @@ def test_tokens_of_fast_steps_come_together_and_keep_nobody_waiting(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = [model.generate(prompt, max_new_tokens=40).token_ids for prompt in ("import", "def f(x):")]
-    monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 1e9)
+    monkeypatch.setattr(TOGETHER, 1e9)
     together = list(model.stream_together("import", max_new_tokens=40))
     assert [len(chunks) for chunks in together] == [1, 39]  # the first one is not kept back
     assert tuple(chunk.token_id for chunks in together for chunk in chunks) == alone[0]
+    rows: list[int] = []
+    asked: list[tuple[Reader, Request]] = []
 
-    step, rows = model.decoder.step, []
-    early, late, tickets = Reader(), Reader(), []
-
-    def submit(reader: Reader, prompt: str) -> None:
-        request = model.request(model.tokenizer.encode(prompt), max_new_tokens=40)
-        tickets.append(model.engine.submit(request, reader.items.put))
-
-    def watched(tokens: torch.Tensor, *more: object) -> torch.Tensor:
+    def watched(number: int, tokens: torch.Tensor) -> None:
         rows.append(int((tokens >= 0).sum()))
-        if len(rows) == 5:  # in the middle of what comes together
-            submit(late, "def f(x):")
-        if len(rows) == 10:
-            model.engine.cancel(tickets[0])
-        return step(tokens, *more)  # type: ignore[arg-type]
+        if number == 5:  # in the middle of what comes together
+            asked.append(ask(model, "def f(x):", 40))
+        if number == 10:
+            model.engine.cancel(asked[0][1])
 
-    monkeypatch.setattr(model.decoder, "step", watched)
-    submit(early, "import")
-    model.engine.drive(lambda: len(tickets) == 2 and tickets[1].done)
+    before_steps(model, monkeypatch, watched)
+    asked.append(ask(model, "import", 40))
+    model.engine.drive(lambda: len(asked) == 2 and asked[1][1].done)
     assert rows == [1] * 5 + [2] * 5 + [1] * 34  # in before the very next step, and out
-    last = late.all()
-    assert isinstance(last, Chunk)
-    assert last.generation is not None
-    assert last.generation.token_ids == alone[1]
-    given = [chunk.token_id for chunk in _drained(early)]
-    assert given == list(alone[0][: len(given)])
-    assert model.engine.state.running == 0
+    assert asked[1][0].answer().token_ids == alone[1]
+    given = tuple(chunk.token_id for chunk in asked[0][0].rest())
+    assert given == alone[0][: len(given)]
+    assert model.engine.state == IDLE
 
 
 def test_what_a_failed_step_left_behind_is_handed_on_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 1e9)
-    expected = [model.generate(prompt, max_new_tokens=6).token_ids for prompt in ("import", "def f(x):")]
-    step, steps = model.decoder.step, 0
+    monkeypatch.setattr(TOGETHER, 1e9)
+    expected = {prompt: model.generate(prompt, max_new_tokens=6).token_ids for prompt in ("import", "def f(x):")}
+    step, numbers = model.decoder.step, itertools.count(1)
 
     def broken(*arguments: object) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
         chosen = step(*arguments)  # type: ignore[arg-type]
-        if steps == 5:  # the last one of both, and that of the last row is no number
+        if next(numbers) == 5:  # the last one of both, and that of the last row is no number
             chosen[-1] = -1
         return chosen
 
     monkeypatch.setattr(model.decoder, "step", broken)
-    readers = [Reader(), Reader()]
-    tickets = []
-    for reader, prompt in zip(readers, ("import", "def f(x):"), strict=True):
-        request = model.request(model.tokenizer.encode(prompt), max_new_tokens=6)
-        tickets.append(model.engine.submit(request, reader.items.put))
-    model.engine.drive(lambda: all(ticket.done for ticket in tickets))
-    assert [reader.items.qsize() for reader in readers] == [6, 6]  # the failed one's error is its last item
-    ended = dict(zip(expected, (reader.all() for reader in readers), strict=True))
-    (error,) = (last for last in ended.values() if isinstance(last, WisparseError))
-    assert "not a number" in str(error)
-    ((tokens, whole),) = ((tokens, last) for tokens, last in ended.items() if isinstance(last, Chunk))
-    assert whole.generation is not None
-    assert whole.generation.token_ids == tokens
+    asked = {prompt: ask(model, prompt, 6) for prompt in expected}
+    model.engine.drive(lambda: all(request.done for _, request in asked.values()))
+    assert [reader.items.qsize() for reader, _ in asked.values()] == [6, 6]  # the failed one's error is its last item
+    (failed,) = (prompt for prompt, (_, request) in asked.items() if request.error is not None)
+    assert "not a number" in str(asked.pop(failed)[0].error())
+    ((prompt, (reader, _)),) = asked.items()
+    assert reader.answer().token_ids == expected[prompt]
 
 
 def test_a_request_taken_back_while_others_are_taken_back_leaves_nothing(
@@ -337,39 +315,33 @@ def test_what_fails_twice_ends_one_request_and_not_the_engine(
     model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step fails, and so does the text of the tokens that it left behind."""
-    monkeypatch.setattr("wisparse.runtime.generation.scheduler._TOGETHER_SECONDS", 1e9)
-    step, steps = model.decoder.step, 0
-
-    def broken(*arguments: object) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
-            raise RuntimeError("the device is lost")
-        return step(*arguments)  # type: ignore[arg-type]
-
-    add = Detokenizer.add
+    monkeypatch.setattr(TOGETHER, 1e9)
+    add, failed = Detokenizer.add, []
 
     def unreadable(self: Detokenizer, token: int) -> str:
-        if steps:
+        if failed:
             raise WisparseError("no text")
         return add(self, token)
 
+    def broken(number: int, tokens: torch.Tensor) -> None:
+        failed.append(number)
+        if number == 4:
+            raise RuntimeError("the device is lost")
+
     with monkeypatch.context() as patch:
-        patch.setattr(model.decoder, "step", broken)
+        before_steps(model, patch, broken)
         patch.setattr(Detokenizer, "add", unreadable)
-        error = ask(model, "def f(x):", 20)[0].all()
-    assert isinstance(error, WisparseError)
-    assert "no text" in str(error)
+        assert "no text" in str(ask(model, "def f(x):", 20)[0].error())
     assert len(answer_of(model, "import", 5)) == 5
 
 
 def test_a_failure_of_one_request_spares_its_neighbours(
     model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A receiver that fails, a future that nobody waits for any more, and a tokenizer that fails in any way."""
     expected = answer_of(model, "def f(x):", 60)
     good, _ = ask(model, "def f(x):", 60)
     good.next()
-    # A receiver that fails, a future that nobody waits for any more, and a tokenizer that fails in any way.
     bad = Reader()
 
     def refuse(item: Chunk | WisparseError) -> None:
@@ -377,9 +349,8 @@ def test_a_failure_of_one_request_spares_its_neighbours(
         raise ValueError("no reader")
 
     engine.submit(model.request(model.tokenizer.encode("import"), max_new_tokens=5), refuse)
-    assert isinstance(bad.next(), Chunk)
-    forgotten = engine.ask(lambda: time.sleep(0.01))
-    forgotten.cancel()
+    bad.next()
+    engine.ask(lambda: time.sleep(0.01)).cancel()
     add = Detokenizer.add
 
     def failing(self: Detokenizer, token: int) -> str:
@@ -391,12 +362,9 @@ def test_a_failure_of_one_request_spares_its_neighbours(
     broken: list[Detokenizer] = []
     make = model.text.detokenizer
     monkeypatch.setattr(model.text, "detokenizer", lambda visible: broken.append(make(visible)) or broken[-1])
-    assert isinstance(ask(model, "class A:", 5)[0].all(), WisparseError)
-    last = good.all()
-    assert isinstance(last, Chunk)
-    assert last.generation is not None
-    assert last.generation.token_ids == expected
-    assert isinstance(bad.all(), WisparseError)
+    ask(model, "class A:", 5)[0].error()
+    assert good.answer().token_ids == expected
+    bad.error()
 
 
 # ---------------------------------------------------------------------- without a server: the callers run the steps
@@ -406,18 +374,17 @@ def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypat
     prompts = ["def f(x):", "import", "class A:"]
     alone = [model.generate(prompt, max_new_tokens=30).token_ids for prompt in prompts]
     rows: list[int] = []
-    step, inside = model.decoder.step, threading.Event()
+    inside = threading.Event()
 
-    def counting(tokens: torch.Tensor, *settings: object) -> torch.Tensor:
+    def counting(number: int, tokens: torch.Tensor) -> None:
         rows.append(int((tokens >= 0).sum()))
-        if not inside.is_set():  # the first waits until the others have asked
+        if number == 1:  # the first waits until the others have asked
             inside.set()
             until = time.monotonic() + 60
             while len(model.engine._open) < 3 and time.monotonic() < until:
                 time.sleep(0.001)
-        return step(tokens, *settings)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(model.decoder, "step", counting)
+    before_steps(model, monkeypatch, counting)
     found: dict[int, tuple[int, ...]] = {}
 
     def call(number: int) -> None:
@@ -427,15 +394,11 @@ def test_calls_from_several_threads_are_decoded_together(model: Model, monkeypat
         else:
             found[0] = model.generate(prompts[0], max_new_tokens=30).token_ids
 
-    threads = [threading.Thread(target=call, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    in_threads(call, 3)
     assert [found[number] for number in range(3)] == alone
     assert max(rows) > 1
     assert len(rows) < 3 * 29  # fewer steps than one after the other
-    assert model.engine.state.running == 0
+    assert model.engine.state == IDLE
 
 
 def test_an_unfinished_stream_keeps_nobody_waiting_for_ever(model: Model) -> None:
@@ -447,11 +410,13 @@ def test_an_unfinished_stream_keeps_nobody_waiting_for_ever(model: Model) -> Non
     assert [answer.token_ids for answer in model.generate(["def f(x):"] * 5, max_new_tokens=8)] == expected
     for first, stream in zip(begun, streams, strict=True):
         assert [first.token_id, *(chunk.token_id for chunk in stream)] == wanted
-    forgotten = model.stream("import", max_new_tokens=90)
+    forgotten, closed = (model.stream("import", max_new_tokens=90) for _ in range(2))
     next(forgotten)
+    next(closed)
     del forgotten
+    closed.close()
     assert model.generate("def f(x):", max_new_tokens=8).token_ids == expected[0]
-    assert model.engine.state == type(model.engine.state)(0, 0)
+    assert model.engine.state == IDLE
 
 
 def test_chunks_for_an_event_loop(model: Model) -> None:
@@ -484,16 +449,12 @@ def test_chunks_for_an_event_loop(model: Model) -> None:
 def test_an_error_of_a_step_reaches_every_caller_as_it_was_raised(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*arguments: object) -> torch.Tensor:
-        raise ZeroDivisionError("a bug")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model.decoder, "step", broken)
-        with pytest.raises(ZeroDivisionError, match="a bug"):
-            model.generate(["x", "y"], max_new_tokens=3)
-        with pytest.raises(ZeroDivisionError, match="a bug"):
-            list(model.stream("x", max_new_tokens=3))
-    assert model.engine.state.running == 0
+    for call in (lambda: model.generate(["x", "y"], max_new_tokens=3), lambda: list(model.stream("x"))):
+        with monkeypatch.context() as patch:
+            before_steps(model, patch, fail_at(1, ZeroDivisionError("a bug")))
+            with pytest.raises(ZeroDivisionError, match="a bug"):
+                call()
+    assert model.engine.state == IDLE
     assert len(model.generate("x", max_new_tokens=3).token_ids) == 3
 
 
@@ -501,54 +462,29 @@ def test_an_interrupted_call_leaves_the_others_what_they_have(model: Model, monk
     expected = [chunk.text for chunk in model.stream("import", max_new_tokens=20)]
     stream = model.stream("import", max_new_tokens=20)
     found = [next(stream).text]
-    step, steps = model.decoder.step, 0
-
-    def interrupted(*arguments: object) -> torch.Tensor:
-        nonlocal steps
-        steps += 1
-        if steps == 4:
-            raise KeyboardInterrupt
-        return step(*arguments)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(model.decoder, "step", interrupted)
+    before_steps(model, monkeypatch, fail_at(4, KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         model.generate("def f(x):", max_new_tokens=20)
     assert found + [chunk.text for chunk in stream] == expected
-    assert model.engine.state.running == 0
+    assert model.engine.state == IDLE
 
 
-def test_a_model_that_is_closed_ends_what_is_under_way(example_model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("served", [False, True])
+def test_a_model_that_is_closed_ends_what_is_under_way(example_model: Path, tmp_path: Path, served: bool) -> None:
     model = wisparse.load(make_bundle(example_model, tmp_path / "bundle", 0.4), backend="torch", max_seq_len=64)
-    stream = model.stream("import", max_new_tokens=20)
+    if served:
+        model.engine.start(max_queue=5)
+    thread, stream = model.engine._thread, model.stream("import", max_new_tokens=50)
     next(stream)
-    reader, _ = ask(model, "def f(x):", 4)
+    reader, _ = ask(model, "def f(x):", 50)
     model.close()
-    assert isinstance(reader.all(), UsageError)
+    assert isinstance(reader.error(), UsageError)
     with pytest.raises(UsageError, match="closed before the answer was there"):
-        next(stream)
+        list(stream)
     with pytest.raises(UsageError, match="the model was closed: load it again"):
         model.generate("x")
     model.close()
-
-
-def test_closing_ends_a_servers_thread(example_model: Path, tmp_path: Path) -> None:
-    model = wisparse.load(make_bundle(example_model, tmp_path / "bundle", 0.4), backend="torch", max_seq_len=64)
-    model.engine.start(max_queue=5)
-    thread = model.engine._thread
-    assert thread is not None
-    reader, _ = ask(model, "def f(x):", 50)
-    reader.next()
-    model.close()
-    assert isinstance(reader.all(), UsageError)
-    thread.join(20)
-    assert not thread.is_alive()
-    model.engine.stop()
-
-
-def test_what_later_requests_need_is_there_before_a_server_runs(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    for name in ("prepare_prompts", "prepare_batches"):
-        monkeypatch.setattr(model.decoder, name, lambda: asked.append(model.engine._thread is None))
-    model.engine.start(max_queue=1)
-    model.engine.stop()
-    assert asked == [True, True]
+    if thread is not None:
+        thread.join(20)
+        assert not thread.is_alive()
+        model.engine.stop()

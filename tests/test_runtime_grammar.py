@@ -14,7 +14,7 @@ from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import UsageError
-from wisparse.runtime.generation.grammar import Grammar, Grammars, mask_to_bias
+from wisparse.runtime.generation.grammar import Grammar, Grammars, mask_bits
 from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
@@ -160,4 +160,6 @@ def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
 def test_each_bit_of_a_mask_is_one_token() -> None:
     bits = np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8)
     allowed = [bool(bits[token // 8] >> token % 8 & 1) for token in range(4000)]
-    assert (mask_to_bias(bits, torch.device("cpu")) == 0).tolist() == allowed
+    logits = torch.zeros(4003)
+    mask_bits(logits, bits)
+    assert (logits == 0).tolist() == [*allowed, False, False, False]

@@ -13,7 +13,7 @@ from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tin
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
 from wisparse.formats.weight_types import QuantizedMatrix, round_weight
-from wisparse.runtime.cuda.graph import staged_reads
+from wisparse.runtime.cuda.weights import staged_reads
 
 CPU = torch.device("cpu")
 CONFIGS: dict[str, dict[str, Any]] = {

@@ -67,7 +67,7 @@ def make_bundle(name: str, sparsity: float, **changes: int):
 
 def tables_of(config: ModelConfig, length: int) -> PositionTables:
     rotaries = [Rotary(rope, DEVICE, torch.float32) for rope in config.rotaries]
-    return PositionTables.of(config, rotaries, length, DEVICE, torch.float32)
+    return PositionTables(config, rotaries, length, DEVICE, torch.float32)
 
 
 def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, times: float = 4.0) -> None:

@@ -211,7 +211,7 @@ def test_short_pieces_are_what_the_plain_decoder_reads(family, monkeypatch):
     fast, slow = (make(cls, dtype=torch.float16, **settings) for cls in (CudaDecoder, TorchDecoder))
     exact = make(TorchDecoder, dtype=torch.float64, **settings)
     fast.prepare_prompts()
-    monkeypatch.setattr(cuda_decoder, "read_sequence", None)  # nothing is read the other way
+    monkeypatch.setattr(cuda_decoder, "prompt_chunks", None)  # nothing is read the other way
     prompt = torch.arange(30) * 7 % 70
     for start, stop in ((0, 9), (9, 30)):
         found, own, expected = (d.prefill(1, prompt, 30, start=start, stop=stop) for d in (fast, slow, exact))
@@ -588,9 +588,9 @@ def test_a_few_positions_after_a_prefix_attend_as_many_do(dtype: torch.dtype, mo
     torch.manual_seed(0)
     config = SimpleNamespace(attention_scale=0.25, attention_softcap=None)
     q, keys, values = (torch.randn(heads, count, 16).to(dtype) for heads, count in ((4, 9), (2, 29), (2, 29)))
-    few = cuda_prefill._attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
+    few = cuda_prefill.attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
     monkeypatch.setattr(cuda_prefill, "_FEW", 0)
-    many = cuda_prefill._attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
+    many = cuda_prefill.attention(config, q, keys, values, 20, None)  # type: ignore[arg-type]
     torch.testing.assert_close(few, many)
-    alone = cuda_prefill._attention(config, q[:, :1], keys[:, :21], values[:, :21], 20, None)  # type: ignore[arg-type]
+    alone = cuda_prefill.attention(config, q[:, :1], keys[:, :21], values[:, :21], 20, None)  # type: ignore[arg-type]
     torch.testing.assert_close(few[:, :1], alone)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, ClassVar
 
@@ -20,14 +20,13 @@ from wisparse.kernels.gpu.weights import FusedLinear
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache, prefix_block_size
-from ..decoding.decoder import Decoder, check_capacity, check_part
+from ..decoding.decoder import Decoder, check_capacity, check_part, prompt_chunks
 from ..decoding.rotary import Rotary
 from ..decoding.sampling import SamplingParams, sample
-from ..torch.block import finish_logits
-from .graph import TokenReadback
-from .prefill import ShortPrompts, chunk_size, head_products, lower_right, read_sequence, too_little_memory
+from ..torch.block import Positions, embed, finish_logits, run_block
+from .prefill import ShortPrompts, attention, chunk_size, head_products, lower_right, project, too_little_memory
 from .step import MAX_ROWS, DecodeStep, PositionTables, contexts_between, kv_splits_for
-from .weights import CudaWeights, dense_linears, load_weights, put_masks, with_dense
+from .weights import BlockWeights, CudaWeights, dense_linears, load_weights, put_masks, with_dense
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
@@ -38,6 +37,30 @@ log = logging.getLogger(__name__)
 
 # First slot, rows, KV splits.
 _StepKey = tuple[int, int, int]
+
+
+class TokenReadback:
+    """Host memory that token ids are copied to beside what the device does next."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        on_gpu = device.type == "cuda"
+        self._ids = torch.empty(size, dtype=torch.int64, pin_memory=on_gpu)
+        self._stream = torch.cuda.Stream(device) if on_gpu else None
+
+    def send(self, ids: Tensor) -> None:
+        """Start to copy ``ids`` (n,), which must stay as they are until they are read."""
+        if self._stream is None:
+            self._ids[: len(ids)].copy_(ids)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            self._ids[: len(ids)].copy_(ids, non_blocking=True)
+
+    def read(self, count: int) -> Tensor:
+        """Wait for what was sent: the first ``count`` ids."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._ids[:count].clone()
 
 
 class CudaDecoder(Decoder):
@@ -62,7 +85,7 @@ class CudaDecoder(Decoder):
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.weights = load_weights(bundle, device, dtype, weights)
             self._rotaries = [Rotary(rope, device, dtype) for rope in self.config.rotaries]
-            self._tables = PositionTables.of(self.config, self._rotaries, max_seq_len, device, dtype)
+            self._tables = PositionTables(self.config, self._rotaries, max_seq_len, device, dtype)
             # Graphs are padded to 1, 2, 4, 8 or 16 rows.
             padded = max_batch if max_batch > MAX_ROWS else triton.next_power_of_2(max_batch)
             self._cache = KVCache(self.config, max_batch, max_seq_len, device, dtype, sides=2)
@@ -81,7 +104,8 @@ class CudaDecoder(Decoder):
         self._short: ShortPrompts | None = None  # once somebody has asked for it
         # Counting: the prompts' kept weights, on the device; weights of the prompts' sparse positions; decoded rows
         # that were counted; one of so many steps is, and so many have been started.
-        self._kept_in_prompts: Tensor | None = None
+        self._observe: Callable[[FusedLinear, Tensor, int], None] | None = None  # see _read; None if nothing is counted
+        self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=device)
         self._prompt_weights = self._decoded = 0
         self._every, self._started = 1, 0
 
@@ -205,7 +229,7 @@ class CudaDecoder(Decoder):
         for start, rows in _blocks(slots):
             for context in contexts_between(first, last):
                 step = self.step_for(rows, start, context)
-                for count in {self._counting, self._counting and self._every == 1}:
+                for count in {self._observe is not None, self._observe is not None and self._every == 1}:
                     step.prepare(sampled=sampled, count=count)
 
     @torch.inference_mode()
@@ -255,27 +279,26 @@ class CudaDecoder(Decoder):
     def measure_sparsity(self, enabled: bool, every: int = 1) -> None:
         self._forget_ahead()
         self._every, self._started = every, 0
-        self._kept_in_prompts = torch.zeros((), dtype=torch.float64, device=self.device) if enabled else None
+        self._observe = self._count_prompt if enabled else None
+        self._kept_in_prompts.zero_()
         self._prompt_weights = self._decoded = 0
         for step in self._steps.values():
-            step.count_from_zero()
+            step.counts.cells.zero_()
 
     def realised_sparsity(self) -> float | None:
         per_position = sum(projection.num_parameters for projection in self.config.projections())
         total = self._prompt_weights + self._decoded * per_position
-        if self._kept_in_prompts is None or not total:
+        if self._observe is None or not total:
             return None
         linears = [linear for block in self.weights.blocks for linear in block.linears]
         kept = self._decoded * sum(linear.in_features * linear.out_features for linear in linears if linear.dense)
         for step in self._steps.values():
-            kept += step.kept(but_last=self._ahead is not None and self._ahead[2] is step)
+            kept += step.counts.weights(but_last=self._ahead is not None and self._ahead[2] is step)
         return 1.0 - (kept + float(self._kept_in_prompts)) / total
 
     def close(self) -> None:
-        for name in (
-            "weights", "_steps", "_by_dense", "_cache", "_tables", "_positions", "_ahead", "_readback", "_short"
-        ):  # fmt: skip
-            self.__dict__.pop(name, None)
+        super().close()
+        self.__dict__.pop("weights", None)
 
     def step_for(self, rows: int, first: int = 0, context: int = 0) -> DecodeStep:
         """The captured step of ``rows`` slots from ``first`` on, for contexts up to ``context`` positions."""
@@ -325,14 +348,10 @@ class CudaDecoder(Decoder):
         context = max(self._cache.lengths[slot] for slot in active) + 1
         return first, self.step_for(rows, first, context)
 
-    @property
-    def _counting(self) -> bool:
-        return self._kept_in_prompts is not None
-
     def _counts_next(self) -> bool:
         """Whether the step that is started now is counted: the first is, and one of so many."""
         self._started += 1
-        return self._counting and self._started % self._every == 1 % self._every
+        return self._observe is not None and self._started % self._every == 1 % self._every
 
     def _append(self, tokens: Sequence[int], *, counted: bool) -> None:
         """Slots are one position longer by a step that was, or was not, counted."""
@@ -345,35 +364,40 @@ class CudaDecoder(Decoder):
         """Undo a step that ran ahead: what it wrote lies beyond every slot's length, or in the states' other side; the
         positions moved, and what it kept was counted."""
         if self._ahead is not None:
-            self._ahead[2].forget_last()
+            self._ahead[2].counts.forget_last()
             self._ahead = None
             self._positions[: self.max_batch].copy_(torch.tensor(self._cache.lengths, dtype=torch.int32))
 
-    def _read(self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int):
-        ids = token_ids.to(self.device)
-        return read_sequence(
-            self.weights, self.config, self._rotaries, cache, slot, ids, sparse_from, range(start, stop), self.prefill_chunk,
-            self._observer(),
-        )  # fmt: skip
+    def _read(
+        self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int
+    ) -> Iterator[Tensor]:
+        """As in the base class. ``_observe`` is called with each linear, its input (chunk, K) and the first masked row,
+        before the product."""
+        config, weights, total, ids = self.config, self.weights, len(token_ids), token_ids.to(self.device)
+        for first, end, dense in prompt_chunks(start, stop, total, self.prefill_chunk, sparse_from):
+            at = Positions.of(config, self._rotaries, cache, slot, range(first, end), total, self.device)
+            x = embed(config, weights.embedding, ids[first:end])
+            for index, block in enumerate(weights.blocks):
+
+                def apply(role: str, n: Tensor, block: BlockWeights = block, dense: int = dense) -> tuple[Tensor, ...]:
+                    linear = getattr(block, role)
+                    if self._observe is not None:
+                        self._observe(linear, n, dense)
+                    return project(linear, n, dense, weights.dequantized)
+
+                x = run_block(config, index, block, x, at, apply, attention)
+            yield x
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """(T, H) to (T, V) float32."""
         normed = self.weights.norm(hidden)
         return finish_logits(self.config, head_products(self.weights, normed).float())
 
-    def _observer(self) -> Callable[[FusedLinear, Tensor, int], None] | None:
-        kept = self._kept_in_prompts
-        if kept is None:
-            return None
-
-        def count(linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
-            tail = x[first_sparse:]
-            for i, width in enumerate(linear.widths if len(tail) else ()):
-                keep = keep_mask(tail, linear.scales[i], linear.thresholds[i])
-                kept.add_(keep.sum(), alpha=width)
-                self._prompt_weights += keep.numel() * width
-
-        return count
+    def _count_prompt(self, linear: FusedLinear, x: Tensor, first_sparse: int) -> None:
+        tail = x[first_sparse:]
+        for i, width in enumerate(linear.widths if len(tail) else ()):
+            keep = keep_mask(tail, linear.scales[i], linear.thresholds[i])
+            self._kept_in_prompts.add_(keep.sum(), alpha=width)
+            self._prompt_weights += keep.numel() * width
 
 
 def _blocks(slots: Sequence[int]) -> list[tuple[int, int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -14,10 +14,8 @@ from wisparse.formats.errors import UsageError
 from wisparse.kernels.gpu.plan import GemvTile, Gpu, gpu_of, most_reducers, regime, remember_tiles, tuned_key
 
 from ..decoding.decoder import Decoder
-from ..timing import read_bandwidth_gbps
 from .decoder import CudaDecoder
-from .graph import elapsed_us, time_launches
-from .step import DecodeStep, kv_splits_for
+from .step import DecodeStep, capture, kv_splits_for
 from .weights import LINEARS
 
 log = logging.getLogger(__name__)
@@ -41,14 +39,13 @@ def explain(decoder: Decoder, *, batch: int) -> str:
     return "\n".join(lines)
 
 
-def time_kernels(decoder: Decoder, *, batch: int, sparsity: float) -> dict[str, dict[str, float]]:
+def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) -> dict[str, dict[str, float]]:
     """Microseconds of each kernel, averaged over the blocks, and for linears the time their kept weights take to read.
 
     ``sparsity``: realised; the ideal counts the bytes of the weights that it leaves (of a batch: if all rows kept the
-    same channels).
+    same channels), at ``gbps``.
     """
     decoder = _require_triton(decoder, "--kernels")
-    bandwidth = read_bandwidth_gbps(decoder.device)
     _read_prompts(decoder, batch)
     step = _step(decoder, batch, None)
     blocks = [step.block_launches(index) for index in range(len(decoder.weights.blocks))]
@@ -59,12 +56,12 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float) -> dict[str, 
             for launches in blocks:
                 launches[name]()
 
-        table[name] = {"us": time_launches(launch, len(blocks))}
+        table[name] = {"us": _time_launches(launch, len(blocks))}
         if name in LINEARS:
             needed = getattr(decoder.weights.blocks[0], name).weight.num_bytes * (1 - sparsity)
-            table[name]["ideal_us"] = needed / bandwidth * 1e-3
-    ideal = decoder.bytes_read()[1] / bandwidth * 1e-3
-    table["logits"] = {"us": time_launches(step.launch_logits, 1), "ideal_us": ideal}
+            table[name]["ideal_us"] = needed / gbps * 1e-3
+    ideal = decoder.bytes_read()[1] / gbps * 1e-3
+    table["logits"] = {"us": _time_launches(step.launch_logits, 1), "ideal_us": ideal}
     return table
 
 
@@ -148,5 +145,21 @@ def _time(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile]) -> float
     times = []
     for _ in range(9):
         decoder._positions.fill_(min(_CONTEXT, decoder.max_seq_len - 1))
-        times.append(elapsed_us(step.replay))
+        times.append(_elapsed_us(step.replay))
     return statistics.median(times)
+
+
+def _time_launches(launch: Callable[[], None], count: int) -> float:
+    """Microseconds of one of ``count`` launches that ``launch`` makes, replayed as a CUDA graph; the median."""
+    replay = capture(launch, torch.device("cuda"))
+    return statistics.median(_elapsed_us(replay) for _ in range(20)) / count
+
+
+def _elapsed_us(launch: Callable[[], None]) -> float:
+    """Microseconds that the GPU takes for what ``launch`` gives it."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    launch()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3

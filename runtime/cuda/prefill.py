@@ -8,8 +8,9 @@ holds) serves up to so many rows of any slot at any position: those are read fro
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,11 +26,9 @@ from wisparse.kernels.gpu.weights import FusedLinear, dequantize
 from wisparse.kernels.reference import keep_mask
 
 from ..decoding.cache import KVCache
-from ..decoding.decoder import prompt_chunks
-from ..decoding.rotary import Rotary, switch_length
-from ..torch.block import Positions, capped_attention, causal_mask, drop_channels, embed, finish_block, run_block
-from .graph import capture
-from .step import MAX_ROWS, PositionTables, attention_shape, qk_norms
+from ..decoding.rotary import switch_length
+from ..torch.block import capped_attention, causal_mask, drop_channels, embed, finish_block
+from .step import MAX_ROWS, PositionTables, attention_shape, capture, qk_norms
 from .weights import BlockWeights, CudaWeights
 
 log = logging.getLogger(__name__)
@@ -46,8 +45,6 @@ _ROWS = (16, 32, 64, 128)
 # Bytes of the GPU that have to be free before the graphs are made: they take some tens of MB, and cuBLAS its workspace.
 _FREE = 1 << 30
 
-Observer = Callable[[FusedLinear, Tensor, int], None]
-
 
 def chunk_size(config: ModelConfig, dtype: torch.dtype) -> int:
     """Positions that are read in one go."""
@@ -55,45 +52,7 @@ def chunk_size(config: ModelConfig, dtype: torch.dtype) -> int:
     return _SMALL_CHUNK if dtype == torch.float32 or windows or config.attention_softcap is not None else _CHUNK
 
 
-def read_sequence(
-    weights: CudaWeights,
-    config: ModelConfig,
-    rotaries: Sequence[Rotary],
-    cache: KVCache,
-    slot: int,
-    token_ids: Tensor,
-    sparse_from: int,
-    places: range,
-    size: int,
-    observe: Observer | None = None,
-) -> Iterator[Tensor]:
-    """Fill the positions ``places`` of a slot; yields hidden states chunk by chunk, (chunk, H).
-
-    Args:
-        token_ids: (T,) int64 on the weights' device, the whole sequence.
-        sparse_from: positions from here on are masked.
-        size: of a chunk; chunks begin at multiples of it.
-        observe: called with each linear, its input (chunk, K) and the first masked row, before the product.
-    """
-    total = len(token_ids)
-    for start, stop, first_sparse in prompt_chunks(places.start, places.stop, total, size, sparse_from):
-        at = Positions.of(config, rotaries, cache, slot, range(start, stop), total, token_ids.device)
-        x = embed(config, weights.embedding, token_ids[start:stop])
-        for index, block in enumerate(weights.blocks):
-
-            def apply(
-                role: str, n: Tensor, block: BlockWeights = block, first_sparse: int = first_sparse
-            ) -> tuple[Tensor, ...]:
-                linear = getattr(block, role)
-                if observe is not None:
-                    observe(linear, n, first_sparse)
-                return _project(linear, n, first_sparse, weights.dequantized)
-
-            x = run_block(config, index, block, x, at, apply, _attention)
-        yield x
-
-
-def _project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor | None) -> tuple[Tensor, ...]:
+def project(linear: FusedLinear, x: Tensor, first_sparse: int, scratch: Tensor | None) -> tuple[Tensor, ...]:
     """Each projection applied to x (T, K); rows from ``first_sparse`` on are masked. Quantized ones are dequantized into
     ``scratch``."""
     weight, widths = linear.weight, linear.widths
@@ -138,7 +97,7 @@ def lower_right() -> Callable[[int, int], Tensor]:
     return causal_lower_right
 
 
-def _attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+def attention(config: ModelConfig, q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
     """Causal attention of the positions from ``start`` on, (heads, T, D); ``window`` counts the position itself."""
     count, stop = q.shape[1], keys.shape[1]
     gqa, scale = q.shape[0] != keys.shape[0], config.attention_scale
@@ -167,35 +126,34 @@ def too_little_memory(device: torch.device) -> str | None:
     return None
 
 
+class _Graph(NamedTuple):
+    """A captured read of up to ``rows`` positions."""
+
+    rows: int
+    given: Tensor  # (3 + rows,) int64: slot, first position, number of positions, and their tokens
+    logits: Tensor  # (1, V) float32, the head's products of the last position
+    replay: Callable[[], None]
+    launch: Callable[[], None]  # the graph itself keeps no memory that was there before its capture, as the queries'
+
+
 class ShortPrompts:
     """The graphs of one decoder. Half precision, and no recurrent blocks; see :meth:`refusal`."""
 
     def __init__(self, weights: CudaWeights, config: ModelConfig, cache: KVCache, tables: PositionTables) -> None:
+        self._weights, self._config, self._cache, self._tables = weights, config, cache, tables
         device, dtype = weights.embedding.device, weights.embedding.dtype
         self._switch = switch_length(config)
         # Quantized linears' products, MAX_ROWS rows at a time.
-        scratch = Scratch(device, dtype)
-        planned: dict[int, tuple[FusedLinear, KernelPlan]] = {}
+        self._scratch = Scratch(device, dtype)
+        self._planned: dict[int, tuple[FusedLinear, KernelPlan]] = {}
         for linear in (linear for block in weights.blocks for linear in block.linears):
             if linear.weight.quant != "none":
                 dense = replace(linear, dense=True)
                 chosen = plan(dense.shape, MAX_ROWS, pdl=False)
-                scratch.reserve(chosen)
-                planned[id(linear.weight.data)] = dense, chosen
-
-        def products(linear: FusedLinear, x: Tensor) -> Tensor:
-            """x (T, K) to (T, N), T a multiple of MAX_ROWS."""
-            if linear.weight.quant == "none":
-                y = x @ linear.weight.data[:, : linear.out_features]
-                return y if linear.bias is None else y + linear.bias
-            dense, chosen = planned[id(linear.weight.data)]
-            y = x.new_empty(len(x), linear.out_features)
-            for rows, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
-                launch_linear(dense, Input(rows), Output(out), scratch, chosen)
-            return y
-
+                self._scratch.reserve(chosen)
+                self._planned[id(linear.weight.data)] = dense, chosen
         with triton_compiling(2 * len(set(config.blocks)) + len(_ROWS)):
-            self._graphs = [_ShortPrompt(weights, config, cache, tables, products, rows) for rows in _ROWS]
+            self._graphs = [self._capture(rows) for rows in _ROWS]
         log.debug("captured prompts of up to %d positions on %s in %s", max(_ROWS), device, dtype)
 
     @staticmethod
@@ -213,44 +171,37 @@ class ShortPrompts:
 
     def logits(self, slot: int, token_ids: Tensor, start: int, stop: int) -> Tensor | None:
         """Read some positions of a prompt (T,) into a slot, all dense: (1, V) float32, the head's products of the last
-        one read, valid until the next call; None if no graph serves them."""
-        graph = next((graph for graph in self._graphs if stop - start <= graph.rows), None)
+        one read, valid until the next call; None if no graph serves them. Asynchronous."""
+        count = stop - start
+        graph = next((graph for graph in self._graphs if count <= graph.rows), None)
         if graph is None or (self._switch is not None and len(token_ids) > self._switch):
             return None
-        return graph.read(slot, start, token_ids[start:stop])
+        given = torch.zeros(3 + graph.rows, dtype=torch.int64)
+        given[:3] = torch.tensor((slot, start, count))
+        given[3 : 3 + count] = token_ids[start:stop]
+        graph.given.copy_(given, non_blocking=True)
+        graph.replay()
+        return graph.logits
 
-
-class _ShortPrompt:
-    """The graph of up to ``rows`` positions."""
-
-    def __init__(
-        self,
-        weights: CudaWeights,
-        config: ModelConfig,
-        cache: KVCache,
-        tables: PositionTables,
-        products: Callable[[FusedLinear, Tensor], Tensor],
-        rows: int,
-    ) -> None:
-        self.rows = rows
+    def _capture(self, rows: int) -> _Graph:
+        weights, config = self._weights, self._config
         device, dtype = weights.embedding.device, weights.embedding.dtype
-        # Slot, first position and number of rows, and their tokens. None yet: captured, it writes no cache.
-        self._given = given = torch.zeros(3 + rows, dtype=torch.int64, device=device)
+        given = torch.zeros(3 + rows, dtype=torch.int64, device=device)  # no positions: captured, it writes no cache
         queries = torch.empty(rows, config.num_heads, config.blocks[0].head_dim, dtype=dtype, device=device)
-        self._logits = logits = Logits.empty(1, config.vocab_size, device)
+        logits = Logits.empty(1, config.vocab_size, device)
 
         def launch() -> None:
             x = embed(config, weights.embedding, given[3:])
             for index, block in enumerate(weights.blocks):
 
                 def apply(role: str, n: Tensor, block: BlockWeights = block) -> tuple[Tensor]:
-                    return (products(getattr(block, role), n),)
+                    return (self._products(getattr(block, role), n),)
 
                 n = x if block.attention_input is None else block.attention_input(x)
-                keys, values = cache.attention[index]
-                rotary, out = tables.rotary(block.facts.rotary), torch.empty_like(queries)
+                keys, values = self._cache.attention[index]
+                rotary, out = self._tables.rotary(block.facts.rotary), torch.empty_like(queries)
                 launch_chunk_attention(
-                    products(block.qkv, n), given, KVSlots(keys, values, keys.shape[2]), rotary, queries, out,
+                    self._products(block.qkv, n), given, KVSlots(keys, values, keys.shape[2]), rotary, queries, out,
                     attention_shape(config, block.facts, rotary), scale=config.attention_scale,
                     norms=qk_norms(config, block),
                 )  # fmt: skip
@@ -261,14 +212,15 @@ class _ShortPrompt:
                 weights.head_scales, logits, eps=config.rms_norm_eps,
             )  # fmt: skip
 
-        self._replay = capture(launch, device)
-        self._launch = launch  # the graph itself keeps no memory that was there before its capture, as the queries'
+        return _Graph(rows, given, logits.logit, capture(launch, device), launch)
 
-    def read(self, slot: int, start: int, token_ids: Tensor) -> Tensor:
-        """Asynchronous."""
-        given = torch.zeros(3 + self.rows, dtype=torch.int64)
-        given[:3] = torch.tensor((slot, start, len(token_ids)))
-        given[3 : 3 + len(token_ids)] = token_ids
-        self._given.copy_(given, non_blocking=True)
-        self._replay()
-        return self._logits.logit
+    def _products(self, linear: FusedLinear, x: Tensor) -> Tensor:
+        """x (T, K) to (T, N), T a multiple of MAX_ROWS."""
+        if linear.weight.quant == "none":
+            y = x @ linear.weight.data[:, : linear.out_features]
+            return y if linear.bias is None else y + linear.bias
+        dense, chosen = self._planned[id(linear.weight.data)]
+        y = x.new_empty(len(x), linear.out_features)
+        for rows, out in zip(x.split(MAX_ROWS), y.split(MAX_ROWS), strict=True):
+            launch_linear(dense, Input(rows), Output(out), self._scratch, chosen)
+        return y

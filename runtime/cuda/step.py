@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,7 +37,6 @@ from wisparse.kernels.gpu.sample import SAMPLED_DTYPES, Choice, SampleState, lau
 from ..decoding.cache import KVCache
 from ..decoding.rotary import Rotary, query_scales
 from ..decoding.sampling import SamplingParams
-from .graph import capture
 from .weights import LINEARS, BlockWeights, CudaNorm, CudaWeights
 
 MAX_ROWS = 16
@@ -58,37 +56,31 @@ def kv_splits_for(context: int, rows: int = 1) -> int:
 
 def contexts_between(first: int, last: int) -> list[int]:
     """Contexts from ``first`` to ``last`` positions, one for each number of KV splits."""
-    found = []
-    for longest in KV_SPLITS:
-        if first <= longest:
-            found.append(min(longest, last))
-            if last <= longest:
-                break
-    return found
+    return sorted({min(longest, last) for longest in KV_SPLITS if first <= longest})
 
 
-@dataclass(frozen=True)
 class PositionTables:
     """Of every position: each rotary embedding's cosines and sines (max_seq_len, rotary_dim / 2), and what queries are
     multiplied by (max_seq_len,), None for 1."""
 
-    rotaries: Sequence[tuple[Tensor, Tensor]]
-    query_scales: Tensor | None
-
-    @classmethod
-    def of(
-        cls, config: ModelConfig, rotaries: Sequence[Rotary], max_seq_len: int, device: torch.device, dtype: torch.dtype
-    ) -> PositionTables:
+    def __init__(
+        self,
+        config: ModelConfig,
+        rotaries: Sequence[Rotary],
+        max_seq_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
         scales = query_scales(config, 0, max_seq_len, device)
-        tables = [rotary.step_tables(max_seq_len) for rotary in rotaries]
-        return cls(tables, None if scales is None else scales.to(dtype))
+        self._rotaries = [rotary.step_tables(max_seq_len) for rotary in rotaries]
+        self._query_scales = None if scales is None else scales.to(dtype)
 
     def rotary(self, index: int | None) -> RotaryTables:
         """A block's; of no dimensions where nothing is rotated."""
-        cos, sin = self.rotaries[index or 0]
+        cos, sin = self._rotaries[index or 0]
         if index is None:
             cos, sin = cos[:, :0], sin[:, :0]
-        return RotaryTables(cos, sin, self.query_scales)
+        return RotaryTables(cos, sin, self._query_scales)
 
 
 def attention_shape(config: ModelConfig, block: Block, rotary: RotaryTables) -> AttentionShape:
@@ -105,6 +97,25 @@ def qk_norms(config: ModelConfig, block: BlockWeights) -> QKNorms:
     if block.q_norm is None or block.k_norm is None:
         return QKNorms(None, None, config.rms_norm_eps)
     return QKNorms(block.q_norm.factors, block.k_norm.factors, config.rms_norm_eps)
+
+
+def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """What repeats the launches that ``launch`` makes; asynchronous.
+
+    ``launch`` runs once before it is captured, which compiles its kernels, so it must do no harm then. The tensors that
+    it uses, but does not make, must be kept by the caller as long as the result: a graph keeps addresses.
+    """
+    if device.type != "cuda":
+        return launch
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        launch()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
 
 
 class DecodeStep:
@@ -175,7 +186,7 @@ class DecodeStep:
         sampled = dtype in SAMPLED_DTYPES
         self._sampling = SampleState.empty(rows, config.vocab_size, device) if sampled else None
         self._settings: list[SamplingParams] = []
-        self._kept: _KeptCells | None = None  # while channels are counted
+        self.counts = _KeptCells(self)
         self._replays: dict[tuple[bool, bool], list[Callable[[], None]]] = {}
 
     def _plan_block(self, block: BlockWeights, tiles: dict[str, GemvTile], kv_splits: int) -> None:
@@ -228,7 +239,7 @@ class DecodeStep:
         launches: dict[str, Callable[[], None]] = {}
 
         def linear(role: str, given: Input, output: Output) -> None:
-            counting = self._kept.of(index, role, self._turn) if count and self._kept is not None else None
+            counting = self.counts.of(index, role, self._turn) if count else None
             launches[role] = partial(
                 launch_linear, getattr(block, role), given, output, self._scratch, plans[role], eps=eps,
                 counting=counting,
@@ -298,7 +309,7 @@ class DecodeStep:
         """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
 
         ``settings``: how the first rows' tokens are chosen, seeds resolved; the other rows are greedy. ``count``: add
-        the channels that the rows keep to :meth:`kept`.
+        the channels that the rows keep to ``counts``.
         """
         sampled = any(not setting.greedy for setting in settings)
         if sampled and list(settings) != self._settings:
@@ -311,8 +322,7 @@ class DecodeStep:
             self._sampling.seeds.copy_(torch.tensor([s.seed or 0 for s in padded]))
         turn = self._turn
         self.prepare(sampled=sampled, count=count)
-        if self._kept is not None:
-            self._kept.begin(turn, count=count)
+        self.counts.begin(turn, count=count)
         self._replays[sampled, count][turn]()
         self._turn = 1 - turn
 
@@ -320,10 +330,7 @@ class DecodeStep:
         """Compile and capture what :meth:`replay` runs, if it has not been done."""
         if (sampled, count) in self._replays:
             return
-        if count and self._kept is None:
-            self._kept = _KeptCells(self)
-        wanted, turn = self._ids.clone(), self._turn
-        counted = None if self._kept is None else self._kept.cells.clone()
+        wanted, counted, turn = self._ids.clone(), self.counts.cells.clone(), self._turn
         self._ids.fill_(-1)  # idle rows: the run before the capture writes no cache and moves no position
 
         def launch(turn: int) -> None:
@@ -336,23 +343,8 @@ class DecodeStep:
         with triton_compiling(kernels + (3 if sampled else 1)):
             self._replays[sampled, count] = [capture(partial(launch, other), self._ids.device) for other in (0, 1)]
         self._ids.copy_(wanted)
+        self.counts.cells.copy_(counted)
         self._turn = turn
-        if self._kept is not None and counted is not None:
-            self._kept.cells.copy_(counted)
-
-    def kept(self, *, but_last: bool = False) -> int:
-        """Weights whose channels were kept since :meth:`count_from_zero`, of the linears that are not dense, over all
-        counted rows and steps; ``but_last``: without those of the last step, as it was only started ahead."""
-        return 0 if self._kept is None else self._kept.weights(but_last=but_last)
-
-    def forget_last(self) -> None:
-        """Take back what the last step counted."""
-        if self._kept is not None:
-            self._kept.forget_last()
-
-    def count_from_zero(self) -> None:
-        if self._kept is not None:
-            self._kept.cells.zero_()
 
 
 class _KeptCells:
@@ -390,6 +382,7 @@ class _KeptCells:
             self._newest = turn
 
     def forget_last(self) -> None:
+        """Take back what the last step counted."""
         if self._last_counted:
             self._newest, self._last_counted = 1 - self._newest, False
 
@@ -402,6 +395,7 @@ class _KeptCells:
         return Counting(self._ids[turn], before, after)
 
     def weights(self, *, but_last: bool) -> int:
-        """Sum of what was counted, each channel times the outputs it goes to."""
+        """Weights whose channels were kept, of the linears that are not dense, over all counted rows and steps;
+        ``but_last``: without those of the last step, as it was only started ahead."""
         which = 1 - self._newest if but_last and self._last_counted else self._newest
         return int((self.cells[which].cpu() * self._widths).sum())

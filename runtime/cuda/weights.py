@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +27,6 @@ from wisparse.kernels.gpu.weights import (
 
 from ..torch.block import BlockFacts, Norm
 from ..torch.delta_net import delta_names, read_delta_weights
-from .graph import staged_reads
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle, ProjectionMask
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 
 LINEARS = ("qkv", "o", "gate_up", "down")  # of a block, in the order of execution
 _HEAD_ROWS = 4096  # rows of a quantized output layer that a prompt dequantizes at once, at least
+_MOST_THREADS = 12  # that read files
 _EMBEDDING, _HEAD, _NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
 
 
@@ -269,3 +272,65 @@ def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, Pro
                     linear.scales[i * copies : (i + 1) * copies] = mask.channel_scale.to(linear.scales.device)
                     thresholds[i * copies : (i + 1) * copies] = [float(mask.threshold)] * copies
             linear.thresholds.copy_(torch.tensor(thresholds, dtype=torch.float32))
+
+
+@contextmanager
+def staged_reads(
+    checkpoint: Checkpoint,
+    names: Iterable[str],
+    device: torch.device,
+    *,
+    threads: int | None = None,
+    part_bytes: int = 8 << 20,
+) -> Iterator[Callable[[str], Tensor]]:
+    """Gives ``read(name)``, which returns a tensor on ``device`` in its stored dtype; ordered on the current stream.
+
+    ``names`` must be read in their order, each once. A tensor may be used before the host has finished copying it, as
+    any work queued on the stream; it has been checked.
+    """
+    threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
+    on_gpu = device.type == "cuda"
+    parts = (
+        (name, offset, min(part_bytes, checkpoint.tensors[name].nbytes - offset))
+        for name in names
+        for offset in range(0, checkpoint.tensors[name].nbytes, part_bytes)
+    )
+    # Parts that threads read from the files into memory of their own, once the copy that last read from it has ended.
+    pending: deque[tuple[tuple[str, int, int], Tensor, torch.cuda.Event | None, Future[None]]] = deque()
+
+    def fill(part: tuple[str, int, int], memory: Tensor, copied: torch.cuda.Event | None) -> None:
+        if copied is not None:
+            copied.synchronize()
+        name, offset, count = part
+        checkpoint.read_part(name, offset, memory[:count])
+
+    with ThreadPoolExecutor(max_workers=threads, thread_name_prefix="staging") as pool:
+
+        def submit(memory: Tensor, copied: torch.cuda.Event | None) -> None:
+            part = next(parts, None)
+            if part is not None:
+                pending.append((part, memory, copied, pool.submit(fill, part, memory, copied)))
+
+        def read(name: str) -> Tensor:
+            info = checkpoint.tensors[name]
+            tensor = torch.empty(info.shape, dtype=info.dtype, device=device)
+            flat = tensor.view(-1).view(torch.uint8)
+            for _ in range(0, info.nbytes, part_bytes):
+                (owner, offset, count), memory, copied, future = pending.popleft()
+                if owner != name:
+                    raise ValueError(f"expected {owner} to be read next, found {name}")
+                future.result()
+                flat[offset : offset + count].copy_(memory[:count], non_blocking=True)
+                if copied is not None:
+                    copied.record()
+                submit(memory, copied)
+            return tensor
+
+        try:
+            for _ in range(2 * threads):  # half of them being read, half on their way to the device
+                memory = torch.empty(part_bytes, dtype=torch.uint8, pin_memory=on_gpu)
+                submit(memory, torch.cuda.Event() if on_gpu else None)
+            yield read
+        finally:
+            for *_, future in pending:
+                future.cancel()

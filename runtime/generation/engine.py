@@ -201,13 +201,13 @@ class Engine:
                         self._waiters.remove(waiter)
 
     def _run_one_step(self, until: Callable[[], object]) -> None:
-        """:meth:`step`, whatever happens in it; waits if there is nothing to do."""
+        """:meth:`_step`, whatever happens in it; waits if there is nothing to do."""
         try:
             if not (self._inbox or self.scheduler.busy):
                 with self._changed:
                     while not (self._inbox or until()):
                         self._changed.wait()
-            self.step()
+            self._step()
             self._wake()
         except Exception as error:
             self._recover(error)
@@ -217,7 +217,7 @@ class Engine:
             self._deliver_all()
             raise
 
-    def step(self) -> None:
+    def _step(self) -> None:
         """Handle what was asked for, prefill a chunk or decode, and deliver the new tokens."""
         while self._inbox:
             self._inbox.popleft()()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import threading
@@ -24,12 +23,6 @@ _KEPT = 32  # compiled grammars
 _FUEL = 300_000  # the library's measure of work, about a third of a second
 # JSON on one line, as Python writes it: any amount of white space would let a small model write nothing else.
 _JSON_SPACE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-# (256, 8) float32: what each byte of a bit mask adds to its eight tokens' logits, lowest bit first.
-_ADDED = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"),
-    np.float32(0),
-    -np.float32(np.inf),
-)
 ANY_OBJECT = '{"type": "object"}'
 
 
@@ -51,47 +44,44 @@ class Grammar:
                 raise UsageError(f"{field}: expected a JSON schema, found what JSON cannot hold: {error}") from error
         elif not isinstance(schema, str):
             raise UsageError(f"{field}: expected a JSON schema, found {guard.quoted(schema)}")
-        return cls(field, _bounded(field, schema), True)
+        return cls(field, guard.text(field, schema), True)
 
     @classmethod
     def of_text(cls, field: str, text: Any) -> Grammar:
-        return cls(field, _bounded(field, guard.text(field, text, empty=False)), False)
+        return cls(field, guard.text(field, text, empty=False), False)
+
+    def __post_init__(self) -> None:
+        if len(self.source) > _MOST_CHARACTERS:
+            found = len(self.source)
+            raise UsageError(f"{self.field}: expected at most {_MOST_CHARACTERS:,} characters, found {found:,}")
 
 
-def _bounded(field: str, text: str) -> str:
-    if len(text) > _MOST_CHARACTERS:
-        raise UsageError(f"{field}: expected at most {_MOST_CHARACTERS:,} characters, found {len(text):,}")
-    return guard.text(field, text)
-
-
-class Derivation:
-    """One answer on its way through a grammar; a ``logits.Constraint``."""
+class Constraint:
+    """What one answer may be: a grammar, at the place that the answer has reached."""
 
     def __init__(self, matcher: Any, field: str) -> None:
-        self._matcher = matcher
-        self._field = field
+        self._matcher, self._field = matcher, field
 
     def mask(self, logits: Tensor) -> None:
+        """Set the logits (V,) float32 of what may not come next to minus infinity, in place."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             raise UsageError(f"{self._field}: it cannot be followed further: {_library_error(self._matcher)}")
-        bias = mask_to_bias(bits, logits.device)[: len(logits)]
-        logits[: len(bias)] += bias
-        logits[len(bias) :] = -torch.inf  # the vocabulary may be padded beyond what the tokenizer knows
+        mask_bits(logits, bits)
 
     def take(self, token: int) -> None:
+        """Advance by an allowed token."""
         self._matcher.consume_token(token)  # an error shows at the next mask
 
 
-def mask_to_bias(bits: np.ndarray, device: torch.device) -> Tensor:
-    """What a mask, (n,) uint8, adds to the logits of its tokens: (8n,) float32. Only the bits are copied over."""
-    index = torch.from_numpy(bits.copy()).to(device, non_blocking=True)
-    return _table(device).index_select(0, index.int()).view(-1)
-
-
-@functools.cache
-def _table(device: torch.device) -> Tensor:
-    return torch.from_numpy(_ADDED).to(device)
+def mask_bits(logits: Tensor, bits: np.ndarray) -> None:
+    """Set logits (V,) whose bit in (n,) uint8, lowest first, is 0 to minus infinity; also those that have no bit, as the
+    vocabulary may be padded beyond what the tokenizer knows. Only the bits are copied to the logits' device."""
+    on_device = torch.from_numpy(bits.copy()).to(logits.device, non_blocking=True)
+    place = torch.arange(8, dtype=torch.uint8, device=logits.device)
+    banned = ((on_device[:, None] >> place) & 1 == 0).view(-1)[: len(logits)]
+    logits[: len(banned)].masked_fill_(banned, -torch.inf)
+    logits[len(banned) :] = -torch.inf
 
 
 class Grammars:
@@ -105,14 +95,14 @@ class Grammars:
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
         self._lock = threading.Lock()
 
-    def begin(self, grammar: Grammar) -> Derivation:
+    def begin(self, grammar: Grammar) -> Constraint:
         """An answer at its beginning. UsageError: it does not compile, is too costly, or cannot be used here."""
         with self._lock:
             matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
             self._compiled[grammar] = matcher
             if len(self._compiled) > _KEPT:
                 self._compiled.popitem(last=False)
-            return Derivation(matcher.deep_copy(), grammar.field)
+            return Constraint(matcher.deep_copy(), grammar.field)
 
     def _compile(self, grammar: Grammar) -> Any:
         tokenizer = self._read(grammar.field)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ..decoding.sampling import SamplingParams
+from .grammar import Constraint
 
 # Positions of a prompt scored together: their log-probabilities need as much memory as their logits.
 _SCORE_CHUNK = 64
-
-
-class Constraint(Protocol):
-    """What one answer may be: a grammar, at the place that the answer has reached."""
-
-    def mask(self, logits: Tensor) -> None:
-        """Set the logits (V,) float32 of what may not come next to minus infinity, in place."""
-
-    def take(self, token: int) -> None:
-        """Advance by an allowed token."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +73,7 @@ class LogitsProcessor:
 
 
 def score_tokens(logits: Tensor, token_ids: Sequence[int], count: int) -> list[TokenScore]:
-    """The log-probability of each token, and the ``count`` most probable tokens in its place.
-
-    Args:
-        logits: (T, V) float32.
-    """
+    """The log-probability of each token by its logits (T, V), and the ``count`` most probable tokens in its place."""
     scores: list[TokenScore] = []
     for start in range(0, len(token_ids), _SCORE_CHUNK):
         tokens = token_ids[start : start + _SCORE_CHUNK]

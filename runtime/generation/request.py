@@ -13,7 +13,8 @@ from wisparse.formats.errors import WisparseError
 from ..decoding.decoder import peak_bytes
 from ..decoding.sampling import SamplingParams
 from ..tokenizer import Detokenizer, StopStrings
-from .logits import Constraint, LogitsProcessor, TokenScore
+from .grammar import Constraint
+from .logits import LogitsProcessor, TokenScore
 
 
 @dataclass(frozen=True)

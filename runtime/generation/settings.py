@@ -1,4 +1,4 @@
-"""The options of generation, checked when they are given, and the same names for a type checker."""
+"""What callers give to ``Model.generate``, checked: prompts, and the options with their names for a type checker."""
 
 from __future__ import annotations
 
@@ -12,10 +12,78 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import PREFILL_POLICIES
 
 from ..decoding.sampling import SamplingParams
-from ..prompts import stop_texts
 from .grammar import Grammar
 
 F = TypeVar("F", bound=Callable[..., Any])
+Message = Mapping[str, Any]
+Prompt = str | Sequence[Message] | Sequence[int]
+
+_FORMS = "a text, messages with a role, token ids, or a list of these"
+
+
+def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+    """The prompts that an argument holds, and whether it is a single one.
+
+    Token ids may be numpy's or torch's: a vector of integers is a prompt, a matrix is a list of them.
+    """
+    prompts = _without_arrays(prompts)
+    single = _as_prompt(prompts, "prompt")
+    if single is not None:
+        return [single], True
+    found = []
+    for index, given in enumerate(prompts):
+        given = _without_arrays(given)
+        prompt = _as_prompt(given, f"prompt[{index}]")
+        if prompt is None:
+            raise UsageError(
+                f"prompt[{index}]: expected a text, messages or token ids, found a list of lists: {guard.quoted(given)}"
+            )
+        found.append(prompt)
+    return found, False
+
+
+def _without_arrays(value: Any) -> Any:
+    """Arrays of numpy and tensors of torch as lists."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+
+
+def _as_prompt(given: Any, where: str) -> Prompt | None:
+    """One prompt, checked; None if it is a list of prompts."""
+    if isinstance(given, str):
+        return guard.text(where, given)
+    if isinstance(given, Mapping):
+        raise UsageError(f"{where}: expected {_FORMS}, found one message: put it into a list")
+    if isinstance(given, (bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
+        raise UsageError(f"{where}: expected {_FORMS}, found {guard.quoted(given)}")
+    if not given:
+        raise UsageError(f"{where}: expected {_FORMS}, found an empty list")
+    first = ""
+    for index, one in enumerate(given):
+        if isinstance(one, Mapping):
+            kind = "messages"
+        elif isinstance(one, (str, Sequence)) or getattr(one, "shape", ()) != ():
+            kind = "prompts"
+        elif hasattr(one, "__index__") and not isinstance(one, bool):
+            kind = "ids"
+        else:
+            raise UsageError(f"{where}[{index}]: expected {_FORMS}, found {guard.quoted(one)}")
+        first = first or kind
+        if kind != first:
+            found = guard.quoted(one)
+            raise UsageError(f"{where}: expected one kind of thing in a list, found {first} and then {found}")
+    if first == "prompts":
+        return None
+    if first == "ids":
+        return [guard.integer(f"{where}[{index}]", one, 0) for index, one in enumerate(given)]
+    for index, message in enumerate(given):
+        if not isinstance(message.get("role"), str):
+            found = guard.quoted(dict(message))
+            raise UsageError(f"{where}[{index}]: expected a message with a role (str) and a content, found {found}")
+        content = message.get("content")
+        # The chat template knows parts and calls of tools, or refuses them.
+        if not isinstance(content, list) and (content is not None or not message.keys() - {"role", "content"}):
+            guard.text(f"{where}[{index}]: content", content)
+    return list(given)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +122,12 @@ class GenerationSettings(SamplingParams):
 
     @property
     def stop_texts(self) -> list[str]:
-        return stop_texts(self.stop)
+        if self.stop is None:
+            return []
+        several = [self.stop] if isinstance(self.stop, str) else self.stop
+        if not isinstance(several, (list, tuple, set, frozenset)):
+            raise UsageError(f"stop: expected a text, or a list of texts, found {guard.quoted(self.stop)}")
+        return [guard.text("stop", one, empty=False) for one in several]
 
 
 class GenerationArguments(TypedDict, total=False):

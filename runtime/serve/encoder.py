@@ -10,7 +10,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
 from ..decoding.sampling import SamplingParams
-from ..generation.logits import Constraint
+from ..generation.grammar import Constraint
 from ..generation.request import Request
 from ..model import Model
 from ..protocol.errors import ApiError

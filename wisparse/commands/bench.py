@@ -18,9 +18,8 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UnsupportedModelError, UsageError, first_line
 from wisparse.formats.machine import choose_device
 from wisparse.runtime.backends import load
-from wisparse.runtime.benchmark import Comparison, Workload, compare_weights, prompts
+from wisparse.runtime.benchmark import Comparison, Workload, compare_weights, prompts, wait
 from wisparse.runtime.decoding.decoder import memory_errors
-from wisparse.runtime.timing import wait
 
 from ..console import print_table
 from ..options import FOLDER_OR_ID, device_options, set_up_logging
