@@ -22,7 +22,7 @@ from wisparse.formats import bundle, verify
 verify._check_file = lambda *_: 0
 bundle._read_checked = lambda folder, name, manifest: bundle.read_bounded(folder, name, 1 << 30, bundle.BundleError)
 hostile.MUTATIONS = {{kind: hostile.MUTATIONS[kind] for kind in ("swap_tensors", "flip_bits", "bad_tokenizer")}}
-print(json.dumps(hostile.run(60, 0, 20, 400)))
+print(json.dumps(hostile.run([f"0:{{index}}" for index in range(60)], seconds=20)))
 """
 
 
