@@ -19,7 +19,6 @@ from wisparse.formats import guard
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.card import read_inherited
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.derived_checkpoint import quantized_checkpoint
 from wisparse.formats.errors import BundleError, ResourceError
 from wisparse.formats.folder import clear_leftovers
 from wisparse.formats.hub import Source, fetch_source, push_bundle
@@ -177,7 +176,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         if settings.weights != "native":  # `source` computes with the quantized weights from here on
             kind, numbers = cast(Kind, settings.weights), checkpoint.dtype
             matrices = quantise_weights(source, tokens, kind, numbers, progress, stages)
-            checkpoint = quantized_checkpoint(checkpoint, matrices, numbers)
+            checkpoint = checkpoint.quantize(matrices, numbers)
         results, choice = _search(source, tokens, settings, progress, stages, processes)
         if not processes.leads:
             return None

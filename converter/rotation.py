@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.derived_checkpoint import DerivedCheckpoint, derive
 from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.manifest import RotationRecord
 from wisparse.formats.model_config import LM_HEAD, ModelConfig
@@ -114,7 +113,7 @@ def _directions(moments: Tensor) -> Tensor:
     return (vectors * largest.sign()).float()
 
 
-def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> DerivedCheckpoint:
+def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) -> Checkpoint:
     """The rotated checkpoint: tensors are computed on ``device`` when they are read; the embeddings are not tied."""
     config = checkpoint.config
     by_name = {projection.name: projection for projection in config.projections()}
@@ -166,7 +165,7 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     tensors[LM_HEAD] = replace(checkpoint.tensors[head], name=LM_HEAD, file="")
     stated = {**checkpoint.config_dict, "tie_word_embeddings": False}
     made = {name: partial(one, name) for name in tensors}
-    return derive(checkpoint, made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
+    return checkpoint.derive(made, tensors=tensors, config_dict=stated, config=ModelConfig.from_dict(stated))
 
 
 def _readers(config: ModelConfig) -> dict[str, str]:
@@ -190,7 +189,7 @@ class RotatedModel:
     """The model that computes with the rotated weights, the checkpoint that gives them, and the recipe's record."""
 
     source: SourceModel
-    checkpoint: DerivedCheckpoint
+    checkpoint: Checkpoint
     record: RotationRecord
 
 

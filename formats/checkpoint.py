@@ -1,12 +1,12 @@
-"""A Hugging Face checkpoint on disk, read without trusting it."""
+"""A Hugging Face checkpoint on disk, read without trusting it, and checkpoints derived from one."""
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseE
 from .guard import FileIdentity, folder_kind, read_json, require_folder, shown
 from .manifest import has_masks
 from .model_config import LM_HEAD, ModelConfig, expected_tensors, is_derived
-from .packings import Packing, Part
-from .quantization import read_quantisation
+from .quantization import Packed, Packing, Part, Plain, read_quantisation
 from .safetensors_file import DTYPES, STORED_DTYPES, TensorFile
 from .weight_types import QuantizedMatrix
 
@@ -31,9 +30,13 @@ _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,200}\.safetensors")
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_INDEX_BYTES = 16 << 20
-# Bits of a number, and infinity's pattern. Integers are all finite; fp8 has no infinity, and its NaN is looked for
-# where the weight is put together.
-_INFINITY = {torch.float32: (32, 0x7F800000), torch.bfloat16: (16, 0x7F80), torch.float16: (16, 0x7C00)}
+# An integer of the same size, and infinity's pattern. Integers are all finite; fp8 has no infinity, and its NaN is
+# looked for where the weight is put together.
+_INFINITY = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+}
 # Small tensors that say how the others are to be read: looked at before any weight is.
 _READ_FIRST = ("weight_shape", "g_idx")
 # Last parts of names that only tensors of quantised weights have.
@@ -57,7 +60,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,6 @@ class StoredWeight:
     packing: Packing
     rows: int
     columns: int
-
-    def parts(self) -> dict[str, Part]:
-        """Last part of a tensor's name -> what it has to look like; ValueError for a shape that cannot be so."""
-        return self.packing.parts(self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,8 @@ class Checkpoint:
     vision_tensors: int  # how many tensors of a wrapper are not the text model's; 0 for a plain model
     error: type[WisparseError]  # class of the error raised for a file that turns out damaged
     _files: Mapping[str, TensorFile]
+    # name -> what makes a tensor that is not in the files, on the CPU and contiguous, when it is read
+    _made: Mapping[str, Callable[[], Tensor]] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -134,7 +135,18 @@ class Checkpoint:
         quantised = {name: StoredWeight(packing, *expected[name]) for name, packing in packings.items()}
         if config.tie_word_embeddings and LM_HEAD in stored and not is_bundle:
             expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        parts = _expected_parts(expected, quantised, stored, error)
+        # Name of every tensor that has to be there, or may be and is -> what it has to look like, in order.
+        parts: dict[str, Part] = {}
+        for name, shape in expected.items():
+            if name not in quantised:
+                parts[name] = Part((shape,), tuple(DTYPES))
+                continue
+            prefix = name.removesuffix("weight")
+            try:
+                of_weight = quantised[name].packing.parts(*shape)
+            except ValueError as reason:
+                raise error(f"{name}: {reason}") from None
+            parts |= {prefix + end: part for end, part in of_weight.items() if part.required or prefix + end in stored}
         missing = [name for name in parts if name not in stored]
         extra = [name for name in stored if name not in parts and (is_bundle or not is_derived(name))]
         if missing or extra:
@@ -149,26 +161,84 @@ class Checkpoint:
             raise error(
                 f"the weights do not fit config.json ({config.architecture.class_name}): {'; '.join(differs)}{but}"
             )
-        tensors = {
-            name: _checked_info(name, weight_map[stored[name]], stored[name], files, part, error)
-            for name, part in parts.items()
-        }
-        opened = cls(
-            folder=folder,
-            config_dict=config_dict,
-            config=config,
-            tensors=tensors,
-            quantised=quantised,
-            vision_tensors=len(weight_map) - len(stored),
-            error=error,
-            _files=files,
-        )
+        tensors = {}
+        for name, part in parts.items():
+            file = weight_map[stored[name]]
+            entry = files[file].entries.get(stored[name])
+            if entry is None:
+                raise error(f"{file}: {stored[name]} is missing, the index places it there")
+            if entry.code not in part.codes and part.codes == tuple(DTYPES):
+                raise error(
+                    f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights need a "
+                    "quantization_config that says how they are stored: take a checkpoint that has one, or the "
+                    "unquantised checkpoint"
+                )
+            if entry.code not in part.codes:
+                raise error(f"{name}: expected {' or '.join(part.codes)}, found {entry.code}; see quantization_config")
+            if entry.shape not in part.shapes:
+                shapes = " or ".join(str(shape) for shape in part.shapes)
+                raise error(f"{name}: expected shape {shapes}, found {entry.shape}; config.json and weights do not fit")
+            tensors[name] = TensorInfo(name, file, stored[name], entry.shape, STORED_DTYPES[entry.code])
+        left_out = len(weight_map) - len(stored)
+        opened = cls(folder, config_dict, config, tensors, quantised, left_out, error, files)
         for name, weight in quantised.items():
             try:
                 weight.packing.check(opened._parts_of(name, _READ_FIRST), weight.rows, weight.columns)
             except ValueError as reason:
                 raise error(f"{name}: {reason}") from None
         return opened
+
+    def derive(self, made: Mapping[str, Callable[[], Tensor]], **changes: Any) -> Checkpoint:
+        """This checkpoint with other attributes (``tensors``, ``config``, …), and with these tensors made when they are
+        read, beside its own."""
+        tensors = changes.get("tensors", self.tensors)
+        every = {name: make for name, make in {**self._made, **made}.items() if name in tensors}
+        return replace(self, _made=every, **changes)
+
+    def quantize(self, matrices: Mapping[str, QuantizedMatrix], scale_dtype: torch.dtype) -> Checkpoint:
+        """This checkpoint, not quantized, with the weights of projections replaced by codes as compressed-tensors
+        stores them.
+
+        ``matrices``, by projection, have no zero points and are all of one kind and group; ``scale_dtype`` is that of
+        the stored scales.
+        """
+        kind, grouping = next((matrix.kind, matrix.group) for matrix in matrices.values())
+        packing: Packing = Plain("fp8") if kind == "fp8" else Packed(kind, grouping)
+        tensors: dict[str, TensorInfo] = {}
+        made: dict[str, Callable[[], Tensor]] = {}
+        quantised: dict[str, StoredWeight] = {}
+        for name, info in self.tensors.items():
+            matrix = matrices.get(name.removesuffix(".weight"))
+            if matrix is None:
+                tensors[name] = info
+                continue
+            quantised[name] = StoredWeight(packing, *matrix.shape)
+            for part, tensor in packing.encode(matrix, scale_dtype).items():
+                stored = name.removesuffix("weight") + part
+                made[stored] = partial(lambda made: made, tensor)
+                tensors[stored] = TensorInfo(stored, "", stored, tuple(tensor.shape), tensor.dtype)
+        weights = {
+            "num_bits": 4 if kind == "int4" else 8,
+            "type": "float" if kind == "fp8" else "int",
+            "symmetric": True,
+            "strategy": "channel" if grouping is None else "group",
+            "group_size": grouping,
+            "dynamic": False,
+        }
+        group = {"targets": ["Linear"], "weights": weights, "input_activations": None, "output_activations": None}
+        ignore = [LM_HEAD.removesuffix(".weight")]
+        if self.config.delta_net is not None:
+            # Linear layers as well, but small ones that are no projections.
+            ignore.append(r"re:.*\.linear_attn\.in_proj_[ab]$")
+        config = {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized" if kind == "fp8" else "pack-quantized",
+            "quantization_status": "compressed",
+            "config_groups": {"group_0": group},
+            "ignore": ignore,
+        }
+        config_dict = {**self.config_dict, "quantization_config": config}
+        return self.derive(made, config_dict=config_dict, tensors=tensors, quantised=quantised)
 
     @property
     def tied(self) -> bool:
@@ -205,21 +275,24 @@ class Checkpoint:
 
     def chunks(self, name: str, chunk_bytes: int = 32 << 20) -> Iterator[Tensor]:
         """A stored tensor's elements in order, flat and read-only, at most ``chunk_bytes`` at a time."""
+        if name in self._made:
+            tensor = self._stored(name).flatten()
+            yield from tensor.split(max(1, chunk_bytes // tensor.dtype.itemsize))
+            return
         info = self.tensors[name]
-        source = self._bytes(info)
+        source = self._files[info.file].read_bytes(info.stored)
         for offset in range(0, info.nbytes, chunk_bytes):
             chunk = source[offset : offset + chunk_bytes]
-            for start in range(0, len(chunk), _COPY_BYTES):
-                self._require_finite(info, chunk[start : start + _COPY_BYTES].numpy())
+            for piece in chunk.split(_COPY_BYTES):
+                self._require_finite(info, piece)
             yield chunk.view(info.dtype)
 
     def read_part(self, name: str, offset: int, memory: Tensor) -> None:
         """Fill ``memory``, (n,) uint8 on the CPU, with a stored tensor's bytes from ``offset`` on; thread-safe."""
-        info, target = self.tensors[name], memory.numpy()
-        source = self._bytes(info)[offset : offset + len(target)].numpy()
-        for start in range(0, len(target), _COPY_BYTES):
-            piece = target[start : start + _COPY_BYTES]
-            np.copyto(piece, source[start : start + _COPY_BYTES])
+        info = self.tensors[name]
+        source = self._files[info.file].read_bytes(info.stored)[offset : offset + len(memory)]
+        for piece, data in zip(memory.split(_COPY_BYTES), source.split(_COPY_BYTES), strict=True):
+            np.copyto(piece.numpy(), data.numpy())  # unlike torch's it wakes no threads
             self._require_finite(info, piece)
 
     def matrix(self, name: str, device: str | torch.device = "cpu") -> Tensor | QuantizedMatrix:
@@ -256,7 +329,8 @@ class Checkpoint:
 
     def _decode(self, name: str, device: str | torch.device = "cpu") -> QuantizedMatrix:
         weight = self.quantised[name]
-        parts = {part: tensor.to(device) for part, tensor in self._parts_of(name, weight.parts()).items()}
+        names = weight.packing.parts(weight.rows, weight.columns)
+        parts = {part: tensor.to(device) for part, tensor in self._parts_of(name, names).items()}
         try:
             return weight.packing.decode(parts, weight.rows, weight.columns)
         except ValueError as reason:
@@ -267,6 +341,11 @@ class Checkpoint:
         return {part: self._stored(prefix + part) for part in parts if prefix + part in self.tensors}
 
     def _stored(self, name: str) -> Tensor:
+        if name in self._made:
+            tensor = self._made[name]()
+            if not is_finite(tensor):
+                raise self.error(f"{name}: made anew, it holds values beyond {tensor.dtype}'s range")
+            return tensor
         info = self.tensors.get(name)
         if info is None:
             raise self.error(f"{name}: not among the tensors of {self.folder.name}")
@@ -278,11 +357,8 @@ class Checkpoint:
         self.read_part(name, 0, memory)
         return memory.view(info.dtype).reshape(info.shape)
 
-    def _bytes(self, info: TensorInfo) -> Tensor:
-        return self._files[info.file].read_bytes(info.stored)
-
-    def _require_finite(self, info: TensorInfo, data: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        if not _finite(data, info.dtype):
+    def _require_finite(self, info: TensorInfo, data: Tensor) -> None:
+        if not is_finite(data.view(info.dtype)):
             raise self.error(f"{info.name}: the weights hold NaN or infinity; the model is damaged")
 
 
@@ -298,17 +374,14 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
 
 def is_finite(values: Tensor) -> bool:
     """Whether no element is NaN or infinite."""
-    return _finite(values.detach().cpu().contiguous().view(torch.uint8).flatten().numpy(), values.dtype)
-
-
-def _finite(data: np.ndarray[Any, np.dtype[np.uint8]], dtype: torch.dtype) -> bool:
-    if dtype not in _INFINITY:
+    if values.dtype not in _INFINITY:
         return True
     # Bit patterns in their order: infinity and NaN come last, negative ones last of all. Two maxima are twenty times
     # faster than isfinite().all(), and wake no threads.
-    bits, infinity = _INFINITY[dtype]
-    positive, every = data.view(f"<i{bits // 8}").max(), data.view(f"<u{bits // 8}").max()
-    return bool(positive < infinity and every < infinity + 2 ** (bits - 1))
+    integer, infinity = _INFINITY[values.dtype]
+    signed = values.detach().cpu().contiguous().view(integer).numpy()
+    unsigned = signed.view(f"u{signed.itemsize}")
+    return bool(signed.max() < infinity and unsigned.max() < infinity + 2 ** (8 * signed.itemsize - 1))
 
 
 def _open_files(
@@ -344,44 +417,3 @@ def _open_files(
             if weight_map.get(name) != file:
                 raise error(f"{file}: holds {name!r:.200}, which the index does not place there")
     return weight_map, files
-
-
-def _expected_parts(
-    expected: Mapping[str, tuple[int, ...]],
-    quantised: Mapping[str, StoredWeight],
-    stored: Mapping[str, str],
-    error: type[WisparseError],
-) -> dict[str, Part]:
-    """Name of every tensor that has to be there, or may be and is -> what it has to look like, in order."""
-    found: dict[str, Part] = {}
-    for name, shape in expected.items():
-        weight = quantised.get(name)
-        if weight is None:
-            found[name] = Part((shape,), tuple(DTYPES))
-            continue
-        prefix = name.removesuffix("weight")
-        try:
-            parts = weight.parts()
-        except ValueError as reason:
-            raise error(f"{name}: {reason}") from None
-        found |= {prefix + part: what for part, what in parts.items() if what.required or prefix + part in stored}
-    return found
-
-
-def _checked_info(
-    name: str, file: str, stored: str, files: Mapping[str, TensorFile], part: Part, error: type[WisparseError]
-) -> TensorInfo:
-    entry = files[file].entries.get(stored)
-    if entry is None:
-        raise error(f"{file}: {stored} is missing, the index places it there")
-    if entry.code not in part.codes:
-        if part.codes == tuple(DTYPES):
-            raise error(
-                f"{name}: expected BF16, F16 or F32, found {entry.code}; quantised weights need a quantization_config "
-                "that says how they are stored: take a checkpoint that has one, or the unquantised checkpoint"
-            )
-        raise error(f"{name}: expected {' or '.join(part.codes)}, found {entry.code}; see quantization_config")
-    if entry.shape not in part.shapes:
-        expected = " or ".join(str(shape) for shape in part.shapes)
-        raise error(f"{name}: expected shape {expected}, found {entry.shape}; config.json and weights do not fit")
-    return TensorInfo(name, file, stored, entry.shape, STORED_DTYPES[entry.code])

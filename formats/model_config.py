@@ -29,17 +29,24 @@ _ROPE_NUMBERS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-def _expected(key: str, what: str, found: Any) -> UnsupportedModelError:
+# What a smaller or sparser Gemma 4 has that the large dense one has not.
+_OF_SMALL = "not supported: {}; of this family the dense models without are"
+_NOT_GEMMA4 = {
+    "enable_moe_block": "a mixture-of-experts model, which reads only some of its weights at a token already",
+    "hidden_size_per_layer_input": _OF_SMALL.format("every block has an embedding of its own"),
+    "num_kv_shared_layers": _OF_SMALL.format("some blocks have no keys and values of their own"),
+}
+
+
+def unexpected(key: str, what: str, found: Any) -> UnsupportedModelError:
     return UnsupportedModelError(f"config.json: {key}: expected {what}, found {found!r:.80}")
 
 
-def dimension(
-    config: Mapping[str, Any], key: str, default: int | None = None, largest: int = _LARGEST_DIMENSION
-) -> int:
-    """A positive integer; ``default`` where the config has none."""
-    value = default if config.get(key) is None else config[key]
+def dimension(config: Mapping[str, Any], key: str, largest: int = _LARGEST_DIMENSION) -> int:
+    """A positive integer."""
+    value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise _expected(key, "a positive integer", value)
+        raise unexpected(key, "a positive integer", value)
     if value > largest:
         raise UnsupportedModelError(f"config.json: {key}: expected at most {largest:,}, found {value!r:.40}")
     return value
@@ -48,7 +55,7 @@ def dimension(
 def _switch(config: Mapping[str, Any], key: str) -> bool:
     value = config.get(key)
     if value is not None and not isinstance(value, bool):
-        raise _expected(key, "true or false", value)
+        raise unexpected(key, "true or false", value)
     return bool(value)
 
 
@@ -56,7 +63,7 @@ def _number(config: Mapping[str, Any], key: str, low: float = 1e-12, high: float
     """A positive number; the bounds keep sums, powers and quotients of it finite, and NaN fails every comparison."""
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
-        raise _expected(where + key, "a positive number", value)
+        raise unexpected(where + key, "a positive number", value)
     return float(value)
 
 
@@ -64,7 +71,7 @@ def _listed(config: Mapping[str, Any], key: str, num_blocks: int) -> list[Any]:
     """A list with an entry for every block."""
     values = config.get(key)
     if not isinstance(values, list) or len(values) != num_blocks:
-        raise _expected(key, f"{num_blocks} entries", values)
+        raise unexpected(key, f"{num_blocks} entries", values)
     return values
 
 
@@ -267,7 +274,7 @@ class ModelConfig:
         def fixed(value: bool | str) -> bool:
             return _switch(config, value) if isinstance(value, str) else value
 
-        def power(value: Power | None, default: float) -> float:
+        def power(value: Power | None, default: float = 1.0) -> float:
             return default if value is None else _number(config, value[0]) ** value[1]
 
         def optional(key: str | None) -> float | None:
@@ -275,13 +282,17 @@ class ModelConfig:
                 raise UnsupportedModelError(f"config.json: {key}: expected a number or null, found no such key")
             return None if key is None or config[key] is None else _number(config, key)
 
-        if arch.full_heads:
-            _refuse_other_gemma4(config)
+        for key, what in _NOT_GEMMA4.items() if arch.full_heads else ():
+            if config.get(key):
+                value = "" if key == "enable_moe_block" else f" {config[key]!r:.20}"
+                raise UnsupportedModelError(
+                    f"unsupported architecture: model_type {model_type!r} with {key}{value} is {what}"
+                )
         hidden_size = dimension(config, "hidden_size")
         num_heads = dimension(config, "num_attention_heads")
-        num_kv_heads = dimension(config, "num_key_value_heads", default=num_heads)
+        num_kv_heads = dimension(config, "num_key_value_heads")
         num_blocks = dimension(config, "num_hidden_layers", largest=LARGEST_NUM_BLOCKS)
-        head_dim = dimension(config, "head_dim", default=hidden_size // num_heads)
+        head_dim = hidden_size // num_heads if config.get("head_dim") is None else dimension(config, "head_dim")
         blocks = _blocks(config, arch, num_blocks, head_dim, num_kv_heads)
         for heads, width in {(num_kv_heads, head_dim), *((one.num_kv_heads, one.head_dim) for one in blocks)}:
             if num_heads % heads:
@@ -292,14 +303,14 @@ class ModelConfig:
                 raise UnsupportedModelError(f"head_dim: expected an even number, found {width}")
         eps = config.get("rms_norm_eps")
         if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
-            raise _expected("rms_norm_eps", "a small number", eps)
+            raise unexpected("rms_norm_eps", "a small number", eps)
         activation = config.get(arch.activation)
         if not isinstance(activation, str) or activation not in arch.activations:
             known = " or ".join(repr(name) for name in arch.activations)
             raise UnsupportedModelError(f"{arch.activation}: expected {known}, found {activation!r:.80}")
         rope = config.get("rope_parameters")
         if not isinstance(rope, Mapping):
-            raise _expected("rope_parameters", "an object", rope)
+            raise unexpected("rope_parameters", "an object", rope)
         if arch.local_rope:
             full_dim = next((block.head_dim for block in blocks if block.rotary == 0), head_dim)
             rotaries: tuple[RopeConfig, ...] = (
@@ -329,34 +340,19 @@ class ModelConfig:
             qkv_bias=fixed(arch.qkv_bias),
             o_bias=fixed(arch.o_bias),
             mlp_bias=fixed(arch.mlp_bias),
-            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
             blocks=blocks,
             rotaries=rotaries,
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
-            embedding_multiplier=power(arch.embedding_multiplier, 1.0),
-            residual_multiplier=power(arch.residual_multiplier, 1.0),
-            logits_multiplier=power(arch.logits_multiplier, 1.0),
+            embedding_multiplier=power(arch.embedding_multiplier),
+            residual_multiplier=power(arch.residual_multiplier),
+            logits_multiplier=power(arch.logits_multiplier),
             query_scaling=query_scaling,
             delta_net=_delta_net(config) if any(block.recurrent for block in blocks) else None,
         )
-
-
-def _refuse_other_gemma4(config: Mapping[str, Any]) -> None:
-    """Refuse what a smaller or sparser Gemma 4 has that the large dense one has not."""
-    why = None
-    if config.get("enable_moe_block"):
-        why = "enable_moe_block is a mixture-of-experts model, which reads only some of its weights at a token already"
-    for key, what in (
-        ("hidden_size_per_layer_input", "every block has an embedding of its own"),
-        ("num_kv_shared_layers", "some blocks have no keys and values of their own"),
-    ):
-        if config.get(key) and why is None:
-            why = f"{key} {config[key]!r:.20} is not supported: {what}; of this family the dense models without are"
-    if why is not None:
-        raise UnsupportedModelError(f"unsupported architecture: model_type {config['model_type']!r} with {why}")
 
 
 def _blocks(
@@ -369,7 +365,7 @@ def _blocks(
         kinds = _listed(config, "layer_types", num_blocks)
         for kind in kinds:
             if kind not in (other, "full_attention"):
-                raise _expected("layer_types", f"{other} or full_attention", kind)
+                raise unexpected("layer_types", f"{other} or full_attention", kind)
     if arch.recurrent:
         return tuple(Block(None, None if kind == other else 0, head_dim, num_kv_heads, kind == other) for kind in kinds)
     rotated: list[Any] = [True] * num_blocks
@@ -395,23 +391,21 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
     default = {index: own for index, block in enumerate(blocks) if block.window is None}
     given = config.get("per_layer_config", default)
     if not isinstance(given, Mapping):
-        raise _expected("per_layer_config", "an object", given)
+        raise unexpected("per_layer_config", "an object", given)
     # The keys are numbers as JSON has them: "5", and "05" in a model of more than ten blocks.
     names = {int(key) if re.fullmatch("[0-9]{1,5}", str(key)) else -1: key for key in given}
     if unknown := set(names) - set(range(len(blocks))):
-        raise _expected("per_layer_config", "blocks", names[min(unknown)])
+        raise unexpected("per_layer_config", "blocks", names[min(unknown)])
     found = []
     for index, block in enumerate(blocks):
         stated = given[names[index]] if index in names else {}
         if not isinstance(stated, Mapping) or not set(stated) <= {"head_dim", "num_key_value_heads"}:
-            raise _expected("per_layer_config", "head_dim and num_key_value_heads", stated)
+            raise unexpected("per_layer_config", "head_dim and num_key_value_heads", stated)
+        own = {key: dimension(stated, key) for key, value in stated.items() if value is not None}
+        heads = own.get("num_key_value_heads", block.num_kv_heads)
+        shares = shared and block.window is None
         found.append(
-            replace(
-                block,
-                head_dim=dimension(stated, "head_dim", default=block.head_dim),
-                num_kv_heads=dimension(stated, "num_key_value_heads", default=block.num_kv_heads),
-                shared_values=shared and block.window is None,
-            )
+            replace(block, head_dim=own.get("head_dim", block.head_dim), num_kv_heads=heads, shared_values=shares)
         )
     widths = [{block.head_dim for block in found if (block.window is None) == full} for full in (True, False)]
     if any(len(of_kind) > 1 for of_kind in widths):
@@ -440,7 +434,7 @@ def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
 def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: bool) -> RopeConfig:
     """One rotary embedding from its ``rope_parameters``."""
     if not isinstance(given, Mapping):
-        raise _expected("rope_parameters", "an object", given)
+        raise unexpected("rope_parameters", "an object", given)
     parameters, rope_type = dict(given), given.get("rope_type")
     if not isinstance(rope_type, str) or rope_type not in _ROPE_NUMBERS:
         known = ", ".join(_ROPE_NUMBERS)
@@ -472,14 +466,14 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     if rope_type == "dynamic" and rotary_dim < 4:
         raise UnsupportedModelError(f"rotary embedding: dynamic scaling needs 4 dimensions or more, found {rotary_dim}")
     if rope_type == "yarn" and not isinstance(parameters.get("truncate", True), bool):
-        raise _expected("rope_parameters.truncate", "true or false", parameters["truncate"])
+        raise unexpected("rope_parameters.truncate", "true or false", parameters["truncate"])
     if rope_type == "longrope":
         if parameters["original_max_position_embeddings"] < 2:
             raise UnsupportedModelError("config.json: original_max_position_embeddings: expected more than 1")
         for key in ("short_factor", "long_factor"):
             values = parameters.get(key)
             if not isinstance(values, list) or len(values) != rotary_dim // 2:
-                raise _expected(f"rope_parameters.{key}", f"{rotary_dim // 2} numbers", values)
+                raise unexpected(f"rope_parameters.{key}", f"{rotary_dim // 2} numbers", values)
             for value in values:
                 _number({key: value}, key, 0, 1e30, "rope_parameters.")
     return RopeConfig(theta, rope_type, rotary_dim, parameters, interleaved)

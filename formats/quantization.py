@@ -1,14 +1,229 @@
-"""``quantization_config``: which weights of a model are stored in few bits, and how."""
+"""Quantized weights: how they lie in a checkpoint's tensors, and which ones ``quantization_config`` says there are."""
 
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
 
 from .errors import UnsupportedModelError
-from .model_config import LM_HEAD, ModelConfig, dimension
-from .packings import Awq, Gptq, Packed, Packing, Plain
+from .model_config import LM_HEAD, ModelConfig, dimension, unexpected
+from .weight_types import Kind, QuantizedMatrix, pack_int4
+
+_FLOATS = ("BF16", "F16", "F32")
+_FP8_NAN = 0x7F
+# The place of channel i in a word of AWQ's: its kernels unpack even and odd ones side by side.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a weight: the shapes and the types (as safetensors names them) that it may have."""
+
+    shapes: tuple[tuple[int, ...], ...]
+    codes: tuple[str, ...]
+    required: bool = True
+
+
+class Packing(ABC):
+    """A way to store a weight. Two weights are stored alike if their packings are equal."""
+
+    kind: Kind
+    group: int | None  # neighbouring channels that share a scale; None for a whole row
+    zero_points: bool
+
+    @abstractmethod
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        """Last part of a tensor's name -> what is expected there; ValueError for a shape that cannot be stored so."""
+
+    @abstractmethod
+    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
+        """The weight (rows, columns) from the tensors of `parts`."""
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:  # noqa: B027
+        """Check those of the small tensors ``weight_shape`` and ``g_idx`` that there are."""
+
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        """The reverse of `decode`, for those packings that are written: without zero points."""
+        raise NotImplementedError(f"{type(self).__name__} is not written")
+
+    def _groups(self, columns: int) -> int:
+        if self.group is not None and columns % self.group:
+            raise ValueError(f"groups of {self.group} do not divide its {columns} channels")
+        return 1 if self.group is None else columns // self.group
+
+
+@dataclass(frozen=True)
+class Packed(Packing):
+    """compressed-tensors' ``pack-quantized``: codes of 4 or 8 bits, offset to be unsigned, in int32 words along K, the
+    first in the lowest bits; zero points alike along N. Scales (N, G), for a tensor of one scale (1,)."""
+
+    kind: Literal["int4", "int8"]
+    group: int | None
+    zero_points: bool = False
+    per_tensor: bool = False
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        groups, in_word = self._groups(columns), 8 if self.kind == "int4" else 4
+        found = {
+            "weight_packed": Part(((rows, -(-columns // in_word)),), ("I32",)),
+            "weight_scale": Part(((1,), ()) if self.per_tensor else ((rows, groups),), _FLOATS),
+            "weight_shape": Part(((2,),), ("I64", "I32")),
+        }
+        if self.zero_points:
+            found["weight_zero_point"] = Part(((-(-rows // in_word), groups),), ("I32",))
+        return found
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        stated = parts["weight_shape"].tolist()
+        if stated != [rows, columns]:
+            raise ValueError(f"weight_shape: expected {[rows, columns]}, found {stated}")
+
+    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
+        codes, zeros = parts["weight_packed"].contiguous().view(torch.uint8), None
+        if self.zero_points:
+            zeros = _from_words(parts["weight_zero_point"].t(), self.kind, rows).t().contiguous()
+        scales = _scales(parts["weight_scale"], self.kind).expand(rows, -1)
+        if self.kind == "int8":
+            codes, zeros = _signed(codes[:, :columns]), None if zeros is None else _signed(zeros)
+        else:
+            codes = codes[:, : (columns + 1) // 2]
+        return QuantizedMatrix(self.kind, codes.contiguous(), scales, zeros, self.group, (rows, columns))
+
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        codes = matrix.codes if self.kind == "int4" else _signed(matrix.codes.view(torch.uint8)).view(torch.uint8)
+        if self.kind == "int4" and matrix.shape[1] % 2:
+            raise ValueError(f"rows of {matrix.shape[1]} codes end in half a byte")
+        padded = torch.nn.functional.pad(codes, (0, -codes.shape[1] % 4))
+        return {
+            "weight_packed": padded.contiguous().view(torch.int32),
+            "weight_scale": matrix.scales.to(scale_dtype),
+            "weight_shape": torch.tensor(matrix.shape),
+        }
+
+
+@dataclass(frozen=True)
+class Plain(Packing):
+    """A code a number: int8 or fp8 e4m3, with a scale a tensor, a row, a group, or a block of rows and channels.
+
+    compressed-tensors' ``int-quantized`` and ``float-quantized``, and fp8 as DeepSeek and Qwen publish it, whose scales
+    are named ``weight_scale_inv`` (and are multiplied with nevertheless).
+    """
+
+    kind: Literal["int8", "fp8"]
+    group: int | None = None
+    block_rows: int | None = None
+    per_tensor: bool = False
+    zero_points: bool = False
+    scale: str = "weight_scale"
+    input_scale: bool = False
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        groups = self._groups(columns)
+        scale_rows = rows if self.block_rows is None else -(-rows // self.block_rows)
+        shapes: tuple[tuple[int, ...], ...] = ((1,), (), (1, 1)) if self.per_tensor else ((scale_rows, groups),)
+        found = {
+            "weight": Part(((rows, columns),), ("I8" if self.kind == "int8" else "F8_E4M3",)),
+            self.scale: Part(shapes, _FLOATS),
+        }
+        if self.zero_points:
+            found["weight_zero_point"] = Part(shapes, ("I8",))
+        if self.input_scale:  # of activations, which are not rounded here
+            found["input_scale"] = Part(((1,), ()), _FLOATS, required=False)
+        return found
+
+    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
+        def by_row(values: Tensor) -> Tensor:
+            if self.per_tensor:
+                return values.reshape(1, 1).expand(rows, 1).contiguous()
+            if self.block_rows is not None:
+                return values.repeat_interleave(self.block_rows, dim=0)[:rows].contiguous()
+            return values.contiguous()
+
+        codes = parts["weight"]
+        if self.kind == "fp8" and bool(((codes.view(torch.uint8) & _FP8_NAN) == _FP8_NAN).any()):
+            raise ValueError("the weights hold NaN; the model is damaged")
+        scales = by_row(_scales(parts[self.scale], self.kind))
+        zeros = by_row(parts["weight_zero_point"]) if self.zero_points else None
+        return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (rows, columns))
+
+    def encode(self, matrix: QuantizedMatrix, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"weight": matrix.codes, self.scale: matrix.scales.to(scale_dtype)}
+
+
+@dataclass(frozen=True)
+class Transposed(Packing):
+    """GPTQ's, and AutoAWQ's ``gemm``: 4-bit codes and zero points in int32 words, scales (G, N); all transposed.
+
+    GPTQ has its codes in words along K, AWQ along N and interleaved as the zero points then are; those are along N.
+    """
+
+    group: int | None
+    awq: bool = False
+    zero_offset: int = 0  # added to a stored zero point: 1 in the first version of GPTQ's format
+    kind = "int4"
+    zero_points = True
+
+    def parts(self, rows: int, columns: int) -> dict[str, Part]:
+        groups = self._groups(columns)
+        if rows % 8 or (columns % 8 and not self.awq):
+            raise ValueError(f"words of eight codes do not divide its shape {(rows, columns)}")
+        found = {
+            "qweight": Part(((columns, rows // 8) if self.awq else (columns // 8, rows),), ("I32",)),
+            "qzeros": Part(((groups, rows // 8),), ("I32",)),
+            "scales": Part(((groups, rows),), _FLOATS),
+        }
+        return found if self.awq else found | {"g_idx": Part(((columns,),), ("I32",), required=False)}
+
+    def check(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> None:
+        order = parts.get("g_idx")
+        if order is not None and not torch.equal(order.long(), torch.arange(columns) // (self.group or columns)):
+            raise ValueError(
+                "its channels were reordered by their activations (act-order: desc_act with a g_idx of its own), so "
+                "neighbours share no scale; take a checkpoint quantised with desc_act=False"
+            )
+
+    def decode(self, parts: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedMatrix:
+        zeros = _from_words(parts["qzeros"], "int4", rows)
+        if self.awq:
+            both = (_from_words(parts["qweight"], "int4", rows), zeros)
+            codes, zeros = (one.unflatten(1, (-1, 8))[:, :, list(_AWQ_ORDER)].flatten(1) for one in both)
+            codes = codes.t()
+        else:
+            codes = _from_words(parts["qweight"].t(), "int4", columns)
+        zeros = ((zeros.t() + self.zero_offset) & 15).contiguous()
+        scales = _scales(parts["scales"], "int4").t().contiguous()
+        return QuantizedMatrix("int4", pack_int4(codes), scales, zeros, self.group, (rows, columns))
+
+
+def _from_words(words: Tensor, kind: Kind, columns: int) -> Tensor:
+    """Codes (R, columns) uint8 from int32 words (R, W), the first in the lowest bits."""
+    # Not contiguous(): of a single word a row it leaves strides as they are.
+    data = words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    if kind == "int4":
+        data = torch.stack((data & 15, data >> 4), dim=2).flatten(1)
+    return data[:, :columns]
+
+
+def _signed(codes: Tensor) -> Tensor:
+    """Unsigned bytes, 128 standing for 0, as int8."""
+    return (codes ^ 128).view(torch.int8)
+
+
+def _scales(stored: Tensor, kind: Kind) -> Tensor:
+    """Scales in float32; codes of 4 and 8 bits, less their zero points, are at most 15 and 448."""
+    scales = stored.to(torch.float32)
+    least, largest = (float(value) for value in torch.aminmax(scales))
+    # NaN fails every comparison.
+    if not (least > 0 and largest < torch.finfo(torch.float32).max / (15 if kind == "int4" else 448)):
+        raise ValueError(f"expected finite positive scales, found {least:g} to {largest:g}")
+    return scales
+
 
 _KEY = "quantization_config"
 _KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq and awq"
@@ -44,10 +259,6 @@ _MAX_QUANTIFIERS = 3
 _MAX_TRIALS = 20_000
 
 
-def _expected(key: str, what: str, found: Any) -> UnsupportedModelError:
-    return UnsupportedModelError(f"config.json: {key}: expected {what}, found {found!r:.80}")
-
-
 def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> dict[str, Packing]:
     """Name of every quantized weight -> its packing; ``config`` is read from ``config_dict``, which is ``config.json``.
 
@@ -58,7 +269,7 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     if given is None or given == {}:
         return {}
     if not isinstance(given, dict):
-        raise _expected(_KEY, "an object", given)
+        raise unexpected(_KEY, "an object", given)
     method = given.get("quant_method")
     if method is None and "config_groups" in given:
         method = "compressed-tensors"
@@ -102,16 +313,16 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
         )
     status = given.get("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):
-        raise _expected(f"{_KEY}.quantization_status", "'compressed'", status)
+        raise unexpected(f"{_KEY}.quantization_status", "'compressed'", status)
     groups = given.get("config_groups")
     if not isinstance(groups, dict) or not 0 < len(groups) <= _MAX_GROUPS:
-        raise _expected(f"{_KEY}.config_groups", "an object", groups)
+        raise unexpected(f"{_KEY}.config_groups", "an object", groups)
     ignore = _Names("ignore", given.get("ignore") or [], len(layers))
     schemes = []
     for name, group in groups.items():
         where = f"{_KEY}.config_groups.{name:.40}"
         if not isinstance(group, dict):
-            raise _expected(where, "an object", group)
+            raise unexpected(where, "an object", group)
         packing = _scheme(where, group, group.get("format") or given.get("format"))
         schemes.append((_Names(f"config_groups.{name:.40}.targets", group.get("targets"), len(layers)), packing))
     found: dict[str, Packing] = {}
@@ -134,7 +345,7 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
 def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
     weights, activations = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict):
-        raise _expected(f"{where}.weights", "an object", weights)
+        raise unexpected(f"{where}.weights", "an object", weights)
     bits, number, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
     form = {"naive-quantized": f"{number}-quantized"}.get(form, form) if isinstance(form, str) else form
     if strategy is None:
@@ -152,14 +363,14 @@ def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
     if not isinstance(symmetric, bool):
         raise UnsupportedModelError(f"config.json: {where}: symmetric: expected true or false, found {symmetric!r:.80}")
     if activations is not None and not isinstance(activations, dict):
-        raise _expected(f"{where}.input_activations", "an object", activations)
+        raise unexpected(f"{where}.input_activations", "an object", activations)
     size = dimension(weights, "group_size") if strategy == "group" else None
     per_tensor, known = strategy == "tensor", strategy in ("tensor", "channel", "group")
     static = (activations or {}).get("dynamic") is False
     if form == "pack-quantized" and number == "int" and known and bits in (4, 8) and (symmetric or not per_tensor):
-        return Packed(bits, size, symmetric, per_tensor)
+        return Packed("int4" if bits == 4 else "int8", size, not symmetric, per_tensor)
     if form == "int-quantized" and number == "int" and known and bits == 8:
-        return Plain("int8", size, None, per_tensor, symmetric, input_scale=static)
+        return Plain("int8", size, None, per_tensor, not symmetric, input_scale=static)
     if form == "float-quantized" and number == "float" and bits == 8 and symmetric:
         if strategy == "block":
             block_rows, block_columns = _block(weights.get("block_structure"), where)
@@ -220,7 +431,7 @@ class _Names:
 
 def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     if given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
-        raise _expected(f"{_KEY}.fmt", "'e4m3'", given["fmt"])
+        raise unexpected(f"{_KEY}.fmt", "'e4m3'", given["fmt"])
     static = given.get("activation_scheme") == "static"
     packing = Plain("fp8", per_tensor=True, input_scale=static)
     if given.get("weight_block_size") is not None:
@@ -239,7 +450,7 @@ def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     group = _group_size(
         given, "q_group_size" if "group_size" not in given and "q_group_size" in given else "group_size"
     )
-    return _but(given, ("modules_to_not_convert",), layers, Awq(group))
+    return _but(given, ("modules_to_not_convert",), layers, Transposed(group, awq=True))
 
 
 def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
@@ -252,14 +463,14 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
         )
     if given.get("dynamic"):
         raise UnsupportedModelError(f"config.json: {_KEY}.dynamic: layers with settings of their own are not known")
-    packing = Gptq(_group_size(given, "group_size"), 0 if form == "gptq_v2" else 1)
+    packing = Transposed(_group_size(given, "group_size"), zero_offset=0 if form == "gptq_v2" else 1)
     head = LM_HEAD.removesuffix(".weight")
     layers = [layer for layer in layers if layer != head or given.get("lm_head") is True]
     only = given.get("modules_in_block_to_quantize")
     if only is None:
         return dict.fromkeys(layers, packing)
     if not isinstance(only, list):
-        raise _expected(f"{_KEY}.modules_in_block_to_quantize", "a list", only)
+        raise unexpected(f"{_KEY}.modules_in_block_to_quantize", "a list", only)
     named = _strings("modules_in_block_to_quantize", [x for one in only for x in (one if type(one) is list else [one])])
     return {layer: packing for layer in layers if layer.endswith(tuple(f".{name}" for name in named))}
 
@@ -272,7 +483,7 @@ def _but(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], pac
 
 def _strings(key: str, given: Any) -> list[str]:
     if not isinstance(given, list) or len(given) > _MAX_NAMES or not all(isinstance(name, str) for name in given):
-        raise _expected(f"{_KEY}.{key}", "a list of names", given)
+        raise unexpected(f"{_KEY}.{key}", "a list of names", given)
     return given
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -50,25 +51,6 @@ class QuantizedMatrix:
     group: int | None  # neighbouring channels that share a scale; divides K. None: the whole row does
     shape: tuple[int, int]  # (N, K)
 
-    def __post_init__(self) -> None:
-        rows, columns = self.shape
-        if self.kind not in KINDS:
-            raise ValueError(f"kind: expected one of {', '.join(KINDS)}, found {self.kind!r}")
-        if self.group is not None and (self.group < 1 or columns % self.group):
-            raise ValueError(f"group: expected a divisor of {columns}, found {self.group}")
-        groups = 1 if self.group is None else columns // self.group
-        expected = {
-            "codes": (self.codes, (rows, (columns + 1) // 2 if self.kind == "int4" else columns), _STORED[self.kind]),
-            "scales": (self.scales, (rows, groups), torch.float32),
-        }
-        if self.zeros is not None:
-            if self.kind == "fp8":
-                raise ValueError("zeros: fp8 has none")
-            expected["zeros"] = (self.zeros, (rows, groups), _STORED[self.kind])
-        for name, (tensor, shape, dtype) in expected.items():
-            if tuple(tensor.shape) != shape or tensor.dtype is not dtype:
-                raise ValueError(f"{name}: expected {dtype} {shape}, found {tensor.dtype} {tuple(tensor.shape)}")
-
     @property
     def nbytes(self) -> int:
         """Bytes of codes, scales and zero points."""
@@ -108,28 +90,6 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
 
 
-def quantise_int8(
-    weight: Tensor, *, group: int | None = None, zero_points: bool = False, scale_dtype: torch.dtype = torch.float32
-) -> QuantizedMatrix:
-    """Round a weight (N, K), floating and finite, to int8.
-
-    Args:
-        group: neighbouring channels that share a scale, or None for whole rows.
-    """
-    return _quantise_integers("int8", weight, group, zero_points, scale_dtype)
-
-
-def quantise_int4(
-    weight: Tensor,
-    *,
-    group: int | None = 128,
-    zero_points: bool = False,
-    scale_dtype: torch.dtype = torch.float32,
-) -> QuantizedMatrix:
-    """Round a weight to four bits; arguments as for `quantise_int8`."""
-    return _quantise_integers("int4", weight, group, zero_points, scale_dtype)
-
-
 def quantise_fp8(weight: Tensor, *, per_row: bool = True, scale_dtype: torch.dtype = torch.float32) -> QuantizedMatrix:
     """Round a weight (N, K) to float8 e4m3, with a scale a row or one for all rows."""
     rows, columns = weight.shape
@@ -147,11 +107,15 @@ def quantise_fp8(weight: Tensor, *, per_row: bool = True, scale_dtype: torch.dty
 
 
 def _quantise_integers(
-    kind: Kind, weight: Tensor, group: int | None, zero_points: bool, scale_dtype: torch.dtype
+    kind: Literal["int8", "int4"],
+    weight: Tensor,
+    *,
+    group: int | None = None,
+    zero_points: bool = False,
+    scale_dtype: torch.dtype = torch.float32,
 ) -> QuantizedMatrix:
+    """Round a weight (N, K), floating and finite; ``group`` neighbouring channels share a scale, or None: whole rows."""
     rows, columns = weight.shape
-    if group is not None and (group < 1 or columns % group):
-        raise ValueError(f"group: expected a divisor of {columns}, found {group}")
     groups = 1 if group is None else columns // group
     low, high = _RANGE[kind]
     width = (columns + 1) // 2 if kind == "int4" else columns
@@ -176,6 +140,10 @@ def _quantise_integers(
         if zeros is not None:
             zeros[part] = zero.to(zeros.dtype)
     return QuantizedMatrix(kind, codes, scales, zeros, group, (rows, columns))
+
+
+quantise_int8 = partial(_quantise_integers, "int8")
+quantise_int4 = partial(_quantise_integers, "int4")
 
 
 def _as_scales(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from unittest.mock import patch
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,29 +108,3 @@ def test_rows_are_those_rows():
     matrix = quantise_int4(weight, group=5, zero_points=True)
     assert torch.equal(matrix.rows(2, 5).dequantise(torch.float32), matrix.dequantise(torch.float32)[2:5])
     assert matrix.nbytes == 7 * 5 + 7 * 2 * 4 + 7 * 2
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"kind": "int3"},
-        {"group": 3},
-        {"group": 0},
-        {"codes": torch.zeros(2, 4, dtype=torch.int8)},
-        {"codes": torch.zeros(2, 8, dtype=torch.uint8)},
-        {"scales": torch.ones(2, 1)},
-        {"scales": torch.ones(2, 2, dtype=torch.float16)},
-        {"zeros": torch.zeros(2, 2, dtype=torch.int8)},
-    ],
-)
-def test_parts_that_do_not_fit_are_refused(change):
-    fields = {"kind": "int4", "codes": torch.zeros(2, 4, dtype=torch.uint8), "scales": torch.ones(2, 2)}
-    fields |= {"zeros": None, "group": 4, "shape": (2, 8)}
-    QuantizedMatrix(**fields)
-    with pytest.raises(ValueError, match="expected"):
-        QuantizedMatrix(**{**fields, **change})
-
-
-def test_groups_that_do_not_divide_are_refused():
-    with pytest.raises(ValueError, match="divisor of 10"):
-        quantise_int4(torch.ones(2, 10), group=4)
