@@ -291,9 +291,9 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
     import torch
 
     from wisparse.formats.bundle import Bundle, ProjectionMask
+    from wisparse.formats.checkpoint import build_header
     from wisparse.formats.manifest import CalibrationRecord, Manifest, ProjectionRecipe, Recipe, SparsityLevel
     from wisparse.formats.model_config import ModelConfig, expected_tensors
-    from wisparse.formats.safetensors_header import build_header
     from wisparse.formats.sidecar import sidecar_bytes
 
     model = ModelConfig.from_dict(config)
@@ -315,7 +315,8 @@ def write_bundle(config: dict[str, Any], folder: Path) -> None:
         files[name] = hashlib.sha256(data).hexdigest()
 
     shapes = expected_tensors(model)
-    header, size = build_header({name: (torch.bfloat16, shape) for name, shape in shapes.items()}, {"format": "pt"})
+    header = build_header({name: (torch.bfloat16, shape) for name, shape in shapes.items()}, {"format": "pt"})
+    size = sum(2 * torch.Size(shape).numel() for shape in shapes.values())
     weights = "model-00001-of-00001.safetensors"
     with open(folder / weights, "wb") as file:
         file.write(header)

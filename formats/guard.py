@@ -15,8 +15,8 @@ import os
 import re
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -111,18 +111,13 @@ def place(name: str, value: Any) -> str:
 PARTIAL = ".partial"
 
 
-@dataclass(frozen=True)
-class FileIdentity:
-    """Which file it was and when it was last written; tells whether the file was replaced or changed."""
+# Device, inode, size and time of the last change (ns): tells whether a file was replaced or changed.
+FileIdentity = tuple[int, int, int, int]
 
-    device: int
-    inode: int
-    size: int
-    modified_ns: int
 
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileIdentity:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+def identity(file: io.FileIO) -> FileIdentity:
+    status = os.fstat(file.fileno())
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def resolve_inside(folder: Path, name: str, error: type[WisparseError]) -> Path:
@@ -151,17 +146,21 @@ def open_regular(
 ) -> io.FileIO:
     """Open ``folder/name`` for reading, unbuffered; ``error`` unless it is a regular file, and the expected one."""
     path = resolve_inside(folder, name, error)
+
+    def require_regular(mode: int) -> None:
+        if not stat.S_ISREG(mode):
+            kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+            raise error(f"{name}: expected a regular file, found {kinds.get(stat.S_IFMT(mode), 'a device')}")
+
     try:
         # Before it is opened: opening a device can already have an effect.
-        _require_regular(name, path.lstat(), error)
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        require_regular(path.lstat().st_mode)
+        file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
     except OSError as reason:
         raise _unreadable(name, reason, error) from None
-    file = io.FileIO(descriptor, "rb", closefd=True)
     try:
-        status = os.fstat(descriptor)
-        _require_regular(name, status, error)
-        if expected is not None and FileIdentity.of(status) != expected:
+        require_regular(os.fstat(file.fileno()).st_mode)
+        if expected is not None and identity(file) != expected:
             raise error(f"{name}: changed on disk since it was checked; open it again")
     except BaseException:
         file.close()
@@ -169,26 +168,18 @@ def open_regular(
     return file
 
 
-def identity(file: io.FileIO) -> FileIdentity:
-    return FileIdentity.of(os.fstat(file.fileno()))
-
-
 def read_bounded(folder: Path, name: str, limit: int, error: type[WisparseError]) -> bytes:
     """The whole of a regular file of at most ``limit`` bytes."""
     with open_regular(folder, name, error) as file:
-        size = identity(file).size
-        if size > limit:
-            raise error(f"{name}: expected at most {limit:,} bytes, found {size:,}")
+        size = os.fstat(file.fileno()).st_size
         try:
-            # Until the end, not to the size: files of /proc have size 0 and content.
-            data = bytearray()
-            while len(data) <= limit and (chunk := file.read(min(1 << 20, limit + 1 - len(data)))):
-                data += chunk
+            # Files of /proc have size 0 and content.
+            data = io.BufferedReader(file).read(limit + 1) if size <= limit else b""
         except OSError as reason:
             raise _unreadable(name, reason, error) from None
-    if len(data) > limit:
-        raise error(f"{name}: expected at most {limit:,} bytes, found more")
-    return bytes(data)
+    if max(size, len(data)) > limit:
+        raise error(f"{name}: expected at most {limit:,} bytes, found {max(size, len(data)):,}")
+    return data
 
 
 def file_digest(path: Path) -> str:
@@ -204,10 +195,8 @@ def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bo
     """
     require_folder(folder)
     found: list[str] = []
-    pending = [""]
-    entries = 0
-    while pending:
-        prefix = pending.pop()
+    prefixes, entries = [""], 0
+    for prefix in prefixes:
         with os.scandir(folder / prefix) as scan:
             for entry in scan:
                 entries += 1
@@ -216,7 +205,7 @@ def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bo
                 if not entry.is_dir(follow_symlinks=False):
                     found.append(f"{prefix}{entry.name}")
                 elif deep and not entry.name.startswith("."):
-                    pending.append(f"{prefix}{entry.name}/")
+                    prefixes.append(f"{prefix}{entry.name}/")
     return sorted(found)
 
 
@@ -229,12 +218,6 @@ def require_folder(folder: Path) -> None:
     except OSError as reason:
         raise AccessError(f"{str(folder)!r:.200}: cannot be read: {reason.strerror}") from None
     raise AccessError(f"{folder}: expected a folder, found {found}")
-
-
-def _require_regular(name: str, status: os.stat_result, error: type[WisparseError]) -> None:
-    if not stat.S_ISREG(status.st_mode):
-        kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-        raise error(f"{name}: expected a regular file, found {kinds.get(stat.S_IFMT(status.st_mode), 'a device')}")
 
 
 def _unreadable(name: str, reason: OSError, error: type[WisparseError]) -> WisparseError:
@@ -263,8 +246,7 @@ def parse_json(data: bytes, where: str, error: type[WisparseError]) -> dict[str,
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) != len(pairs):
-            seen: set[str] = set()
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
             raise error(f"{where}: the key {twice!r:.100} stands there twice")
         return found
 

@@ -17,12 +17,6 @@ if TYPE_CHECKING:
 from .errors import UsageError
 from .guard import quoted
 
-# Limit, usage and what precedes the sums over sub-groups in memory.stat, by the version of control groups.
-_MEMORY_FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    2: ("memory.max", "memory.current", ""),
-}
-
 
 def usable_cores(root: Path = Path("/")) -> int:
     """Cores of the affinity mask, and no more than the control groups' CPU quotas; at least 1."""
@@ -64,11 +58,12 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
     """Bytes of memory that this process can still take without swapping: the machine's and the control groups'."""
     free = psutil.virtual_memory().available
     for folder, version in _control_groups(root, "memory"):
-        limit_file, usage_file, prefix = _MEMORY_FILES[version]
-        limit, usage = _read(folder / limit_file).strip(), _read(folder / usage_file).strip()
+        names = ("max", "current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+        limit, usage = (_read(folder / f"memory.{name}").strip() for name in names)
         if limit.isdigit() and usage.isdigit():
             stat = dict(line.split()[:2] for line in _read(folder / "memory.stat").splitlines())
-            cache = sum(int(stat.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
+            sums = "" if version == 2 else "total_"  # over the groups below
+            cache = sum(int(stat.get(f"{sums}{kind}_file", 0)) for kind in ("active", "inactive"))
             free = min(free, int(limit) - max(0, int(usage) - cache))
     return max(0, free)
 
@@ -148,14 +143,11 @@ def torchrun_place(environment: Mapping[str, str] = os.environ) -> Place:
     ignored = f"{told} in the environment ignored: {{}}; this process converts alone"
     if missing := [name for name in _NEEDED if name not in found]:
         return Place(ignored=ignored.format(f"torchrun sets {', '.join(missing)} too"))
-    numbers = [
-        found.get(name, found["WORLD_SIZE"]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    ]
-    if not all(
-        number.isascii() and number.isdigit() and len(number) < 10 for number in (*numbers, found["MASTER_PORT"])
-    ):
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+    numbers = [found.get(name, found["WORLD_SIZE"]) for name in names]
+    if not all(re.fullmatch("[0-9]{1,9}", number) for number in numbers):
         return Place(ignored=ignored.format("torchrun sets whole numbers"))
-    index, size, local, local_size = map(int, numbers)
-    if not (index < size and local < local_size <= size and local <= index and 0 < int(found["MASTER_PORT"]) < 2**16):
+    index, size, local, local_size, port = map(int, numbers)
+    if not (index < size and local < local_size <= size and local <= index and 0 < port < 2**16):
         return Place(ignored=ignored.format("these contradict each other"))
     return Place(index, size, local, local_size)

@@ -226,6 +226,7 @@ def _scales(stored: Tensor, kind: Kind) -> Tensor:
 
 
 _KEY = "quantization_config"
+_HEAD = LM_HEAD.removesuffix(".weight")
 _KNOWN = "compressed-tensors (pack-quantized, int-quantized, float-quantized), fp8, gptq and awq"
 # Other methods: their right names, and why their weights cannot be used.
 _REFUSED = {
@@ -252,6 +253,7 @@ _REFUSED = {
 }
 _MAX_GROUPS = 64
 _MAX_NAMES = 100_000
+_MAX_NAME = 1000
 # A pattern is only run where the time it takes is bounded: names are short, a few quantifiers of single letters or sets
 # are tried at every place, and none of a group.
 _MAX_PATTERN = 200
@@ -273,10 +275,10 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
     method = given.get("quant_method")
     if method is None and "config_groups" in given:
         method = "compressed-tensors"
+    if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
+        method = "bitsandbytes"
     readers = {"compressed-tensors": _compressed, "fp8": _fp8, "gptq": _gptq, "awq": _awq}
     if not isinstance(method, str) or method not in readers:
-        if method is None and (given.get("load_in_4bit") or given.get("load_in_8bit")):
-            method = "bitsandbytes"
         named = _REFUSED.get(str(method).replace("_fp4", "").lower())
         by = f"{method!r:.80};" if named is None else f"{named[0]}: {named[1]};"
         raise UnsupportedModelError(
@@ -284,33 +286,33 @@ def read_quantisation(config_dict: Mapping[str, Any], config: ModelConfig) -> di
         )
     layers = [projection.name for projection in config.projections()]
     if not config.tie_word_embeddings:
-        layers.append(LM_HEAD.removesuffix(".weight"))
+        layers.append(_HEAD)
     packings = readers[method](given, layers)
     # Projections that read one input are one product in every runtime, so they have to be stored alike.
     for block in range(config.num_blocks):
         for first, *others in config.shared_inputs(block):
             for other in others:
                 if packings.get(other.name) != packings.get(first.name):
-                    raise UnsupportedModelError(
-                        f"config.json: {_KEY}: {first.name} and {other.role} read one input but are stored in "
-                        "different ways; expected one scheme for both"
+                    raise _refused(
+                        f": {first.name} and {other.role} read one input but are stored in different ways; expected one "
+                        "scheme for both"
                     )
     return {f"{layer}.weight": packing for layer, packing in packings.items()}
 
 
+def _refused(what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"config.json: {_KEY}{what}")
+
+
 def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     sparsity = given.get("sparsity_config")
-    dense = isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None)
-    for key, refused in (
-        ("sparsity_config", sparsity and not dense),
-        ("transform_config", given.get("transform_config")),
-    ):
+    if isinstance(sparsity, dict) and sparsity.get("format") in ("dense", None):
+        sparsity = None
+    for key, refused in (("sparsity_config", sparsity), ("transform_config", given.get("transform_config"))):
         if refused:
-            raise UnsupportedModelError(f"config.json: {_KEY}.{key} is not known here; use the unquantised checkpoint")
+            raise _refused(f".{key} is not known here; use the unquantised checkpoint")
     if given.get("kv_cache_scheme"):
-        raise UnsupportedModelError(
-            f"config.json: {_KEY}.kv_cache_scheme: a quantised cache is not known here; take a checkpoint without it"
-        )
+        raise _refused(".kv_cache_scheme: a quantised cache is not known here; take a checkpoint without it")
     status = given.get("quantization_status", "compressed")
     if status not in ("compressed", "frozen"):
         raise unexpected(f"{_KEY}.quantization_status", "'compressed'", status)
@@ -320,11 +322,11 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
     ignore = _Names("ignore", given.get("ignore") or [], len(layers))
     schemes = []
     for name, group in groups.items():
-        where = f"{_KEY}.config_groups.{name:.40}"
+        where = f"config_groups.{name:.40}"
         if not isinstance(group, dict):
-            raise unexpected(where, "an object", group)
+            raise unexpected(f"{_KEY}.{where}", "an object", group)
         packing = _scheme(where, group, group.get("format") or given.get("format"))
-        schemes.append((_Names(f"config_groups.{name:.40}.targets", group.get("targets"), len(layers)), packing))
+        schemes.append((_Names(f"{where}.targets", group.get("targets"), len(layers)), packing))
     found: dict[str, Packing] = {}
     for layer in layers:
         if ignore.match(layer):
@@ -334,36 +336,36 @@ def _compressed(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packin
         best = max((rank for rank, _ in matches), default=0)
         chosen = {packing for rank, packing in matches if rank == best}
         if len(chosen) > 1:
-            raise UnsupportedModelError(f"config.json: {_KEY}: {layer} is a target of two different schemes")
+            raise _refused(f": {layer} is a target of two different schemes")
         if chosen:
             found[layer] = chosen.pop()
     if not found:
-        raise UnsupportedModelError(f"config.json: {_KEY}: its targets are none of the model's linear layers")
+        raise _refused(": its targets are none of the model's linear layers")
     return found
 
 
 def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
     weights, activations = group.get("weights"), group.get("input_activations")
     if not isinstance(weights, dict):
-        raise unexpected(f"{where}.weights", "an object", weights)
+        raise unexpected(f"{_KEY}.{where}.weights", "an object", weights)
+    if activations is not None and not isinstance(activations, dict):
+        raise unexpected(f"{_KEY}.{where}.input_activations", "an object", activations)
     bits, number, strategy = weights.get("num_bits"), weights.get("type"), weights.get("strategy")
-    form = {"naive-quantized": f"{number}-quantized"}.get(form, form) if isinstance(form, str) else form
+    form = f"{number}-quantized" if form == "naive-quantized" else form
     if strategy is None:
         # What compressed-tensors takes it for.
         size = weights.get("group_size")
         strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     if weights.get("dynamic") not in (None, False):
-        raise UnsupportedModelError(f"config.json: {where}: weights that are rounded anew at every use are not known")
+        raise _refused(f".{where}: weights that are rounded anew at every use are not known")
     if weights.get("actorder") in ("group", "dynamic", True):
-        raise UnsupportedModelError(
-            f"config.json: {where}: channels reordered by their activations (actorder 'group') share no scale with "
-            "their neighbours; take a checkpoint quantised without it, or with actorder 'weight'"
+        raise _refused(
+            f".{where}: channels reordered by their activations (actorder 'group') share no scale with their neighbours; "
+            "take a checkpoint quantised without it, or with actorder 'weight'"
         )
     symmetric = weights.get("symmetric", True)
     if not isinstance(symmetric, bool):
-        raise UnsupportedModelError(f"config.json: {where}: symmetric: expected true or false, found {symmetric!r:.80}")
-    if activations is not None and not isinstance(activations, dict):
-        raise unexpected(f"{where}.input_activations", "an object", activations)
+        raise unexpected(f"{_KEY}.{where}: symmetric", "true or false", symmetric)
     size = dimension(weights, "group_size") if strategy == "group" else None
     per_tensor, known = strategy == "tensor", strategy in ("tensor", "channel", "group")
     static = (activations or {}).get("dynamic") is False
@@ -377,16 +379,16 @@ def _scheme(where: str, group: Mapping[str, Any], form: Any) -> Packing:
             return Plain("fp8", block_columns, block_rows, input_scale=static)
         if known:
             return Plain("fp8", size, None, per_tensor, input_scale=static)
-    named = f"{form!r:.40} of {bits!r:.20}-bit {number!r:.20} by {strategy!r:.20}"
-    raise UnsupportedModelError(
-        f"config.json: {where}: {named} is not among the schemes read here ({_KNOWN}); use the unquantised checkpoint"
+    raise _refused(
+        f".{where}: {form!r:.40} of {bits!r:.20}-bit {number!r:.20} by {strategy!r:.20} is not among the schemes read "
+        f"here ({_KNOWN}); use the unquantised checkpoint"
     )
 
 
 def _block(given: Any, where: str) -> tuple[int, int]:
     valid = isinstance(given, list) and len(given) == 2
     if not valid or not all(type(size) is int and 0 < size < 2**20 for size in given):
-        raise UnsupportedModelError(f"config.json: {where}: expected a block of two sizes, found {given!r:.80}")
+        raise _refused(f".{where}: expected a block of two sizes, found {given!r:.80}")
     return given[0], given[1]
 
 
@@ -394,20 +396,22 @@ class _Names:
     """Layers by their names, by patterns (``re:…``) or by their class."""
 
     def __init__(self, key: str, given: Any, num_layers: int) -> None:
-        self._key = f"config.json: {_KEY}.{key}"
-        if (
-            not isinstance(given, list)
-            or len(given) > _MAX_NAMES
-            or not all(isinstance(name, str) and len(name) <= 1000 for name in given)
-        ):
-            raise UnsupportedModelError(f"{self._key}: expected a list of names, found {given!r:.80}")
+        given = _strings(key, given)
         self._exact = {name for name in given if not name.startswith("re:")}
         patterns = [name[3:] for name in given if name.startswith("re:")]
         if len(patterns) * num_layers > _MAX_TRIALS:
-            raise UnsupportedModelError(
-                f"{self._key}: {len(patterns)} patterns are too many to be tried on every layer"
-            )
-        self._patterns = [self._compiled(pattern) for pattern in patterns]
+            raise _refused(f".{key}: {len(patterns)} patterns are too many to be tried on every layer")
+        self._patterns = []
+        for pattern in patterns:
+            # What is escaped or in a set is no quantifier.
+            bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
+            quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
+            if len(pattern) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
+                raise _refused(f".{key}: a pattern too intricate to be tried: {pattern!r:.80}")
+            try:
+                self._patterns.append(re.compile(pattern))
+            except (re.error, OverflowError, RecursionError):
+                raise _refused(f".{key}: not a regular expression: {pattern!r:.80}") from None
 
     def match(self, layer: str) -> int:
         """0: not among them; else how exactly it is named: 1 by its class, 2 by a pattern, 3 by its name."""
@@ -417,17 +421,6 @@ class _Names:
             return 2
         return int("Linear" in self._exact)
 
-    def _compiled(self, pattern: str) -> re.Pattern[str]:
-        # What is escaped or in a set is no quantifier.
-        bare = re.sub(r"\\.|\[(?:\\.|[^\]\\])*\]", "x", pattern)
-        quantifiers = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
-        if len(pattern) > _MAX_PATTERN or len(quantifiers) > _MAX_QUANTIFIERS or re.search(r"\)[*+?{]", bare):
-            raise UnsupportedModelError(f"{self._key}: a pattern too intricate to be tried: {pattern!r:.80}")
-        try:
-            return re.compile(pattern)
-        except (re.error, OverflowError, RecursionError):
-            raise UnsupportedModelError(f"{self._key}: not a regular expression: {pattern!r:.80}") from None
-
 
 def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     if given.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
@@ -435,37 +428,30 @@ def _fp8(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
     static = given.get("activation_scheme") == "static"
     packing = Plain("fp8", per_tensor=True, input_scale=static)
     if given.get("weight_block_size") is not None:
-        rows, columns = _block(given["weight_block_size"], f"{_KEY}.weight_block_size")
+        rows, columns = _block(given["weight_block_size"], "weight_block_size")
         packing = Plain("fp8", columns, rows, scale="weight_scale_inv", input_scale=static)
     return _but(given, ("modules_to_not_convert", "ignored_layers"), layers, packing)
 
 
 def _awq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    _require_4_bits(given, "w_bit" if "bits" not in given and "w_bit" in given else "bits")
+    group = _group_of_4_bits(given, ("bits", "w_bit"), ("group_size", "q_group_size"))
     version = given.get("version", "gemm")
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise UnsupportedModelError(
-            f"config.json: {_KEY}.version: expected AWQ's 'gemm', found {version!r:.80}, which is packed in another way"
-        )
-    group = _group_size(
-        given, "q_group_size" if "group_size" not in given and "q_group_size" in given else "group_size"
-    )
+        raise _refused(f".version: expected AWQ's 'gemm', found {version!r:.80}, which is packed in another way")
     return _but(given, ("modules_to_not_convert",), layers, Transposed(group, awq=True))
 
 
 def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
-    _require_4_bits(given, "bits")
+    group = _group_of_4_bits(given, ("bits",), ("group_size",))
     form = "marlin" if given.get("is_marlin_format") else given.get("checkpoint_format", "gptq")
     if form not in ("gptq", "gptq_v2"):
-        raise UnsupportedModelError(
-            f"config.json: {_KEY}.checkpoint_format: expected 'gptq' or 'gptq_v2', found {form!r:.80}, which is packed "
-            "in another way"
+        raise _refused(
+            f".checkpoint_format: expected 'gptq' or 'gptq_v2', found {form!r:.80}, which is packed in another way"
         )
     if given.get("dynamic"):
-        raise UnsupportedModelError(f"config.json: {_KEY}.dynamic: layers with settings of their own are not known")
-    packing = Transposed(_group_size(given, "group_size"), zero_offset=0 if form == "gptq_v2" else 1)
-    head = LM_HEAD.removesuffix(".weight")
-    layers = [layer for layer in layers if layer != head or given.get("lm_head") is True]
+        raise _refused(".dynamic: layers with settings of their own are not known")
+    packing = Transposed(group, zero_offset=0 if form == "gptq_v2" else 1)
+    layers = [layer for layer in layers if layer != _HEAD or given.get("lm_head") is True]
     only = given.get("modules_in_block_to_quantize")
     if only is None:
         return dict.fromkeys(layers, packing)
@@ -477,22 +463,23 @@ def _gptq(given: Mapping[str, Any], layers: list[str]) -> dict[str, Packing]:
 
 def _but(given: Mapping[str, Any], keys: tuple[str, ...], layers: list[str], packing: Packing) -> dict[str, Packing]:
     """Every layer but those that the config leaves out, and the output layer where it is silent about it."""
-    left_out = {name for key in keys for name in _strings(key, given.get(key) or [])} | {"lm_head"}
+    left_out = {name for key in keys for name in _strings(key, given.get(key) or [])} | {_HEAD}
     return {layer: packing for layer in layers if not any(name and f".{name}." in f".{layer}." for name in left_out)}
 
 
 def _strings(key: str, given: Any) -> list[str]:
-    if not isinstance(given, list) or len(given) > _MAX_NAMES or not all(isinstance(name, str) for name in given):
+    if (
+        not isinstance(given, list)
+        or len(given) > _MAX_NAMES
+        or not all(isinstance(name, str) and len(name) <= _MAX_NAME for name in given)
+    ):
         raise unexpected(f"{_KEY}.{key}", "a list of names", given)
     return given
 
 
-def _group_size(given: Mapping[str, Any], key: str) -> int | None:
-    return None if type(given.get(key)) is int and given[key] == -1 else dimension(given, key)
-
-
-def _require_4_bits(given: Mapping[str, Any], key: str) -> None:
+def _group_of_4_bits(given: Mapping[str, Any], bits: tuple[str, ...], size: tuple[str, ...]) -> int | None:
+    """Channels that share a scale; each setting under the first of its names that is there."""
+    key, group = (next((name for name in names if name in given), names[0]) for names in (bits, size))
     if type(given.get(key)) is not int or given[key] != 4:
-        raise UnsupportedModelError(
-            f"config.json: {_KEY}.{key}: expected 4, found {given.get(key)!r:.80}; use the unquantised checkpoint"
-        )
+        raise _refused(f".{key}: expected 4, found {given.get(key)!r:.80}; use the unquantised checkpoint")
+    return None if type(given.get(group)) is int and given[group] == -1 else dimension(given, group)

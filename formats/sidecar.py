@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checkpoint import build_header, parse_tensors
 from .errors import BundleError
 from .manifest import (
     FORMAT_VERSION,
@@ -23,7 +24,6 @@ from .manifest import (
     require_version,
 )
 from .model_config import Projection
-from .safetensors_file import build_header, parse_tensors
 
 _SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
 

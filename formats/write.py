@@ -16,13 +16,12 @@ import torch
 
 from .bundle import SMALL_FILES
 from .card import LICENCE_FILE
-from .checkpoint import INDEX, Checkpoint, TensorInfo, is_finite
+from .checkpoint import INDEX, Checkpoint, TensorInfo, build_header, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
 from .folder import check_target, replaced_folder
 from .guard import dump_json, file_digest, list_files, read_bounded
 from .manifest import BUNDLE, FORMAT_VERSION, MANIFEST, SIDECAR, Manifest, Recipe, is_file_name
 from .model_config import LM_HEAD
-from .safetensors_file import build_header
 from .sidecar import ProjectionMask, sidecar_bytes
 from .verify import verify_files
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save
 
+from wisparse.formats.checkpoint import DTYPES, TensorFile, build_header, parse_tensors
 from wisparse.formats.errors import BundleError
-from wisparse.formats.safetensors_file import DTYPES, TensorFile, build_header, parse_tensors
 
 GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
 
