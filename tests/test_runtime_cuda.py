@@ -18,6 +18,7 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
 from wisparse.kernels.reference import kept, scores
 from wisparse.runtime.backends import make_decoder
+from wisparse.runtime.decoding.decoder import Decoder
 from wisparse.runtime.decoding.sampling import SamplingParams, sample
 from wisparse.runtime.model import Generation, Model
 from wisparse.runtime.tokenizer import Tokenizer
@@ -89,21 +90,24 @@ def rounded(opened: Bundle, weights: str) -> SimpleNamespace:
     return SimpleNamespace(config=opened.config, masks=opened.masks, checkpoint=SimpleNamespace(tensor=tensor))
 
 
+def greedy_rows(decoder: Decoder, rows: int) -> list[list[int]]:
+    """25 tokens of each of some prompts, side by side."""
+    last = torch.stack([decoder.prefill(slot, torch.arange(9) * 7 + slot, 4).argmax() for slot in range(rows)])
+    tokens = [last.tolist()]
+    for _ in range(24):
+        last = decoder.step(last, [SamplingParams()] * rows)
+        tokens.append(last.tolist())
+    return tokens
+
+
 @pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("tied", [False, True])
 def test_tokens_of_weights_rounded_at_load_are_the_plain_decoders(weights: str, tied: bool, tmp_path: Path) -> None:
     """Alone and in rows, sparse and dense; the plain decoder has the same rounded weights, float32 activations here and
     there. A tied output layer is rounded, the embedding is not: its logits are compared as far as tokens go."""
-    config = tiny_config(
-        "qwen2",
-        tie_word_embeddings=tied,
-        hidden_size=256,
-        intermediate_size=384,
-        head_dim=64,
-        max_position_embeddings=64,
-    )
-    bundle = write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model", config))
-    opened = Bundle.open(bundle)
+    sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 64}
+    model = write_tiny_model(tmp_path / "model", tiny_config("qwen2", tie_word_embeddings=tied, **sizes))
+    opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", model))
     from wisparse.runtime.cuda.decoder import CudaDecoder
 
     settings = {"device": torch.device("cuda"), "max_seq_len": 64}
@@ -112,37 +116,25 @@ def test_tokens_of_weights_rounded_at_load_are_the_plain_decoders(weights: str, 
     if tied:
         head = round_weight(opened.checkpoint.tensor("model.embed_tokens.weight").float(), "int8")
         slow._head = head.dequantise(torch.float32).to("cuda", torch.float64)
-    prompt = torch.arange(9) * 7
     for sparsity in (opened.sparsity, 0.0):
         for decoder in (fast, slow):
             decoder.set_masks(opened.at(sparsity).masks)
-        tokens = []
-        for decoder in (fast, slow):
-            last = torch.stack([decoder.prefill(slot, prompt + slot, 4).argmax() for slot in range(2)])
-            tokens.append([last.tolist()])
-            for _ in range(24):
-                last = decoder.step(last, [SamplingParams()] * 2)
-                tokens[-1].append(last.tolist())
-        assert tokens[0] == tokens[1]
+        assert greedy_rows(fast, 2) == greedy_rows(slow, 2)
 
 
 @pytest.mark.parametrize("scheme", PUBLISHED)
 def test_a_bundles_codes_decode_as_the_plain_decoder_widens_them(scheme: str, tmp_path: Path) -> None:
     plain = write_tiny_model(tmp_path / "plain", tiny_config(tie_word_embeddings=False))
-    bundle = write_tiny_bundle(tmp_path / "bundle", quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]()))
-    opened = Bundle.open(bundle)
+    source = quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]())
+    opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
     from wisparse.runtime.cuda.decoder import CudaDecoder
 
     settings = {"device": torch.device("cuda"), "max_seq_len": 64}
-    tokens = []
-    for cls, dtype in ((CudaDecoder, torch.float32), (TorchDecoder, torch.float64)):
-        decoder = cls(opened, dtype=dtype, **settings)
-        last = decoder.prefill(0, torch.arange(9) * 7, 4).argmax().view(1)
-        tokens.append(last.tolist())
-        for _ in range(24):
-            last = decoder.step(last, [SamplingParams()])
-            tokens[-1] += last.tolist()
-    assert tokens[0] == tokens[1]
+    fast, slow = (
+        CudaDecoder(opened, dtype=torch.float32, **settings),
+        TorchDecoder(opened, dtype=torch.float64, **settings),
+    )
+    assert greedy_rows(fast, 1) == greedy_rows(slow, 1)
 
 
 def test_loading_codes_takes_their_memory_and_one_tensor_more(tmp_path: Path) -> None:

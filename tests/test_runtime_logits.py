@@ -1,12 +1,14 @@
-"""Penalties, bias and log-probabilities: against transformers' own, and against the model's logits."""
+"""Penalties, bias and log-probabilities against transformers' own and the model's; grammars, whatever they ask for."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from bundle_maker import make_bundle
@@ -17,7 +19,9 @@ import wisparse
 from wisparse.formats.errors import UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.decoding.sampling import SamplingParams
+from wisparse.runtime.generation.grammar import Grammar, Grammars, mask_bits
 from wisparse.runtime.generation.logits import LogitsProcessor, score_tokens
+from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.model import Model
 
@@ -79,25 +83,32 @@ def model(
 PROMPTS = ("def f(x):", "import os\n", ">>> 1 + ")
 
 
+def run(scheduler: Scheduler) -> None:
+    while scheduler.busy:
+        scheduler.step()
+
+
 def test_an_answer_is_the_same_among_others_who_ask_for_less(model: Model) -> None:
-    """One batch of a plain, a penalised and a scored answer: each as alone."""
+    """One batch of a plain, a penalised, a scored and two ruled answers: each as alone."""
     wishes: list[dict[str, Any]] = [
         {},
         {"repetition_penalty": 1.3, "temperature": 0.8, "seed": 3},
         {"frequency_penalty": 1.5, "presence_penalty": 0.5, "logprobs": 2},
     ]
-    alone = [
-        model.generate(prompt, max_new_tokens=20, **wish) for prompt, wish in zip(PROMPTS, wishes, strict=True)
-    ]  # fmt: skip
+    asked = list(zip(PROMPTS, wishes, strict=True))
+    alone = [model.generate(prompt, max_new_tokens=20, **wish) for prompt, wish in asked]
     assert [answer.scores is None for answer in alone] == [True, True, False]
     scheduler = Scheduler(model.decoder)
-    jobs = []
-    for prompt, wish in zip(PROMPTS, wishes, strict=True):
+    rule = model.grammars.begin(Grammar.of_text("grammar", "start: /[0-9]{12}/"))
+    ruled = scheduler.add(model.request(model.tokenizer.encode("x = "), max_new_tokens=20, constraint=rule))
+    requests = []
+    for prompt, wish in asked:
         request = model.request(model.tokenizer.encode(prompt), max_new_tokens=20, sampling=SamplingParams(**wish))
-        jobs.append(scheduler.add(request))
-    while scheduler.busy:
-        scheduler.step()
-    assert [tuple(job.output_token_ids) for job in jobs] == [answer.token_ids for answer in alone]
+        requests.append(scheduler.add(request))
+    run(scheduler)
+    assert [tuple(request.output_token_ids) for request in requests] == [answer.token_ids for answer in alone]
+    assert len(model.tokenizer.decode(ruled.output_token_ids)) == 12
+    assert ruled.finish_reason == "stop"
 
 
 def test_a_banned_token_never_comes_and_a_wanted_one_always_does(model: Model) -> None:
@@ -129,7 +140,7 @@ def test_scores_are_the_models_own(model: Model) -> None:
     assert tuple(streamed) == answer.scores
 
 
-def test_a_prompts_scores_need_no_slot_and_change_no_answer(model: Model) -> None:
+def test_a_prompts_scores_change_no_answer(model: Model) -> None:
     ids = model.tokenizer.encode("def f(x):\n    return x + 1\n" * 6)  # more than are scored together
     expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 1)
     assert len(ids) > 64
@@ -137,33 +148,140 @@ def test_a_prompts_scores_need_no_slot_and_change_no_answer(model: Model) -> Non
     for count in (1, 4):
         plain = model.request(ids, max_new_tokens=count, sampling=SamplingParams(logprobs=1))
         scheduler = Scheduler(model.decoder)
-        jobs = [scheduler.add(replace(plain, score_prompt=scored)) for scored in (False, True)]
-        while scheduler.busy:
-            scheduler.step()
-        assert jobs[0].output_token_ids == jobs[1].output_token_ids
-        assert jobs[0].prompt_scores is None
-        assert jobs[1].prompt_scores == expected
+        requests = [scheduler.add(replace(plain, score_prompt=scored)) for scored in (False, True)]
+        run(scheduler)
+        assert requests[0].output_token_ids == requests[1].output_token_ids
+        assert [request.prompt_scores for request in requests] == [None, expected]
 
 
 def test_a_prompts_logits_are_never_held_at_once(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = (model.tokenizer.encode("def f(x):\n    return x + 1\n") * 12)[:120]
     expected = score_tokens(model.decoder.logits(torch.tensor(ids), len(ids))[:-1], ids[1:], 2)
     rows, compute = [], model.decoder._logits  # type: ignore[attr-defined]
-
-    def counted(hidden: torch.Tensor) -> torch.Tensor:
-        rows.append(len(hidden))
-        return compute(hidden)
-
-    monkeypatch.setattr(model.decoder, "_logits", counted)
+    monkeypatch.setattr(model.decoder, "_logits", lambda hidden: rows.append(len(hidden)) or compute(hidden))
     monkeypatch.setattr(model.decoder, "logits", lambda *_: pytest.fail("(T, V) float32"))
     monkeypatch.setattr(model.decoder, "prefill_chunk", 16)
     scheduler = Scheduler(model.decoder)
-    request = scheduler.add(
-        model.request(ids, max_new_tokens=1, sampling=SamplingParams(logprobs=2), score_prompt=True)
-    )
-    while scheduler.busy:
-        scheduler.step()
+    scored = model.request(ids, max_new_tokens=1, sampling=SamplingParams(logprobs=2), score_prompt=True)
+    scheduler.add(scored)
+    run(scheduler)
     assert max(rows) == 16
-    assert request.prompt_scores is not None
-    assert [one.token_id for one in request.prompt_scores] == ids[1:]
-    assert [one.logprob for one in request.prompt_scores] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+    assert scored.prompt_scores is not None
+    assert [one.token_id for one in scored.prompt_scores] == ids[1:]
+    assert [one.logprob for one in scored.prompt_scores] == pytest.approx([one.logprob for one in expected], abs=1e-4)
+
+
+# ---------------------------------------------------------------------- grammars
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 10},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_are_what_the_schema_describes(model: Model) -> None:
+    for temperature in (0.0, 1.5):
+        answer = model.generate("person = ", temperature=temperature, seed=5, max_new_tokens=100, json_schema=SCHEMA)
+        found = json.loads(answer.text)
+        assert list(found) == ["name", "age"]
+        assert "\n" not in answer.text
+        assert 0 <= found["age"] <= 99
+        assert len(found["name"]) <= 10
+        assert answer.finish_reason == "stop"
+
+
+def test_a_grammar_in_either_notation(model: Model) -> None:
+    for grammar in ('start: "yes" | "no"', 'root ::= "yes" | "no"', "start: /yes|no/"):
+        assert model.generate("is it?", max_new_tokens=10, grammar=grammar).text in ("yes", "no")
+
+
+class Failing:
+    """A grammar that can be followed for some tokens."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def mask(self, logits: torch.Tensor) -> None:
+        if not self.steps:
+            raise UsageError("grammar: it cannot be followed further")
+
+    def take(self, token: int) -> None:
+        self.steps -= 1
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_grammar_that_fails_ends_its_own_answer(model: Model, steps: int) -> None:
+    alone = model.generate("def f(x):", max_new_tokens=12).token_ids
+    scheduler = Scheduler(model.decoder)
+    other = scheduler.add(Request(model.tokenizer.encode("def f(x):"), 12, stop_token_ids=model.stop_ids))
+    ruled = scheduler.add(Request([5, 6, 7], 12, constraint=Failing(steps)))
+    with pytest.raises(UsageError, match="cannot be followed"):
+        run(scheduler)
+    assert scheduler.fail() == [ruled]
+    run(scheduler)
+    assert tuple(other.output_token_ids) == alone
+    assert len(ruled.output_token_ids) == steps
+
+
+NESTED = 3000
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": {"type": "objekt"}}, "json_schema: it does not compile: Invalid type: objekt"),
+    ({"json_schema": "{"}, "json_schema: it does not compile"),
+    ({"json_schema": {"$ref": "http://example.com/a"}}, "json_schema: it does not compile"),
+    ({"json_schema": {"pattern": "(", "type": "string"}}, "json_schema: it does not compile"),
+    ({"json_schema": '{"items":' * NESTED + "{}" + "}" * NESTED}, "json_schema: it does not compile: recursion limit"),
+    ({"json_schema": {"a": {1}}}, "json_schema: expected a JSON schema, found what JSON cannot hold"),
+    ({"json_schema": "x" * (1 << 18)}, "json_schema: expected at most 131,072 characters, found 262,144"),
+    ({"grammar": "start: /(/"}, "grammar: it does not compile"),
+    ({"grammar": "root := ("}, "grammar: it does not compile"),
+    ({"grammar": "start: " + "(" * NESTED + '"a"' + ")" * NESTED}, "grammar: it does not compile"),
+    ({"grammar": "root ::= " + "(" * NESTED + '"a"' + ")" * NESTED}, "grammar: it does not compile"),
+    ({"grammar": "start: /a/", "json_schema": {}}, "grammar: expected none beside json_schema"),
+    # With other settings of the library's this one runs for minutes.
+    ({"grammar": "start: /(((a{1000}){1000}){1000})/"}, "too many expressions"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), BAD, ids=lambda value: str(value)[:50])
+def test_what_does_not_compile_is_one_sentence(model: Model, given: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        model.generate("a", max_new_tokens=5, **given)
+    assert sentence in str(raised.value)
+    assert "\n" not in str(raised.value)
+    assert len(str(raised.value)) < 500
+
+
+def test_what_a_model_lacks_is_named(model: Model) -> None:
+    data = model.bundle.read_bytes("tokenizer.json")
+    assert data is not None
+    words = json.dumps({**json.loads(data), "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}})
+    for tokenizer, stop_ids, sentence in (
+        (None, {0}, "this bundle has no tokenizer"),
+        (data, (), "this bundle has no token that ends a text"),
+        (words.encode(), {0}, "it needs a byte-pair tokenizer"),
+    ):
+        with pytest.raises(UsageError, match=f"grammar: {sentence}"):
+            Grammars(lambda found=tokenizer: found, frozenset(stop_ids)).begin(Grammar.of_text("grammar", "start: /a/"))
+
+
+def test_a_vocabulary_padded_beyond_the_tokenizer(model: Model) -> None:
+    rule = model.grammars.begin(Grammar.of_text("grammar", "start: /a/"))
+    logits = torch.zeros(model.config.vocab_size + 1000)
+    rule.mask(logits)
+    assert bool((logits[model.config.vocab_size :] == -torch.inf).all())
+    allowed = [model.tokenizer.decode([token]) for token in (logits == 0).nonzero()[:, 0].tolist()]
+    assert allowed == ["a"]
+
+
+def test_each_bit_of_a_mask_is_one_token() -> None:
+    bits = np.random.default_rng(0).integers(0, 256, 500, dtype=np.uint8)
+    allowed = [bool(bits[token // 8] >> token % 8 & 1) for token in range(4000)]
+    logits = torch.zeros(4003)
+    mask_bits(logits, bits)
+    assert (logits == 0).tolist() == [*allowed, False, False, False]

@@ -35,15 +35,9 @@ def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     }
 
 
-def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1, max_seq_len: int = 64) -> Decoder:
-    decoder = make_decoder(
-        bundle,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        max_seq_len=max_seq_len,
-        max_batch=max_batch,
-        backend=backend,
-    )
+def small_chunks(bundle: Bundle, backend: str = "torch", max_batch: int = 1) -> Decoder:
+    where = {"device": torch.device("cpu"), "dtype": torch.float32, "backend": backend}
+    decoder = make_decoder(bundle, max_seq_len=64, max_batch=max_batch, **where)
     decoder.prefill_chunk = decoder.prefix_block_size = CHUNK
     return decoder
 
@@ -89,58 +83,71 @@ def test_a_prompt_in_chunks_is_the_prompt_read_at_once(
 
 
 def finish(scheduler: Scheduler, request: Request) -> Request:
-    job = scheduler.add(request)
+    scheduler.add(request)
     while scheduler.busy:
         scheduler.step()
-    return job
+    return request
+
+
+def watch_prefill(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """The positions that are read from here on."""
+    read: list[tuple[int, int]] = []
+    prefill = decoder.prefill
+
+    def watched(*arguments: object, start: int, stop: int, **more: object) -> torch.Tensor:
+        read.append((start, stop))
+        return prefill(*arguments, start=start, stop=stop, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decoder, "prefill", watched)
+    return read
 
 
 @pytest.mark.parametrize("backend", ["torch", "numba"])
-def test_the_next_turn_reads_what_is_new(bundles: dict[str, Bundle], backend: str) -> None:
+def test_the_next_turn_reads_what_is_new(
+    bundles: dict[str, Bundle], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoder = small_chunks(bundles["llama"], backend)
     scheduler, first = Scheduler(decoder), tokens_of(21)
     answer = finish(scheduler, Request(first, 9))
     assert answer.cached_tokens == 0
-    read: list[tuple[int, int]] = []
-    prefill = decoder.prefill
-
-    def watched(
-        slot: int, ids: torch.Tensor, dense: int, *, start: int = 0, stop: int | None = None, **_: Any
-    ) -> torch.Tensor:
-        read.append((start, stop or len(ids)))
-        return prefill(slot, ids, dense, start=start, stop=stop)
-
-    decoder.prefill = watched  # type: ignore[method-assign]
     second = [*first, *answer.output_token_ids, *tokens_of(6, 1)]
-    again = finish(scheduler, Request(second, 5))
+    with monkeypatch.context() as patch:
+        read = watch_prefill(decoder, patch)
+        again = finish(scheduler, Request(second, 5))
     # The prompt's whole chunks serve again. The answer was decoded with the masks: it is read again, densely.
     assert again.cached_tokens == 16
     assert read == [(16, 24), (24, 32), (32, 36)]
-    decoder.prefill = prefill  # type: ignore[method-assign]
     assert again.output_token_ids == finish(Scheduler(decoder), Request(second, 5)).output_token_ids
     # The same prompt once more: its last position has to be read for what follows it.
     assert finish(scheduler, Request(second[:32], 5)).cached_tokens == 24
 
 
-def test_positions_serve_only_whom_they_were_read_for() -> None:
-    def length(held: list[int], held_from: int, tokens: list[int], sparse_from: int, prefix_block_size: int = 1) -> int:
-        prefixes = PrefixCache(1, prefix_block_size, 30)
-        prefixes.note(0, held, len(held), held_from)
-        return prefixes.choose(tokens, sparse_from, [0])[2]
+PROMPT = list(range(20))
 
-    prompt = list(range(20))
-    assert length(prompt, 20, [*prompt, 50], 21) == 20
-    assert length(prompt, 20, prompt, 20) == 19
-    assert length(prompt, 20, [*prompt[:9], 50, *prompt], 30) == 9
-    assert length(prompt, 20, [*prompt, 50], 21, prefix_block_size=8) == 16
-    # Sparse positions serve only where the same ones are sparse.
-    assert length(prompt, 10, [*prompt, 50, 51], 11) == 10
-    assert length(prompt, 10, prompt, 10) == 19
-    assert length(prompt, 0, [*prompt, 50], 0) == 20
-    assert length(prompt, 0, [*prompt, 50], 21) == 0
-    # Beyond 30 tokens every position is turned otherwise.
-    assert length(prompt, 20, [*prompt, *range(50, 62)], 32) == 0
-    assert length(list(range(600)), 600, [*range(599), 7], 600) == 599
+
+@pytest.mark.parametrize(
+    ("held", "held_from", "tokens", "sparse_from", "block_size", "expected"),
+    [
+        (PROMPT, 20, [*PROMPT, 50], 21, 1, 20),
+        (PROMPT, 20, PROMPT, 20, 1, 19),
+        (PROMPT, 20, [*PROMPT[:9], 50, *PROMPT], 30, 1, 9),
+        (PROMPT, 20, [*PROMPT, 50], 21, 8, 16),
+        # Sparse positions serve only where the same ones are sparse.
+        (PROMPT, 10, [*PROMPT, 50, 51], 11, 1, 10),
+        (PROMPT, 10, PROMPT, 10, 1, 19),
+        (PROMPT, 0, [*PROMPT, 50], 0, 1, 20),
+        (PROMPT, 0, [*PROMPT, 50], 21, 1, 0),
+        # Beyond 30 tokens every position is turned otherwise.
+        (PROMPT, 20, [*PROMPT, *range(50, 62)], 32, 1, 0),
+        (list(range(600)), 600, [*range(599), 7], 600, 1, 599),
+    ],
+)
+def test_positions_serve_only_whom_they_were_read_for(
+    held: list[int], held_from: int, tokens: list[int], sparse_from: int, block_size: int, expected: int
+) -> None:
+    prefixes = PrefixCache(1, block_size, 30)
+    prefixes.note(0, held, len(held), held_from)
+    assert prefixes.choose(tokens, sparse_from, [0])[2] == expected
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -168,38 +175,28 @@ def test_others_go_on_while_a_prompt_is_read(bundles: dict[str, Bundle]) -> None
     decoder = small_chunks(bundles["llama"], max_batch=3)
     alone = [finish(Scheduler(decoder), Request(tokens_of(n, n), 20)).output_token_ids for n in (3, 40, 5)]
     scheduler = Scheduler(decoder)
-    jobs = [scheduler.add(Request(tokens_of(3, 3), 20))]
+    requests = [scheduler.add(Request(tokens_of(3, 3), 20))]
     scheduler.step()
-    jobs += [scheduler.add(Request(tokens_of(n, n), 20)) for n in (40, 5)]
+    requests += [scheduler.add(Request(tokens_of(n, n), 20)) for n in (40, 5)]
     events = []
     while scheduler.busy:
-        got = [jobs.index(job) for job in scheduler.step()]
-        events.append(got)
+        events.append([requests.index(request) for request in scheduler.step()])
     # A chunk of the long prompt, a token of whoever runs, and so on; the short one waits its turn and then goes along.
     assert events[:12] == [[], [0], [], [0], [], [0], [], [0], [1], [0, 1], [2], [0, 1, 2]]
-    assert [job.output_token_ids for job in jobs] == alone
-    assert all(job.first_token_time > job.prefill_started > 0 for job in jobs)
+    assert [request.output_token_ids for request in requests] == alone
+    assert all(request.first_token_time > request.prefill_started > 0 for request in requests)
 
 
 def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = small_chunks(bundles["llama"], max_batch=2)
     monkeypatch.setattr(type(decoder), "prefill_chunk_under_load", CHUNK // 2)
-    read: list[tuple[int, int]] = []
-    prefill = decoder.prefill
-
-    def reading(*arguments: object, start: int, stop: int, **_: object) -> torch.Tensor:
-        read.append((start, stop))
-        return prefill(*arguments, start=start, stop=stop)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(decoder, "prefill", reading)
+    read = watch_prefill(decoder, monkeypatch)
     scheduler = Scheduler(decoder)
     first = scheduler.add(Request(tokens_of(18, 1), 3))
-    while first.finish_reason is None:
+    while scheduler.busy:
         scheduler.step()
         if len(read) == 3 and len(first.output_token_ids) == 1:
             scheduler.add(Request(tokens_of(21, 2), 1))
-    while scheduler.busy:
-        scheduler.step()
     assert read == [(0, 8), (8, 16), (16, 18), (0, 4), (4, 8), (8, 16), (16, 21)]
 
 
@@ -230,10 +227,9 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     policy: str,
     max_batch: int,
 ) -> None:
-    key = variant, max_batch
-    decoder = decoders.setdefault(key, small_chunks(bundles[variant], max_batch=max_batch))
+    decoder = decoders.setdefault((variant, max_batch), small_chunks(bundles[variant], max_batch=max_batch))
     scheduler = Scheduler(decoder)
-    jobs: list[Request] = []
+    requests: list[Request] = []
     # Every turn of two conversations that begin alike, and of a third.
     shared = tokens_of(19)
     prompts = [
@@ -247,29 +243,27 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     for action, *values in actions:
         if action == "ask":
             which, count, temperature = values
-            earlier = [job for job in jobs if job.finish_reason == "length" and len(job.prompt_token_ids) < 30]
+            earlier = [one for one in requests if one.finish_reason == "length" and len(one.prompt_token_ids) < 30]
             # Now and then the next turn of what was answered.
             prompt = prompts[which]
             if which == 5 and earlier:
                 prompt = [*earlier[-1].prompt_token_ids, *earlier[-1].output_token_ids, 7]
-            jobs.append(scheduler.add(Request(prompt, count, SamplingParams(temperature, seed=3), prefill=policy)))
+            requests.append(scheduler.add(Request(prompt, count, SamplingParams(temperature, seed=3), prefill=policy)))
         elif action == "step":
             for _ in range(values[0]):
                 scheduler.step()
-        elif action == "cancel" and values[0] < len(jobs):
-            scheduler.finish(jobs[values[0]], "cancelled")
+        elif action == "cancel" and values[0] < len(requests):
+            scheduler.finish(requests[values[0]], "cancelled")
         elif action == "start over":
             scheduler.start_over()
     while scheduler.busy:
         scheduler.step()
     assert scheduler.slots == [None] * max_batch
     assert scheduler.prefilling is None
-    for job in jobs:
-        alone = finish(Scheduler(decoder), replace(job)).output_token_ids
-        if job.finish_reason == "cancelled":
-            assert job.output_token_ids == alone[: len(job.output_token_ids)]
-        else:
-            assert job.output_token_ids == alone
+    for request in requests:
+        alone = finish(Scheduler(decoder), replace(request)).output_token_ids
+        given = len(request.output_token_ids) if request.finish_reason == "cancelled" else None
+        assert request.output_token_ids == alone[:given]
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from wisparse.formats import chat_template
 from wisparse.formats.bundle import Bundle
@@ -21,11 +22,9 @@ from wisparse.formats.errors import BundleError, ContextLengthError, UsageError,
 from wisparse.runtime.backends import load
 from wisparse.runtime.tokenizer import Detokenizer, StopStrings, Tokenizer, check_tokenizer
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
-def byte_level() -> Library:
-    return Library.from_file(str(ROOT / "examples" / "pycode-llama-6m" / "tokenizer.json"))
+MODEL = Path(__file__).resolve().parent.parent / "examples" / "pycode-llama-6m"
+DATA = (MODEL / "tokenizer.json").read_bytes()
+BYTE_LEVEL = Library.from_buffer(DATA)
 
 
 def byte_fallback() -> Library:
@@ -35,14 +34,8 @@ def byte_fallback() -> Library:
         models.BPE(vocab={piece: i for i, piece in enumerate(chunks)}, merges=[], byte_fallback=True, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    tokenizer.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(content=" ", left=1),
-        ]
-    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer
 
 
@@ -50,9 +43,6 @@ def chunks_of(tokenizer: Library, ids: list[int], visible: frozenset[int] = froz
     special = {token for token, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     detokenizer = Detokenizer(tokenizer, special, visible)
     return [*(detokenizer.add(token) for token in ids), detokenizer.finish()]
-
-
-BYTE_LEVEL = byte_level()
 
 
 @given(st.text(max_size=60))
@@ -64,29 +54,20 @@ def test_chunks_join_to_the_text_and_split_no_character(text: str) -> None:
         assert not any("\ufffd" in chunk for chunk in chunks)
 
 
-@given(st.lists(st.integers(0, 8191), max_size=60))
-def test_any_ids_join_to_what_decoding_them_at_once_gives(ids: list[int]) -> None:
-    assert "".join(chunks_of(BYTE_LEVEL, ids)) == BYTE_LEVEL.decode(ids)
+RUNS = st.tuples(st.sampled_from(["\u00ff", "\u00f0", "\u00e2", "a", "\u0120the", "</s>"]), st.integers(1, 90))
+
+
+@given(st.lists(st.integers(0, 8191), max_size=60), st.lists(RUNS, max_size=8))
+def test_any_ids_join_to_what_decoding_them_at_once_gives(ids: list[int], runs: list[tuple[str, int]]) -> None:
+    long = [BYTE_LEVEL.token_to_id(token) or 0 for token, count in runs for _ in range(count)]
+    for some in (ids, long):
+        assert "".join(chunks_of(BYTE_LEVEL, some)) == BYTE_LEVEL.decode(some)
 
 
 def test_text_is_not_held_longer_than_a_character_needs() -> None:
-    ids = BYTE_LEVEL.encode("añb€c𝄞d").ids
-    chunks = chunks_of(BYTE_LEVEL, ids)
-    assert chunks[0] == "a"
-    assert chunks[-1] == ""
+    chunks = chunks_of(BYTE_LEVEL, BYTE_LEVEL.encode("añb€c𝄞d").ids)
+    assert (chunks[0], chunks[-1]) == ("a", "")
     assert len([chunk for chunk in chunks if chunk]) >= 7
-
-
-@given(
-    st.lists(
-        st.tuples(st.sampled_from(["\u00ff", "\u00f0", "\u00e2", "a", "\u0120the", "</s>"]), st.integers(1, 90)),
-        max_size=8,
-    )
-)
-def test_long_runs_join_to_what_decoding_them_at_once_gives(runs: list[tuple[str, int]]) -> None:
-    tokenizer = BYTE_LEVEL
-    ids = [tokenizer.token_to_id(token) or 0 for token, count in runs for _ in range(count)]
-    assert "".join(chunks_of(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 def test_wrong_bytes_come_out_with_what_follows_or_at_the_end() -> None:
@@ -168,16 +149,9 @@ def test_templates_render_as_in_transformers(template: str, add_generation_promp
     from transformers.utils.chat_template_utils import render_jinja_template
 
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    expected, _ = render_jinja_template(
-        conversations=[CONVERSATION],
-        chat_template=template,
-        add_generation_prompt=add_generation_prompt,
-        tools=None,
-        documents=None,
-        **tokens,
-    )
-    found = ChatTemplate(template, tokens).render(CONVERSATION, add_generation_prompt=add_generation_prompt)
-    assert found == expected[0]
+    prompt = {"add_generation_prompt": add_generation_prompt}
+    expected, _ = render_jinja_template([CONVERSATION], chat_template=template, **prompt, **tokens)
+    assert ChatTemplate(template, tokens).render(CONVERSATION, **prompt) == expected[0]
 
 
 def test_a_template_may_refuse_messages() -> None:
@@ -274,27 +248,37 @@ def test_a_template_that_does_not_compile(source: str) -> None:
 
 
 def make_text(template: str | None = None, config: dict[str, Any] | None = None, vocab_size: int = 8192) -> Tokenizer:
-    data = (ROOT / "examples" / "pycode-llama-6m" / "tokenizer.json").read_bytes()
-    return Tokenizer(data, {"eos_token": "<|endoftext|>", **(config or {})}, template, vocab_size)
+    return Tokenizer(DATA, {"eos_token": "<|endoftext|>", **(config or {})}, template, vocab_size)
 
 
-def test_the_template_is_found_where_it_may_stand() -> None:
-    messages = [{"role": "user", "content": "x"}]
-    named = [{"name": "tool_use", "template": "no"}, {"name": [7]}, {"name": "default", "template": "list"}, 7]
-    assert make_text("file").render(messages) == "file"
-    assert make_text("file", {"chat_template": "config"}).render(messages) == "file"
-    assert make_text(None, {"chat_template": "config"}).render(messages) == "config"
-    assert make_text(None, {"chat_template": named}).render(messages) == "list"
-    several = make_text(None, {"chat_template": named})
-    assert several.render(messages, tools=[{}]) == several.template_source == "no"
-    assert make_text(None, {"chat_template": "config"}).render(messages, tools=[{}]) == "config"
+def with_changes(**changes: Any) -> Tokenizer:
+    return Tokenizer(json.dumps(json.loads(DATA) | changes).encode(), {}, None, 8192)
+
+
+NAMED = [{"name": "tool_use", "template": "no"}, {"name": [7]}, {"name": "default", "template": "list"}, 7]
+
+
+@pytest.mark.parametrize(
+    ("file", "config", "expected", "with_tools"),
+    [
+        ("file", None, "file", "file"),
+        ("file", "config", "file", "file"),
+        (None, "config", "config", "config"),
+        (None, NAMED, "list", "no"),
+    ],
+)
+def test_the_template_is_found_where_it_may_stand(file: Any, config: Any, expected: str, with_tools: str) -> None:
+    text = make_text(file, {"chat_template": config})
+    assert text.render([{"role": "user", "content": "x"}]) == expected
+    assert text.render([{"role": "user", "content": "x"}], tools=[{}]) == text.template_source == with_tools
+
+
+def test_templates_that_are_none() -> None:
     with pytest.raises(UsageError, match="no chat template"):
-        make_text().render(messages)
+        make_text().render([])
     with pytest.raises(BundleError, match="chat_template: expected a text"):
         make_text(None, {"chat_template": 5})
-
-
-def test_special_tokens_of_old_and_new_files_reach_the_template() -> None:
+    # Special tokens of old and new files reach a template.
     text = make_text("{{ bos_token }}{{ eos_token }}", {"bos_token": {"content": "<s>", "lstrip": False}})
     assert text.render([]) == "<s><|endoftext|>"
 
@@ -308,44 +292,40 @@ def test_which_templates_are_for_chat() -> None:
     # Every turn closed by the same token counts as well; a token that generation does not stop at does not.
     assert make_text("{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}").template_ends_turns(stops)
     assert not make_text(ends + "{% endfor %}").template_ends_turns(frozenset({5}))
-    assert not make_text((ROOT / "examples/pycode-llama-6m/chat_template.jinja").read_text()).template_ends_turns(stops)
+    assert not make_text((MODEL / "chat_template.jinja").read_text()).template_ends_turns(stops)
     assert not make_text().template_ends_turns(stops)
 
 
 def test_encode_leaves_the_beginning_to_the_post_processor() -> None:
-    from tokenizers.processors import TemplateProcessing
-
     plain = make_text()
     assert plain.encode(">>> 1") == BYTE_LEVEL.encode(">>> 1").ids
-    tokenizer = byte_level()
+    tokenizer = Library.from_buffer(DATA)
     tokenizer.post_processor = TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
     with_start = Tokenizer(tokenizer.to_str().encode(), {}, None, 8192)
     assert with_start.encode(">>> 1") == [1, *plain.encode(">>> 1")]
     assert with_start.encode(">>> 1", add_special_tokens=False) == plain.encode(">>> 1")
+    # A saved truncation is not applied.
+    truncation = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    assert len(with_changes(truncation=truncation).encode("a b c d e f g h")) > 3
 
 
-def test_special_tokens_are_left_out_of_text() -> None:
+def test_special_tokens_are_left_out_of_text_unless_they_are_visible() -> None:
     text = make_text()
     assert text.decode([0, *text.encode("x"), 3]) == "x"
-    assert text.is_special("<|user|>")
-    assert not text.is_special("x")
-    assert not text.is_special("nowhere to be found")
-
-
-def test_a_saved_truncation_is_not_applied() -> None:
-    document = json.loads((ROOT / "examples/pycode-llama-6m/tokenizer.json").read_text())
-    document["truncation"] = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
-    assert len(Tokenizer(json.dumps(document).encode(), {}, None, 8192).encode("a b c d e f g h")) > 3
+    assert [text.is_special(token) for token in ("<|user|>", "x", "nowhere to be found")] == [True, False, False]
+    ids = [*BYTE_LEVEL.encode(" a").ids, 1, 2, *BYTE_LEVEL.encode("b").ids, 1]
+    user = BYTE_LEVEL.id_to_token(1)
+    assert "".join(chunks_of(BYTE_LEVEL, ids, frozenset({1}))) == f" a{user}b{user}"
+    assert "".join(chunks_of(BYTE_LEVEL, ids)) == " ab"
 
 
 def test_bad_tokenizers() -> None:
     for data in (b"", b"{}", b"\xff\xfe", b'{"version": "1.0", "model": {"type": "BPE"}}'):
         with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|expected JSON|expected UTF-8)"):
             Tokenizer(data, {}, None, 8192)
-    document = json.loads(byte_level().to_str())
-    document["model"]["merges"].append(["a", "no such"])
+    model = json.loads(BYTE_LEVEL.to_str())["model"]
     with pytest.raises(BundleError, match=r"tokenizer\.json: not a tokenizer.*out of vocabulary"):
-        Tokenizer(json.dumps(document).encode(), {}, None, 8192)
+        with_changes(model=model | {"merges": [*model["merges"], ["a", "no such"]]})
     with pytest.raises(BundleError, match="vocabulary has 10"):
         make_text(vocab_size=10).encode("hello world")
     with pytest.raises(UsageError, match="surrogate"):
@@ -353,31 +333,23 @@ def test_bad_tokenizers() -> None:
 
 
 PREPEND = {"type": "Prepend", "prepend": "\u2581"}
+EMPTY = {"type": "Replace", "pattern": {"String": ""}, "content": "\u2581"}
 MISSING = {"Sequence": {"id": "A", "type_id": 0}}, {"SpecialToken": {"id": "<s>", "type_id": 0}}
-PANICS: dict[str, dict[str, Any]] = {
-    "merges": {"model": json.loads(BYTE_LEVEL.to_str())["model"] | {"continuing_subword_prefix": "##"}},
-    "template": {
-        "post_processor": {
-            "type": "Sequence",
-            "processors": [
-                {"type": "TemplateProcessing", "single": MISSING, "pair": MISSING, "special_tokens": {}},
-            ],
-        }
-    },
-    "empty pattern": {
-        "normalizer": {
-            "type": "Sequence",
-            "normalizers": [PREPEND, {"type": "Replace", "pattern": {"String": ""}, "content": "\u2581"}],
-        }
-    },
-}
+TEMPLATE = {"type": "TemplateProcessing", "single": MISSING, "pair": MISSING, "special_tokens": {}}
 
 
-@pytest.mark.parametrize("kind", PANICS)
-def test_a_panic_of_the_library_is_an_error(kind: str) -> None:
-    document = json.loads(BYTE_LEVEL.to_str()) | PANICS[kind]
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": json.loads(BYTE_LEVEL.to_str())["model"] | {"continuing_subword_prefix": "##"}},
+        {"post_processor": {"type": "Sequence", "processors": [TEMPLATE]}},
+        {"normalizer": {"type": "Sequence", "normalizers": [PREPEND, EMPTY]}},
+    ],
+    ids=["merges", "template", "empty pattern"],
+)
+def test_a_panic_of_the_library_is_an_error(changes: dict[str, Any]) -> None:
     with pytest.raises(BundleError, match=r"tokenizer\.json: (not a tokenizer|.* cannot run it)"):
-        Tokenizer(json.dumps(document).encode(), {}, None, 8192).encode("def f(x):")
+        with_changes(**changes).encode("def f(x):")
 
 
 def test_what_fails_only_when_it_runs_is_an_error_too() -> None:
@@ -393,13 +365,6 @@ def test_ids_that_no_tokenizer_has_are_a_usage_error(ids: list[Any]) -> None:
     with pytest.raises(WisparseError, match=r"token ids: expected integers from 0 to 4,294,967,295, found \["):
         make_text().decode(ids)
     assert make_text().decode([2**32 - 1]) == ""
-
-
-def test_visible_special_tokens_are_part_of_the_text() -> None:
-    ids = [*BYTE_LEVEL.encode(" a").ids, 1, 2, *BYTE_LEVEL.encode("b").ids, 1]
-    user = BYTE_LEVEL.id_to_token(1)
-    assert "".join(chunks_of(BYTE_LEVEL, ids, frozenset({1}))) == f" a{user}b{user}"
-    assert "".join(chunks_of(BYTE_LEVEL, ids)) == " ab"
 
 
 def test_a_text_far_too_long_is_not_tokenised_to_its_end() -> None:
