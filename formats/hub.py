@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import re
 import shlex
@@ -11,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import HfApi, constants
@@ -27,7 +27,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars, get_session
+from huggingface_hub.utils import disable_progress_bars, get_session
+from huggingface_hub.utils.sha import git_hash
 
 from .errors import AccessError, BundleError, UploadError, UsageError, first_line
 from .guard import file_digest, find_folder, list_files, open_regular, quoted
@@ -37,7 +38,7 @@ from .manifest import MANIFEST, SIDECAR, listed_files
 # keep exports in sub-folders: neither is wanted.
 _SMALL_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "README.md", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*"]
 _SMALL_FILES += ["wisparse.safetensors"]
-# Of the folders only additional_chat_templates/ is: a pattern cannot say "but".
+# Of the folders only additional_chat_templates/ is wanted: a pattern cannot say "but".
 _UNWANTED = ["[!a]*/*", "a[!d]*/*", "consolidated*.safetensors", "adapter_model*"]
 # Files that only a conversion writes: an older push's leftovers are deleted in the commit that replaces them.
 _OWNED = ["model*.safetensors", "model.safetensors.index.json", "wisparse.*", "conversion_report.json", "figures/*.png"]
@@ -48,17 +49,32 @@ _ANSWER_S = 5.0
 _OWNER_AND_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[\w.-]{1,96}")
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}")
 
+_LOGIN = "log in with 'hf auth login' or set HF_TOKEN"
+_BY_KIND: dict[type[BaseException], str] = {
+    GatedRepoError: "{0} is gated: ask for access at {1}/{2}, then " + _LOGIN + " and run this again",
+    RevisionNotFoundError: "{0} has no revision {3!r} on the Hub",
+    RepositoryNotFoundError: "there is no folder {0} here and no repository of that name on the Hub that you may "
+    "read; check the spelling, and for a private one " + _LOGIN,
+    LocalTokenNotFoundError: "{0} needs an account on the Hub: " + _LOGIN,
+    OfflineModeIsEnabled: "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a folder",
+    LocalEntryNotFoundError: "{0} is not complete in the cache and the Hub cannot be reached: check the network",
+    HFValidationError: "not a Hub id: {0}",
+}
+_BY_STATUS = {
+    401: "the access token was refused (401): log in again with 'hf auth login' or set another HF_TOKEN",
+    403: f"this account or token is not permitted to do that (403); use one that is: {_LOGIN}",
+    404: "not found (404)",
+    429: "too many requests (429); wait some minutes and run this again",
+}
+
 
 @dataclass(frozen=True)
 class Source:
-    """A model on this machine's disk.
-
-    ``commit`` is its Hub commit, None for a local folder; ``name`` the Hub id, or the folder's own name without path.
-    """
+    """A model on this machine's disk."""
 
     folder: Path
-    commit: str | None
-    name: str
+    commit: str | None  # on the Hub; None for a local folder
+    name: str  # the Hub id, or the folder's own name without path
 
 
 def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, weights: bool = True) -> Source:
@@ -72,24 +88,13 @@ def fetch_source(model: str | os.PathLike[str], revision: str | None = None, *, 
             raise UsageError(f"--revision names a commit on the Hub, but {str(model)!r} is a folder on disk")
         return Source(folder, None, folder.resolve().name)
     repo_id = _repo_id(model)
-    with _access_errors(repo_id, revision), _bars_on_terminals():
-        snapshot = Path(
-            huggingface_hub.snapshot_download(
-                repo_id,
-                revision=revision,
-                allow_patterns=[*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES,
-                ignore_patterns=_UNWANTED if weights else [*_UNWANTED, "model*.safetensors"],
-                library_name="wisparse",
-            )
-        )
+    snapshot = Path(_snapshot(repo_id, revision, weights=weights))
     if not snapshot.is_dir():
         raise AccessError(f"{repo_id!r} holds no model at revision {revision or 'main'!r}: none of its files is one")
-    # The cache names a snapshot by its commit.
-    return Source(snapshot, snapshot.name, repo_id)
+    return Source(snapshot, snapshot.name, repo_id)  # the cache names a snapshot by its commit
 
 
 def fetch_bundle(bundle: str | os.PathLike[str], revision: str | None = None) -> Path:
-    """Bring a bundle to this machine's disk and return its folder."""
     return fetch_source(bundle, revision).folder
 
 
@@ -97,24 +102,27 @@ def download_bytes(model: str | os.PathLike[str], revision: str | None = None) -
     """How many bytes ``fetch_source`` would still have to download; 0 for a folder or a model in the cache."""
     if find_folder(model) is not None:
         return 0
-    repo_id = _repo_id(model)
-    with _access_errors(repo_id, revision), _bars_on_terminals():
-        files = huggingface_hub.snapshot_download(
+    files = _snapshot(_repo_id(model), revision, weights=True, dry_run=True)
+    return sum(file.file_size or 0 for file in files if file.will_download)
+
+
+def _snapshot(repo_id: str, revision: str | None, *, weights: bool, dry_run: bool = False) -> Any:
+    with _hub_errors(repo_id, revision):
+        return huggingface_hub.snapshot_download(
             repo_id,
             revision=revision,
-            allow_patterns=[*_SMALL_FILES, "*.safetensors"],
-            ignore_patterns=_UNWANTED,
+            allow_patterns=[*_SMALL_FILES, "*.safetensors"] if weights else _SMALL_FILES,
+            ignore_patterns=_UNWANTED if weights else [*_UNWANTED, "model*.safetensors"],
             library_name="wisparse",
-            dry_run=True,
+            dry_run=dry_run,
         )
-    return sum(file.file_size or 0 for file in files if file.will_download)
 
 
 def check_read_access(model: str | os.PathLike[str], *, dataset: bool = False) -> None:
     """AccessError unless ``model`` is a folder or a repository that this user may read; ``dataset``: a data set's."""
     if dataset or find_folder(model) is None:
         repo_id = _repo_id(model)
-        with _access_errors(repo_id):
+        with _hub_errors(repo_id):
             _api().auth_check(repo_id, repo_type="dataset" if dataset else "model")
 
 
@@ -123,21 +131,19 @@ def check_write_access(repo: str) -> None:
     repo_id = _repo_id(repo, must_have_owner=True)
     owner = repo_id.split("/")[0]
     # Asked first because the Hub answers "not found" to whoever is not logged in.
-    with _access_errors(repo_id):
+    with _hub_errors(repo_id):
         account = _api().whoami()
-    token = (account.get("auth") or {}).get("accessToken") or {}
-    if token.get("role") == "read":
+    if ((account.get("auth") or {}).get("accessToken") or {}).get("role") == "read":
         raise AccessError(f"cannot push to {repo_id!r}: the token only reads; log in with one that may write")
     try:
-        with _access_errors(repo_id):
+        with _hub_errors(repo_id):
             _api().auth_check(repo_id, write=True)
     except AccessError as error:
         if not _is_missing(error) or isinstance(error.__cause__, GatedRepoError):
             raise
         # It does not exist (or is somebody's private one, which then shows at creation).
-        organisations = {org.get("name"): org for org in account.get("orgs") or []}
-        role = organisations.get(owner, {}).get("roleInOrg", "write")
-        if owner != account.get("name") and (owner not in organisations or role == "read"):
+        roles = {org.get("name"): org.get("roleInOrg", "write") for org in account.get("orgs") or []}
+        if owner != account.get("name") and roles.get(owner, "read") == "read":
             raise AccessError(
                 f"cannot push to {repo_id!r}: you are logged in as {account.get('name')!r}, who may not create "
                 f"repositories under {owner!r}"
@@ -157,7 +163,7 @@ def is_public(repo: str) -> bool:
     """Whether ``repo`` exists on the Hub and everybody may read it."""
     repo_id = _repo_id(repo, must_have_owner=True)
     try:
-        with _access_errors(repo_id):
+        with _hub_errors(repo_id):
             return not _api().model_info(repo_id).private
     except AccessError as error:
         if _is_missing(error):
@@ -167,43 +173,33 @@ def is_public(repo: str) -> bool:
 
 @dataclass(frozen=True)
 class PushPlan:
-    """What a push would do.
+    """What a push would do."""
 
-    ``send``: name -> bytes of the files that the repository lacks or has with another content; ``num_files`` of the
-    bundle; ``left_out``: what else lies in the folder.
-    """
-
-    send: dict[str, int]
-    num_files: int
-    left_out: tuple[str, ...]
+    send: dict[str, int]  # name -> bytes of the files that the repository lacks or has with another content
+    num_files: int  # of the bundle
+    left_out: tuple[str, ...]  # what else lies in the folder
 
 
 def plan_push(folder: Path, repo: str) -> PushPlan:
     """Compare a verified bundle with what the repository holds; weights are known by the manifest's digests."""
     names = _bundle_files(folder)
     repo_id = _repo_id(repo, must_have_owner=True)
-    there: dict[str, str] = {}
+    there: list[RepoFile] = []
     try:
-        with _access_errors(repo_id):
-            for entry in _api().list_repo_tree(repo_id, recursive=True):
-                if isinstance(entry, RepoFile):
-                    there[entry.path] = entry.lfs.sha256 if entry.lfs else entry.blob_id
+        with _hub_errors(repo_id):
+            there = [entry for entry in _api().list_repo_tree(repo_id, recursive=True) if isinstance(entry, RepoFile)]
     except AccessError as error:
         if not _is_missing(error):
             raise
     listed = listed_files(folder)
-    send = {}
-    for name in names:
-        digest = there.get(name, "")
-        if len(digest) == 64:
-            same = (listed.get(name) or file_digest(folder / name)) == digest
-        elif digest:  # git's own, of a small file
-            content = (folder / name).read_bytes()
-            same = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest() == digest
+    send = {name: (folder / name).stat().st_size for name in names}
+    for entry in (entry for entry in there if entry.path in send):
+        if entry.lfs:
+            same = (listed.get(entry.path) or file_digest(folder / entry.path)) == entry.lfs.sha256
         else:
-            same = False
-        if not same:
-            send[name] = (folder / name).stat().st_size
+            same = git_hash((folder / entry.path).read_bytes()) == entry.blob_id
+        if same:
+            del send[entry.path]
     left_out = {*list_files(folder, _MAX_FILES, BundleError, deep=True)} - {*names}
     return PushPlan(send, len(names), tuple(sorted(left_out)))
 
@@ -219,7 +215,7 @@ def push_bundle(folder: Path, repo: str, private: bool = False) -> str:
     repo_id = _repo_id(repo, must_have_owner=True)
     retry = push_command(folder, repo_id, private)
     try:
-        with _bars_on_terminals(), _access_errors(repo_id):
+        with _hub_errors(repo_id):
             url = _api().create_repo(repo_id, private=private or None, exist_ok=True)
             if private and not _api().model_info(repo_id).private:
                 raise UploadError(public_repository(folder, repo_id))
@@ -270,19 +266,6 @@ def _bundle_files(folder: Path) -> list[str]:
     return names
 
 
-@contextlib.contextmanager
-def _bars_on_terminals() -> Iterator[None]:
-    """huggingface_hub's progress bars on terminals only: in a log file they are noise."""
-    if sys.stderr.isatty() or are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()
-
-
 def _api() -> HfApi:
     return HfApi(library_name="wisparse")
 
@@ -304,51 +287,31 @@ def _is_missing(error: AccessError) -> bool:
 
 
 @contextlib.contextmanager
-def _access_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
-    """Failures that have to do with access as an AccessError of one sentence; others pass."""
+def _hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
+    """Failures that have to do with access as an AccessError of one sentence; others pass. Progress bars on terminals
+    only: in a log file they are noise."""
     try:
-        yield
+        with contextlib.nullcontext() if sys.stderr.isatty() else disable_progress_bars():
+            yield
     except (HTTPError, OSError, EntryNotFoundError, HFValidationError, RuntimeError) as error:
         # The client wraps the Hub's or the network's own error in "not in the cache" or "while uploading".
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, (HTTPError, OfflineModeIsEnabled)):
             cause = cause.__cause__
         root = cause or error
-        explanation = _explain(root, repo_id, revision)
-        if explanation is None:
+        status = root.response.status_code if isinstance(root, HfHubHTTPError) else 0
+        words = next((words for kind, words in _BY_KIND.items() if isinstance(root, kind)), None)
+        if words is not None:
+            explanation = words.format(repr(repo_id), constants.ENDPOINT, repo_id, revision or "main")
+        elif status >= 500:
+            explanation = f"{repo_id!r}: the Hub answered with an error of its own ({status}); run this again later"
+        elif status:
+            explanation = f"{repo_id!r}: {_BY_STATUS.get(status) or first_line(root)}"
+        elif isinstance(root, HTTPError):
+            explanation = (
+                f"cannot reach the Hub for {repo_id!r} ({type(root).__name__}), and it is not complete in the cache: "
+                "check the network, or give a folder"
+            )
+        else:
             raise
         raise AccessError(explanation) from root
-
-
-def _explain(error: BaseException, repo_id: str, revision: str | None) -> str | None:
-    login = "log in with 'hf auth login' or set HF_TOKEN"
-    status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-    by_kind: dict[type[BaseException], str] = {
-        GatedRepoError: "{0} is gated: ask for access at {1}/{2}, then {3} and run this again",
-        RevisionNotFoundError: "{0} has no revision {4!r} on the Hub",
-        RepositoryNotFoundError: "there is no folder {0} here and no repository of that name on the Hub that you may "
-        "read; check the spelling, and for a private one {3}",
-        LocalTokenNotFoundError: "{0} needs an account on the Hub: {3}",
-        OfflineModeIsEnabled: "{0} is not in the cache at this revision, and HF_HUB_OFFLINE is set: unset it or give a "
-        "folder",
-        LocalEntryNotFoundError: "{0} is not complete in the cache and the Hub cannot be reached: check the network",
-        HFValidationError: "not a Hub id: {0}",
-    }
-    by_status = {
-        401: "the access token was refused (401): log in again with 'hf auth login' or set another HF_TOKEN",
-        403: f"this account or token is not permitted to do that (403); use one that is: {login}",
-        404: "not found (404)",
-        429: "too many requests (429); wait some minutes and run this again",
-    }
-    for kind, words in by_kind.items():
-        if isinstance(error, kind):
-            return words.format(repr(repo_id), constants.ENDPOINT, repo_id, login, revision or "main")
-    if status:
-        unavailable = f"the Hub answered with an error of its own ({status}); run this again later"
-        return f"{repo_id!r}: {by_status.get(status) or (unavailable if status >= 500 else first_line(error))}"
-    if isinstance(error, HTTPError):
-        return (
-            f"cannot reach the Hub for {repo_id!r} ({type(error).__name__}), and it is not complete in the cache: "
-            "check the network, or give a folder"
-        )
-    return None
