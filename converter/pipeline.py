@@ -16,7 +16,7 @@ import torch
 
 import wisparse
 from wisparse.formats import guard
-from wisparse.formats.bundle import Bundle, ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask, verify_bundle
 from wisparse.formats.card import read_inherited
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError
@@ -24,7 +24,6 @@ from wisparse.formats.folder import clear_leftovers
 from wisparse.formats.hub import Source, fetch_source, push_bundle
 from wisparse.formats.machine import choose_device
 from wisparse.formats.manifest import BUNDLE, CalibrationRecord, Recipe, SparsityLevel
-from wisparse.formats.verify import verify_bundle
 from wisparse.formats.weight_types import Kind
 from wisparse.formats.write import write_bundle
 

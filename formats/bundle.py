@@ -6,21 +6,32 @@ import hashlib
 import os
 import re
 import shlex
+import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .checkpoint import INDEX, MAX_CONFIG_BYTES, MAX_INDEX_BYTES, Checkpoint
-from .errors import BundleError, UsageError
-from .guard import PARTIAL, folder_kind, list_files, parse_json, read_bounded, read_json, require_folder, shown
+from .errors import BundleError, UsageError, printable
+from .guard import (
+    PARTIAL,
+    folder_kind,
+    list_files,
+    open_regular,
+    parse_json,
+    read_bounded,
+    read_json,
+    require_folder,
+    shown,
+)
 from .manifest import MANIFEST, MAX_MANIFEST_BYTES, SIDECAR, Manifest, Recipe, require_version
 from .model_config import ModelConfig
 from .sidecar import ProjectionMask, read_masks
 
 # Beside the weights and the sidecar, the files that decide what a model answers, and the most of each that is read.
-# For scale: Llama 3's tokenizer.json has 17 MB.
 SMALL_FILES: Mapping[str, int] = {
     "config.json": MAX_CONFIG_BYTES,
     "generation_config.json": MAX_CONFIG_BYTES,
@@ -136,11 +147,14 @@ def _read_checked(folder: Path, name: str, manifest: Manifest) -> bytes:
     data = read_bounded(folder, name, _LIMITS.get(name, MAX_CONFIG_BYTES), BundleError)
     found = hashlib.sha256(data).hexdigest()
     if found != manifest.sha256[name]:
-        raise BundleError(
-            f"{name}: expected sha256 {manifest.sha256[name]:.16}…, found {found:.16}…; the file is damaged or was "
-            "edited: fetch it again"
-        )
+        raise _damaged(name, manifest.sha256[name], found)
     return data
+
+
+def _damaged(name: str, expected: str, found: str) -> BundleError:
+    return BundleError(
+        f"{name}: expected sha256 {expected:.16}…, found {found:.16}…; the file is damaged or was edited: fetch it again"
+    )
 
 
 def _check_names(folder: Path, checkpoint: Checkpoint, manifest: Manifest) -> None:
@@ -177,3 +191,65 @@ def _check_recipe(names: list[str], config: ModelConfig, recipe: Recipe) -> None
                 f"{MANIFEST}: block_sparsities{at}: expected {config.num_blocks} values, "
                 f"found {len(level.block_sparsities)}"
             )
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What was looked at. ``notes`` are remarks about files that decide nothing: edited documents, unknown files."""
+
+    folder: str
+    num_files: int
+    num_bytes: int
+    num_tensors: int
+    num_projections: int
+    notes: tuple[str, ...]
+    seconds: float
+
+
+def verify_bundle(folder: str | os.PathLike[str], *, unfinished: bool = False) -> VerifyReport:
+    """Check a bundle completely: structure, sha256 of every file, every weight finite; BundleError at the first fault."""
+    started = time.monotonic()
+    bundle = Bundle.open(folder, unfinished=unfinished)
+    checkpoint, sha256 = bundle.checkpoint, bundle.manifest.sha256
+    notes: list[str] = []
+    weights = {path.name for path in checkpoint.files()}
+
+    def require_finite(name: str) -> None:
+        for _ in checkpoint.chunks(name):
+            pass
+
+    def check_file(name: str) -> int:
+        """Check the sha256 of one file; returns its size. A document that is missing or edited is a note."""
+        try:
+            with open_regular(bundle.folder, name, BundleError) as file:
+                size = os.fstat(file.fileno()).st_size
+                if name not in weights and size > MAX_FILE_BYTES:
+                    raise BundleError(f"{name}: expected at most {MAX_FILE_BYTES:,} bytes, found {size:,}")
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except BundleError as reason:
+            if not is_document(name):
+                raise
+            notes.append(str(reason))
+            return 0
+        if found != sha256[name]:
+            if not is_document(name):
+                raise _damaged(name, sha256[name], found)
+            notes.append(f"{name}: was edited after the conversion")
+        return size
+
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        sizes = list(pool.map(check_file, sha256))
+        list(pool.map(require_finite, checkpoint.tensors))
+        list(pool.map(checkpoint.require_matrix, checkpoint.quantised))
+    for name in list_files(bundle.folder, _MAX_FILES, BundleError, deep=True):
+        if name not in sha256 and name != MANIFEST and not name.startswith("."):
+            notes.append(f"{printable(name)}: not part of the bundle")
+    return VerifyReport(
+        folder=str(bundle.folder),
+        num_files=len(sha256) + 1,
+        num_bytes=sum(sizes),
+        num_tensors=len(checkpoint.tensors),
+        num_projections=len(bundle.masks),
+        notes=tuple(sorted(notes)),
+        seconds=time.monotonic() - started,
+    )

@@ -7,10 +7,12 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from .errors import AccessError, BundleError
 from .folder import Kind
@@ -23,6 +25,9 @@ SIDECAR = "wisparse.safetensors"
 MAX_SPARSITY = 0.95
 MAX_LEVELS = 16
 MAX_MANIFEST_BYTES = 32 << 20
+# Numbers from 0 to the second argument; a plain float is 0 or more.
+_Fraction = Annotated[float, 1.0]
+_Sparsity = Annotated[float, MAX_SPARSITY]
 
 _FILE_NAME = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_-]{0,99}/)?[A-Za-z0-9_][A-Za-z0-9 ._-]{0,199}")
 
@@ -32,20 +37,19 @@ class ProjectionRecipe:
     """What was decided for one projection; ``realised_sparsity`` is measured on the calibration tokens."""
 
     name: str
-    sparsity: float
+    sparsity: _Sparsity
     alpha: float
     threshold: float
-    realised_sparsity: float
+    realised_sparsity: _Fraction
 
 
 @dataclass(frozen=True)
 class SparsityLevel:
-    """One sparsity of a bundle: the target, a fraction of the parameters of all projections in scope, in [0, 0.95];
-    the projections in the order of execution; the parameter-weighted sparsity of every block."""
+    """One sparsity of a bundle."""
 
-    sparsity: float
-    projections: tuple[ProjectionRecipe, ...]
-    block_sparsities: tuple[float, ...]
+    sparsity: _Sparsity  # the target, a fraction of the parameters of all projections in scope
+    projections: tuple[ProjectionRecipe, ...]  # in the order of execution
+    block_sparsities: tuple[_Fraction, ...]  # weighted by parameters
 
 
 @dataclass(frozen=True)
@@ -79,13 +83,12 @@ class Recipe:
     base_model: str  # Hub id or folder name of the source; never a path of the machine that converted it
     base_revision: str | None  # commit of the source, where it came from the Hub
     method: str
-    default: float  # the level in force unless another is asked for
+    default: _Sparsity  # the level in force unless another is asked for
     levels: tuple[SparsityLevel, ...]  # ascending, at least one
     calibration: CalibrationRecord
     search: Mapping[str, Any] = field(default_factory=dict)  # settings and outcome of the search, JSON values only
     versions: Mapping[str, str] = field(default_factory=dict)  # of the libraries that took part
-    # tensors of the source that are not its text model's; on disk only if there are any
-    vision_tensors_left_out: int = 0
+    vision_tensors_left_out: int = 0  # tensors of the source that are not its text model's; on disk only if any
     rotation: RotationRecord | None = None  # on disk only if the weights were rotated
 
     @property
@@ -128,61 +131,7 @@ class Recipe:
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Recipe:
         """From a parsed ``wisparse.json``; keys it does not know are ignored. Raises BundleError."""
-        levels = []
-        for index, entry in enumerate(_list(document, "levels", MAX_LEVELS)):
-            where = f"levels[{index}]"
-            _require(isinstance(entry, dict), where, "an object", entry)
-            where += "."
-            projections = []
-            for number, one in enumerate(_list(entry, "projections", where=where)):
-                inside = f"{where}projections[{number}]"
-                _require(isinstance(one, dict), inside, "an object", one)
-                inside += "."
-                projections.append(
-                    ProjectionRecipe(
-                        name=_text(one, "name", inside),
-                        sparsity=_number(one, "sparsity", inside, MAX_SPARSITY),
-                        alpha=_number(one, "alpha", inside),
-                        threshold=_number(one, "threshold", inside),
-                        realised_sparsity=_number(one, "realised_sparsity", inside, 1.0),
-                    )
-                )
-            blocks = _list(entry, "block_sparsities", where=where)
-            levels.append(
-                SparsityLevel(
-                    sparsity=_number(entry, "sparsity", where, MAX_SPARSITY),
-                    projections=tuple(projections),
-                    block_sparsities=tuple(
-                        _number({"block": one}, "block", f"{where}block_sparsities.", 1.0) for one in blocks
-                    ),
-                )
-            )
-        revision, calibration = document.get("base_revision"), _object(document, "calibration")
-        counts = ("num_samples", "seq_len", "num_tokens", "seed")
-        rotation = None if document.get("rotation") is None else _object(document, "rotation")
-        versions = _object(document, "versions")
-        recipe = cls(
-            base_model=_text(document, "base_model"),
-            base_revision=None if revision is None else _text(document, "base_revision"),
-            method=_text(document, "method"),
-            default=_number(document, "default", high=MAX_SPARSITY),
-            levels=tuple(levels),
-            calibration=CalibrationRecord(
-                source=_text(calibration, "source", "calibration."),
-                digest=_text(calibration, "digest", "calibration."),
-                **{key: _count(calibration, key, "calibration.") for key in counts},
-            ),
-            search=_object(document, "search"),
-            versions={key: _text(versions, key, "versions.") for key in versions},
-            vision_tensors_left_out=_count({"vision_tensors_left_out": 0, **document}, "vision_tensors_left_out"),
-            rotation=None
-            if rotation is None
-            else RotationRecord(
-                kind=_text(rotation, "kind", "rotation."),
-                kl=_number(rotation, "kl", "rotation."),
-                num_tokens=_count(rotation, "num_tokens", "rotation."),
-            ),
-        )
+        recipe: Recipe = _decode(cls, document, "")
         check_levels(recipe, lambda text: BundleError(f"{MANIFEST}: {text}"))
         return recipe
 
@@ -281,53 +230,56 @@ def check_levels(recipe: Recipe, error: Callable[[str], Exception]) -> None:
 
 
 def _files(document: Mapping[str, Any]) -> dict[str, str]:
-    files = _object(document, "files")
-    for name in files:
+    files = {}
+    for name, entry in _decode(Mapping[str, Any], document.get("files"), "files").items():
         if not is_file_name(name):
             raise BundleError(f"{MANIFEST}: files: {name!r:.200} is not a name this format allows")
-    return {name: _hex(files, name, "sha256", 64, "files") for name in files}
+        found = entry.get("sha256") if isinstance(entry, dict) else None
+        if not isinstance(found, str) or not re.fullmatch("[0-9a-f]{64}", found):
+            raise BundleError(f"{MANIFEST}: files.{name!r:.180}.sha256: expected 64 hex digits, found {found!r:.80}")
+        files[name] = found
+    return files
 
 
-def _require(valid: bool, where: str, wanted: str, found: Any) -> None:
+@cache
+def _fields_of(record: type) -> dict[str, tuple[Any, Any]]:
+    """Name of a record's field -> its type, and what stands for it where the file has none."""
+    hints = get_type_hints(record, include_extras=True)
+    return {one.name: (hints[one.name], None if one.default is MISSING else one.default) for one in fields(record)}
+
+
+def _decode(kind: Any, value: Any, where: str) -> Any:
+    """A JSON value as a ``kind``, the type of a record's field; BundleError names the place and what is wanted there."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+    if kind is Any or (origin is UnionType and value is None):
+        return value
+    if origin is UnionType:
+        return _decode(arguments[0], value, where)
+    if is_dataclass(kind) or origin is Mapping:
+        valid, wanted = isinstance(value, dict), "an object"
+    elif origin is tuple:
+        valid, wanted = isinstance(value, list), "a list"
+    elif kind is str:
+        valid, wanted = isinstance(value, str), "a string"
+    elif kind is int:
+        valid, wanted = is_number and isinstance(value, int), "a whole number, 0 or more"
+    elif kind is float:
+        valid, wanted = is_number and value < math.inf, "a number, 0 or more"
+    else:
+        valid, wanted = is_number and value <= arguments[1], f"a number in [0, {arguments[1]}]"
     if not valid:
-        raise BundleError(f"{MANIFEST}: {where:.200}: expected {wanted}, found {found!r:.80}")
-
-
-def _object(entry: Mapping[str, Any], key: str) -> dict[str, Any]:
-    value = entry.get(key)
-    _require(isinstance(value, dict), key, "an object", value)
-    return value  # type: ignore[return-value]
-
-
-def _list(entry: Mapping[str, Any], key: str, most: int | None = None, where: str = "") -> list[Any]:
-    value = entry.get(key)
-    valid = isinstance(value, list) and (most is None or 1 <= len(value) <= most)
-    _require(valid, where + key, "a list" if most is None else f"a list of 1 to {most}", value)
-    return value  # type: ignore[return-value]
-
-
-def _text(entry: Mapping[str, Any], key: str, where: str = "") -> str:
-    value = entry.get(key)
-    _require(isinstance(value, str), where + key, "a string", value)
-    return value  # type: ignore[return-value]
-
-
-def _number(entry: Mapping[str, Any], key: str, where: str = "", high: float = math.inf) -> float:
-    value = entry.get(key)
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= high
-    _require(valid, where + key, f"a number in [0, {high}]" if high < math.inf else "a number, 0 or more", value)
-    return value  # type: ignore[return-value]
-
-
-def _count(entry: Mapping[str, Any], key: str, where: str = "") -> int:
-    value = entry.get(key)
-    valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    _require(valid, where + key, "a whole number, 0 or more", value)
-    return value  # type: ignore[return-value]
-
-
-def _hex(entries: Mapping[str, Any], name: str, key: str, length: int, where: str) -> str:
-    value = entries[name].get(key) if isinstance(entries[name], dict) else None
-    valid = isinstance(value, str) and re.fullmatch(rf"[0-9a-f]{{{length}}}", value) is not None
-    _require(valid, f"{where}.{name!r:.180}.{key}", f"{length} hex digits", value)
-    return value  # type: ignore[return-value]
+        raise BundleError(f"{MANIFEST}: {where:.200}: expected {wanted}, found {value!r:.80}")
+    inside = f"{where}." if where else ""
+    if is_dataclass(kind):
+        return kind(  # type: ignore[operator]
+            **{
+                name: _decode(hint, value.get(name, default), f"{inside}{name}")
+                for name, (hint, default) in _fields_of(kind).items()  # type: ignore[arg-type]
+            }
+        )
+    if origin is Mapping:
+        return {key: _decode(arguments[1], one, f"{inside}{key}") for key, one in value.items()}
+    if origin is tuple:
+        return tuple(_decode(arguments[0], one, f"{where}[{index}]") for index, one in enumerate(value))
+    return value

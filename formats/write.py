@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .bundle import SMALL_FILES
+from .bundle import SMALL_FILES, verify_bundle
 from .card import LICENCE_FILE
 from .checkpoint import INDEX, Checkpoint, TensorInfo, build_header, is_finite
 from .errors import ResourceError, UnsupportedModelError, UsageError, WisparseError
@@ -23,7 +23,6 @@ from .guard import dump_json, file_digest, list_files, read_bounded
 from .manifest import BUNDLE, FORMAT_VERSION, MANIFEST, SIDECAR, Manifest, Recipe, is_file_name
 from .model_config import LM_HEAD
 from .sidecar import ProjectionMask, sidecar_bytes
-from .verify import verify_files
 
 _MAX_COPIED_BYTES = 16 << 20
 _CHUNK_BYTES = 32 << 20
@@ -80,7 +79,7 @@ def write_bundle(
         for name, data in files.items():
             sha256[name] = _write_hashed(partial / name, [data])
         _write_hashed(partial / MANIFEST, [Manifest(recipe, sha256).to_bytes()])
-        verify_files(partial)
+        verify_bundle(partial, unfinished=True)
         if before_swap is not None:
             before_swap(file_digest(partial / MANIFEST))
     return out

@@ -47,10 +47,9 @@ from quantised_models import PUBLISHED, quantise_model
 from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main as command_line
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.card import check_amendable
 from wisparse.formats.errors import BundleError, UsageError, WisparseError
-from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.backends import load
 from wisparse.runtime.tokenizer import check_tokenizer
 

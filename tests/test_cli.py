@@ -24,9 +24,9 @@ from wisparse.formats import errors
 
 def _verb(monkeypatch: pytest.MonkeyPatch, body: Callable[[], None]) -> None:
     """Put a command in the place of `inspect`."""
-    module = types.ModuleType("wisparse.commands.inspect")
-    module.command = click.command("inspect")(body)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "wisparse.commands.inspect", module)
+    module = types.ModuleType("wisparse.commands.bundles")
+    module.inspect = click.command("inspect")(body)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wisparse.commands.bundles", module)
 
 
 def _run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:

@@ -176,7 +176,9 @@ def test_what_is_pushed_and_what_not_is_said(
     for words in said.split(": wisparse ", 1)[1].split(", or keep it private under a new name: wisparse "):
         assert in_process(capsys, *shlex.split(words))[0] == 0
     assert standin.repos["alice/tiny-50-private"].private
-    monkeypatch.setattr("wisparse.commands.push.verify_bundle", lambda bundle: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(
+        "wisparse.commands.bundles.verify_bundle", lambda bundle: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
     code, said = in_process(capsys, "push", mine, "alice/tiny-50")
     assert code == 130
     assert said.rstrip().endswith(f"repeat with: wisparse push {mine} alice/tiny-50")

@@ -21,10 +21,9 @@ from wisparse.converter import pipeline, settings
 from wisparse.converter.pipeline import convert
 from wisparse.converter.search import search as search_module
 from wisparse.converter.source import small_digests, weight_digests
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError, UsageError
-from wisparse.formats.verify import verify_bundle
 
 FAST: dict[str, Any] = {
     "sparsity": 0.5,

@@ -19,9 +19,8 @@ from safetensors import safe_open
 import wisparse
 from wisparse.cli import convert_main
 from wisparse.formats.architectures import ARCHITECTURES
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.model_config import expected_tensors
-from wisparse.formats.verify import verify_bundle
 
 # One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")

@@ -23,11 +23,10 @@ from tiny_bundle import (
     write_tiny_model,
 )
 
-from wisparse.commands.inspect import command as inspect_command
-from wisparse.commands.verify import command as verify_command
-from wisparse.formats.bundle import Bundle
+from wisparse.commands.bundles import inspect as inspect_command
+from wisparse.commands.bundles import verify as verify_command
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.errors import AccessError, BundleError, UsageError, WisparseError
-from wisparse.formats.verify import verify_bundle
 
 SHARD = "model-00001-of-00001.safetensors"
 SIDECAR = "wisparse.safetensors"
@@ -203,11 +202,11 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "default-none": (lambda f: _json(f, "wisparse.json", lambda d: d.pop("default")), "default: expected a number in"),
     "levels-none": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[])),
-        "levels: expected a list of 1 to 16",
+        "levels: expected 1 to 16",
     ),
     "levels-many": (
         lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[*d["levels"]] * 6)),
-        "levels: expected a list of 1 to 16",
+        "levels: expected 1 to 16",
     ),
     "levels-fewer": (
         lambda f: _json(f, "wisparse.json", lambda d: d["levels"].pop()),

@@ -14,10 +14,9 @@ from test_formats_folder import _killed_at
 from tiny_bundle import write_tiny_bundle, write_tiny_model
 
 from wisparse.cli import main
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.card import Finding, as_entries, check_amendable, merged, read_findings, save_findings, with_table
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.verify import verify_bundle
 
 SPEED = Finding("tok/s", "one request; numba on a|b <i>, 2 threads", 0.5, 200.0, 300.0)
 SCORE = Finding("sums, exact_match", "n = 50, prompts dense; torch on cpu", 0.3, 0.9, 0.88, 0.01, 0.012)

@@ -30,10 +30,9 @@ from tiny_bundle import (
 
 from wisparse.formats import folder as folder_room
 from wisparse.formats import write as write_room
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, ResourceError, UnsupportedModelError, UsageError
-from wisparse.formats.verify import verify_bundle
 from wisparse.formats.write import check_output, estimate_bytes, parse_size, write_bundle
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -15,10 +15,9 @@ from tiny_bundle import resign, tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.commands.export_onnx import command as export_onnx
 from wisparse.converter.source import load_source
-from wisparse.formats.bundle import Bundle
+from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
-from wisparse.formats.verify import verify_bundle
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import weight_bytes
 

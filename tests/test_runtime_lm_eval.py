@@ -23,9 +23,9 @@ from torch import Tensor
 
 from wisparse.cli import main
 from wisparse.formats import hub
+from wisparse.formats.bundle import verify_bundle
 from wisparse.formats.card import read_findings
 from wisparse.formats.errors import AccessError, UsageError
-from wisparse.formats.verify import verify_bundle
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model

@@ -34,6 +34,8 @@ _VERBS = {
     "export-onnx": "Write the bundle as an ONNX decoder.",
     "push": "Upload a bundle to the Hugging Face Hub.",
 }
+# Verbs that share a module, by the function's name; others are the `command` of the module of their name.
+_MODULES = {"inspect": "bundles", "verify": "bundles", "push": "bundles"}
 
 # Rounds of OpenMP's waiting loop, about 20 to 50 ns each; its own choice is 300,000. A little longer than the time from
 # one decode step to the next, so that these find their threads awake; two threads on one core spin it out every time.
@@ -67,8 +69,8 @@ class _Verbs(click.Group):
 
 
 def _load_verb(name: str) -> click.Command:
-    module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
-    command: click.Command = module.command
+    module = importlib.import_module(f".commands.{_MODULES.get(name, name.replace('-', '_'))}", __package__)
+    command: click.Command = getattr(module, name if name in _MODULES else "command")
     return command
 
 

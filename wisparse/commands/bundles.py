@@ -1,0 +1,162 @@
+"""``wisparse inspect``, ``verify`` and ``push``: what a bundle holds, whether it is whole, and its upload to the Hub."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from wisparse.formats.bundle import Bundle, verify_bundle
+from wisparse.formats.errors import AccessError, UsageError, printable
+from wisparse.formats.guard import find_folder, quoted
+from wisparse.formats.hub import (
+    check_write_access,
+    fetch_bundle,
+    is_public,
+    plan_push,
+    public_repository,
+    push_bundle,
+    push_command,
+)
+from wisparse.runtime.tokenizer import check_tokenizer
+
+from ..options import FOLDER, FOLDER_OR_ID, revision_option
+
+
+@click.command("inspect")
+@click.argument("bundle", type=FOLDER_OR_ID)
+@revision_option
+@click.option("--show", type=click.Choice(["sparsity", "alpha", "threshold", "realised"]), default="sparsity")
+@click.option("--sparsity", type=float, help="The sparsity level whose table is shown.  [default: the bundle's own]")
+@click.option("--json", "as_json", is_flag=True, help="Print the whole recipe as JSON.")
+def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None, as_json: bool) -> None:
+    """Show the recipe of BUNDLE, a folder or a Hub id: one line per block, one column per projection.
+
+    The weights are not read; `wisparse verify` does that.
+
+    \b
+    wisparse inspect out
+    wisparse inspect USER/NAME --revision main --json
+    """
+    opened = Bundle.open(fetch_bundle(bundle, revision))
+    if sparsity is not None:
+        opened = opened.at(sparsity)
+        if opened.sparsity not in opened.levels:
+            raise UsageError("sparsity: 0 is the dense model, which has no masks to show")
+    recipe, config, calibration = opened.recipe, opened.config, opened.recipe.calibration
+    num_bytes = opened.checkpoint.nbytes
+    dtypes = sorted({str(info.dtype).removeprefix("torch.") for info in opened.checkpoint.tensors.values()})
+    if as_json:
+        names = ("model_type", "num_blocks", "hidden_size", "intermediate_size")
+        model = {**{name: getattr(config, name) for name in names}, "num_bytes": num_bytes, "dtypes": dtypes}
+        click.echo(json.dumps({"model": model, **recipe.to_dict()}, indent=2))
+        return
+    revised = f" at {recipe.base_revision}" if recipe.base_revision else ""
+    rows = [
+        ("base model", f"{recipe.base_model}{revised}"),
+        *([("left out", recipe.text_only)] if recipe.text_only else []),
+        ("rotation", str(recipe.rotation or "none: the weights are the source's")),
+        (
+            "model",
+            f"{config.model_type}, {config.num_blocks} blocks, hidden {config.hidden_size}, "
+            f"MLP {config.intermediate_size}, {num_bytes / 1e6:,.1f} MB {'/'.join(dtypes)}",
+        ),
+        ("method", recipe.method),
+        ("levels", ", ".join(f"{one:.1%}{' (the default)' * (one == recipe.default)}" for one in recipe.sparsities)),
+        (
+            "calibration",
+            f"{calibration.source}: {calibration.num_samples} samples of up to {calibration.seq_len} "
+            f"tokens ({calibration.num_tokens:,} in all), seed {calibration.seed}",
+        ),
+    ]
+    # Wide enough for every column where the output is no terminal and so has no width.
+    console = Console(width=None if Console().is_terminal else 120, highlight=False)
+    for name, value in rows:
+        console.print(Text(f"{name:<12} {printable(value)[:500]}"))
+    title = f"{show} per projection at {opened.sparsity:.1%}"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in ("block", *(projection.role for projection in config.projections(0)), "block sparsity"):
+        table.add_column(column, justify="right")
+    value = {"alpha": "{0.alpha:.2f}", "threshold": "{0.threshold:.4g}", "sparsity": "{0.sparsity:.1%}"}
+    level = recipe.at(opened.sparsity)
+    entries = {entry.name: entry for entry in level.projections}
+    for block, sparsity in enumerate(level.block_sparsities):
+        cells = [
+            value.get(show, "{0.realised_sparsity:.1%}").format(entries[projection.name])
+            for projection in config.projections(block)
+        ]
+        table.add_row(str(block), *cells, f"{sparsity:.1%}")
+    console.print(table)
+
+
+@click.command("verify")
+@click.argument("bundle", type=FOLDER_OR_ID)
+@revision_option
+@click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
+def verify(bundle: str, revision: str | None, as_json: bool) -> None:
+    """Check every tensor, number and digest of BUNDLE, a folder or a Hub id, and try its tokenizer and chat template.
+
+    \b
+    wisparse verify out
+    wisparse verify USER/NAME --revision main --json
+    """
+    folder = fetch_bundle(bundle, revision)
+    report = verify_bundle(folder)
+    check_tokenizer(Bundle.open(folder))
+    if not Path(bundle).is_dir():
+        # Pictures are not fetched, so that they are not there says nothing about the repository.
+        report = replace(report, notes=tuple(note for note in report.notes if not note.endswith(": missing")))
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+        return
+    for note in report.notes:
+        click.echo(f"note: {note}", err=True)
+    click.echo(
+        f"{bundle}: valid. {report.num_files} files, {report.num_bytes / 1e6:,.1f} MB, {report.num_tensors} weight "
+        f"tensors, {report.num_projections} masks, in {report.seconds:.1f} s"
+    )
+
+
+@click.command("push")
+@click.argument("bundle", type=FOLDER)
+@click.argument("repo")
+@click.option("--private", is_flag=True, help="Make the repository private; refuse one that is public.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def push(bundle: str, repo: str, private: bool, as_json: bool) -> None:
+    """Upload the folder BUNDLE to the Hub as REPO (USER/NAME).
+
+    The bundle is verified first. Only its own files go, nothing else that lies in the folder. What is on the Hub
+    already is not sent again, so a push that broke off can simply be repeated. Log in once with `hf auth login`, or set
+    HF_TOKEN.
+
+    \b
+    Example:
+      wisparse push out my-name/Llama-3.1-8B-wisparse-50 --private
+    """
+    folder = find_folder(bundle)
+    if folder is None:
+        raise AccessError(f"{quoted(bundle)}: there is no such folder")
+    try:
+        check_write_access(repo)
+        if private and is_public(repo):
+            raise AccessError(public_repository(folder, repo))
+        verify_bundle(folder)
+        plan = plan_push(folder, repo)
+        for name in plan.left_out:
+            click.echo(f"left out, not part of the bundle: {printable(name)}", err=True)
+        num_bytes = sum(plan.send.values())
+        what = f"nothing to upload: {repo} holds all {plan.num_files} files already"
+        if plan.send:
+            what = f"uploading {len(plan.send)} of {plan.num_files} files, {num_bytes / 1e6:,.1f} MB, to {repo}"
+        click.echo(what, err=True)
+        url = push_bundle(folder, repo, private=private)
+    except KeyboardInterrupt as interruption:
+        again = push_command(folder, repo, private)
+        raise KeyboardInterrupt(str(interruption) or f"nothing was uploaded; repeat with: {again}") from None
+    document = {"url": url, "num_files": len(plan.send), "num_bytes": num_bytes, "left_out": list(plan.left_out)}
+    click.echo(json.dumps(document, indent=2) if as_json else url)
