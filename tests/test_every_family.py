@@ -5,22 +5,30 @@ from __future__ import annotations
 import importlib.util
 import multiprocessing
 import os
+import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
+import runtime_models
 import torch
 import triton_worker
+from bundle_maker import make_bundle
 from family_cases import COUNT, PLAIN, ClearAnswer, clear_answer, converted, greedy, hugging_face, make_source
 from runtime_models import WRAPPERS
 from safetensors import safe_open
 
 import wisparse
 from wisparse.cli import convert_main
+from wisparse.converter.source import full_config
+from wisparse.formats import architectures
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.bundle import Bundle, verify_bundle
+from wisparse.formats.checkpoint import Checkpoint
+from wisparse.formats.errors import UnsupportedModelError
 from wisparse.formats.model_config import expected_tensors
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 # One family a feature: biases, q/k norm, sliding window, soft caps, fused projections, DeltaNet, shared keys and values.
 FEATURES = ("llama", "seed-oss", "olmo2", "mistral-window", "gemma2", "phi3-partial", "qwen3.5", "gemma4")
@@ -174,3 +182,36 @@ def test_triton_gives_the_tokens_of_transformers(name: str, kind: str, bundles: 
     tokens, logits = by_triton(name, kind)
     assert len(tokens) == TRITON_COUNT
     assert_answers(bundles.answer(name, kind), "triton", tokens, torch.tensor(logits))
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "bring-your-own-architecture.md"
+
+
+def test_the_row_in_the_page_makes_an_unknown_model_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row, variant = re.findall(r"^```python\n(.*?)^```", PAGE.read_text("utf-8"), re.MULTILINE | re.DOTALL)
+    rows = eval(f"{{{row}}}", vars(architectures))
+    ((name, settings),) = eval(f"{{{variant}}}").items()
+    monkeypatch.setitem(runtime_models.VARIANTS, name, settings)
+    source = runtime_models.make_checkpoint(name, tmp_path / "source")
+    message = re.search(r"^wisparse: (.*)$", PAGE.read_text("utf-8"), re.MULTILINE)
+    with pytest.raises(UnsupportedModelError) as refused:
+        Checkpoint.open(source, complete=full_config)
+    assert message is not None
+    assert str(refused.value) == message[1]
+
+    ((model_type, facts),) = rows.items()
+    monkeypatch.setitem(architectures.ARCHITECTURES, model_type, facts)
+    folder = make_bundle(source, tmp_path / "bundle")
+    bundle = Bundle.open(folder)
+    assert bundle.config.attention_softcap == 2.0
+    tokens = torch.arange(3, 40)
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=64)
+    with torch.inference_mode():
+        expected = hugging_face(folder)(tokens[None]).logits[0]
+    assert (decoder.logits(tokens, len(tokens)) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("fused", [{"qkv": ("query_key_value",)}, {"gate_up": ("up_gate_proj",)}])
+def test_a_row_with_names_that_nothing_knows_is_refused_where_it_is_written(fused: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ValueError, match=r"expected (qkv|gate_up) to be one of"):
+        architectures.Architecture("OddForCausalLM", **fused)

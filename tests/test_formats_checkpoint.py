@@ -1,20 +1,27 @@
-"""Reading checkpoints: every architecture and layout, and every way a source model can be wrong."""
+"""Reading checkpoints: every architecture and layout, every way a source model can be wrong, safetensors files that lie."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import struct
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny_bundle import CLASSES, tiny_config, write_tiny_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file, save, save_file
+from tiny_bundle import CLASSES, tiny_config, write_tiny_bundle, write_tiny_model
 
-from wisparse.formats.checkpoint import INDEX, Checkpoint, is_finite
-from wisparse.formats.errors import AccessError, ResourceError, UnsupportedModelError
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.checkpoint import DTYPES, INDEX, Checkpoint, TensorFile, build_header, is_finite, parse_tensors
+from wisparse.formats.errors import AccessError, BundleError, ResourceError, UnsupportedModelError
 
 HEAD = "lm_head.weight"
 
@@ -97,17 +104,14 @@ def test_only_a_hub_snapshots_own_blobs_may_be_linked_to(folder: str, blobs: str
     (tmp_path / folder).parent.mkdir(parents=True, exist_ok=True)
     model = write_tiny_model(tmp_path / folder)
     (tmp_path / blobs).mkdir(parents=True)
-    (model / "config.json").rename(tmp_path / blobs / "b10b")
+    (model / "config.json").rename(model / "settings.json")
+    (model / "config.json").symlink_to("settings.json")
+    assert Checkpoint.open(model).config.hidden_size == 16
+    (model / "config.json").unlink()
+    (model / "settings.json").rename(tmp_path / blobs / "b10b")
     (model / "config.json").symlink_to(tmp_path / blobs / "b10b")
     with pytest.raises(UnsupportedModelError, match=r"config\.json: a symlink that leaves the folder"):
         Checkpoint.open(model)
-
-
-def test_symlink_inside_the_folder(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    (tmp_path / "config.json").rename(tmp_path / "settings.json")
-    (tmp_path / "config.json").symlink_to("settings.json")
-    assert Checkpoint.open(tmp_path).config.hidden_size == 16
 
 
 @pytest.mark.parametrize("name", ["wisparse.json", "wisparse.safetensors"])
@@ -118,6 +122,11 @@ def test_a_bundle_is_told_by_its_own_files_and_not_by_an_entry_of_the_config(tmp
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(UnsupportedModelError, match="already a sparse bundle"):
         Checkpoint.open(tmp_path)
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+_LLAMA3 = _ROPE | {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+_LONGROPE = _ROPE | {"rope_type": "longrope", "short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
 
 
 @pytest.mark.parametrize(
@@ -132,42 +141,19 @@ def test_a_bundle_is_told_by_its_own_files_and_not_by_an_entry_of_the_config(tmp
         ({"num_hidden_layers": 2**26}, "num_hidden_layers: expected at most"),
         ({"attention_bias": True}, r"missing 8 tensors \('model\.layers\.0\.self_attn\.q_proj\.bias'"),
         ({"tie_word_embeddings": False}, r"missing 1 tensor \('lm_head\.weight'\)"),
-    ],
-)
-def test_config_that_does_not_fit(changes: dict, message: str, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config() | changes))
-    with pytest.raises(UnsupportedModelError, match=message):
-        Checkpoint.open(tmp_path)
-
-
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
-_LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.0], "long_factor": [1.0, 2.0]}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}},
-            "rope_parameters.factor: expected a positive number, found None",
-        ),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false, found 'false'"),
+        ({"sliding_window": -3}, "sliding_window: expected a positive integer"),
+        ({"max_position_embeddings": 2**40}, "max_position_embeddings: expected at most"),
+        ({"rope_parameters": _ROPE | {"rope_type": "linear"}}, "factor: expected a positive number, found None"),
+        ({"rope_parameters": _ROPE | {"rope_theta": 1e40}}, "rope_theta: expected a positive number"),
+        ({"rope_parameters": _ROPE | {"partial_rotary_factor": 0.3}}, "expected an even number of dimensions, found 1"),
         ({"rope_parameters": _LLAMA3 | {"factor": -1}}, "rope_parameters.factor: expected a positive number"),
         ({"rope_parameters": _LLAMA3 | {"low_freq_factor": 4.0}}, "low_freq_factor equals high_freq_factor"),
         ({"rope_parameters": _LONGROPE | {"long_factor": [1.0]}}, "long_factor: expected 2 numbers"),
         ({"rope_parameters": _LONGROPE | {"short_factor": [1, "x"]}}, "short_factor: expected a positive number"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e40}}, "rope_theta: expected a positive number"),
-        (
-            {"rope_parameters": _DEFAULT | {"partial_rotary_factor": 0.3}},
-            "expected an even number of dimensions, found 1",
-        ),
-        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: expected true or false, found 'false'"),
-        ({"sliding_window": -3}, "sliding_window: expected a positive integer"),
-        ({"max_position_embeddings": 2**40}, "max_position_embeddings: expected at most"),
     ],
 )
-def test_config_that_cannot_be(changes: dict, message: str, tmp_path: Path) -> None:
+def test_config_that_does_not_fit(changes: dict, message: str, tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(tiny_config() | changes))
     with pytest.raises(UnsupportedModelError, match=message):
@@ -188,15 +174,12 @@ def test_tensors_that_do_not_fit(add: dict, message: str, tmp_path: Path) -> Non
         Checkpoint.open(write_tiny_model(tmp_path, add=add))
 
 
-def test_pickle_is_refused(tmp_path: Path) -> None:
+def test_no_weights_and_no_folder(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(UnsupportedModelError, match=r"found pytorch_model\.bin; pickle files can run code"):
         Checkpoint.open(tmp_path)
-
-
-def test_no_weights_and_no_folder(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(tiny_config()))
+    (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(UnsupportedModelError, match="no weights"):
         Checkpoint.open(tmp_path)
     with pytest.raises(AccessError, match="expected a folder, found nothing"):
@@ -205,33 +188,42 @@ def test_no_weights_and_no_folder(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path / "config.json")
 
 
+def test_a_folder_whose_name_is_not_utf8(tmp_path: Path) -> None:
+    for name, make, opens in (
+        (b"model\xff", write_tiny_model, Checkpoint.open),
+        (b"bundle\xff", lambda folder: write_tiny_bundle(folder, write_tiny_model(tmp_path / "plain")), Bundle.open),
+    ):
+        folder = make(tmp_path / "made").rename(tmp_path / os.fsdecode(name))
+        with pytest.raises((UnsupportedModelError, BundleError), match=r"path is not UTF-8, .*; rename it$") as caught:
+            opens(folder)
+        assert str(caught.value).isprintable()
+
+
+_NO_NAME = "expected the name of a .safetensors file in the folder"
+
+
 @pytest.mark.parametrize(
-    ("file", "message"),
+    ("file", "message", "drop"),
     [
-        ("../model-00001-of-00002.safetensors", "expected the name of a .safetensors file in the folder"),
-        ("/etc/passwd", "expected the name of a .safetensors file in the folder"),
-        ("pytorch_model-00001.bin", "expected the name of a .safetensors file in the folder"),
-        (["model-00001-of-00002.safetensors"], "expected the name of a .safetensors file in the folder"),
-        ("other.safetensors", "other.safetensors: missing"),
-        ("model-00001-of-00002.safetensors", "which the index does not place there"),
+        ("../model-00001-of-00002.safetensors", _NO_NAME, ()),
+        ("/etc/passwd", _NO_NAME, ()),
+        ("pytorch_model-00001.bin", _NO_NAME, ()),
+        (["model-00001-of-00002.safetensors"], _NO_NAME, ()),
+        ("other.safetensors", "other.safetensors: missing", ()),
+        ("model-00001-of-00002.safetensors", "which the index does not place there", ()),
+        (
+            "model-00002-of-00002.safetensors",
+            "norm.weight is missing, the index places it there",
+            ("model.norm.weight",),
+        ),
     ],
 )
-def test_index_paths(file: object, message: str, tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, shards=2)
+def test_index_paths(file: object, message: str, drop: tuple[str, ...], tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, shards=2, drop=drop)
     index = json.loads((tmp_path / INDEX).read_text())
-    assert index["weight_map"]["model.norm.weight"] == "model-00002-of-00002.safetensors"
     index["weight_map"]["model.norm.weight"] = file
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(UnsupportedModelError, match=message):
-        Checkpoint.open(tmp_path)
-
-
-def test_index_names_a_tensor_that_is_nowhere(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path, shards=2, drop=("model.norm.weight",))
-    index = json.loads((tmp_path / INDEX).read_text())
-    index["weight_map"]["model.norm.weight"] = "model-00002-of-00002.safetensors"
-    (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight is missing, the index places it there"):
         Checkpoint.open(tmp_path)
 
 
@@ -244,21 +236,16 @@ def test_not_a_regular_file(name: str, kind: str, tmp_path: Path, monkeypatch: p
     (folder / name).unlink()
     if kind == "fifo":
         os.mkfifo(folder / name)
-    elif kind == "device":
-        (folder / name).symlink_to("/dev/zero")
     elif kind == "folder":
         (folder / name).mkdir()
     elif kind == "socket":
         monkeypatch.chdir(folder)  # the path of a socket has to be short
         with socket.socket(socket.AF_UNIX) as server:
             server.bind(name)
-    elif kind == "dangling":
-        (folder / name).symlink_to("nothing")
-    elif kind == "loop":
-        (folder / name).symlink_to(name)
     else:
         (tmp_path / "elsewhere").write_bytes(data)
-        (folder / name).symlink_to(tmp_path / "elsewhere")
+        links = {"device": "/dev/zero", "dangling": "nothing", "loop": name, "outside": tmp_path / "elsewhere"}
+        (folder / name).symlink_to(links[kind])
     with pytest.raises(UnsupportedModelError, match=name):
         Checkpoint.open(folder)
 
@@ -301,3 +288,92 @@ def test_is_finite(dtype: torch.dtype) -> None:
     if dtype.itemsize == 2:  # every pattern there is
         patterns = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype)
         assert [is_finite(patterns[i : i + 1]) for i in range(0, 2**16, 7)] == patterns[::7].isfinite().tolist()
+
+
+GOOD = {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}
+
+
+def _content(header: Any, data: bytes, length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if length is None else length) + text + data
+
+
+def _entry(**changes: Any) -> dict[str, Any]:
+    return {"a": GOOD["a"] | changes}
+
+
+@pytest.mark.parametrize(
+    ("header", "data"),
+    [
+        (_entry(shape=[2**60]), bytes(8)),
+        (_entry(shape=[2**59] * 8), bytes(8)),
+        (_entry(shape=[-2]), bytes(8)),
+        (_entry(shape="2"), bytes(8)),
+        (_entry(data_offsets=[-8, 0]), bytes(8)),
+        (_entry(data_offsets=[8, 0]), bytes(8)),
+        (_entry(data_offsets=[0, 4]), bytes(8)),
+        (_entry(data_offsets=[4, 12]), bytes(12)),
+        (_entry(dtype="Q4"), bytes(8)),
+        ({"a": [1]}, bytes(8)),
+        (GOOD | {"b": _entry(shape=[1], data_offsets=[4, 8])["a"]}, bytes(8)),
+        (GOOD, bytes(7)),
+        (GOOD, bytes(9)),
+        (GOOD | {"__metadata__": {"format": 1}}, bytes(8)),
+        (b"[" * 100_000, b""),
+        (b'{"a":' * 900 + b"1" + b"}" * 900, b""),
+        (b'{"a": [' + b"1," * 600_000 + b"1]}", b""),
+        (b'{"\xff": 1}', b""),
+        (b"", b""),
+    ],
+)
+def test_safetensors_files_that_lie_are_refused_in_bounded_time(header: Any, data: bytes, tmp_path: Path) -> None:
+    started = time.monotonic()
+    content = _content(header, data)
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(BundleError, match="x: no valid safetensors file, truncated or damaged"):
+        TensorFile(tmp_path, "x", BundleError)
+    with pytest.raises(BundleError, match="x: no valid safetensors file, truncated or damaged"):
+        parse_tensors(content, "x", BundleError)
+    assert time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        *((_content(GOOD, bytes(8), n), "the header claims") for n in (2**63, 2**64 - 1, 2**31, 1000)),
+        *((bytes(size), "expected a safetensors file") for size in (0, 1, 7)),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "run `git lfs pull` in the folder"),
+    ],
+)
+def test_hardly_a_safetensors_file(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(BundleError, match=message):
+        TensorFile(tmp_path, "x", BundleError)
+
+
+_NAMES = st.text(min_size=1, max_size=20).filter(lambda name: name != "__metadata__" and name.isprintable())
+_TENSORS = st.dictionaries(
+    _NAMES, st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 5), max_size=4)), max_size=6
+)
+
+
+@given(tensors=_TENSORS, metadata=st.dictionaries(_NAMES, _NAMES, max_size=3))
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_round_trip_with_the_library(tensors: dict, metadata: dict, tmp_path: Path) -> None:
+    shapes = {name: (dtype, tuple(shape)) for name, (dtype, shape) in tensors.items()}
+    size = sum(torch.empty(shape, dtype=dtype).nbytes for dtype, shape in shapes.values())
+    ours = build_header(shapes, metadata) + bytes(size)
+    (tmp_path / "ours").write_bytes(ours)
+    with safe_open(tmp_path / "ours", "pt") as file:
+        read = {name: file.get_tensor(name) for name in list(file.keys())}
+        assert {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in read.items()} == shapes
+        assert (file.metadata() or {}) == metadata
+    theirs = save({name: torch.ones(s, dtype=d) for name, (d, s) in shapes.items()})
+    (tmp_path / "theirs").write_bytes(theirs)
+    for name, content in (("ours", ours), ("theirs", theirs)):
+        opened = TensorFile(tmp_path, name, BundleError)
+        found, _ = parse_tensors(content, name, BundleError)
+        assert {key: (DTYPES[entry.code], entry.shape) for key, entry in opened.entries.items()} == shapes
+        assert {key: entry for key, (entry, _) in found.items()} == opened.entries
+        assert all(bytes(opened.read_bytes(key).numpy()) == bytes(data) for key, (_, data) in found.items())
+    assert parse_tensors(ours, "ours", BundleError)[1] == metadata
