@@ -40,6 +40,7 @@ PAPER_TASKS = {
     "commonsense_qa": "commonsense_qa",
 }
 QUESTIONS = "num_questions"  # key beside a task's metrics
+_SAMPLING: dict[str, type] = {"top_k": int, "top_p": float, "min_p": float, "seed": int}
 
 
 @register_model("wisparse")
@@ -72,15 +73,18 @@ class WisparseLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text; the lowest one if the model has several."""
-        token = self.text.token_id(self.text.special_tokens.get("eos_token", ""))
+        token = self._special("eos_token")
         if token is None and not self.model.stop_ids:
             raise UsageError("lm-eval: the model has no end-of-text token")
-        return token if token is not None else min(self.model.stop_ids)
+        return min(self.model.stop_ids) if token is None else token
+
+    def _special(self, name: str) -> int | None:
+        return self.text.token_id(self.text.special_tokens.get(name, ""))
 
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text without context."""
-        token = self.text.token_id(self.text.special_tokens.get("bos_token", ""))
+        token = self._special("bos_token")
         return self.eot_token_id if token is None else token
 
     @property
@@ -96,7 +100,7 @@ class WisparseLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; a beginning-of-text token is not doubled if a chat template wrote it already."""
         ids = self.text.encode(string, add_special_tokens=add_special_tokens is not False)
-        bos = self.text.token_id(self.text.special_tokens.get("bos_token", ""))
+        bos = self._special("bos_token")
         return ids[1:] if add_special_tokens is None and bos is not None and ids[:2] == [bos, bos] else ids
 
     @torch.inference_mode()
@@ -184,18 +188,15 @@ class WisparseLM(TemplateLM):
         left = dict(settings)
         until = left.pop("until", None) or []
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length")
-        given = [left.pop(name) for name in names if name in left]
-        wanted = int(given[0]) if given else 256
+        wanted, *_ = *(int(left.pop(name)) for name in names if name in left), 256
         sampled, temperature = left.pop("do_sample", None), float(left.pop("temperature", None) or 0.0)
         options: dict[str, Any] = {
             "stop": [one for one in ([until] if isinstance(until, str) else until) if one],
             "max_new_tokens": max(1, min(wanted, self.model.max_seq_len - 1)),
             "temperature": 0.0 if sampled is False else temperature or (1.0 if sampled else 0.0),
         }
-        for name, kind in (("top_k", int), ("top_p", float), ("min_p", float), ("seed", int)):
-            value = left.pop(name, None)
-            if value is not None:
-                options[name] = kind(value)
+        options |= {name: kind(left.pop(name)) for name, kind in _SAMPLING.items() if left.get(name) is not None}
+        left = {name: value for name, value in left.items() if name not in _SAMPLING}
         left.pop("num_return_sequences", None)
         if left:
             raise UsageError(f"lm-eval: generation settings this runtime does not have: {', '.join(sorted(left))}")
@@ -218,25 +219,19 @@ def evaluate_tasks(
     """Run tasks of the harness on a loaded model."""
     from lm_eval import simple_evaluate
 
-    manager = _task_manager(tasks, include_path)
+    manager, names = _task_manager(tasks, include_path), ", ".join(tasks)
     configs = [getattr(manager.task_index.get(task), "cfg", None) or {} for task in tasks]
-
-    def unsafe(names: str) -> UsageError:
-        return UsageError(
-            f"task {names} runs code that the model writes, on this machine and unguarded: do so in a container and "
-            "confirm with --confirm-run-unsafe-code"
-        )
-
+    unsafe = UsageError(
+        f"task {names} runs code that the model writes, on this machine and unguarded: do so in a container and "
+        "confirm with --confirm-run-unsafe-code"
+    )
     if confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the metric of such tasks (code_eval) asks once more
-    else:
-        for task, config in zip(tasks, configs, strict=True):
-            if config.get("unsafe_code"):
-                raise unsafe(task)
+    elif any(config.get("unsafe_code") for config in configs):
+        raise unsafe
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # standard errors are drawn here, not in processes that print
     adapter = WisparseLM(model, prefill=prefill)
     adapter.stats = adapter.stats if stats is None else stats
-    names = ", ".join(tasks)
     # Tasks with a data set of their own ask nobody.
     offline = not all("custom_dataset" in config for config in configs) and not is_reachable()
     try:
@@ -250,38 +245,34 @@ def evaluate_tasks(
                 log_samples=False,
                 bootstrap_iters=1000,
                 apply_chat_template=apply_chat_template,
-                random_seed=seed,
-                numpy_random_seed=seed,
-                torch_random_seed=seed,
-                fewshot_random_seed=seed,
+                **{f"{name}_seed": seed for name in ("random", "numpy_random", "torch_random", "fewshot_random")},
                 confirm_run_unsafe_code=confirm_run_unsafe_code,
             )
     except (ValueError, OSError, HTTPError) as error:
         if isinstance(error, ValueError) and "unsafe" in str(error):
-            raise unsafe(names) from error
+            raise unsafe from error  # of a group, whose tasks are known by now
         if num_fewshot and "larger than population" in str(error):
             raise UsageError(f"--num-fewshot {num_fewshot}: one of {names} has fewer examples") from error
         if offline and ("Couldn't find cache" in str(error) or not isinstance(error, ValueError)):
             dataset = re.search(r"[\w.-]+/[\w.-]+", str(error))
+            found = (
+                f"({dataset[0] if dataset else first_line(error)}) are not in the cache, and the Hub cannot be reached"
+            )
             raise AccessError(
-                f"the data of {names} ({dataset[0] if dataset else first_line(error)}) are not in the cache, and the "
-                "Hub cannot be reached: check the network, or run this once where there is one"
+                f"the data of {names} {found}: check the network, or run this once where there is one"
             ) from error
         if isinstance(error, ValueError):
             raise
-        raise AccessError(
-            f"the data of {names} cannot be read: {first_line(error)}; check the network and the harness's version"
-        ) from error
+        remedy = "check the network and the harness's version"
+        raise AccessError(f"the data of {names} cannot be read: {first_line(error)}; {remedy}") from error
     counts = _questions(outcome)
-    results: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {name: {QUESTIONS: counts[name]} for name in outcome["results"]}
     for name, values in outcome["results"].items():
-        results[name] = {QUESTIONS: counts[name]}
         for key, value in values.items():
             metric, _, filtered = key.partition(",")
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or metric.startswith("sample_"):
-                continue
-            # A filter's name stays where it tells two apart.
-            results[name][metric if filtered in ("", "none") else f"{metric} ({filtered})"] = float(value)
+            if isinstance(value, int | float) and not isinstance(value, bool) and not metric.startswith("sample_"):
+                # A filter's name stays where it tells two apart.
+                results[name][metric if filtered in ("", "none") else f"{metric} ({filtered})"] = float(value)
     return results
 
 
@@ -291,11 +282,8 @@ def _offline() -> Iterator[None]:
     import datasets
     import evaluate
 
-    switches = [
-        (constants, "HF_HUB_OFFLINE"),
-        (datasets.config, "HF_HUB_OFFLINE"),
-        (evaluate.config, "HF_EVALUATE_OFFLINE"),
-    ]
+    hub = "HF_HUB_OFFLINE"
+    switches = [(constants, hub), (datasets.config, hub), (evaluate.config, "HF_EVALUATE_OFFLINE")]
     before = [getattr(module, name) for module, name in switches]
     for module, name in switches:
         setattr(module, name, True)

@@ -31,7 +31,7 @@ SHARED_MODELS = ROOT.parent / "shared" / "models"
 
 
 # Files that take longest, longest first: a worker that begins one of them last would run alone for minutes.
-_LONG = ("test_kernels_triton", "test_every_family", "test_converter_pipeline", "test_readme", "test_packaging")
+_LONG = ("test_kernels_triton", "test_every_family", "test_converter_pipeline", "test_packaging")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import shutil
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import openai
+import pytest
 from bundle_maker import make_bundle
 
 import wisparse
-from wisparse.runtime.serve.app import ServeSettings
-from wisparse.runtime.serve.server import http_server, make_app, open_socket
+from wisparse.runtime.serve.app import ServeSettings, http_server, make_app, open_socket
+from wisparse.runtime.torch.decoder import TorchDecoder
 
 NAME = "example"
 TEMPLATE = (
@@ -37,7 +39,10 @@ class Running:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._listener]})
         self._thread.start()
 
-    def stop(self) -> None:
+    def __enter__(self) -> Running:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._server.should_exit = True
         self._thread.join(60)
         assert not self._thread.is_alive()
@@ -45,20 +50,29 @@ class Running:
     def client(self, key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key, max_retries=0)
 
+    def complete(self, prompt: Any, **more: Any) -> Any:
+        """A completion, greedy unless ``more`` says otherwise."""
+        return self.client().completions.create(model=NAME, prompt=prompt, **{"temperature": 0, **more})
+
+    def chat(self, messages: Any, **more: Any) -> Any:
+        asked = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.client().chat.completions.create(model=NAME, messages=asked, **{"temperature": 0, **more})
+
+    def respond(self, given: Any, **more: Any) -> Any:
+        return self.client().responses.create(model=NAME, input=given, **{"temperature": 0, **more})
+
+    def request(self, method: str, path: str, body: bytes | None = None, **more: Any) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request(method, path, body, **more)
+        return connection.getresponse()
+
     def post(self, path: str, body: Any, **headers: str) -> tuple[int, dict[str, Any]]:
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("POST", path, data, {"content-type": "application/json", **headers})
-        answer = connection.getresponse()
-        found = json.loads(answer.read())
-        connection.close()
-        return answer.status, found
+        answer = self.request("POST", path, data, headers={"content-type": "application/json", **headers})
+        return answer.status, json.loads(answer.read())
 
     def metric(self, name: str) -> float:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-        connection.close()
+        page = self.request("GET", "/metrics").read().decode()
         return sum(float(line.split()[-1]) for line in page.splitlines() if line.startswith(name))
 
     def idle(self) -> None:
@@ -69,11 +83,20 @@ class Running:
             time.sleep(0.02)
 
 
+def hold(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """From now on no token but an answer's first comes before the event is set."""
+    go_on, decode = threading.Event(), TorchDecoder.decode
+
+    def held(self: Any, token_ids: Any) -> Any:
+        assert go_on.wait(60)
+        return decode(self, token_ids)
+
+    monkeypatch.setattr(TorchDecoder, "decode", held)
+    return go_on
+
+
 def with_template(source: Path, folder: Path, template: str, *levels: float) -> Path:
     """A bundle of ``source`` with another chat template; ``folder`` is empty."""
-    copy = folder / "source"
-    copy.mkdir()
-    for file in source.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
+    copy = shutil.copytree(source, folder / "source")
     (copy / "chat_template.jinja").write_text(template)
     return make_bundle(copy, folder / NAME, *(levels or (0.4,)))

@@ -21,6 +21,8 @@ from wisparse.commands import convert
 from wisparse.converter.settings import ConvertSettings
 from wisparse.formats import errors
 
+ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+
 
 def _verb(monkeypatch: pytest.MonkeyPatch, body: Callable[[], None]) -> None:
     """Put a command in the place of `inspect`."""
@@ -29,69 +31,47 @@ def _verb(monkeypatch: pytest.MonkeyPatch, body: Callable[[], None]) -> None:
     monkeypatch.setitem(sys.modules, "wisparse.commands.bundles", module)
 
 
-def _run(args: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+def _run(
+    args: list[str], capsys: pytest.CaptureFixture[str], main: Callable[..., None] = cli.main
+) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as exit_info:
-        cli.main(args)
+        main(args)
     captured = capsys.readouterr()
     return exit_info.value.code or 0, captured.out, captured.err
 
 
-@pytest.mark.parametrize("name", [name for name in vars(errors) if isinstance(getattr(errors, name), type)])
-def test_every_error_has_its_exit_code(
-    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = getattr(errors, name)
-
-    def body() -> None:
-        raise error("what was wrong")
-
-    _verb(monkeypatch, body)
-    code, out, err = _run(["inspect"], capsys)
-    assert (code, out, err) == (error.exit_code, "", "wisparse: what was wrong\n")
-
-
-def test_interrupt_tells_how_to_go_on(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def body() -> None:
-        raise KeyboardInterrupt("run the same command again to resume")
-
-    _verb(monkeypatch, body)
-    code, _, err = _run(["inspect"], capsys)
-    assert code == 130
-    assert "interrupted; run the same command again to resume" in err
-
-
-def test_full_disk(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def body() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device", "out/model.safetensors")
-
-    _verb(monkeypatch, body)
-    code, _, err = _run(["inspect"], capsys)
-    assert code == 5
-    assert "the disk is full (out/model.safetensors)" in err
-
-
 @pytest.mark.parametrize(
-    ("error", "expected", "words"),
+    ("error", "expected", "sentence"),
     [
-        (
-            OSError(errno.EFBIG, "File too large", "out/model.safetensors"),
-            5,
-            "the disk is full (out/model.safetensors)",
+        *((kind("what was wrong"), kind.exit_code, "what was wrong") for kind in ERRORS),
+        (KeyboardInterrupt("run the same command again"), 130, "interrupted; run the same command again"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        *(
+            (OSError(number, "No space", "out/x"), 5, "the disk is full (out/x); free some space and run again")
+            for number in (errno.ENOSPC, errno.EFBIG)
         ),
         (OSError(errno.EROFS, "Read-only file system", "out/x"), 4, "no permission: out/x"),
-        (FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"), 5, "is the disk full?"),
+        (
+            FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']"),
+            5,
+            "no folder for temporary files can be written to, /tmp for instance; is the disk full?",
+        ),
     ],
+    ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
-def test_what_a_disk_refuses_in_other_words(
-    error: OSError, expected: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_every_error_has_its_exit_code(
+    error: BaseException,
+    expected: int,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def body() -> None:
         raise error
 
     _verb(monkeypatch, body)
-    code, _, err = _run(["inspect"], capsys)
-    assert code == expected
-    assert words in err
+    code, out, err = _run(["inspect"], capsys)
+    assert (code, out, err.lstrip("\n")) == (expected, "", f"wisparse: {sentence}\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,16 +83,14 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["inspect"])
 
 
-def test_mistyped_verb_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = _run(["generte"], capsys)
+@pytest.mark.parametrize(
+    ("typed", "hint"),
+    [(["generte"], "Did you mean 'generate'?"), (["convert", "model", "--sparsty", "0.5"], "--sparsity")],
+)
+def test_what_is_mistyped_gets_a_hint(typed: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = _run(typed, capsys)
     assert code == 2
-    assert "Did you mean 'generate'?" in err
-
-
-def test_mistyped_option_gets_a_hint(capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = _run(["convert", "model", "--sparsty", "0.5"], capsys)
-    assert code == 2
-    assert "--sparsity" in err
+    assert hint in err
 
 
 @pytest.mark.parametrize("verb", cli._VERBS)
@@ -178,58 +156,40 @@ def test_the_table_of_settings_is_the_command_lines() -> None:
         assert parameters[name].get_default(click.Context(convert.command)) == settings[name].default, name
 
 
+def _shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
+
+
 def test_closed_pipe_shows_no_traceback() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m wisparse --help | true",
-        shell=True,
-        executable="/bin/bash",
-        capture_output=True,
-        text=True,
-    )
-    assert done.stderr == ""
+    assert _shell(f"{sys.executable} -m wisparse --help | true").stderr == ""
 
 
 @pytest.mark.parametrize(
     ("program", "typed", "expected"),
-    [
-        ("wisparse", "wisparse ", {"convert", "generate", "export-onnx", "push"}),
-        ("wisparse", "wisparse exp", {"export-onnx"}),
-        ("wisparse", "wisparse push --pri", {"--private"}),
-        ("wisparse-convert", "wisparse-convert --spars", {"--sparsity"}),
-    ],
+    [("main", "wisparse exp", "export-onnx"), ("convert_main", "x --spars", "--sparsity")],
 )
-def test_shell_completion(program: str, typed: str, expected: set[str]) -> None:
-    entry = {"wisparse": "main", "wisparse-convert": "convert_main"}[program]
-    variable = f"_{program.upper().replace('-', '_')}_COMPLETE"
-    script = f"import sys; from wisparse import cli; sys.argv[0] = {program!r}; cli.{entry}()"
-    done = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, "COMP_WORDS": typed, "COMP_CWORD": str(typed.count(" ")), variable: "bash_complete"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert expected <= {line.partition(",")[2] for line in done.stdout.splitlines()}, done.stderr
-    if typed == "wisparse exp":
-        assert done.stdout.splitlines() == ["plain,export-onnx"]
+def test_shell_completion(program: str, typed: str, expected: str) -> None:
+    name = {"main": "wisparse", "convert_main": "wisparse-convert"}[program]
+    variable = f"_{name.upper().replace('-', '_')}_COMPLETE"
+    script = f"import sys; from wisparse import cli; sys.argv[0] = {name!r}; cli.{program}()"
+    env = {**os.environ, "COMP_WORDS": typed, "COMP_CWORD": "1", variable: "bash_complete"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=120)
+    assert done.stdout.splitlines()[0] == f"plain,{expected}", done.stderr
 
 
 def _complete(program: str, typed: str) -> list[str]:
     """What a shell offers after ``typed``, which ends with the word to complete; in this process."""
-    command = cli._convert_program() if program == "wisparse-convert" else cli.cli
+    command = cli.convert_program() if program == "wisparse-convert" else cli.cli
     *before, word = typed.split(" ")
     complete = BashComplete(command, {}, program, "_COMPLETE")
     return [f"{item.type},{item.value}" for item in complete.get_completions(before, word)]
 
 
-@pytest.mark.parametrize("verb", cli._VERBS)
-def test_the_shell_completes_a_verbs_first_argument_with_names_of_folders(verb: str) -> None:
-    assert _complete("wisparse", f"{verb} ex") == ["dir,ex"]
-
-
 @pytest.mark.parametrize(
     ("program", "typed", "expected"),
     [
+        *(("wisparse", f"{verb} ex", "dir,ex") for verb in cli._VERBS),
+        ("wisparse", "push --pri", "plain,--private"),
         ("wisparse", "convert model --calibration ", "file,"),
         ("wisparse", "convert model -o ou", "file,ou"),
         ("wisparse", "eval one two ", "dir,"),
@@ -247,10 +207,7 @@ def test_the_shell_completes_names_of_files(program: str, typed: str, expected: 
 
 def test_wisparse_convert_is_a_program_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     def run(*arguments: str) -> tuple[int, str, str]:
-        with pytest.raises(SystemExit) as exit_info:
-            cli.convert_main(arguments)
-        captured = capsys.readouterr()
-        return exit_info.value.code or 0, captured.out, captured.err
+        return _run(list(arguments), capsys, cli.convert_main)
 
     # Also after the verb was run by itself, whose help option has one name.
     with pytest.raises(SystemExit):
@@ -268,37 +225,26 @@ def test_wisparse_convert_is_a_program_of_its_own(capsys: pytest.CaptureFixture[
     assert "No such option" in _run(["convert", "model", "--version"], capsys)[2], "the verb has no version of its own"
 
 
-def test_threads_wait_briefly_unless_the_user_says_how(monkeypatch: pytest.MonkeyPatch) -> None:
-    code = (
-        "import os; from wisparse.cli import main\n"
-        "try: main(['--version'])\n"
-        "except SystemExit: print(os.environ.get('GOMP_SPINCOUNT'))"
-    )
-    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
-        monkeypatch.delenv(name, raising=False)
-
-    def count(**settings: str) -> str:
-        return subprocess.run(
-            [sys.executable, "-c", code], env={**os.environ, **settings}, capture_output=True, text=True, check=True
-        ).stdout.split()[-1]
-
-    assert count() == "3000"
-    assert count(OMP_WAIT_POLICY="active") == "None"
-    assert count(GOMP_SPINCOUNT="5") == "5"
-
-
-def test_threads_are_no_more_than_the_quota_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_wait_briefly_and_are_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user says how."""
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
-    for given, quota, found in ((None, 2, "2"), ("7", 2, "7"), (None, 64, None)):
-        monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
-        monkeypatch.setattr(cli, "usable_cores", lambda quota=quota: quota)
+    spin, threads, quota = "GOMP_SPINCOUNT", "OMP_NUM_THREADS", 2
+    monkeypatch.setattr(cli, "usable_cores", lambda: quota)
+    for given, found in (
+        ({}, {spin: "3000", threads: "2"}),
+        ({spin: "5", threads: "7"}, {spin: "5", threads: "7"}),
+        ({"OMP_WAIT_POLICY": "active"}, {"OMP_WAIT_POLICY": "active", threads: "2"}),
+    ):
+        monkeypatch.setattr(os, "environ", dict(given))
         cli._limit_threads()
-        assert os.environ.get("OMP_NUM_THREADS") == found
+        assert os.environ == found
+    quota = 64
+    monkeypatch.setattr(os, "environ", {})
+    cli._limit_threads()
+    assert threads not in os.environ
 
 
 def test_a_conversion_leaves_busy_cores_alone_unless_the_user_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wisparse.commands import convert
-
     monkeypatch.setattr(convert, "usable_cores", lambda: 4)
     for given, idle, found in ((None, 1, "1"), (None, 4, None), ("3", 1, "3")):
         monkeypatch.setattr(os, "environ", {} if given is None else {"OMP_NUM_THREADS": given})
@@ -314,34 +260,29 @@ def test_closed_standard_streams_are_as_dev_null(tmp_path: Path, verb: str, clos
     """No traceback, the exit code of /dev/null, and nothing written into a file that got a stream's number."""
     write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
     options = "" if verb == "inspect" else "--prompt hi --max-new-tokens 1 --backend torch"
-    command = f"{sys.executable} -m wisparse {verb} {tmp_path / 'bundle'} {options} {closed}"
-    done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
+    done = _shell(f"{sys.executable} -m wisparse {verb} {tmp_path / 'bundle'} {options} {closed}")
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
 
 
-def test_a_full_disk_behind_standard_error_keeps_the_exit_code() -> None:
-    done = subprocess.run(
-        f"{sys.executable} -m wisparse inspect /nowhere 2> /dev/full", shell=True, capture_output=True, text=True
-    )
-    assert (done.returncode, done.stdout) == (4, "")
-
-
-def test_a_working_folder_that_is_gone(tmp_path: Path) -> None:
-    gone = tmp_path / "gone"
+def test_streams_and_folders_that_are_not_there(tmp_path: Path) -> None:
+    program, gone = f"{sys.executable} -m wisparse", tmp_path / "gone"
     gone.mkdir()
-    command = f"cd {gone} && rmdir {gone} && exec {sys.executable} -m wisparse generate out --prompt x"
-    done = subprocess.run(command, shell=True, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "wisparse: the folder that this was started in is there no more; go to another one\n"
-
-
-def test_generate_without_a_standard_input(tmp_path: Path) -> None:
     write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
-    command = f"{sys.executable} -m wisparse generate {tmp_path / 'bundle'} --backend torch <&-"
-    done = subprocess.run(command, shell=True, executable="/bin/bash", capture_output=True, text=True)
-    assert done.returncode == 2
-    assert done.stderr == "wisparse: the prompt has no tokens: give at least one\n"
+    for command, code, sentence in (
+        (f"{program} inspect /nowhere 2> /dev/full", 4, ""),
+        (
+            f"cd {gone} && rmdir {gone} && exec {program} generate out --prompt x",
+            2,
+            "wisparse: the folder that this was started in is there no more; go to another one\n",
+        ),
+        (
+            f"{program} generate {tmp_path / 'bundle'} --backend torch <&-",
+            2,
+            "wisparse: the prompt has no tokens: give at least one\n",
+        ),
+    ):
+        done = _shell(command)
+        assert (done.returncode, done.stdout, done.stderr) == (code, "", sentence)
 
 
 def test_a_tasks_table_shows_questions_and_standard_errors_and_no_ratio(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pytest
@@ -41,20 +39,9 @@ ODD = [
     "me/it",
     "\udcff",
     ESCAPE,
-    "x" * 300,
-    "x" * 5000,
-    "x/" + "y" * 300,
-    "missing/below",
-    "~nobodyhere/x",
-    ".",
-    "/dev/null",
-    "/dev/null/below",
-    "/proc/nothing",
-    "FILE",
-    "EMPTY",
-    "PIPE",
-    "BUNDLE",
 ]
+ODD += ["x" * 300, "x" * 5000, "x/" + "y" * 300, "missing/below", "~nobodyhere/x", ".", "/dev/null", "/dev/null/below"]
+ODD += ["/proc/nothing", "FILE", "EMPTY", "PIPE", "BUNDLE"]
 RUN = ["--backend", "torch", "--device", "cpu"]
 # Where any text will do, one of each kind is enough.
 FREE = ("--prompt", "--stop", "--system-prompt", "--alias", "--cors")
@@ -88,59 +75,41 @@ GIVEN = {
     "export-onnx": (["BUNDLE", "out"], ["--no-check"]),
     "push": (["BUNDLE", "me/it"], []),
 }
-# What a parameter means only together with; in place of the options above.
+# What some parameters mean something only together with; in place of the options above.
 WITH = {
-    ("convert", "--num-generations"): ["-o", "out", "--dry-run", "--search", "paper"],
-    ("convert", "--num-offspring"): ["-o", "out", "--dry-run", "--search", "paper"],
-    ("convert", "--private"): ["-o", "out", "--upload-repo", "me/it"],
-    ("generate", "--prompt-file"): ["--max-new-tokens", "1", *RUN],
-    ("generate", "--input"): ["--output", "answers", "--max-new-tokens", "1", *RUN],
-    ("generate", "--output"): ["--input", "TEXT", "--max-new-tokens", "1", *RUN],
-    **{
-        ("generate", name): ["--prompt", "x", "--temperature", "0.5", "--max-new-tokens", "1", *RUN]
-        for name in ("--top-k", "--top-p", "--min-p", "--seed")
-    },
-    **{
-        ("eval", name): ["--tasks", "odd_task", "--include-path", "TASKS", *RUN]
-        for name in (
-            "--tasks",
-            "--include-path",
-            "--num-fewshot",
-            "--limit",
-            "--apply-chat-template",
-            "--confirm-run-unsafe-code",
-            "--seed",
-        )
-    },
+    "convert --num-generations --num-offspring": ["-o", "out", "--dry-run", "--search", "paper"],
+    "convert --private": ["-o", "out", "--upload-repo", "me/it"],
+    "generate --prompt-file": ["--max-new-tokens", "1", *RUN],
+    "generate --input": ["--output", "answers", "--max-new-tokens", "1", *RUN],
+    "generate --output": ["--input", "TEXT", "--max-new-tokens", "1", *RUN],
+    "generate --top-k --top-p --min-p --seed": ["--prompt", "x", "--temperature", "0.5", "--max-new-tokens", "1", *RUN],
+    "eval --tasks --include-path --num-fewshot --limit --apply-chat-template --confirm-run-unsafe-code --seed": [
+        *("--tasks", "odd_task", "--include-path", "TASKS"),
+        *RUN,
+    ],
 }
 
 
-def _parameters() -> Iterator[tuple[str, str]]:
-    context = click.Context(cli.cli)
-    for verb in cli._VERBS:
-        command = cli.cli.get_command(context, verb)
-        assert command is not None
-        for parameter in command.params:
-            yield verb, max(parameter.opts, key=len)
-
-
-def _parameter(verb: str, name: str) -> click.Parameter:
+def _command(verb: str) -> click.Command:
     command = cli.cli.get_command(click.Context(cli.cli), verb)
     assert command is not None
-    return next(one for one in command.params if max(one.opts, key=len) == name)
+    return command
+
+
+PARAMETERS = [(verb, max(one.opts, key=len)) for verb in cli._VERBS for one in _command(verb).params]
 
 
 def _line(verb: str, name: str, value: str) -> list[str]:
     """The command line: what is given, with ``value`` in the place of the parameter, or behind it."""
     arguments, options = GIVEN[verb]
-    options = WITH.get((verb, name), options)
-    parameter = _parameter(verb, name)
-    if isinstance(parameter, click.Argument):
-        command = cli.cli.get_command(click.Context(cli.cli), verb)
-        assert command is not None
-        index = [one for one in command.params if isinstance(one, click.Argument)].index(parameter)
+    for names, others in WITH.items():
+        if verb == names.split()[0] and name in names.split():
+            options = others
+    parameters = {max(one.opts, key=len): one for one in _command(verb).params}
+    if isinstance(parameters[name], click.Argument):
+        index = [key for key, one in parameters.items() if isinstance(one, click.Argument)].index(name)
         return [verb, *options, "--", *arguments[:index], value, *arguments[index + 1 :]]
-    if parameter.is_flag:
+    if parameters[name].is_flag:  # type: ignore[attr-defined]
         return [verb, *arguments, *options, f"{name}={value}"]
     return [verb, *arguments, *options, name, value]
 
@@ -164,34 +133,21 @@ def documents(**given):
 """
 
 
-def _write_task(folder: Path) -> Path:
-    folder.mkdir()
-    (folder / "odd_task.yaml").write_text(TASK)
-    (folder / "odd_task.py").write_text(DOCUMENTS)
-    return folder
-
-
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     import transformers.models.llama.modeling_llama  # noqa: F401  seconds on a busy machine, and no odd value's
 
     folder = tmp_path_factory.mktemp("odd")
-    model = write_tiny_model(folder / "model")
-    bundle = write_tiny_bundle(folder / "bundle", model)
     (folder / "text").write_text("a line of text to count channels on\n" * 200)
     (folder / "file").write_text("not a bundle")
-    (folder / "empty").mkdir()
     os.mkfifo(folder / "pipe")
-    tasks = _write_task(folder / "tasks")
-    return {
-        "MODEL": str(model),
-        "BUNDLE": str(bundle),
-        "TEXT": str(folder / "text"),
-        "FILE": str(folder / "file"),
-        "EMPTY": str(folder / "empty"),
-        "PIPE": str(folder / "pipe"),
-        "TASKS": str(tasks),
-    }
+    for name in ("empty", "tasks"):
+        (folder / name).mkdir()
+    (folder / "tasks" / "odd_task.yaml").write_text(TASK)
+    (folder / "tasks" / "odd_task.py").write_text(DOCUMENTS)
+    write_tiny_bundle(folder / "bundle", write_tiny_model(folder / "model"))
+    names = ("model", "bundle", "text", "file", "empty", "pipe", "tasks")
+    return {name.upper(): str(folder / name) for name in names}
 
 
 @pytest.fixture(autouse=True)
@@ -199,15 +155,11 @@ def _apart(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """No network, and of the harness's thousands of tasks none: its index takes ten seconds."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     # A server that has come so far would answer for ever.
-    monkeypatch.setattr("wisparse.runtime.serve.server.serve", lambda model, settings, listener, ready: model.close())
+    monkeypatch.setattr("wisparse.runtime.serve.app.serve", lambda model, settings, listener, ready: model.close())
     monkeypatch.chdir(tmp_path)
     tasks = pytest.importorskip("lm_eval.tasks")
     whole = tasks.TaskManager
-
-    def small(**given: Any) -> Any:
-        return whole(**{**given, "include_defaults": False})
-
-    monkeypatch.setattr(tasks, "TaskManager", small)
+    monkeypatch.setattr(tasks, "TaskManager", lambda **given: whole(**{**given, "include_defaults": False}))
 
 
 def _call(line: list[str]) -> tuple[int, str, str, float]:
@@ -215,20 +167,15 @@ def _call(line: list[str]) -> tuple[int, str, str, float]:
     started = time.process_time()
     with CliRunner().isolation(input=b"") as (out, err, _), pytest.raises(SystemExit) as exit_info:
         cli.main(line)
-    seconds = time.process_time() - started
-    return (
-        int(exit_info.value.code or 0),
-        out.getvalue().decode(errors="surrogateescape"),
-        err.getvalue().decode(),
-        seconds,
-    )
+    texts = out.getvalue().decode(errors="surrogateescape"), err.getvalue().decode()
+    return int(exit_info.value.code or 0), *texts, time.process_time() - started
 
 
 def _tree(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize(("verb", "name"), list(_parameters()))
+@pytest.mark.parametrize(("verb", "name"), PARAMETERS)
 def test_odd_values(verb: str, name: str, places: dict[str, str], tmp_path: Path) -> None:
     home = Path(places["BUNDLE"]).parent
     for value in TEXTS if name in FREE else ODD:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,26 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return make_bundle(example_model, tmp_path_factory.mktemp("commands") / "bundle", 0.4)
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr of ``wisparse ARGS``."""
-    with pytest.raises(SystemExit) as exit_info:
-        main([str(arg) for arg in args])
-    out, err = capsys.readouterr()
-    return int(exit_info.value.code or 0), out, err
+Run = Callable[..., tuple[int, str, str]]
 
 
-def test_generate_prints_the_text_and_a_footer(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(
-        capsys, "generate", bundle, "--prompt", ">>> 12 + 30", "--max-new-tokens", 20, "--backend", "torch"
-    )
+@pytest.fixture
+def run(bundle: Path, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Exit code, stdout and stderr of ``wisparse VERB BUNDLE ARGS``."""
+
+    def run(verb: str, *args: object, bundle: Path = bundle) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_info:
+            main([verb, str(bundle), *map(str, args)])
+        out, err = capsys.readouterr()
+        return int(exit_info.value.code or 0), out, err
+
+    return run
+
+
+def test_generate_prints_the_text_and_a_footer(bundle: Path, run: Run) -> None:
+    code, out, err = run("generate", "--prompt", ">>> 12 + 30", "--max-new-tokens", 20, "--backend", "torch")
     expected = wisparse.load(bundle, backend="torch").generate(">>> 12 + 30", max_new_tokens=20)
-    assert code == 0
-    assert out == expected.text + "\n"
+    assert (code, out) == (0, expected.text + "\n")
     for part in (
         "prompt 4 tokens",
         "generation 20 tokens",
@@ -54,81 +60,62 @@ def test_generate_prints_the_text_and_a_footer(bundle: Path, capsys: pytest.Capt
     assert len(err.splitlines()) == 1
 
 
-def test_generate_as_json(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_generate_as_json(run: Run) -> None:
     settings = ("--temperature", 0.8, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--seed", 5)
-    command = ("generate", bundle, "--prompt", "def f(", "--max-new-tokens", 9, "--json", *settings)
-    code, out, _ = call(capsys, *command)
+    command = ("generate", "--prompt", "def f(", "--max-new-tokens", 9, "--json", *settings)
+    code, out, _ = run(*command)
     document = json.loads(out)
     assert code == 0
-    assert document["seed"] == 5
-    assert document["prompt_tokens"] == 3
-    assert len(document["token_ids"]) == 9
+    found = [document[name] for name in ("seed", "prompt_tokens", "finish_reason")]
+    assert (found, len(document["token_ids"])) == ([5, 3, "length"], 9)
     assert 0 < document["realised_sparsity"] < 1
-    assert document["finish_reason"] == "length"
-    assert json.loads(call(capsys, *command)[1])["text"] == document["text"]
+    assert json.loads(run(*command)[1])["text"] == document["text"]
 
 
-def test_generate_reads_a_pipe(
-    bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    direct = call(capsys, "generate", bundle, "--prompt", "x = 1\n", "--max-new-tokens", 5)[1]
-    for option in ([], ["--prompt", "-"]):
+def test_generate_reads_a_pipe_or_a_file(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "prompt").write_text("x = 1\n")
+    direct = run("generate", "--prompt", "x = 1\n", "--max-new-tokens", 5)[1]
+    for option in ([], ["--prompt", "-"], ["--prompt-file", tmp_path / "prompt"]):
         monkeypatch.setattr(sys, "stdin", io.StringIO("x = 1\n"))
-        assert call(capsys, "generate", bundle, "--max-new-tokens", 5, *option)[1] == direct
+        assert run("generate", "--max-new-tokens", 5, *option)[1] == direct
 
 
-def test_the_chat_template_on_request(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_chat_template_on_request(run: Run) -> None:
     def tokens(*options: object) -> int:
-        _, out, _ = call(capsys, "generate", bundle, "--prompt", "x = 1", "--json", "--max-new-tokens", 1, *options)
+        _, out, _ = run("generate", "--prompt", "x = 1", "--json", "--max-new-tokens", 1, *options)
         return json.loads(out)["prompt_tokens"]
 
     plain = tokens()
     assert tokens("--ignore-chat-template") == plain
     assert tokens("--chat-template") == plain + 2
     assert tokens("--system-prompt", "Be brief.") > plain + 2
-
-
-def test_stop_and_prefill(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, out, _ = call(capsys, "generate", bundle, "--prompt", ">>> 12 + 30\n", "--stop", ">>>", "--prefill", "all")
+    _, out, _ = run("generate", "--prompt", ">>> 12 + 30\n", "--stop", ">>>", "--prefill", "all")
     assert ">>>" not in out
 
 
-@pytest.mark.parametrize(
-    ("options", "code", "message"),
-    [
+def test_generate_refuses_in_one_sentence(bundle: Path, example_model: Path, tmp_path: Path, run: Run) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff")
+    for arguments, code, message in (
         (("--prompt", "x = 1\n" * 2000), 2, "the context holds 2048"),
         (("--prompt", "x", "--max-seq-len", 5000), 2, "max_seq_len"),
         (("--prompt", "x", "--top-p", 0), 2, "top-p"),
         (("--prompt", "x", "--device", "cuda:77"), 2, "torch sees"),
         (("--prompt", "x", "--backend", "triton", "--device", "cpu"), 2, "triton cannot run on cpu"),
         (("--prompt", ""), 2, "no tokens"),
-    ],
-)
-def test_generate_refuses_in_one_sentence(
-    bundle: Path, capsys: pytest.CaptureFixture[str], options: tuple[object, ...], code: int, message: str
-) -> None:
-    found, out, err = call(capsys, "generate", bundle, *options)
-    assert found == code
-    assert out == ""
-    assert message in err
-    assert "Traceback" not in err
+        (("--prompt-file", tmp_path / "binary"), 2, "not text in UTF-8"),
+        (("--prompt", "a", "--prompt-file", tmp_path / "binary"), 2, "found both"),
+    ):
+        found, out, err = run("generate", *arguments)
+        assert (found, out, message in err, "Traceback" in err) == (code, "", True, False), err
+    assert run("generate", "--prompt", "x", bundle=tmp_path / "nowhere")[0] == 4
+    code, _, err = run("generate", "--prompt", "x", bundle=example_model)
+    assert (code, "not a bundle" in err) == (6, True)
 
 
-def test_generate_from_what_is_no_bundle(
-    example_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert call(capsys, "generate", tmp_path / "nowhere", "--prompt", "x")[0] == 4
-    code, _, err = call(capsys, "generate", example_model, "--prompt", "x")
-    assert code == 6
-    assert "not a bundle" in err
-
-
-def test_chat_keeps_and_forgets_the_conversation(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_chat_keeps_and_forgets_the_conversation(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def chat(text: str, *options: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        return call(capsys, "chat", bundle, "--max-new-tokens", 4, *options)
+        return run("chat", "--max-new-tokens", 4, *options)
 
     code, out, err = chat("one\n\ntwo\n/reset\none\n/exit\nnever\n")
     assert code == 0
@@ -161,17 +148,17 @@ def test_chat_keeps_and_forgets_the_conversation(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [("--temperature", "nan"), ("--temperature", "inf"), ("--top-p", "nan"), ("--min-p", "nan"), ("--stop", "")],
-)
-def test_chat_refuses_settings_before_the_first_message(
-    wrong: tuple[str, str], bundle: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    code, out, err = call(capsys, "chat", bundle, *wrong)
-    assert (code, out) == (2, "")
-    assert err.startswith(f"wisparse: {wrong[0].lstrip('-').replace('-', '_')}: expected ")
+def test_chat_refuses_settings_before_the_first_message(run: Run) -> None:
+    for option, value in (
+        ("temperature", "nan"),
+        ("temperature", "inf"),
+        ("top-p", "nan"),
+        ("min-p", "nan"),
+        ("stop", ""),
+    ):
+        code, out, err = run("chat", f"--{option}", value)
+        assert (code, out) == (2, "")
+        assert err.startswith(f"wisparse: {option.replace('-', '_')}: expected ")
 
 
 def start(*args: object) -> subprocess.Popen[bytes]:
@@ -204,8 +191,7 @@ def test_an_interrupt_stops_an_answer_and_not_the_chat(bundle: Path) -> None:
     while b"(stopped)" not in process.stderr.readline():
         assert process.poll() is None
     _, err = process.communicate(b"/reset\n", timeout=60)
-    assert b"forgotten" in err
-    assert process.returncode == 0
+    assert (b"forgotten" in err, process.returncode) == (True, 0)
 
 
 def test_a_reader_that_goes_away_is_no_crash(bundle: Path) -> None:
@@ -233,61 +219,47 @@ print((peak() - before) / model.bundle.checkpoint.nbytes)
     assert float(result.stdout) < 1.35
 
 
-def test_a_prompt_from_a_file(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "prompt").write_text("def f(x):")
-    code, expected, _ = call(capsys, "generate", bundle, "--prompt", "def f(x):", "--max-new-tokens", 5)
-    assert code == 0
-    assert call(capsys, "generate", bundle, "--prompt-file", tmp_path / "prompt", "--max-new-tokens", 5)[1] == expected
-    (tmp_path / "prompt").write_bytes(b"\xff")
-    code, _, err = call(capsys, "generate", bundle, "--prompt-file", tmp_path / "prompt")
-    assert code == 2
-    assert "not text in UTF-8" in err
-    assert call(capsys, "generate", bundle, "--prompt", "a", "--prompt-file", tmp_path / "prompt")[0] == 2
-
-
-def test_prompts_from_a_file_go_on_after_a_kill(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_prompts_from_a_file_go_on_after_a_kill(bundle: Path, tmp_path: Path, run: Run) -> None:
     prompts, output = tmp_path / "prompts", tmp_path / "answers"
     texts = [f"x{number} = " + "1 + " * (number % 3) for number in range(7)]
     prompts.write_text("".join(json.dumps({"id": text, "prompt": text}) + "\n" for text in texts))
-    line = ("generate", bundle, "--input", prompts, "--output", output, "--max-new-tokens", 4, "--max-batch", 3)
-    assert call(capsys, *line)[0] == 0
+    line = ("generate", "--input", prompts, "--output", output, "--max-new-tokens", 4, "--max-batch", 3)
+    assert run(*line)[0] == 0
     whole = output.read_bytes()
     found = [json.loads(one) for one in whole.decode().splitlines()]
     assert [one["id"] for one in found] == texts
     model = wisparse.load(bundle)
     assert [one["answer"]["text"] for one in found] == [model.generate(text, max_new_tokens=4).text for text in texts]
     assert not list(tmp_path.glob("*.progress"))
-    assert call(capsys, *line)[0] == 2  # it is there already
+    assert run(*line)[0] == 2  # it is there already
     # Killed in the middle of a line, with two answers there, one of which could only come from there.
     output.unlink()
-    batch = Batch(str(prompts), str(output), {})
     progress = tmp_path / "answers.progress"
+
+    def answer(model: Any) -> tuple[int, int]:
+        return Batch(str(prompts), str(output), {}).run(model, {"max_new_tokens": 4})
+
     with pytest.raises(KeyboardInterrupt, match="the same command goes on"):
-        batch.run(_Killed(model, 2), {"max_new_tokens": 4})  # type: ignore[arg-type]
+        answer(_Killed(model, 2))
     with open(progress, "a") as file:
         file.write('[6, {"te')
     kept = progress.read_text().splitlines()[1:3]
-    again = Batch(str(prompts), str(output), {})
     rest = _Killed(model, 99)
-    assert again.run(rest, {"max_new_tokens": 4}) == (7, 2)  # type: ignore[arg-type]
-    assert rest.asked == 5
-    assert len(kept) == 2
+    assert (answer(rest), rest.asked, len(kept)) == ((7, 2), 5, 2)
     assert output.read_bytes() == whole
     # Another run's progress is not gone on with, nor that of a bundle which another has replaced since.
     output.unlink()
     with pytest.raises(KeyboardInterrupt):
-        Batch(str(prompts), str(output), {}).run(_Killed(model, 2), {"max_new_tokens": 4})  # type: ignore[arg-type]
+        answer(_Killed(model, 2))
     with wisparse.load(_with_other_end(bundle, tmp_path)) as other, pytest.raises(UsageError, match="another bundle"):
-        Batch(str(prompts), str(output), {}).run(other, {"max_new_tokens": 4})
+        answer(other)
     progress.write_text("0" * 64 + "\n" + kept[0] + "\n")
-    code, _, err = call(capsys, *line)
+    code, _, err = run(*line)
     assert code == 2
     assert "other prompts, settings" in err
     # One that was killed before its first answer has nothing to lose.
     progress.write_text("0" * 64 + "\n")
-    assert call(capsys, *line)[0] == 0
+    assert run(*line)[0] == 0
     assert output.read_bytes() == whole
 
 
@@ -316,14 +288,12 @@ class _Killed:
             yield found
 
 
-def test_only_a_line_feed_ends_a_line_of_prompts(
-    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_line_feed_ends_a_line_of_prompts(tmp_path: Path, run: Run) -> None:
     """Letters that Python takes for the end of a line stand raw in what other programs write as JSON."""
     texts = ["a\u2028b", "a\u2029b", "a\x85b"]
     prompts, output = tmp_path / "prompts", tmp_path / "answers"
     prompts.write_bytes("\r\n".join(json.dumps({"prompt": text}, ensure_ascii=False) for text in texts).encode())
-    code, _, err = call(capsys, "generate", bundle, "--input", prompts, "--output", output, "--max-new-tokens", 1)
+    code, _, err = run("generate", "--input", prompts, "--output", output, "--max-new-tokens", 1)
     assert code == 0, err
     answers = output.read_bytes().decode().split("\n")
     assert [json.loads(line)["prompt"] for line in answers if line] == texts
@@ -332,31 +302,28 @@ def test_only_a_line_feed_ends_a_line_of_prompts(
 @pytest.mark.parametrize(
     ("bad", "words"),
     [
-        ('{"prompt": ""}', "the prompt has no tokens"),
+        ('{"prompt": ""}', "line 3: the prompt has no tokens"),
         (json.dumps({"prompt": "x " * 5000}), "the context holds"),
-        ('{"messages": [{"role": "user"}]}', "messages with role and content"),
-        ('{"messages": [{"role": 1, "content": "x"}]}', "messages with role and content"),
+        *(
+            (line, "line 3: expected a text as prompt, or a list of messages with role and content")
+            for line in (
+                *('{"messages": [{"role": "user"}]}', '{"messages": [{"role": 1, "content": "x"}]}', "{}"),
+                *('{"prompt": 5}', '{"messages": []}'),
+            )
+        ),
+        ("[1]", "line 3: "),
+        ('{"prompt": "a", "answer": 1}', "line 3: has an answer already"),
+        (None, "expected a prompt a line, found none"),
     ],
-    ids=["empty", "long", "no content", "no role"],
+    ids=lambda value: str(value)[:30],
 )
 def test_a_prompt_that_cannot_be_answered_is_named_by_its_line(
-    bad: str, words: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    bad: str | None, words: str, tmp_path: Path, run: Run
 ) -> None:
-    (tmp_path / "prompts").write_text(f'\ufeff{{"prompt": "x"}}\n\n{bad}\n')
-    line = ("generate", bundle, "--input", tmp_path / "prompts", "--output", tmp_path / "answers")
-    code, _, err = call(capsys, *line, "--max-seq-len", 64, "--max-new-tokens", 1)
-    assert code == 2
-    assert err.startswith("wisparse: --input: line 3: ")
-    assert words in err
-    assert [file.name for file in tmp_path.iterdir()] == ["prompts"]
-
-
-@pytest.mark.parametrize("line", ["{}", "[1]", '{"prompt": 5}', '{"messages": []}', '{"prompt": "a", "answer": 1}', ""])
-def test_a_line_that_is_no_prompt_is_named(
-    line: str, bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "prompts").write_text(line)
-    code, _, err = call(capsys, "generate", bundle, "--input", tmp_path / "prompts", "--output", tmp_path / "answers")
+    (tmp_path / "prompts").write_text("" if bad is None else f'\ufeff{{"prompt": "x"}}\n\n{bad}\n')
+    line = ("generate", "--input", tmp_path / "prompts", "--output", tmp_path / "answers")
+    code, _, err = run(*line, "--max-seq-len", 64, "--max-new-tokens", 1)
     assert code == 2
     assert err.startswith("wisparse: --input: ")
+    assert words in err
     assert [file.name for file in tmp_path.iterdir()] == ["prompts"]

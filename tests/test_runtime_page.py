@@ -1,26 +1,156 @@
-"""The page at ``/``, in a real browser."""
+"""The page at ``/``, in a real browser: headless Chromium, spoken to in its DevTools protocol over two pipes."""
 
 from __future__ import annotations
 
-import http.client
+import json
+import os
 import re
-import threading
-from collections.abc import Iterator
+import select
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import Browser, Tab, find_chromium
-from served import NAME, TEMPLATE, Running, with_template
+from served import NAME, TEMPLATE, Running, hold, with_template
 
 import wisparse
 from wisparse.runtime.generation.request import Chunk, Request
 from wisparse.runtime.model import Model
-from wisparse.runtime.torch.decoder import TorchDecoder
 
-PROGRAM = find_chromium()
+PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
+
+
+_FLAGS = [
+    f"--{flag}"
+    for flag in [
+        "headless",
+        "no-sandbox",
+        "disable-gpu",
+        "disable-quic",
+        "no-first-run",
+        "disable-background-networking",
+        "hide-scrollbars",
+        "disable-component-update",
+        "disable-sync",
+        "disable-dev-shm-usage",
+        "remote-debugging-pipe",
+    ]
+]
+_SECONDS = 60.0
+
+
+class Browser:
+    """One process; what it keeps lies in ``folder``."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        theirs_in, self._out = os.pipe()
+        self._in, theirs_out = os.pipe()
+        # It reads file 3 and writes file 4.
+        command = ["bash", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', program, *_FLAGS]
+        self._process = subprocess.Popen(
+            [*command, f"--user-data-dir={folder}", "about:blank"], pass_fds=(theirs_in, theirs_out),
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        self._held = b""
+        self._sent = 0
+        self.events: list[dict[str, Any]] = []
+
+    def ask(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """A command's result; events that come meanwhile are kept in ``events``."""
+        self._sent += 1
+        message = {"id": self._sent, "method": method, "params": parameters}
+        message |= {} if session is None else {"sessionId": session}
+        os.write(self._out, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + _SECONDS
+        while True:
+            while b"\0" not in self._held:
+                silent = max(0.0, deadline - time.monotonic())
+                assert select.select([self._in], [], [], silent)[0], "the browser is silent"
+                more = os.read(self._in, 1 << 20)
+                assert more, "the browser has ended"
+                self._held += more
+            line, _, self._held = self._held.partition(b"\0")
+            answer: dict[str, Any] = json.loads(line)
+            if answer.get("id") == self._sent:
+                return answer["result"]  # type: ignore[no-any-return]
+            self.events.append(answer)
+
+    def close(self) -> None:
+        os.close(self._out)
+        os.close(self._in)
+        self._process.kill()
+        self._process.wait(_SECONDS)
+
+
+class Tab:
+    """One page, in a context of its own: no storage is shared with another."""
+
+    def __init__(self, browser: Browser, url: str, width: int = 1000, height: int = 800) -> None:
+        self._browser = browser
+        self._context = browser.ask("Target.createBrowserContext")["browserContextId"]
+        target = browser.ask("Target.createTarget", url="about:blank", browserContextId=self._context)["targetId"]
+        self._session = browser.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network", "Accessibility"):
+            self.ask(f"{domain}.enable")
+        self.ask("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.ask("Page.navigate", url=url)
+        self.until("document.readyState === 'complete'")
+
+    def ask(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self._browser.ask(method, self._session, **parameters)
+
+    def value(self, script: str) -> Any:
+        """What an expression of the page's gives."""
+        found = self.ask("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    def until(self, script: str) -> None:
+        """Wait until an expression is true."""
+        deadline = time.monotonic() + _SECONDS
+        while not self.value(script):
+            assert time.monotonic() < deadline, f"not so in a minute: {script}"
+            time.sleep(0.02)
+
+    def type(self, text: str) -> None:
+        self.ask("Input.insertText", text=text)
+
+    def press(self, key: str, code: int, text: str = "") -> None:
+        common: Mapping[str, Any] = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self.ask("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {}))
+        self.ask("Input.dispatchKeyEvent", type="keyUp", **common)
+
+    def complaints(self) -> list[str]:
+        """Errors of the page so far, what its policy forbade among them."""
+        found = []
+        for event in self._mine():
+            if event["method"] == "Runtime.exceptionThrown":
+                found.append(str(event["params"]["exceptionDetails"]))
+            elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
+                found.append(str(event["params"]["entry"]))
+        return found
+
+    def asked(self) -> list[str]:
+        """Every address that was asked for so far."""
+        return [
+            event["params"]["request"]["url"]
+            for event in self._mine()
+            if event["method"] == "Network.requestWillBeSent"
+        ]
+
+    def _mine(self) -> list[dict[str, Any]]:
+        self.value("0")  # what has come is read
+        return [event for event in self._browser.events if event.get("sessionId") == self._session]
+
+    def close(self) -> None:
+        self._browser.ask("Target.disposeBrowserContext", browserContextId=self._context)
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +160,8 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Running]:
-    running = Running(bundle)
-    yield running
-    running.stop()
+    with Running(bundle) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -125,15 +254,8 @@ def test_dense_and_sparse_side_by_side(
             follow = [*talk, {"role": "assistant", "content": first}, {"role": "user", "content": "and then?"}]
             expected[level] = [first, alone.generate(follow, max_new_tokens=20).text]
     assert expected[0.0] != expected[0.6]
-    decode, go_on = TorchDecoder.decode, threading.Event()
-
-    def held(self: Any, token_ids: Any) -> Any:
-        assert go_on.wait(60)
-        return decode(self, token_ids)
-
-    monkeypatch.setattr(TorchDecoder, "decode", held)
-    server = Running(folder)
-    try:
+    go_on = hold(monkeypatch)
+    with Running(folder) as server:
         tab = opened(browser, server)
         assert tab.value("by('in-force').hidden") is True
         assert tab.value("[...by('left').options].map((one) => one.text)") == ["Dense", "30% sparse", "60% sparse"]
@@ -162,19 +284,10 @@ def test_dense_and_sparse_side_by_side(
         assert answers(tab)[2:] == [expected[0.6][1], expected[0.0][1]]
         assert tab.complaints() == []
         tab.close()
-    finally:
-        server.stop()
 
 
 def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    decode = TorchDecoder.decode
-
-    def held(self: Any, token_ids: Any) -> Any:
-        assert go_on.wait(60)
-        return decode(self, token_ids)
-
-    monkeypatch.setattr(TorchDecoder, "decode", held)
+    go_on = hold(monkeypatch)
     fill(tab, max_tokens=200)
     ask(tab, "what?")
     tab.until("document.querySelector('.answer .words')?.textContent")
@@ -215,8 +328,7 @@ def test_a_refusal_is_told(tab: Tab) -> None:
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, bundle: Path, model: Model) -> None:
-    server = Running(bundle, api_key="sesame")
-    try:
+    with Running(bundle, api_key="sesame") as server:
         tab = Tab(browser, address(server))
         for key in ("wrong", "sesame"):
             tab.until("by('door').open")
@@ -232,8 +344,6 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(browser: Browser, bundle: Path, 
         assert tab.value("[localStorage.length, document.cookie]") == [0, ""]
         assert all("sesame" not in url for url in tab.asked())
         tab.close()
-    finally:
-        server.stop()
 
 
 def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Running) -> None:
@@ -254,7 +364,7 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
     assert [node for node in controls if not node["name"]["value"].strip()] == []
     grounds = []
     for scheme in ("light", "dark"):
-        tab.colours(scheme)
+        tab.ask("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         grounds.append(tab.value("getComputedStyle(document.body).backgroundColor"))
     assert grounds == ["rgb(255, 255, 255)", "rgb(20, 23, 26)"]
     assert tab.complaints() == []
@@ -262,10 +372,8 @@ def test_every_control_has_a_name_and_fits_a_phone(browser: Browser, server: Run
 
 
 def test_the_policy_forbids_what_is_inline_or_from_elsewhere(server: Running) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
     for path, kind in (("/", "text/html"), ("/page.css", "text/css"), ("/page.js", "text/javascript")):
-        connection.request("GET", path)
-        answer = connection.getresponse()
+        answer = server.request("GET", path)
         text = answer.read().decode()
         assert answer.status == 200
         assert answer.headers["content-type"].startswith(kind)
@@ -273,4 +381,3 @@ def test_the_policy_forbids_what_is_inline_or_from_elsewhere(server: Running) ->
         assert "default-src 'none'" in policy
         assert "unsafe" not in policy
         assert "://" not in text
-    connection.close()

@@ -1,4 +1,4 @@
-"""Chat templates that ask of messages and tools what the published ones of five families do, in few words of our own.
+"""Chat templates that ask of messages and tools what the published ones of four families do, in few words of our own.
 
 Each has its family's constructs, where a server can go wrong: what it looks up, refuses, and writes for a call.
 """
@@ -45,7 +45,7 @@ _LLAMA = r"""
 {%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}
 """
 
-_QWEN_TOOLS = r"""
+_QWEN = r"""
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
     {%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}
@@ -54,39 +54,6 @@ _QWEN_TOOLS = r"""
 {%- elif messages[0]['role'] == 'system' %}
     {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
 {%- endif %}
-"""
-_QWEN_RESULT = r"""
-    {%- elif message.role == "tool" %}
-        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{ '<|im_end|>\n' }}{% endif %}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
-"""
-_QWEN_2 = (
-    _QWEN_TOOLS
-    + r"""
-{%- for message in messages %}
-    {%- if (message.role == "user") or (message.role == "system" and not loop.first) or
-           (message.role == "assistant" and not message.tool_calls) %}
-        {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
-    {%- elif message.role == "assistant" %}
-        {{- '<|im_start|>' + message.role }}
-        {%- if message.content %}{{ '\n' + message.content }}{% endif %}
-        {%- for tool_call in message.tool_calls %}
-            {%- if tool_call.function is defined %}{% set tool_call = tool_call.function %}{% endif %}
-            {{- '\n<tool_call>\n{"name": "' + tool_call.name + '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}{{ '}\n</tool_call>' }}
-        {%- endfor %}
-        {{- '<|im_end|>\n' }}
-"""
-    + _QWEN_RESULT
-    + "{%- endif %}\n"
-)
-_QWEN_3 = (
-    _QWEN_TOOLS
-    + r"""
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages | length - 1) %}
 {%- for message in messages[::-1] %}
     {%- set index = (messages | length - 1) - loop.index0 %}
@@ -121,13 +88,16 @@ _QWEN_3 = (
             {{- '}\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
-"""
-    + _QWEN_RESULT
-    + r"""
+    {%- elif message.role == "tool" %}
+        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{ '<|im_start|>user' }}{% endif %}
+        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
+        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{ '<|im_end|>\n' }}{% endif %}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
     {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
 {%- endif %}
 """
-)
 
 _MISTRAL = r"""
 {%- if messages[0]["role"] == "system" %}
@@ -181,51 +151,32 @@ _MISTRAL = r"""
 """
 
 _HERMES = r"""
-{%- macro kind(spec) %}
-    {%- set basic = {"string": "str", "number": "float", "integer": "int", "boolean": "bool"} %}
-    {%- if basic[spec.type] is defined %}{{ basic[spec.type] }}
-    {%- elif spec.type == "array" %}{{ "list[" + kind(spec | items) + "]" }}
-    {%- elif spec.type == "object" %}{{ "dict" }}{% else %}{{ "Any" }}{% endif %}
-{%- endmacro %}
 {{- bos_token }}
 {%- if tools is iterable and tools | length > 0 %}
     {{- "<|im_start|>system\n<tools> " }}
     {%- for tool in tools %}
-        {%- if tool.function is defined %}{% set tool = tool.function %}{% endif %}
-        {{- '{"type": "function", "function": {"name": "' + tool.name + '", "description": "' + tool.name + '(' }}
+        {%- set tool = tool.function %}{{ tool.name + '(' }}
         {%- for name, fields in tool.parameters.properties | items %}
-            {{- name + ": " + kind(fields) }}{% if not loop.last %}{{ ", " }}{% endif %}
+            {{- name + ": " + fields.description | trim }}{% if not loop.last %}{{ ", " }}{% endif %}
         {%- endfor %}
-        {{- ") - " + tool.description + "\n\n" }}
-        {%- for name, fields in tool.parameters.properties | items %}
-            {{- "    " + name + "(" + kind(fields) + "): " + fields.description | trim }}
-        {%- endfor %}
-        {{- '", "parameters": ' }}
-        {%- if tool.parameters.properties | length == 0 %}{{ "{}" }}{% else %}{{ tool.parameters | tojson }}{% endif %}
-        {{- "}" }}{% if not loop.last %}{{ "\n" }}{% endif %}
+        {{- ") - " + tool.description + "\n" + tool.parameters | tojson }}
     {%- endfor %}
     {{- " </tools>\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-dict>}\n</tool_call><|im_end|>\n" }}
 {%- endif %}
 {%- for message in messages %}
-    {%- if message.role == "user" or message.role == "system" or
-           (message.role == "assistant" and message.tool_calls is not defined) %}
+    {%- if message.role == "user" or (message.role == "assistant" and message.tool_calls is not defined) %}
         {{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}
     {%- elif message.role == "assistant" %}
         {{- '<|im_start|>' + message.role }}
         {%- for tool_call in message.tool_calls %}
-            {{- '\n<tool_call>\n' }}
-            {%- if tool_call.function is defined %}{% set tool_call = tool_call.function %}{% endif %}
-            {{- '{ ' }}
-            {%- if tool_call.arguments is defined %}
-                {{- '"arguments": ' }}{{ tool_call.arguments | tojson }}{{ ', ' }}
-            {%- endif %}
-            {{- '"name": "' }}{{ tool_call.name }}{{ '"}' }}{{ '\n</tool_call> ' }}
+            {{- '\n<tool_call>\n{ "arguments": ' }}{{ tool_call.function.arguments | tojson }}
+            {{- ', "name": "' }}{{ tool_call.function.name }}{{ '"}\n</tool_call> ' }}
         {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- elif message.role == "tool" %}
         {%- if not message.name is defined %}{{ raise_exception("a result needs the function's name") }}{% endif %}
-        {{- '<|im_start|>' + message.role + '\n<tool_response>\n{"name": "' + message.name + '", "content": ' }}
-        {{- message.content | tojson + '}' }}{{ '\n</tool_response> <|im_end|>\n' }}
+        {{- '<tool_response>\n{"name": "' + message.name + '", "content": ' + message.content | tojson }}
+        {{- '}\n</tool_response> <|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
@@ -234,8 +185,7 @@ _HERMES = r"""
 # By family: the template, what opens an answer, and what ends it.
 PUBLISHED = {
     "llama-3.1": (_LLAMA, "assistant<|end_header_id|>\n\n", "<|eot_id|>"),
-    "qwen-2.5": (_QWEN_2, "<|im_start|>assistant\n", "<|im_end|>"),
-    "qwen-3": (_QWEN_3, "<|im_start|>assistant\n", "<|im_end|>"),
+    "qwen-3": (_QWEN, "<|im_start|>assistant\n", "<|im_end|>"),
     "mistral": (_MISTRAL, "[/INST]", "</s>"),
     "hermes": (_HERMES, "<|im_start|>assistant\n", "<|im_end|>"),
 }

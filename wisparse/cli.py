@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import difflib
 import errno
 import importlib
 import io
@@ -44,28 +43,19 @@ _SPIN_COUNT = "3000"
 
 class _Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_VERBS)
+        return list(self.commands)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        return _load_verb(name) if name in _VERBS else None
+        return _load_verb(name) if name in self.commands else None
 
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        # click would import every verb for its help text.
-        verbs = [CompletionItem(name, help=text) for name, text in _VERBS.items() if name.startswith(incomplete)]
-        return verbs + click.Command.shell_complete(self, ctx, incomplete)
-
+    # For the texts of the two below click would import every verb.
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(_VERBS.items()))
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and args[0] not in _VERBS and not args[0].startswith("-"):
-            close = difflib.get_close_matches(args[0], _VERBS, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise click.UsageError(f"No such command {args[0]!r}.{hint}", ctx)
-        return super().resolve_command(ctx, args)
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        verbs = [CompletionItem(name, help=text) for name, text in _VERBS.items() if name.startswith(incomplete)]
+        return verbs + click.Command.shell_complete(self, ctx, incomplete)
 
 
 def _load_verb(name: str) -> click.Command:
@@ -74,7 +64,11 @@ def _load_verb(name: str) -> click.Command:
     return command
 
 
-@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Verbs,
+    commands={name: click.Command(name, help=text) for name, text in _VERBS.items()},
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(__version__, prog_name="wisparse")
 def cli() -> None:
     """Faster LLM decoding without training, by weight-aware activation sparsity.
@@ -92,10 +86,10 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def convert_main(args: Sequence[str] | None = None) -> None:
     """Entry point of ``wisparse-convert``, the same as ``wisparse convert``."""
-    _run(_convert_program(), args, "wisparse-convert")
+    _run(convert_program(), args, "wisparse-convert")
 
 
-def _convert_program() -> click.Command:
+def convert_program() -> click.Command:
     """The verb as a program of its own, with a version and the group's help options."""
     verb = _load_verb("convert")
     # Not a copy: click keeps the help option that a command made once, and the group's has other names.
@@ -106,11 +100,8 @@ def _convert_program() -> click.Command:
 
 
 def _open_closed_streams() -> None:
-    """Make a standard stream that the shell closed (``>&-``) /dev/null.
-
-    Python has None for it, and the next file that is opened would get its number: a library's message would end up
-    inside a bundle.
-    """
+    """Make a standard stream that the shell closed (``>&-``) /dev/null: the next file that is opened would get its
+    number, and a library's message would end up inside a bundle."""
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is not None:
             continue
@@ -139,12 +130,8 @@ def _encode_everything() -> None:
 
 
 def _limit_threads() -> None:
-    """Give torch's threads no more than the usable cores, and let none of them spin for milliseconds.
-
-    A thread that spins keeps its core from the very thread it waits for, wherever other programs run too; threads
-    beyond a container's quota stand still for a part of every period. OpenMP reads both settings once, when torch is
-    imported: so here, and only where the user has not said otherwise.
-    """
+    """Give torch's threads no more than the usable cores, and let none of them spin for milliseconds: it would keep its
+    core from the thread it waits for. OpenMP reads both once, when torch is imported."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
     cores = usable_cores()
@@ -172,7 +159,7 @@ def _run(command: click.Command, args: Sequence[str] | None, name: str) -> None:
     except (KeyboardInterrupt, click.Abort) as interruption:
         # click turns an interrupt into its own Abort; what the verb had to say about resuming is in the cause.
         hint = str(interruption.__cause__ or interruption)
-        _fail(f"interrupted; {hint}" if hint else "interrupted", 130)
+        _fail("; ".join(filter(None, ("interrupted", hint))), 130)
     except WisparseError as error:
         if os.environ.get("WISPARSE_DEBUG"):
             raise
@@ -191,7 +178,3 @@ def _fail(message: str, code: int) -> None:
     with contextlib.suppress(OSError):  # nobody can be told where standard error itself cannot be written to
         click.echo(f"wisparse: {message}", err=True)
     sys.exit(code)
-
-
-if __name__ == "__main__":
-    main()

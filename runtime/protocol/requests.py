@@ -1,28 +1,26 @@
-"""OpenAI's requests for chats and completions, as pydantic models."""
+"""OpenAI's requests for chats and completions as pydantic models, and its errors:
+``{"error": {"message", "type", "param", "code"}}``."""
 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from starlette.exceptions import HTTPException
 
-from wisparse.formats.errors import UsageError
+from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 from wisparse.formats.guard import parse_json
 
+from ..generation.engine import QueueFullError
 from ..generation.grammar import ANY_OBJECT, Grammar
-from .errors import FieldError, from_validation, invalid
 
 T = TypeVar("T", bound=BaseModel)
+log = logging.getLogger(__name__)
 
-
-def _by_field(*rows: tuple[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-    return {field: neutral for fields, neutral in rows for field in fields.split()}
-
-
-# Fields of OpenAI and of other servers that are refused, but for the values that change nothing.
-UNSUPPORTED: Mapping[str, Sequence[Any]] = _by_field(
+_UNSUPPORTED: Sequence[tuple[str, Sequence[Any]]] = (
     ("audio reasoning_effort web_search_options chat_template enable_thinking prompt_logprobs thinking", ()),
     ("truncate_prompt_tokens guided_choice guided_grammar guided_json guided_regex json_schema", ()),
     ("structured_outputs samplers adapters draft_model", ()),
@@ -39,9 +37,81 @@ UNSUPPORTED: Mapping[str, Sequence[Any]] = _by_field(
     ("reasoning", ({}, {"summary": "auto"})),
     ("top_n_sigma", (-1, 0)),
 )
+# Fields of OpenAI and of other servers that are refused, but for the values that change nothing.
+UNSUPPORTED = {field: neutral for fields, neutral in _UNSUPPORTED for field in fields.split()}
 _MAX_INT = 2**63 - 1
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"} | {
+    f"{kind}_penalty" for kind in ("repetition", "frequency", "presence")
+}
 _MAX_TOOL_CHARACTERS = 1 << 18
 _IMAGES_AND_SOUND = ("image_url", "input_image", "input_audio", "file", "video_url")
+
+
+class ApiError(HTTPException):
+    """An HTTP status and the error object that is sent with it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.error = {"message": message, "type": type, "param": param, "code": code}
+
+
+def as_api_error(error: Exception, prompt: str = "messages") -> ApiError:
+    """What to answer for an exception; ``prompt``: the request's field that holds the prompt."""
+    match error:
+        case ApiError():
+            return error
+        case QueueFullError():
+            later = {"retry-after": "1"}
+            return ApiError(429, str(error), type="rate_limit_error", code="queue_full", headers=later)
+        case ContextLengthError():
+            return ApiError(400, str(error), param=prompt, code="context_length_exceeded")
+        case UsageError():
+            field = str(error).partition(":")[0]
+            return ApiError(400, str(error), param=field if field.isidentifier() else None, code="invalid_value")
+        case WisparseError():
+            log.warning("a request failed: %s", error)
+            return ApiError(500, str(error), type="server_error")
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, "the server failed: its log has more", type="server_error")
+
+
+class FieldError(ValueError):
+    """Raised by validators; ``field`` of the model, or the field itself where it is empty."""
+
+    def __init__(self, field: str, message: str, code: str = "unsupported_parameter") -> None:
+        super().__init__(message)
+        self.field, self.code = field, code
+
+
+def invalid(field: str, expected: str, found: Any) -> FieldError:
+    return FieldError(field, f"expected {expected}, found {found!r:.80}", "invalid_value")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]], where: str = "") -> ApiError:
+    """The first of pydantic's errors as "field: expected ..., found ..."; ``where``: what was validated."""
+    error = errors[0]
+    own = error.get("ctx", {}).get("error")
+    names, code, message = list(error["loc"]), "invalid_value", error["msg"]
+    if isinstance(own, FieldError):
+        names, code, message = [*names, own.field] if own.field else names, own.code, str(own)
+    elif error["type"] == "missing":
+        message = "this field is required"
+    elif error["type"] in ("model_type", "model_attributes_type"):
+        message = f"expected an object, found {error['input']!r:.80}"
+    else:
+        message = f"{message.replace('Input should be', 'expected')}, found {error['input']!r:.80}"
+    path = where + "".join(f"[{name}]" if isinstance(name, int) else f".{name}" for name in names)
+    param = path.lstrip(".") or "body"
+    return ApiError(501 if code == "unsupported_content" else 400, f"{param}: {message}", param=param, code=code)
 
 
 def validated(model: type[T], body: Any, where: str = "") -> T:
@@ -56,11 +126,22 @@ class Strict(BaseModel):
     """A model without conversions between types, in which null is the same as a field left out."""
 
     model_config = ConfigDict(strict=True)
+    unsupported: ClassVar[Mapping[str, Sequence[Any]]] = {}
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, data: Any) -> Any:
-        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+        if not isinstance(data, dict):
+            return data
+        given = {key: value for key, value in data.items() if value is not None}
+        for field, neutral in cls.unsupported.items():
+            value = given.get(field)
+            if isinstance(value, dict):
+                value = {name: inner for name, inner in value.items() if inner is not None}
+            # True equals 1 in Python.
+            if value is not None and (value, value is True) not in [(one, one is True) for one in neutral]:
+                raise FieldError(field, "this server does not have it; leave it out")
+        return given
 
 
 class StreamOptions(Strict):
@@ -86,7 +167,7 @@ class ResponseFormat(Strict):
 class GenerationRequest(Strict):
     """The fields that all endpoints have; a field of sampling that is left out is the model's own."""
 
-    unsupported: ClassVar[Mapping[str, Sequence[Any]]] = UNSUPPORTED
+    unsupported: ClassVar = UNSUPPORTED
 
     model: str | None = None
     stream: bool = False
@@ -105,20 +186,6 @@ class GenerationRequest(Strict):
     response_format: ResponseFormat | None = None
     grammar: str = Field("", description="llguidance's Lark, or llama.cpp's GBNF")
     sparsity: float | None = Field(None, description="one of the bundle's sparsity levels, or 0 for the dense model")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, data: Any) -> Any:
-        for field, neutral in cls.unsupported.items() if isinstance(data, dict) else ():
-            value = data.get(field)
-            if isinstance(value, dict):
-                value = {name: inner for name, inner in value.items() if inner is not None}
-            # True equals 1 in Python.
-            if value is not None and not any(
-                value == one and isinstance(value, bool) == isinstance(one, bool) for one in neutral
-            ):
-                raise FieldError(field, "this server does not have it; leave it out")
-        return data
 
     @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
     @classmethod
@@ -141,11 +208,9 @@ class GenerationRequest(Strict):
 
     def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """The keyword arguments of SamplingSettings; ``defaults``: those of the model."""
-        names = ("temperature", "top_k", "top_p", "min_p", "seed", "repetition_penalty", "frequency_penalty")
-        given = {name: getattr(self, name) for name in (*names, "presence_penalty")}
-        found = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-        found["top_k"] = max(int(found.get("top_k", 0)), 0)
-        found["top_p"] = found.get("top_p", 1.0) or 1e-9  # 0: only the most probable token
+        found: dict[str, Any] = {**defaults, **self.model_dump(include=_SAMPLING, exclude_none=True)}
+        found["top_k"] = max(int(found["top_k"]), 0)
+        found["top_p"] = found["top_p"] or 1e-9  # 0: only the most probable token
         if "seed" in found:
             found["seed"] %= 2**63
         biases = {int(token): bias for token, bias in self.logit_bias.items()}
@@ -184,12 +249,9 @@ class CompletionRequest(GenerationRequest):
     @classmethod
     def _several(cls, prompt: Any) -> Any:
         prompts = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
-        if not isinstance(prompts, list) or not prompts:
-            raise invalid("", "a text, a list of token ids, or a list of either", prompt)
-        for one in prompts:
-            if not isinstance(one, str) and not _is_ids(one):
-                raise invalid("", "a text, a list of token ids, or a list of either", prompt)
-        return prompts
+        if isinstance(prompts, list) and prompts and all(isinstance(one, str) or _is_ids(one) for one in prompts):
+            return prompts
+        raise invalid("", "a text, a list of token ids, or a list of either", prompt)
 
 
 class CalledFunction(Strict):
@@ -214,20 +276,14 @@ class ToolCall(Strict):
 
 
 class Message(Strict):
+    unsupported: ClassVar = {"function_call": (), "audio": ()}
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | None = None
     name: str | None = None
     tool_calls: list[ToolCall] = Field([], max_length=128)
     tool_call_id: str | None = None
     reasoning_content: str = ""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse(cls, data: Any) -> Any:
-        for field in ("function_call", "audio"):
-            if isinstance(data, dict) and data.get(field):
-                raise FieldError(field, "this server does not have it yet")
-        return data
 
     @field_validator("content", mode="before", json_schema_input_type=str | list[dict[str, Any]])
     @classmethod

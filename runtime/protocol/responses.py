@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -10,18 +9,18 @@ from typing import Any, ClassVar
 from pydantic import ConfigDict, Field, field_validator
 
 from ..generation.request import Chunk, Generation
-from .errors import ApiError
-from .formatter import AnswerParser, Context, to_json
-from .requests import UNSUPPORTED, ChatRequest, GenerationRequest, Message, Strict, validated
+from .formatter import AnswerParser, Context, Formatter, to_json
+from .requests import UNSUPPORTED, ApiError, ChatRequest, GenerationRequest, Message, Strict, validated
 from .tools import Delta
 
 # A chat's names of what is called otherwise here.
 _RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 
-# Of a delta's kind: the item's type, the name of its events, and what these have beside.
-_CONTENT: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "reasoning": ("reasoning", "reasoning_text", {}),
-    "content": ("message", "output_text", {"logprobs": []}),
+# Of an item's type: what its id begins with, and the name of its events.
+_ITEMS = {
+    "reasoning": ("rs", "reasoning_text"),
+    "message": ("msg", "output_text"),
+    "function_call": ("fc", "function_call_arguments"),
 }
 
 
@@ -149,23 +148,22 @@ def renamed(error: ApiError) -> ApiError:
     return error
 
 
-class ResponsesFormatter:
+class ResponsesFormatter(Formatter):
     """``/v1/responses``: the answer is a list of items, of which the last one grows."""
 
+    id_prefix = "resp_"
+
     def __init__(self, request: ResponsesRequest, context: Context) -> None:
-        self._request, self._context = request, context
+        super().__init__(request, context)
         self._parser = AnswerParser(context, request.stream)
-        self._id, self._created = uuid.uuid4().hex, int(time.time())
         self._events_sent = 0
         self._growing = False  # the last item
         self._text = ""  # of that item
         self._items: list[dict[str, Any]] = []
 
     def start(self) -> bytes:
-        response = self._response()
-        return self._event("response.created", response=response) + self._event(
-            "response.in_progress", response=response
-        )
+        kinds = ("response.created", "response.in_progress")
+        return b"".join(self._event(kind, response=self._response()) for kind in kinds)
 
     def events(self, items: Sequence[tuple[int, Chunk]]) -> bytes:
         return b"".join(self._add(delta) for delta in self._parser.add([chunk for _, chunk in items]))
@@ -202,7 +200,7 @@ class ResponsesFormatter:
                 "total_tokens": self._context.prompt_tokens + len(answer.token_ids),
             }
         return {
-            "id": f"resp_{self._id}",
+            "id": self._id,
             "object": "response",
             "created_at": self._created,
             "model": self._context.model,
@@ -228,49 +226,51 @@ class ResponsesFormatter:
 
     def _add(self, delta: Delta) -> bytes:
         """More of the last item, if it is of the delta's kind; else of another one."""
+        kind = {"content": "message", "tool_call": "function_call"}.get(delta.kind, delta.kind)
         if delta.name is not None:
-            return self._begin_item("function_call", name=delta.name, call_id=delta.id)
-        if delta.kind == "tool_call":
-            self._text += delta.text
-            return self._item_event("response.function_call_arguments.delta", delta=delta.text)
-        kind, name, more = _CONTENT[delta.kind]
+            return self._begin_item(kind, name=delta.name, call_id=delta.id)
         events = b"" if self._growing and self._items[-1]["type"] == kind else self._begin_item(kind)
         self._text += delta.text
-        return events + self._item_event(f"response.{name}.delta", content_index=0, delta=delta.text, **more)
+        return events + self._text_event("delta", delta=delta.text)
 
     def _begin_item(self, kind: str, **more: Any) -> bytes:
         events = self._end_item("completed") if self._growing else b""
         self._growing, self._text = True, ""
         fields: dict[str, Any] = {
-            "reasoning": {"id": "rs", "summary": [], "content": []},
-            "message": {"id": "msg", "role": "assistant", "content": []},
-            "function_call": {"id": "fc", **more, "arguments": ""},
+            "reasoning": {"summary": [], "content": []},
+            "message": {"role": "assistant", "content": []},
+            "function_call": {**more, "arguments": ""},
         }[kind]
-        id = f"{fields['id']}_{uuid.uuid4().hex}"
+        id = f"{_ITEMS[kind][0]}_{uuid.uuid4().hex}"
         self._items.append({**fields, "id": id, "type": kind, "status": "in_progress"})
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
-        if kind != "function_call":
-            events += self._item_event("response.content_part.added", content_index=0, part=self._part())
-        return events
+        return events + (b"" if kind == "function_call" else self._part_event("added"))
 
     def _end_item(self, status: str) -> bytes:
-        item, text, self._growing = self._items[-1], self._text, False
+        item, self._growing = self._items[-1], False
         if item["type"] == "function_call":
-            item["arguments"] = text
-            events = self._item_event("response.function_call_arguments.done", arguments=text, name=item["name"])
+            item["arguments"] = self._text
+            events = self._text_event("done", arguments=self._text, name=item["name"])
         else:
-            _, name, more = _CONTENT["reasoning" if item["type"] == "reasoning" else "content"]
             item["content"] = [self._part()]
-            events = self._item_event(f"response.{name}.done", content_index=0, text=text, **more)
-            events += self._item_event("response.content_part.done", content_index=0, part=self._part())
+            events = self._text_event("done", text=self._text) + self._part_event("done")
         item["status"] = status
         return events + self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _part(self) -> dict[str, Any]:
         """The one part of the last item."""
-        if self._items[-1]["type"] == "reasoning":
-            return {"type": "reasoning_text", "text": self._text}
-        return {"type": "output_text", "text": self._text, "annotations": [], "logprobs": []}
+        part = {"type": _ITEMS[self._items[-1]["type"]][1], "text": self._text}
+        return part if part["type"] == "reasoning_text" else {**part, "annotations": [], "logprobs": []}
+
+    def _part_event(self, what: str) -> bytes:
+        return self._item_event(f"response.content_part.{what}", content_index=0, part=self._part())
+
+    def _text_event(self, what: str, **more: Any) -> bytes:
+        """Of the last item's text, or of its arguments."""
+        kind = self._items[-1]["type"]
+        beside: dict[str, Any] = {} if kind == "function_call" else {"content_index": 0}
+        beside |= {"logprobs": []} if kind == "message" else {}
+        return self._item_event(f"response.{_ITEMS[kind][1]}.{what}", **more, **beside)
 
     def _item_event(self, kind: str, **more: Any) -> bytes:
         return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)

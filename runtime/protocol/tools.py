@@ -123,8 +123,10 @@ class Delta:
     name: str | None = None
 
 
-class BrokenJsonError(Exception):
-    """The text cannot be continued to JSON."""
+def partial_marker(text: str, marker: str) -> int:
+    """Length of the end of ``text`` that may be the beginning of ``marker``."""
+    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)
 
 
 class JsonScanner:
@@ -138,8 +140,8 @@ class JsonScanner:
         self._in_string = False
         self.at = 0
 
-    def reaches_end(self, text: str) -> bool:
-        """Whether the object ends in ``text``, then before ``at``; raises BrokenJsonError where it breaks."""
+    def reaches_end(self, text: str) -> bool | None:
+        """Whether the object ends in ``text``, then before ``at``; None: ``text`` cannot be continued to JSON."""
         while True:
             self.at = (_IN_STRING if self._in_string else _OUTSIDE).match(text, self.at).end()  # type: ignore[union-attr]
             if self.at == len(text):
@@ -149,7 +151,7 @@ class JsonScanner:
                 self._in_string = not self._in_string
             elif self._in_string:
                 if found != "\\":
-                    raise BrokenJsonError
+                    return None
                 if self.at + 1 == len(text):
                     return False
                 self.at += 1
@@ -161,7 +163,7 @@ class JsonScanner:
                     self.at += 1
                     return True
             else:
-                raise BrokenJsonError
+                return None
             self.at += 1
 
 
@@ -243,10 +245,7 @@ class ToolCallParser:
                     self._give(len(self._text))
                 return
             else:
-                opens = self._syntax.opens
-                lengths = range(min(len(opens) - 1, len(self._text)), 0, -1)
-                partial = next((length for length in lengths if self._text.endswith(opens[:length])), 0)
-                self._give(self._without_space(len(self._text) - partial))
+                self._give(self._without_space(len(self._text) - partial_marker(self._text, self._syntax.opens)))
                 yield
 
     def _find_marker(self) -> tuple[int, int]:
@@ -319,18 +318,16 @@ class ToolCallParser:
             if head is not None:
                 break
             scanner.at = max(scanner.at, start)
-            try:
-                if scanner.reaches_end(self._text):
-                    call = _read_call(self._text[start : scanner.at], self._names)
-                    if call is None:
-                        return False
-                    self._begin_call(call[0])
-                    self._add_arguments(call[1])
-                    self._text = self._text[scanner.at :]
-                    return True
-            except BrokenJsonError:
-                return False
-            if self._ended:
+            ends = scanner.reaches_end(self._text)
+            if ends:
+                call = _read_call(self._text[start : scanner.at], self._names)
+                if call is None:
+                    return False
+                self._begin_call(call[0])
+                self._add_arguments(call[1])
+                self._text = self._text[scanner.at :]
+                return True
+            if ends is None or self._ended:
                 return False
             yield
         if head[1] not in self._names:
@@ -340,15 +337,11 @@ class ToolCallParser:
         for closers in ("", "}"):  # the arguments' object, then the rest of the call's object
             scanner, ends = JsonScanner(closers), False
             while not ends:
-                try:
-                    ends = scanner.reaches_end(self._text)
-                    broken = False
-                except BrokenJsonError:
-                    broken = True
+                ends = scanner.reaches_end(self._text)
                 if not closers:
                     self._add_arguments(self._text[: scanner.at])
                 self._text, scanner.at = self._text[scanner.at :], 0
-                if broken:
+                if ends is None:
                     return True
                 if not ends:
                     if self._ended:  # half of an escape is left

@@ -1,10 +1,13 @@
-"""The server's routes and lifecycle: OpenAI's protocol over one engine."""
+"""The server: OpenAI's endpoints over one engine, from the listening socket to the end of the last answer."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import functools
+import resource
+import socket
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,37 +15,43 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import uvicorn
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from wisparse.formats.errors import WisparseError
+from wisparse.formats.errors import UsageError, WisparseError
 
-from ..generation.engine import Engine
 from ..generation.request import Chunk, Generation, Request
 from ..model import Model
-from ..protocol.errors import ApiError, as_api_error
 from ..protocol.formatter import ChatFormatter, CompletionFormatter, Context, Formatter, cached_tokens, to_json
-from ..protocol.requests import ChatRequest, CompletionRequest
+from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
 from .encoder import Encoder
-from .metrics import Metrics
-from .transport import EventStream, Guard, JsonRoute, handle_http_error, page_routes, unless_disconnected
+from .transport import (
+    EventStream,
+    Guard,
+    JsonRoute,
+    Metrics,
+    TimedConnection,
+    handle_http_error,
+    page_routes,
+    unless_disconnected,
+)
 
 # Events of a stream are sent this often at most, unless an answer ends: a screen shows no more.
 FLUSH_SECONDS = 1 / 60
 _COLLECT_SECONDS = 1.0
 _MEASURED_STEPS = 16  # one step of so many has its dropped channels counted, for /metrics
-_NOT_HERE = (
-    "/v1/embeddings",
-    "/v1/images/{rest:path}",
-    "/v1/audio/{rest:path}",
-    "/v1/moderations",
-    "/v1/responses/{rest:path}",
-)
+_BACKLOG = 128
+_MAX_FILES = 1 << 16
+# Python's own 5 ms, for which a thread waits for the interpreter, are longer than a step of a GPU.
+_SWITCH_SECONDS = 0.0005
+_NOT_HERE = ("embeddings", "images/{rest:path}", "audio/{rest:path}", "moderations", "responses/{rest:path}")
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,10 @@ class ServeSettings:
 
 
 class AnswerQueue:
-    """The answers to one request: takes their chunks from the engine's thread to the event loop."""
+    """The answers to one request: takes their chunks from the engine's thread to the event loop, and counts them."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    def __init__(self, model: Model, metrics: Metrics) -> None:
+        self._engine, self._metrics = model.engine, metrics
         self._loop = asyncio.get_running_loop()
         self._items: deque[tuple[int, Chunk | WisparseError]] = deque()
         self._woken = asyncio.Event()
@@ -81,10 +90,9 @@ class AnswerQueue:
     def _deliver(self, index: int, score_only: bool, item: Chunk | WisparseError) -> None:
         """Called by the engine's thread."""
         if score_only and isinstance(item, Chunk):
-            answer = item.generation
-            assert answer is not None
-            scores = None if answer.scores is None else ()
-            answer = replace(answer, text="", token_ids=(), finish_reason="length", scores=scores)
+            assert item.generation is not None
+            scores = None if item.generation.scores is None else ()
+            answer = replace(item.generation, text="", token_ids=(), finish_reason="length", scores=scores)
             item = replace(item, text="", finish_reason="length", generation=answer, score=None)
         self._items.append((index, item))
         if self._waiting or isinstance(item, WisparseError) or item.finish_reason is not None:
@@ -113,12 +121,18 @@ class AnswerQueue:
         self._woken.clear()
         items = [self._items.popleft() for _ in range(len(self._items))]
         self._taken = self._loop.time()
+        chunks = []
         for index, item in items:
             if isinstance(item, WisparseError):
                 raise item
-            if item.generation is not None:
-                self._finished[index] = item.generation
-        return items  # type: ignore[return-value]
+            chunks.append((index, item))
+            answer = item.generation
+            if answer is not None:
+                self._finished[index] = answer
+                if len(answer.token_ids) > 1:
+                    self._metrics.token_time.observe(answer.generation_seconds / (len(answer.token_ids) - 1))
+        self._metrics.tokens.inc(len(chunks))
+        return chunks
 
     @property
     def done(self) -> bool:
@@ -160,27 +174,27 @@ class Server:
             self._grammars.shutdown()
 
     async def chat(self, body: ChatRequest, http: HttpRequest) -> Response:
-        return await self._answer(http, body, lambda context: ChatFormatter(body, context))
+        return await self._answer(http, body, functools.partial(ChatFormatter, body))
 
     async def complete(self, body: CompletionRequest, http: HttpRequest) -> Response:
-        return await self._answer(http, body, lambda context: CompletionFormatter(body, context))
+        return await self._answer(http, body, functools.partial(CompletionFormatter, body))
 
     async def respond(self, body: ResponsesRequest, http: HttpRequest) -> Response:
         try:
-            return await self._answer(http, body.as_chat(), lambda context: ResponsesFormatter(body, context))
+            return await self._answer(http, body.as_chat(), functools.partial(ResponsesFormatter, body))
         except (ApiError, WisparseError) as error:
             raise renamed(as_api_error(error)) from error
 
     async def _answer(
         self, http: HttpRequest, body: ChatRequest | CompletionRequest, make: Callable[[Context], Formatter]
     ) -> Response:
+        """Encode the request, submit it to the engine, and stream or collect its answers."""
         began = time.perf_counter()
-        self._check(body)
-        chat = isinstance(body, ChatRequest)
-        count = body.n * (len(body.prompt) if isinstance(body, CompletionRequest) else 1)
+        self._check_name(body.model)
         run = asyncio.get_running_loop().run_in_executor
-        answers = AnswerQueue(self._engine)
+        answers = AnswerQueue(self._model, self.metrics)
         try:
+            count = self._count_answers(body)
             (requests, context), constraints = await unless_disconnected(
                 http.receive,
                 asyncio.gather(
@@ -197,69 +211,53 @@ class Server:
         except BaseException as error:
             answers.cancel()
             if isinstance(error, WisparseError):
-                raise as_api_error(error, "messages" if chat else "prompt") from error
+                raise as_api_error(error, "messages" if isinstance(body, ChatRequest) else "prompt") from error
             raise
         self.metrics.first_token.observe(time.perf_counter() - began)
         self.metrics.prompt_tokens.inc(context.prompt_tokens)
         if body.stream:
             return EventStream(self._events(answers, first, formatter, body.n), answers.cancel, self.metrics)
+
+        async def collect() -> None:
+            while not answers.done:
+                first.extend(await answers.next(_COLLECT_SECONDS))
+
         try:
-            items = await unless_disconnected(http.receive, self._collect(answers, first))
+            await unless_disconnected(http.receive, collect())
         finally:
             answers.cancel()
         self.metrics.cached_tokens.inc(cached_tokens(answers.answers, body.n))
-        return Response(to_json(formatter.complete(items, answers.answers)), media_type="application/json")
+        return Response(to_json(formatter.complete(first, answers.answers)), media_type="application/json")
 
-    def _check(self, request: ChatRequest | CompletionRequest) -> None:
-        """What a request may ask depends on the server's settings, too."""
+    def _count_answers(self, body: ChatRequest | CompletionRequest) -> int:
+        """How many answers a request asks for; raises UsageError if there are too many for this server's settings."""
         batch = self._model.decoder.max_batch
-        if request.model is not None:
-            self._check_name(request.model)
-        if request.n > batch:
-            raise ApiError(400, f"n: expected at most {batch}, found {request.n}", param="n", code="invalid_value")
-        most = batch + self._settings.max_queue
-        if isinstance(request, CompletionRequest) and request.n * len(request.prompt) > most:
-            found = f"{len(request.prompt)} prompts with n = {request.n}"
-            text = f"prompt: expected at most {most} answers in one request, found {found}"
-            raise ApiError(400, text, param="prompt", code="invalid_value")
+        if body.n > batch:
+            raise UsageError(f"n: expected at most {batch}, found {body.n}")
+        if isinstance(body, ChatRequest):
+            return body.n
+        count, most = body.n * len(body.prompt), batch + self._settings.max_queue
+        if count > most:
+            found = f"{len(body.prompt)} prompts with n = {body.n}"
+            raise UsageError(f"prompt: expected at most {most} answers in one request, found {found}")
+        return count
 
-    def _check_name(self, found: str) -> None:
+    def _check_name(self, found: str | None) -> None:
         name = self._settings.name
-        if found != name:
+        if found not in (None, name):
             raise ApiError(404, f"model: expected {name!r}, found {found!r:.80}", param="model", code="model_not_found")
-
-    async def _collect(self, answers: AnswerQueue, first: list[tuple[int, Chunk]]) -> list[tuple[int, Chunk]]:
-        """All chunks, when all answers have ended."""
-        self._count(first)
-        items = first
-        while not answers.done:
-            more = await answers.next(_COLLECT_SECONDS)
-            self._count(more)
-            items += more
-        return items
 
     async def _events(
         self, answers: AnswerQueue, items: list[tuple[int, Chunk]], formatter: Formatter, copies: int
     ) -> AsyncIterator[bytes]:
         try:
-            yield formatter.start()
-            while True:
-                self._count(items)
-                yield formatter.events(items)
-                if answers.done:
-                    break
-                items = await answers.next()
+            yield formatter.start() + formatter.events(items)
+            while not answers.done:
+                yield formatter.events(await answers.next())
             self.metrics.cached_tokens.inc(cached_tokens(answers.answers, copies))
             yield formatter.end(answers.answers)
         except Exception as error:  # the status is out already
             yield formatter.failure(as_api_error(error))
-
-    def _count(self, items: Sequence[tuple[int, Chunk]]) -> None:
-        self.metrics.tokens.inc(len(items))
-        for _, chunk in items:
-            answer = chunk.generation
-            if answer is not None and len(answer.token_ids) > 1:
-                self.metrics.token_time.observe(answer.generation_seconds / (len(answer.token_ids) - 1))
 
     async def health(self) -> dict[str, str]:
         return {"status": "ok"}
@@ -269,15 +267,12 @@ class Server:
         return Response(self.metrics.page(unread), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(self) -> dict[str, Any]:
-        return {"object": "list", "data": [self._about()]}
+        return {"object": "list", "data": [await self.one_model(self._settings.name)]}
 
     async def one_model(self, name: str) -> dict[str, Any]:
         self._check_name(name)
-        return self._about()
-
-    def _about(self) -> dict[str, Any]:
         return {
-            "id": self._settings.name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": "wisparse",
@@ -287,8 +282,7 @@ class Server:
         }
 
     async def not_here(self, http: HttpRequest) -> Response:
-        path = f"{http.url.path:.80}"
-        text = f"{path}: this server completes text, and keeps nothing; it has no such thing"
+        text = f"{http.url.path:.80}: this server completes text, and keeps nothing; it has no such thing"
         raise ApiError(501, text, code="not_implemented")
 
 
@@ -306,12 +300,51 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     app.post("/v1/completions")(server.complete)
     app.post("/v1/responses")(server.respond)
     for path in _NOT_HERE:
-        app.api_route(path, methods=["GET", "POST", "DELETE"], include_in_schema=False)(server.not_here)
+        app.api_route(f"/v1/{path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)(server.not_here)
     for error in (HTTPException, RequestValidationError):
         app.add_exception_handler(error, handle_http_error)
     app.add_middleware(Guard, key=settings.api_key, metrics=server.metrics)
     if settings.cors:
-        app.add_middleware(
-            CORSMiddleware, allow_origins=list(settings.cors), allow_methods=["*"], allow_headers=["*"]
-        )  # fmt: skip
+        origins = list(settings.cors)
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
+
+
+def open_socket(settings: ServeSettings) -> socket.socket:
+    """A listening socket at the settings' host and port; raises UsageError."""
+    if not settings.host.strip():
+        raise UsageError("--host: expected an address, found an empty text; 0.0.0.0 is everywhere")
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise UsageError(
+            f"cannot listen at {settings.host:.80} port {settings.port}: {error}; choose another --host or --port"
+        ) from error
+
+
+def http_server(app: ASGIApp) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=TimedConnection,
+            ws="none",
+            h11_max_incomplete_event_size=32 * 1024,  # a request's headers
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=60,
+            server_header=False,
+            backlog=_BACKLOG,
+        )
+    )
+
+
+def serve(model: Model, settings: ServeSettings, listener: socket.socket, ready: Callable[[], None]) -> None:
+    """Answer requests until SIGTERM or Ctrl-C, then finish those under way. ``ready`` is called once everything is
+    prepared; requests that come before wait."""
+    # The event loop may hold the interpreter's lock for milliseconds, in which the engine's thread would start no step.
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # a connection is an open file
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _MAX_FILES)), hard))
+    http_server(make_app(model, settings, ready)).run(sockets=[listener])

@@ -13,9 +13,8 @@ from ..decoding.sampling import SamplingParams
 from ..generation.grammar import Constraint
 from ..generation.request import Request
 from ..model import Model
-from ..protocol.errors import ApiError
 from ..protocol.formatter import THINK, Context
-from ..protocol.requests import ChatRequest, CompletionRequest
+from ..protocol.requests import ApiError, ChatRequest, CompletionRequest
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
 
 _SPELLED_TOKENS = 1 << 16  # whose text is kept for the next request that asks for log-probabilities
@@ -51,26 +50,22 @@ class Encoder:
         self._thinks = text is not None and text.token_id(THINK) is not None and not text.is_special(THINK)
 
     def encode(self, body: ChatRequest | CompletionRequest) -> tuple[list[Request], Context]:
-        """A validated request for each answer, and what formatting the answers takes."""
+        """A validated engine request for each answer, and what formatting the answers takes."""
         return self._chat(body) if isinstance(body, ChatRequest) else self._completion(body)
 
     def _completion(self, body: CompletionRequest) -> tuple[list[Request], Context]:
-        text = self._model.text
-        prompts = [self._encode(one) if isinstance(one, str) else one for one in body.prompt]
-        requests = [
-            request
-            for ids in prompts
-            for request in self._requests(body, ids, max_new_tokens=body.max_tokens or 1, score_prompt=body.echo)
-        ]
-        echo = [
-            (
-                one if isinstance(one, str) else "" if text is None else text.decode(ids, skip_special_tokens=False),
-                ids[0],
-            )
-            for one, ids in zip(body.prompt, prompts, strict=True)
-            for _ in range(body.n)
-        ]
-        return requests, self._context(len(requests), sum(map(len, prompts)), echo if body.echo else ())
+        requests: list[Request] = []
+        echo: list[tuple[str, int]] = []
+        count, text = 0, self._model.text
+        for prompt in body.prompt:
+            ids = self._encode(prompt) if isinstance(prompt, str) else prompt
+            requests += self._requests(body, ids, max_new_tokens=body.max_tokens or 1, score_prompt=body.echo)
+            count += len(ids)
+            if body.echo:
+                if not isinstance(prompt, str):
+                    prompt = "" if text is None else text.decode(ids, skip_special_tokens=False)
+                echo += [(prompt, ids[0])] * body.n
+        return requests, self._context(len(requests), count, echo)
 
     def _chat(self, body: ChatRequest) -> tuple[list[Request], Context]:
         messages, functions, syntax = body.conversation(), body.functions, self._syntax
@@ -95,14 +90,11 @@ class Encoder:
             )
         ids = self._encode(rendered, add_special_tokens=False)
         most = body.max_completion_tokens or body.max_tokens
-        if not functions or syntax is None:
-            return self._requests(body, ids, max_new_tokens=most), self._context(body.n, len(ids), thinks=thinks)
-        names, one = [function["name"] for function in functions], not body.several_calls
-
-        def parser(whole: bool) -> ToolCallParser:
-            return ToolCallParser(syntax, names, one=one, whole=whole)
-
-        visible = frozenset(self._special.values())
+        parser, visible = None, frozenset[int]()
+        if functions and syntax is not None:
+            names = [function["name"] for function in functions]
+            parser = functools.partial(ToolCallParser, syntax, names, one=not body.several_calls)
+            visible = frozenset(self._special.values())
         requests = self._requests(body, ids, max_new_tokens=most, visible_special_tokens=visible)
         return requests, self._context(body.n, len(ids), thinks=thinks, call_parser=parser)
 
@@ -113,9 +105,8 @@ class Encoder:
             grammar = call_grammar(body.forced, self._syntax, self._special, body.several_calls)
         return [None if grammar is None else self._model.grammars.begin(grammar) for _ in range(count)]
 
-    def _encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        tokenizer, most = self._model.tokenizer, self._model.max_seq_len
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens, most=most)
+    def _encode(self, text: str, **how: bool) -> list[int]:
+        return self._model.tokenizer.encode(text, most=self._model.max_seq_len, **how)
 
     def _requests(self, body: ChatRequest | CompletionRequest, ids: list[int], **more: Any) -> list[Request]:
         sampling = SamplingParams(**body.sampling(self._defaults))

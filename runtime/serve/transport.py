@@ -1,8 +1,10 @@
-"""HTTP around the endpoints: the key, bounded request bodies, event streams, clients that go away, and the page's files."""
+"""HTTP around the endpoints: the key, bounded request bodies, event streams, clients that go away or stay silent,
+counters, and the page's files."""
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from importlib.resources import files
@@ -10,22 +12,26 @@ from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
-from ..protocol.errors import ApiError, as_api_error, from_validation
-from .metrics import Metrics
+from ..generation.engine import EngineState
+from ..protocol.requests import ApiError, as_api_error, from_validation
 
 # A client has so long to send a request, and to take each part of the answer.
 CLIENT_SECONDS = 30.0
 CLIENT_GONE = 499
 _MAX_BODY_BYTES = 8 * 2**20
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _PAGE = {
     "/": ("page.html", "text/html"),
     "/page.css": ("page.css", "text/css"),
@@ -43,23 +49,81 @@ _PAGE_HEADERS = {
 }
 
 
+class Metrics:
+    """Prometheus's counters, in a registry of their own: several servers can run in one process."""
+
+    def __init__(self, state: Callable[[], EngineState]) -> None:
+        registry = self._registry = CollectorRegistry()
+        counter, gauge = functools.partial(Counter, registry=registry), functools.partial(Gauge, registry=registry)
+        histogram = functools.partial(Histogram, registry=registry)
+        self.requests = counter("wisparse_requests", "Requests answered, by HTTP status", ["status"])
+        self.cancelled = counter("wisparse_cancelled", "Requests whose client went away")
+        self.tokens = counter("wisparse_generated_tokens", "Tokens generated")
+        self.prompt_tokens = counter("wisparse_prompt_tokens", "Prompt tokens read")
+        self.cached_tokens = counter("wisparse_cached_prompt_tokens", "Prompt tokens that the cache still held")
+        self.first_token = histogram(
+            "wisparse_time_to_first_token_seconds", "From the request to its first token", buckets=_SECONDS
+        )
+        self.token_time = histogram(
+            "wisparse_time_per_token_seconds", "Mean time of an answer's tokens after its first", buckets=_TOKEN_SECONDS
+        )
+        self._unread = gauge(
+            "wisparse_weights_unread_ratio", "Share of the projections' weights left unread at sparse positions"
+        )
+        gauge("wisparse_running", "Requests in the batch").set_function(lambda: state().running)
+        gauge("wisparse_waiting", "Requests that wait for a place in the batch").set_function(lambda: state().waiting)
+
+    def page(self, unread: float | None) -> bytes:
+        """The text of ``/metrics``; ``unread``: the share of weights left unread, None if nothing was decoded."""
+        self._unread.set(float("nan") if unread is None else unread)
+        return generate_latest(self._registry)
+
+
+class TimedConnection(H11Protocol):
+    """Closes a connection that sends no request in time.
+
+    uvicorn's ``timeout_keep_alive`` begins with the end of an answer and ends with the next byte, so it knows neither
+    clients that send nothing nor headers that never end. The class is no public interface: pyproject.toml bounds its
+    versions.
+    """
+
+    _timer: asyncio.TimerHandle
+
+    def connection_made(self, connection: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(connection)
+        self._timer = self.loop.call_later(CLIENT_SECONDS, self._close_if_idle, None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_idle(self, last: Any) -> None:
+        """``last``: the newest request when this was called before."""
+        if self.cycle is last and (last is None or last.response_complete):
+            # Not kept open to send what nobody reads.
+            (self.transport.abort if self.transport.is_closing() else self.transport.close)()
+        self._timer = self.loop.call_later(CLIENT_SECONDS, self._close_if_idle, self.cycle)
+
+
 def error_response(error: ApiError) -> Response:
     return JSONResponse({"error": error.error}, error.status_code, error.headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
     """The answer to a body that is not valid, to an unknown address, and to other errors with a status."""
-    if isinstance(error, RequestValidationError):
-        return error_response(from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()]))
-    if isinstance(error, HTTPException) and not isinstance(error, ApiError):
-        path = f"{request.url.path:.80}"
-        match error.status_code:
-            case 404:
-                return error_response(ApiError(404, f"{path}: no such address here", code="not_found"))
-            case 405:
-                text = f"{path}: {request.method:.20} is not for it"
-                return error_response(ApiError(405, text, code="method_not_allowed", headers=error.headers))
-        return error_response(ApiError(error.status_code, str(error.detail)))
+    path = f"{request.url.path:.80}"
+    match error:
+        case RequestValidationError():
+            error = from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
+        case ApiError():
+            pass
+        case HTTPException(status_code=404):
+            error = ApiError(404, f"{path}: no such address here", code="not_found")
+        case HTTPException(status_code=405):
+            text = f"{path}: {request.method:.20} is not for it"
+            error = ApiError(405, text, code="method_not_allowed", headers=error.headers)
+        case HTTPException():
+            error = ApiError(error.status_code, str(error.detail))
     return error_response(as_api_error(error))
 
 
@@ -116,14 +180,13 @@ class JsonRequest(Request):
     async def body(self) -> bytes:
         if hasattr(self, "_body"):
             return self._body
+        kind, encoding = (self.headers.get(f"content-{name}", "").partition(";")[0] for name in ("type", "encoding"))
         # A web page of another origin can send a form without being asked (CORS), JSON it cannot.
-        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise ApiError(415, "expected a body of type application/json", code="unsupported_media_type")
-        if self.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise ApiError(415, "expected a body that is not compressed", code="unsupported_media_type")
-        too_large = ApiError(
-            413, f"the body is larger than {_MAX_BODY_BYTES:,} bytes: shorten it", code="request_too_large"
-        )
+        if kind.strip().lower() != "application/json" or encoding.strip().lower() not in ("", "identity"):
+            text = "expected a body of type application/json that is not compressed"
+            raise ApiError(415, text, code="unsupported_media_type")
+        text = f"the body is larger than {_MAX_BODY_BYTES:,} bytes: shorten it"
+        too_large = ApiError(413, text, code="request_too_large")
         if int(self.headers.get("content-length", 0)) > _MAX_BODY_BYTES:
             raise too_large
         data = bytearray()
@@ -134,9 +197,8 @@ class JsonRequest(Request):
                     if len(data) > _MAX_BODY_BYTES:
                         raise too_large
         except TimeoutError as error:
-            raise ApiError(
-                408, f"the body did not come within {CLIENT_SECONDS:g} seconds", code="request_timeout"
-            ) from error
+            text = f"the body did not come within {CLIENT_SECONDS:g} seconds"
+            raise ApiError(408, text, code="request_timeout") from error
         except ClientDisconnect as error:
             raise ApiError(CLIENT_GONE, "the client has gone") from error
         self._body = bytes(data)

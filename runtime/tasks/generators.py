@@ -9,7 +9,6 @@ from typing import NamedTuple
 SEED = 0
 NUM_LINES, NUM_CHAINS, NUM_LOOPS = 500, 100, 100  # what the harness asks
 STEPS = 8  # lines of a chain, and solved lines before it
-_LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 class Draw:
@@ -22,15 +21,13 @@ class Draw:
         return int(self._random.random() * limit)
 
     def word(self, longest: int) -> str:
-        return "".join(_LETTERS[self.below(26)] for _ in range(2 + self.below(longest - 1)))
+        return "".join(chr(ord("a") + self.below(26)) for _ in range(2 + self.below(longest - 1)))
 
 
 class Problem(NamedTuple):
-    """``prompt`` ends with a line break, ``answer`` has none; ``kind`` is one of the twelve kinds of expression."""
-
-    prompt: str
-    answer: str
-    kind: str
+    prompt: str  # ends with a line break
+    answer: str  # has none
+    kind: str  # of expression, one of twelve
 
 
 _KINDS = ("add", "subtract", "multiply", "compare", "join", "upper", "len", "sum", "max", "sorted", "index", "reverse")

@@ -8,29 +8,23 @@ import datasets
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
-from wisparse.runtime.tasks.generators import (
-    NUM_CHAINS,
-    NUM_LINES,
-    NUM_LOOPS,
-    SEED,
-    Chain,
-    loops,
-    make_chains,
-    make_problems,
-    make_prompts,
-)
+from wisparse.runtime.tasks import generators
+
+
+def _dataset(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    return {"test": datasets.Dataset.from_list(rows)}
 
 
 def lines_dataset(**_: Any) -> dict[str, Any]:
-    return {"test": datasets.Dataset.from_list([one._asdict() for one in make_problems(NUM_LINES, SEED)])}
+    return _dataset([one._asdict() for one in generators.make_problems(generators.NUM_LINES, generators.SEED)])
 
 
 def chains_dataset(**_: Any) -> dict[str, Any]:
-    return {"test": datasets.Dataset.from_list([one._asdict() for one in make_chains(NUM_CHAINS, SEED)])}
+    return _dataset([one._asdict() for one in generators.make_chains(generators.NUM_CHAINS, generators.SEED)])
 
 
 def loops_dataset(**_: Any) -> dict[str, Any]:
-    return {"test": datasets.Dataset.from_list([{"prompt": one} for one in make_prompts(NUM_LOOPS, SEED)])}
+    return _dataset([{"prompt": one} for one in generators.make_prompts(generators.NUM_LOOPS, generators.SEED)])
 
 
 class ChainsTask(ConfigurableTask):
@@ -42,13 +36,10 @@ class ChainsTask(ConfigurableTask):
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
         for unused in ("apply_chat_template", "chat_template"):
             kwargs.pop(unused, None)
-        settings = self.config.generation_kwargs
-        return [
-            Instance(
-                request_type="generate_until", doc=doc, arguments=(ctx + question, dict(settings)), idx=i, **kwargs
-            )
-            for i, question in enumerate(Chain(**doc).questions())
+        questions = [
+            (ctx + question, dict(self.config.generation_kwargs)) for question in generators.Chain(**doc).questions()
         ]
+        return [Instance("generate_until", doc, one, idx=i, **kwargs) for i, one in enumerate(questions)]
 
 
 def chains_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
@@ -58,4 +49,4 @@ def chains_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
 
 
 def loops_results(_: dict[str, Any], results: list[str]) -> dict[str, float]:
-    return {"loops": float(loops(results[0]))}
+    return {"loops": float(generators.loops(results[0]))}

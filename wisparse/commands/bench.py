@@ -40,21 +40,6 @@ class CompiledSpeed:
     mode: str = _MODE
 
 
-def check_compiler(device: torch.device) -> None:
-    """Raise UsageError where ``torch.compile`` would find no C++ compiler; a GPU's kernels need none."""
-    if device.type != "cpu":
-        return
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except InvalidCxxCompiler as error:
-        raise UsageError(
-            f"--baseline {_BASELINE} needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name one"
-        ) from error
-
-
 @torch.no_grad()
 def compiled_rates(
     prefill: Callable[[], Tensor], step: Callable[[Tensor, Tensor], Tensor], workload: Workload, device: torch.device
@@ -162,8 +147,17 @@ def command(
     if all_weights and (loading["weights"] != "native" or kernels or tune or save):
         raise click.UsageError("--all-weights goes without --weights, --kernels, --tune and --save")
     folders = saving.folders_to_save([bundle], loading["sparsity"]) if save else []
-    if baseline:
-        check_compiler(choose_device(loading["device"]))
+    if baseline and choose_device(loading["device"]).type == "cpu":  # a GPU's kernels need no C++ compiler
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler as error:
+            raise UsageError(
+                f"--baseline {baseline} needs a C++ compiler on a CPU, and there is none: install g++, or let CXX name "
+                "one"
+            ) from error
     if loading["max_seq_len"] is None:
         loading["max_seq_len"] = prompt_length + max_new_tokens
     model = load(bundle, max_batch=batch, **loading)
@@ -190,7 +184,7 @@ def command(
             one.close()
         compiled = time_compiled(model.bundle, workload, device, dtype)
     if not as_json:
-        (_print_all if all_weights else _print_one)(found, compiled)
+        _print_tables(found, compiled, all_weights)
     documents = {name: one.to_dict() for name, one in found.items()}
     document = documents if all_weights else documents[loading["weights"]]
     click.echo(json.dumps({**document, "baseline": asdict(compiled)} if compiled else document))
@@ -198,79 +192,73 @@ def command(
         saving.save(folder, [saving.speed_finding(found[loading["weights"]])])
 
 
-def _print_conditions(found: Comparison, weights: str) -> None:
+def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | None, all_weights: bool) -> None:
+    """One way to hold the weights, or all of them; dense and sparse, and the baseline."""
+    found = table["native"] if all_weights else next(iter(table.values()))
     work = found.workload
     click.echo(", ".join(f"{key} {value}" for key, value in found.machine.items()))
     click.echo(
-        f"{found.backend}, {found.dtype}, weights {weights}, sparsity {found.sparsity:g}; "
+        f"{found.backend}, {found.dtype}, weights {', '.join(table)}, sparsity {found.sparsity:g}; "
         f"prompt {work.prompt_length}, {work.new_tokens} tokens, batch {work.batch}; medians of {work.runs} runs, "
         f"alternating; memory reads {found.read_gbps:,.1f} GB/s"
     )
-
-
-def _baseline_note(compiled: CompiledSpeed) -> str:
-    return (
-        f"\n{compiled.name}: the same dense model in transformers, static cache, mode {compiled.mode}; after the "
-        "others, alone; no token is read between steps"
-    )
-
-
-def _print_all(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) -> None:
-    """Every way to hold the weights, dense and sparse, and the baseline."""
-    native = table["native"]
-    _print_conditions(native, ", ".join(table))
-    ground = compiled or native.dense
-    rows: list[tuple[str, ...]] = []
+    lines: list[tuple[str, ...]] = []
+    baseline: tuple[str, ...] = ()
+    note_on_baseline = ""
     if compiled:
-        name = f"{compiled.name}, {compiled.dtype}"
-        rows.append((name, "dense", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}", "1.00x"))
-    for name, found in table.items():
-        for label, speed in (("dense", found.dense), (f"{found.sparsity:.3g}", found.sparse)):
+        baseline = f"{compiled.name}, {compiled.dtype}", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"
+        note_on_baseline = (
+            f"\n{compiled.name}: the same dense model in transformers, static cache, mode {compiled.mode}; after the "
+            "others, alone; no token is read between steps"
+        )
+    rows = [
+        (name, label, one, speed)
+        for name, one in table.items()
+        for label, speed in (("dense", one.dense), (f"{one.sparsity:.3g}", one.sparse))
+    ]
+    if all_weights:
+        ground = compiled or found.dense
+        heads = ("weights", "sparsity", "tok/s", "ms/step", f"over {compiled.name if compiled else 'native dense'}")
+        heads += ("over own dense", "MB/step", "share", "unread")
+        if baseline:
+            lines.append((baseline[0], "dense", *baseline[1:], "1.00x"))
+        for name, label, one, speed in rows:
             cells = (
                 f"{speed.tok_per_s:,.1f}",
                 f"{speed.step_ms:.3f}",
                 f"{speed.tok_per_s / ground.tok_per_s:.2f}x",
-                f"{speed.tok_per_s / found.dense.tok_per_s:.2f}x",
+                f"{speed.tok_per_s / one.dense.tok_per_s:.2f}x",
                 f"{speed.bytes_per_step / 1e6:,.1f}",
                 f"{speed.ideal_ms / speed.step_ms:.0%}",
                 f"{speed.realised_sparsity:.1%}",
             )
-            rows.append((name, label, *cells))
-    over = f"over {compiled.name}" if compiled else "over native dense"
-    print_table(
-        ("weights", "sparsity", "tok/s", "ms/step", over, "over own dense", "MB/step", "share", "unread"),
-        rows,
-        note=f"native: as the bundle has them, in {native.dtype}; others are rounded at load, which costs quality:\n"
-        "`wisparse eval --weights` tells how much. MB/step: what a step reads; share: of the speed that they allow"
-        + (_baseline_note(compiled) if compiled else ""),
-    )
-
-
-def _print_one(table: Mapping[str, Comparison], compiled: CompiledSpeed | None) -> None:
-    (found,) = table.values()
-    _print_conditions(found, found.weights)
-    rows: list[tuple[str, ...]] = []
-    for name, speed in (("dense", found.dense), (f"{found.sparsity:.3g}", found.sparse)):
-        ceiling = found.workload.batch / speed.ideal_ms * 1e3
-        cells = (
-            f"{speed.tok_per_s:,.1f}",
-            f"{speed.step_ms:.3f}",
-            f"{ceiling:,.1f}",
-            f"{speed.tok_per_s / ceiling:.0%}",
-            f"{speed.gbps:,.1f}",
-            f"{speed.realised_sparsity:.1%}",
-            f"{speed.prefill_tok_per_s:,.0f}",
-            f"{speed.peak_memory_bytes / 1e9:.2f}",
+            lines.append((name, label, *cells))
+        note = (
+            f"native: as the bundle has them, in {found.dtype}; others are rounded at load, which costs quality:\n"
+            "`wisparse eval --weights` tells how much. MB/step: what a step reads; share: of the speed that they allow"
         )
-        rows.append((name, *cells))
-    note = f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the weights"
-    if compiled:
-        rows.append((f"{compiled.name}, {compiled.dtype}", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"))
-        dense, sparse = (speed.tok_per_s / compiled.tok_per_s for speed in (found.dense, found.sparse))
-        note += f"\nover {compiled.name}: dense {dense:.2f}x, sparse {sparse:.2f}x{_baseline_note(compiled)}"
-    heads = ("", "tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB")
-    print_table(heads, rows, note=note)  # 80 columns are enough
-    if found.kernels:
+    else:
+        heads = ("", "tok/s", "ms/step", "ceiling", "share", "GB/s", "unread", "prefill", "peak GB")
+        for _, label, _, speed in rows:
+            ceiling = work.batch / speed.ideal_ms * 1e3
+            cells = (
+                f"{speed.tok_per_s:,.1f}",
+                f"{speed.step_ms:.3f}",
+                f"{ceiling:,.1f}",
+                f"{speed.tok_per_s / ceiling:.0%}",
+                f"{speed.gbps:,.1f}",
+                f"{speed.realised_sparsity:.1%}",
+                f"{speed.prefill_tok_per_s:,.0f}",
+                f"{speed.peak_memory_bytes / 1e9:.2f}",
+            )
+            lines.append((label, *cells))
+        note = f"sparse over dense: {found.speedup:.2f}x; ceiling and prefill in tok/s, unread: share of the weights"
+        if compiled:
+            lines.append(baseline)
+            dense, sparse = (speed.tok_per_s / compiled.tok_per_s for speed in (found.dense, found.sparse))
+            note += f"\nover {compiled.name}: dense {dense:.2f}x, sparse {sparse:.2f}x"
+    print_table(heads, lines, note=note + note_on_baseline)  # 80 columns are enough for one way to hold the weights
+    if found.kernels and not all_weights:
         timed = []
         for role, row in found.kernels.items():
             ideal = row.get("ideal_us")

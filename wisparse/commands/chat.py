@@ -21,13 +21,7 @@ _HELP = "/reset forgets the conversation, Ctrl-C stops an answer, Ctrl-D (or /ex
 @click.option("--prompt-file", help="File with the first message; what comes after it is typed.")
 @loading_options
 @sampling_options
-def command(
-    bundle: str,
-    prompt_file: str | None,
-    verbose: bool,
-    system_prompt: str | None,
-    **settings: Any,
-) -> None:
+def command(bundle: str, prompt_file: str | None, verbose: bool, system_prompt: str | None, **settings: Any) -> None:
     """Talk with BUNDLE, a folder or a Hub id.
 
     Each line is a message; the model sees the whole conversation. /reset forgets it, Ctrl-C stops an answer, Ctrl-D

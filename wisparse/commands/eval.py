@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
@@ -24,7 +25,6 @@ from . import saving
 
 if TYPE_CHECKING:
     from wisparse.converter.calibration import CalibrationTokens
-    from wisparse.converter.evaluation import Quality
     from wisparse.converter.processes import Progress
     from wisparse.runtime.model import Model
 
@@ -110,29 +110,30 @@ def command(
     # The harness warns about what it does anyway, the Hub's client at every retry; the failure itself is told.
     for library in ("lm_eval", "huggingface_hub") if names else ():
         logging.getLogger(library).setLevel(logging.INFO if verbose else logging.ERROR)
+    task_options = {key: options.pop(key) for key in _OF_TASKS}
     if tasks is not None:
         if not names:
             raise UsageError("--tasks: expected names, separated by commas")
         if importlib.util.find_spec("lm_eval") is None:
             raise UsageError("--tasks needs lm-evaluation-harness: pip install 'wisparse[eval]'")
     else:
-        for option in _OF_TASKS:
-            if options[option] not in (None, ()) and options[option] is not False:
+        for option, value in task_options.items():
+            if value not in (None, ()) and value is not False:
                 raise UsageError(f"--{option.replace('_', '-')} belongs to --tasks, and there are none")
         if save:
             raise UsageError("--save keeps what --tasks found, and there are none")
     if len(bundles) > 1 and not compare:
         raise UsageError(f"found {len(bundles)} bundles: add --compare for one table over them, or give one")
-    task_options = {key: options.pop(key) for key in _OF_TASKS}
     to_save = saving.folders_to_save(bundles, options["sparsity"]) if save else []
     opened = [Bundle.open(fetch_bundle(bundle, revision)) for bundle in bundles]
     if options["sparsity"] is not None:
         opened = [bundle.at(options["sparsity"]) for bundle in opened]
     from wisparse.converter.processes import Progress
 
-    progress, tokens = Progress(), None
+    progress, tokens, text_facts = Progress(), None, None
     if texts or not names:
         tokens = _read_text(opened, texts or ("self",), num_samples, seq_len, seed, options["device"], progress)
+        text_facts = {name: getattr(tokens, name) for name in ("source", "num_samples", "seq_len", "seed", "digest")}
     rows = []
     for given, bundle in zip(bundles, opened, strict=True):
         # Texts are quick: every sparsity level, unless one is asked for. Tasks are not.
@@ -140,21 +141,20 @@ def command(
         if tokens is not None:
             found = _on_text(bundle, tokens, policies or ("half", "all"), options, progress)
         if names:
-            found[bundle.sparsity] |= _on_tasks(
-                bundle, names, policies or ("half",), options, {**task_options, "seed": seed}
-            )
+            asked = {**task_options, "seed": seed}
+            found[bundle.sparsity] |= _on_tasks(bundle, names, policies or ("half",), options, asked)
         facts = {"bundle": given, "base_model": bundle.recipe.base_model, "method": bundle.recipe.method}
         rows += [{**facts, "sparsity": level, **row} for level, row in found.items()]
-    facts_of_text = ("source", "num_samples", "seq_len", "seed", "digest")
-    text_facts = None if tokens is None else {name: getattr(tokens, name) for name in facts_of_text}
+    of_tasks = [row for row in rows if "tasks" in row]
     if as_json:
         document = {"text": text_facts, "bundles": rows}
         click.echo(json.dumps(document, indent=2, default=lambda quality: quality.to_dict()))
     else:
         if text_facts is not None:
             _print_text_table(text_facts, rows)
-        _print_task_table([row for row in rows if "tasks" in row])
-    for folder, row in zip(to_save, [row for row in rows if "tasks" in row], strict=True) if save else ():
+        if of_tasks:
+            _print_task_table(of_tasks)
+    for folder, row in zip(to_save, of_tasks, strict=True) if save else ():
         saving.save(folder, saving.task_findings(row))
 
 
@@ -190,11 +190,7 @@ def _read_text(
 
 
 def _on_text(
-    bundle: Bundle,
-    tokens: CalibrationTokens,
-    policies: Sequence[str],
-    options: Mapping[str, Any],
-    progress: Progress,
+    bundle: Bundle, tokens: CalibrationTokens, policies: Sequence[str], options: Mapping[str, Any], progress: Progress
 ) -> dict[float, dict[str, Any]]:
     """Sparsity level -> its row, of one bundle that is loaded once."""
     from wisparse.converter.evaluation import evaluate_text, same_text
@@ -208,8 +204,7 @@ def _on_text(
     if wanted["max_seq_len"] < tokens.seq_len:
         raise UsageError(f"--max-seq-len {wanted['max_seq_len']} is below --seq-len {tokens.seq_len}")
     levels = bundle.recipe.sparsities if options["sparsity"] is None else (bundle.sparsity,)
-    asked, weights, ids = list(dict.fromkeys(policies)), options["weights"], tokens.input_ids
-    wanted["sparsity"] = levels[0]
+    wanted["sparsity"], weights = levels[0], options["weights"]
     rows: dict[float, dict[str, Any]] = {}
     with ExitStack() as loaded:
         model = loaded.enter_context(load(folder, **wanted))
@@ -217,19 +212,21 @@ def _on_text(
         passes = len(levels) if plain is model else 1 + 2 * len(levels)
         stage = loaded.enter_context(progress.stage("Evaluating", passes * tokens.num_samples))
         ours, dense = model.decoder, plain.decoder
-        rounded = None
-        if plain is not model:
-            rounded = evaluate_text(
-                lambda some, _: ours.logits(some, len(some)), ids, asked, reference=dense.logits, advance=stage.advance
-            )
+        measure = functools.partial(
+            evaluate_text,
+            sequences=tokens.input_ids,
+            policies=list(dict.fromkeys(policies)),
+            reference=dense.logits,
+            advance=stage.advance,
+        )
+        rounded = None if plain is model else measure(lambda ids, _: ours.logits(ids, len(ids)))
         for level in levels:
             model.sparsity = plain.sparsity = level
             row = {"backend": _backend(model), "weights": weights, "warning": warning}
-            both = evaluate_text(ours.logits, ids, asked, reference=dense.logits, counter=ours, advance=stage.advance)
+            row["quality"] = measure(ours.logits, counter=ours)
             if rounded is not None:
-                masked = evaluate_text(dense.logits, ids, asked, counter=dense, advance=stage.advance)
-                row["alone"] = {weights: rounded, "masks": masked}
-            rows[level] = {**row, "quality": both}
+                row["alone"] = {weights: rounded, "masks": measure(dense.logits, counter=dense)}
+            rows[level] = row
     return rows
 
 
@@ -263,17 +260,33 @@ def _backend(model: Model) -> str:
     return f"{decoder.name} on {decoder.device}, {str(decoder.dtype).removeprefix('torch.')}"
 
 
+def _with_error(value: float, error: Any, digits: str) -> str:
+    """A figure and its standard error, which a single text does not have."""
+    known = isinstance(error, float) and math.isfinite(error)
+    return f"{value:{digits}} ± {error:{digits}}" if known else f"{value:{digits}}"
+
+
 def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> None:
     from wisparse.converter.report import verdict
 
     lines = []
     for row in rows:
-        bundle, at = row["bundle"], f"{row['sparsity']:.1%}"
+        parts = {f", {part} alone": alone for part, alone in row.get("alone", {}).items()}
         for policy, quality in row["quality"].items():
-            for part, alone in row.get("alone", {}).items():
-                lines.append((bundle, at, f"{policy}, {part} alone", *_quality_cells(alone[policy])))
-            both = f"{policy}, {row['weights']} and masks" if "alone" in row else policy
-            lines.append((bundle, at, both, *_quality_cells(quality)))
+            cases = {name: alone[policy] for name, alone in parts.items()}
+            for name, one in {**cases, f", {row['weights']} and masks" if cases else "": quality}.items():
+                found, overall, realised = one.sparse, one.overall, one.realised_sparsity
+                cells = ["none", f"{overall.kl:.4f}", f"{overall.dense_perplexity:.3f}", "", "", ""]
+                if found.num_tokens:
+                    cells = [
+                        _with_error(found.kl, found.kl_stderr, ".4f"),
+                        f"{overall.kl:.4f}",
+                        f"{found.dense_perplexity:.3f}",
+                        _with_error(found.perplexity, found.perplexity_stderr, ".3f"),
+                        _with_error(found.top1_agreement, found.top1_stderr, ".1%"),
+                        "not counted" if realised is None else f"{realised:.1%}",
+                    ]
+                lines.append((row["bundle"], f"{row['sparsity']:.1%}", f"{policy}{name}", *cells))
     note = "All but 'KL, all tokens' is over the tokens that ran sparse; dense is the same bundle, masks off"
     note += ", weights as they are" if any("alone" in row for row in rows) else ""
     note += "; ± is a standard error, each sequence a draw."
@@ -285,27 +298,7 @@ def _print_text_table(text: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
     print_table(("bundle", "sparsity", "sparse tokens", *figures), lines, title=title, left=3, note=note)
 
 
-def _quality_cells(quality: Quality) -> list[str]:
-    found, overall, realised = quality.sparse, quality.overall, quality.realised_sparsity
-    if not found.num_tokens:
-        return ["none", f"{overall.kl:.4f}", f"{overall.dense_perplexity:.3f}", "", "", ""]
-
-    def error(stderr: float, digits: str) -> str:  # of a single text there is none
-        return f" ± {stderr:{digits}}" if math.isfinite(stderr) else ""
-
-    return [
-        f"{found.kl:.4f}{error(found.kl_stderr, '.4f')}",
-        f"{overall.kl:.4f}",
-        f"{found.dense_perplexity:.3f}",
-        f"{found.perplexity:.3f}{error(found.perplexity_stderr, '.3f')}",
-        f"{found.top1_agreement:.1%}{error(found.top1_stderr, '.1%')}",
-        "not counted" if realised is None else f"{realised:.1%}",
-    ]
-
-
 def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    if not rows:
-        return
     policies = ["masks off", *(policy for policy in rows[0]["tasks"] if policy != "masks off")]
     lines, notes = [], []
     for row in rows:
@@ -313,12 +306,8 @@ def _print_task_table(rows: Sequence[Mapping[str, Any]]) -> None:
             for metric in metrics:
                 if metric.endswith("_stderr") or metric == _QUESTIONS:
                     continue
-                cells = []
-                for policy in policies:
-                    found = row["tasks"][policy][task]
-                    value, error = found.get(metric), found.get(f"{metric}_stderr")
-                    told = f" ± {error:.4f}" if isinstance(error, float) else ""
-                    cells.append("" if value is None else f"{value:.4f}{told}")
+                results = [row["tasks"][policy][task] for policy in policies]
+                cells = [_with_error(one[metric], one.get(f"{metric}_stderr"), ".4f") for one in results]
                 lines.append((row["bundle"], task, metric, f"{metrics[_QUESTIONS]:,}", *cells))
         if row["generation"]:
             rates = (f"{name} {found['tok_per_s']:,.1f}" for name, found in row["generation"].items())

@@ -33,6 +33,10 @@ def read_text(file: str) -> str:
         raise UsageError(f"{path.name:.200}: not text in UTF-8: {error}") from error
 
 
+def _is_message(one: Any) -> bool:
+    return isinstance(one, dict) and isinstance(one.get("role"), str) and ("content" in one or "tool_calls" in one)
+
+
 class Batch:
     """A file of prompts, one JSON object a line with ``prompt`` (a text) or ``messages`` (a conversation).
 
@@ -48,19 +52,14 @@ class Batch:
             if not line.strip():
                 continue
             found = parse_json(line.encode(), f"--input: line {number}", UsageError)
-            prompt, messages = found.get("prompt"), found.get("messages")
-            is_chat = False
-            if isinstance(messages, list) and messages and prompt is None:
-                is_chat = all(
-                    isinstance(one, dict)
-                    and isinstance(one.get("role"), str)
-                    and ("content" in one or "tool_calls" in one)
-                    for one in messages
-                )
-            if not is_chat and not (isinstance(prompt, str) and messages is None):
-                raise UsageError(
-                    f"--input: line {number}: expected a text as prompt, or a list of messages with role and content"
-                )
+            match found.get("prompt"), found.get("messages"):
+                case str(), None:
+                    pass
+                case None, [_, *_] as messages if all(map(_is_message, messages)):
+                    pass
+                case _:
+                    wanted = "a text as prompt, or a list of messages with role and content"
+                    raise UsageError(f"--input: line {number}: expected {wanted}")
             if "answer" in found:
                 raise UsageError(f"--input: line {number}: has an answer already; leave the field out")
             self._lines[number] = found
@@ -80,16 +79,10 @@ class Batch:
         try:
             with lock_file(self._progress, busy) as file:
                 done = self._resume(file, model)
-                left = [number for number in self._lines if number not in done]
-                before = len(done)
+                before, left = len(done), [number for number in self._lines if number not in done]
                 for index, answer in self._answers(model, settings, left):
-                    done[left[index]] = {
-                        "text": answer.text,
-                        "finish_reason": answer.finish_reason,
-                        "prompt_tokens": answer.prompt_tokens,
-                        "completion_tokens": len(answer.token_ids),
-                        "seed": answer.seed,
-                    }
+                    fields = {name: getattr(answer, name) for name in ("text", "finish_reason", "prompt_tokens")}
+                    done[left[index]] = {**fields, "completion_tokens": len(answer.token_ids), "seed": answer.seed}
                     file.write(json.dumps([left[index], done[left[index]]]) + "\n")
                     file.flush()
                 answered = ({**line, "answer": done[number]} for number, line in self._lines.items())
@@ -125,18 +118,17 @@ class Batch:
         files = {name: digest for name, digest in model.bundle.manifest.sha256.items() if not is_document(name)}
         expected = hashlib.sha256(json.dumps([*self._given, files], sort_keys=True).encode()).hexdigest()
         file.seek(0)
-        text = file.read()
-        whole = text[: text.rfind("\n") + 1]
-        digest, *lines = whole.splitlines() or [""]
+        whole = file.read().rpartition("\n")[0]
+        digest, *lines = whole.split("\n")
         if digest != expected and lines:
             raise UsageError(
                 f"{self._progress}: left by a run with other prompts, settings or another bundle; repeat that one, or "
                 "delete the file"
             )
-        whole = whole if digest == expected else ""  # another run's without an answer: nothing is lost
-        file.truncate(len(whole.encode()))
+        # Another run's progress without an answer is overwritten: nothing is lost.
+        file.truncate(len(f"{whole}\n".encode()) if digest == expected else 0)
         file.seek(0, os.SEEK_END)
-        if not whole:
+        if digest != expected:
             file.write(expected + "\n")
         try:
             found = {int(number): dict(answer) for number, answer in map(json.loads, lines)}
@@ -198,24 +190,23 @@ def command(
     if prompt is not None and prompt_file is not None:
         raise UsageError("--prompt and --prompt-file: expected one of them, found both")
     if prompt_file is not None:
-        text = read_text(prompt_file)
-    elif prompt is not None and prompt != "-":
-        text = prompt
-    elif prompt is None and sys.stdin.isatty():
-        raise UsageError("no prompt: give one with --prompt, or - to type it and end with Ctrl-D")
-    else:
+        prompt = read_text(prompt_file)
+    elif prompt in (None, "-"):
+        if prompt is None and sys.stdin.isatty():
+            raise UsageError("no prompt: give one with --prompt, or - to type it and end with Ctrl-D")
         try:
-            text = sys.stdin.read()
+            prompt = sys.stdin.read()
         except UnicodeDecodeError as error:
             raise UsageError(f"standard input is not text in {error.encoding}: give the prompt in UTF-8") from error
+    assert prompt is not None
     model = load_model(bundle, settings)
     if as_json:
-        answer = model.generate(text, measure_sparsity=True, **settings)
+        answer = model.generate(prompt, measure_sparsity=True, **settings)
         speed = {name: getattr(answer, name) for name in ("prompt_tok_per_s", "generation_tok_per_s")}
         click.echo(json.dumps({**dataclasses.asdict(answer), **speed, "backend": model.decoder.name}, indent=2))
         return
     last = None
-    stream = model.stream_together(text, measure_sparsity=True, **settings)
+    stream = model.stream_together(prompt, measure_sparsity=True, **settings)
     try:
         for chunks in stream:
             show("".join(chunk.text for chunk in chunks))

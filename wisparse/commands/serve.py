@@ -70,8 +70,7 @@ def command(
     set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
-    from wisparse.runtime.serve.app import ServeSettings
-    from wisparse.runtime.serve.server import open_socket, serve
+    from wisparse.runtime.serve.app import ServeSettings, open_socket, serve
 
     key = _api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
