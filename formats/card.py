@@ -10,7 +10,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +116,6 @@ def render_card(
     tags = ["wisparse", "activation-sparsity", *(["conversational"] if inherited.chat else [])]
     tags += [tag for tag in inherited.tags if not (recipe.text_only and _OF_PICTURES.search(tag.lower()))]
     measured, text = report["quality"]["sparse"], report["quality"]["text"]
-    metrics = (
-        ("perplexity", "Perplexity, sparse", measured["perplexity"]),
-        ("kl_divergence", "KL(dense || sparse), nats per token", measured["kl"]),
-        ("accuracy", "Top-1 agreement with the dense model", measured["top1_agreement"]),
-    )
     metadata = ModelCardData(
         # A folder's name would be a link to nowhere, or to somebody else's model.
         base_model=base if on_hub else None,
@@ -140,9 +135,13 @@ def render_card(
                 dataset_name=text,
                 metric_type=kind,
                 metric_name=metric,
-                metric_value=value,
+                metric_value=measured[key],
             )
-            for kind, metric, value in metrics
+            for kind, metric, key in (
+                ("perplexity", "Perplexity, sparse", "perplexity"),
+                ("kl_divergence", "KL(dense || sparse), nats per token", "kl"),
+                ("accuracy", "Top-1 agreement with the dense model", "top1_agreement"),
+            )
         ],
     )
     source = f"[{base}](https://huggingface.co/{base})" if on_hub else f"`{base}`"
@@ -259,7 +258,7 @@ _MOST, _LONGEST = 1000, 300
 
 @dataclass(frozen=True)
 class Finding:
-    """One figure of a bundle."""
+    """One figure of a bundle: an entry of ``findings`` in its report."""
 
     what: str  # a task and its metric, or "tok/s"
     conditions: str  # all that another measurement must share to be comparable, in words
@@ -275,45 +274,29 @@ def read_findings(report: Mapping[str, Any]) -> list[Finding]:
     entries = report.get("findings", [])
     if not isinstance(entries, list) or len(entries) > _MOST:
         raise BundleError(f"{REPORT}: findings: expected a list of at most {_MOST} entries, found something else")
-    names = set(Finding.__dataclass_fields__)
+    names = [one.name for one in fields(Finding)]
     for index, entry in enumerate(entries):
         where = f"{REPORT}: findings[{index}]"
-        if not isinstance(entry, dict) or set(entry) != names:
+        if not isinstance(entry, dict) or set(entry) != set(names):
             raise BundleError(f"{where}: expected an object of {', '.join(sorted(names))}, found something else")
         for name, value in entry.items():
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
             if name in ("what", "conditions"):
                 if not isinstance(value, str) or not 0 < len(value) <= _LONGEST:
                     raise BundleError(f"{where}.{name}: expected a text of at most {_LONGEST} characters")
-            elif value is not None or not name.endswith("_stderr"):
-                number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-                if not number:
-                    raise BundleError(f"{where}.{name}: expected a finite number, found {value!r:.60}")
+            elif not is_number and (value is not None or not name.endswith("_stderr")):
+                raise BundleError(f"{where}.{name}: expected a finite number, found {value!r:.60}")
     return [Finding(**entry) for entry in entries]
-
-
-def merged(known: Iterable[Finding], fresh: Iterable[Finding]) -> list[Finding]:
-    """All of them; of two of the same figure, conditions and sparsity level the fresh one, in the other's place."""
-    return list({(one.what, one.conditions, one.sparsity): one for one in (*known, *fresh)}.values())
 
 
 def with_table(card: str, findings: Sequence[Finding]) -> str:
     """The card with the table of these findings, in place of the one that it may have."""
-    section = f"{_BEGIN}\n{_table(findings)}\n{_END}\n"
-    begin, end = card.find(_BEGIN), card.find(_END)
-    if 0 <= begin < end:
-        return card[:begin] + section + card[end + len(_END) :].removeprefix("\n")
-    place = card.find(_BEFORE)
-    if place < 0:
-        return f"{card.rstrip()}\n\n{section}" if card.strip() else section
-    return f"{card[:place]}\n{section}{card[place:]}"
-
-
-def _table(findings: Sequence[Finding]) -> str:
     levels = sorted({one.sparsity for one in findings})
     rows: dict[tuple[str, str], dict[float, Finding]] = {}
     for one in findings:
         rows.setdefault((one.what, one.conditions), {})[one.sparsity] = one
     lines = [
+        _BEGIN,
         "Measured since the conversion (`wisparse eval --tasks … --save`, `wisparse bench --save`), on the same "
         "machine dense and sparse; ± is a standard error:\n",
         "| | dense | " + " | ".join(f"{100 * level:.4g}%" for level in levels) + " |",
@@ -335,12 +318,13 @@ def _table(findings: Sequence[Finding]) -> str:
         # On one line, and with nothing that a table or a page would take for its own.
         name = re.sub(r"([\\|<>*_`\[\]])", r"\\\1", " ".join(f"{what}: {conditions}".split()))
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def as_entries(findings: Iterable[Finding]) -> list[dict[str, Any]]:
-    """JSON-ready, as `read_findings` reads them."""
-    return [asdict(one) for one in findings]
+    section = "\n".join([*lines, _END, ""])
+    begin, end, place = card.find(_BEGIN), card.find(_END), card.find(_BEFORE)
+    if 0 <= begin < end:
+        return card[:begin] + section + card[end + len(_END) :].removeprefix("\n")
+    if place < 0:
+        return f"{card.rstrip()}\n\n{section}" if card.strip() else section
+    return f"{card[:place]}\n{section}{card[place:]}"
 
 
 def check_amendable(folder: str | os.PathLike[str]) -> None:
@@ -385,12 +369,14 @@ def _amended(folder: Path, findings: Iterable[Finding]) -> Mapping[str, bytes]:
         for name in (REPORT, CARD)
     }
     report = parse_json(text[REPORT] or b"{}", REPORT, BundleError)
-    known = merged(read_findings(report), findings)
+    # Of two with the same conditions and sparsity level the newer one, in the other's place.
+    known = {(one.what, one.conditions, one.sparsity): one for one in (*read_findings(report), *findings)}
     try:
         card = text[CARD].decode("utf-8")
     except UnicodeDecodeError as reason:
         raise BundleError(f"{CARD}: expected UTF-8, found a wrong byte at {reason.start}") from None
-    return {REPORT: dump_json({**report, "findings": as_entries(known)}), CARD: with_table(card, known).encode()}
+    report["findings"] = [asdict(one) for one in known.values()]
+    return {REPORT: dump_json(report), CARD: with_table(card, list(known.values())).encode()}
 
 
 def _own_file(folder: Path, name: str) -> Path | None:

@@ -47,51 +47,85 @@ def bundle(intact: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(intact, tmp_path / "bundle"))
 
 
-def _json(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    document = json.loads((folder / name).read_text())
-    change(document)
-    (folder / name).write_text(json.dumps(document))
+Change = Callable[[Path], Any]
 
 
-def _header(folder: Path, name: str, change: Callable[[dict[str, Any]], Any]) -> None:
-    header, data = split_safetensors((folder / name).read_bytes())
-    change(header)
-    (folder / name).write_bytes(join_safetensors(header, data))
+def edit(name: str, change: Callable[[dict[str, Any]], Any]) -> Change:
+    """Change a JSON file of the bundle."""
+
+    def apply(folder: Path) -> None:
+        document = json.loads((folder / name).read_text())
+        change(document)
+        (folder / name).write_text(json.dumps(document))
+
+    return apply
 
 
-def _rename(header: dict[str, Any], old: str, new: str) -> None:
-    header[new] = header.pop(old)
+def recipe(**values: Any) -> Change:
+    return edit("wisparse.json", lambda d: d.update(values))
 
 
-def _row(folder: Path, name: str, values: Any) -> None:
-    """Overwrite what a tensor of the sidecar holds for the sparsity level 0.5."""
-    change_tensor(folder / SIDECAR, name, values, row=1)
+def config(**values: Any) -> Change:
+    """What config.json says of the bundle."""
+    return edit("config.json", lambda d: d["wisparse"].update(values))
 
 
-def _cut_scale(folder: Path) -> None:
+def entry(**values: Any) -> Change:
+    """What the recipe says of a projection at the sparsity level 0.5."""
+    return edit("wisparse.json", lambda d: d["levels"][1]["projections"][3].update(values))
+
+
+def header(name: str, change: Callable[[dict[str, Any]], Any]) -> Change:
+    def apply(folder: Path) -> None:
+        found, data = split_safetensors((folder / name).read_bytes())
+        change(found)
+        (folder / name).write_bytes(join_safetensors(found, data))
+
+    return apply
+
+
+def row(what: str, values: Any) -> Change:
+    """Overwrite what the sidecar holds for the sparsity level 0.5."""
+    return lambda folder: change_tensor(folder / SIDECAR, f"{O_PROJ}.{what}", values, row=1)
+
+
+def rename(old: str, new: str) -> Callable[[dict[str, Any]], None]:
+    return lambda found: found.update({new: found.pop(old)})
+
+
+def cut_scale(folder: Path) -> None:
     """A channel_scale of 3 x 4 instead of 3 x 16, the file otherwise in order."""
-    header, data = split_safetensors((folder / SIDECAR).read_bytes())
-    start, end = header[f"{O_PROJ}.channel_scale"]["data_offsets"]
-    header[f"{O_PROJ}.channel_scale"].update(shape=[3, 4], data_offsets=[start, start + 48])
-    for name, entry in header.items():
-        if name != "__metadata__" and entry["data_offsets"][0] >= end:
-            entry["data_offsets"] = [offset - (end - start - 48) for offset in entry["data_offsets"]]
-    (folder / SIDECAR).write_bytes(join_safetensors(header, data[: start + 48] + data[end:]))
+    found, data = split_safetensors((folder / SIDECAR).read_bytes())
+    start, end = found[f"{O_PROJ}.channel_scale"]["data_offsets"]
+    found[f"{O_PROJ}.channel_scale"].update(shape=[3, 4], data_offsets=[start, start + 48])
+    for name, one in found.items():
+        if name != "__metadata__" and one["data_offsets"][0] >= end:
+            one["data_offsets"] = [offset - (end - start - 48) for offset in one["data_offsets"]]
+    (folder / SIDECAR).write_bytes(join_safetensors(found, data[: start + 48] + data[end:]))
 
 
-def _drop_a_level(folder: Path) -> None:
+def drop_a_level(folder: Path) -> None:
     """Where it is written as text; the sidecar still has its rows."""
-    _json(folder, "wisparse.json", lambda d: d["levels"].pop())
-    _json(folder, "config.json", lambda d: d["wisparse"]["sparsities"].pop())
+    edit("wisparse.json", lambda d: d["levels"].pop())(folder)
+    edit("config.json", lambda d: d["wisparse"]["sparsities"].pop())(folder)
 
 
-def _swap_levels(folder: Path) -> None:
+def swap_levels(folder: Path) -> None:
     """The rows of the sidecar in another order than the recipe's sparsity levels."""
-    header, data = split_safetensors((folder / SIDECAR).read_bytes())
+    found, data = split_safetensors((folder / SIDECAR).read_bytes())
     for what in ("threshold", "sparsity", "channel_scale"):
-        start, end = header[f"{O_PROJ}.{what}"]["data_offsets"]
+        start, end = found[f"{O_PROJ}.{what}"]["data_offsets"]
         rows = np.frombuffer(data[start:end], "<f4").reshape(3, -1)
         change_tensor(folder / SIDECAR, f"{O_PROJ}.{what}", rows[[0, 0, 2]])
+
+
+def drop_the_last_projection(folder: Path) -> None:
+    """From a sidecar otherwise in order."""
+    name = "model.layers.1.mlp.down_proj"
+    found, data = split_safetensors((folder / SIDECAR).read_bytes())
+    first = min(found[f"{name}.{what}"]["data_offsets"][0] for what in ("channel_scale", "threshold", "sparsity"))
+    kept = {key: one for key, one in found.items() if not key.startswith(name)}
+    (folder / SIDECAR).write_bytes(join_safetensors(kept, data[:first]))
 
 
 def test_intact(intact: Path) -> None:
@@ -106,189 +140,150 @@ def test_intact(intact: Path) -> None:
 
 
 # Rules that hold whatever the digests say: all of these are re-signed.
-BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "scale-shape": (_cut_scale, rf"{O_PROJ}: expected channel_scale \(3, 16\), found \(3, 4\); convert again"),
+POSITIVE = f"{O_PROJ}: channel_scale: expected finite positive values"
+SPARSITIES = r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found "
+NORM = "model.norm.weight"
+LINEAR = {"rope_type": "linear", "rope_theta": 1, "factor": "x"}
+BROKEN: dict[str, tuple[Change, str]] = {
+    "scale-shape": (cut_scale, rf"{O_PROJ}: expected channel_scale \(3, 16\), found \(3, 4\); convert again"),
     "scale-dtype": (
-        lambda f: _header(f, SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(dtype="I32")),
+        header(SIDECAR, lambda h: h[f"{O_PROJ}.threshold"].update(dtype="I32")),
         rf"{O_PROJ}: expected threshold in F32, found I32",
     ),
-    "scale-nan": (
-        lambda f: _row(f, f"{O_PROJ}.channel_scale", [np.nan] + [1] * 15),
-        f"{O_PROJ}: channel_scale: expected finite positive values",
-    ),
-    "scale-zero": (
-        lambda f: _row(f, f"{O_PROJ}.channel_scale", [0] + [1] * 15),
-        f"{O_PROJ}: channel_scale: expected finite positive values",
-    ),
-    "scale-negative": (
-        lambda f: _row(f, f"{O_PROJ}.channel_scale", [-1] + [1] * 15),
-        f"{O_PROJ}: channel_scale: expected finite positive values",
-    ),
-    "threshold-inf": (lambda f: _row(f, f"{O_PROJ}.threshold", np.inf), "expected a finite number"),
-    "threshold-nan": (lambda f: _row(f, f"{O_PROJ}.threshold", np.nan), "expected a finite number"),
-    "threshold-negative": (lambda f: _row(f, f"{O_PROJ}.threshold", -1), "0 or more, found -1"),
-    "threshold-denormal": (lambda f: _row(f, f"{O_PROJ}.threshold", 1e-40), "finite number"),
+    "scale-nan": (row("channel_scale", [np.nan] + [1] * 15), POSITIVE),
+    "scale-zero": (row("channel_scale", [0] + [1] * 15), POSITIVE),
+    "scale-negative": (row("channel_scale", [-1] + [1] * 15), POSITIVE),
+    "threshold-inf": (row("threshold", np.inf), "expected a finite number"),
+    "threshold-nan": (row("threshold", np.nan), "expected a finite number"),
+    "threshold-negative": (row("threshold", -1), "0 or more, found -1"),
+    "threshold-denormal": (row("threshold", 1e-40), "finite number"),
     "threshold-other": (
-        lambda f: _row(f, f"{O_PROJ}.threshold", 0.125),
+        row("threshold", 0.125),
         f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.125",
     ),
-    "sparsity-high": (lambda f: _row(f, f"{O_PROJ}.sparsity", 0.96), r"expected a number in \[0, 0"),
-    "sparsity-zero": (lambda f: _row(f, f"{O_PROJ}.sparsity", 0), "sparsity 0 means dense"),
+    "sparsity-high": (row("sparsity", 0.96), r"expected a number in \[0, 0"),
+    "sparsity-zero": (row("sparsity", 0), "sparsity 0 means dense"),
     "sidecar-misnamed": (
-        lambda f: _header(f, SIDECAR, lambda h: _rename(h, f"{O_PROJ}.threshold", f"{O_PROJ}.treshold")),
+        header(SIDECAR, rename(f"{O_PROJ}.threshold", f"{O_PROJ}.treshold")),
         rf"{O_PROJ}: expected threshold \(3,\), found nothing",
     ),
+    "sidecar-incomplete": (
+        drop_the_last_projection,
+        r"model\.layers\.1\.mlp\.down_proj: expected channel_scale \(3, 24\), found nothing",
+    ),
     "sidecar-extra": (
-        lambda f: _header(f, SIDECAR, lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
+        header(SIDECAR, lambda h: h.update(x={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]})),
         "unexpected tensor 'x'",
     ),
     "sidecar-format": (
-        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format="pt")),
+        header(SIDECAR, lambda h: h["__metadata__"].update(format="pt")),
         "format: expected 'wisparse', found 'pt'",
     ),
     "sidecar-version": (
-        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format_version="3")),
+        header(SIDECAR, lambda h: h["__metadata__"].update(format_version="3")),
         "the bundle has format version 3, this wisparse reads version 2",
     ),
     "sidecar-no-version": (
-        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].pop("format_version")),
+        header(SIDECAR, lambda h: h["__metadata__"].pop("format_version")),
         "format_version: expected 2",
     ),
-    "newer": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=3)),
-        "the bundle has format version 3, this wisparse reads version 2; install a newer wisparse",
-    ),
-    "newer-config": (
-        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=3)),
-        "config.json: the bundle has format version 3",
-    ),
-    "version-text": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version="2")),
-        "format_version: expected 2, found '2'",
-    ),
-    "config-no-key": (lambda f: _json(f, "config.json", lambda d: d.pop("wisparse")), "expected an object under"),
-    "config-sidecar": (
-        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(sidecar="../x")),
-        "wisparse.sidecar: expected 'wisparse.safetensors', found '../x'",
-    ),
-    "config-sparsity": (
-        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(sparsity=0.4)),
-        "wisparse.sparsity: expected 0.5, found 0.4",
-    ),
-    "config-sparsities": (
-        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(sparsities=[0.3, 0.5])),
-        r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found \[0\.3, 0\.5\]",
-    ),
-    "config-sparsities-none": (
-        lambda f: _json(f, "config.json", lambda d: d["wisparse"].pop("sparsities")),
-        r"wisparse\.sparsities: expected \[0\.3, 0\.5, 0\.7\], found None",
-    ),
-    "config-older": (
-        lambda f: _json(f, "config.json", lambda d: d["wisparse"].update(format_version=1)),
-        r"config\.json: format_version: expected 2, found 1; convert again",
-    ),
     "sidecar-older": (
-        lambda f: _header(f, SIDECAR, lambda h: h["__metadata__"].update(format_version="1")),
+        header(SIDECAR, lambda h: h["__metadata__"].update(format_version="1")),
         r"wisparse\.safetensors: format_version: expected 2, found 1",
     ),
-    "older": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(format_version=1)),
-        r"wisparse\.json: format_version: expected 2, found 1; convert again",
+    "newer": (
+        recipe(format_version=3),
+        "the bundle has format version 3, this wisparse reads version 2; install a newer wisparse",
     ),
-    "default-other": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(default=0.4)),
-        r"wisparse\.json: default: expected one of the sparsity levels 0\.3, 0\.5, 0\.7, found 0\.4",
-    ),
-    "default-none": (lambda f: _json(f, "wisparse.json", lambda d: d.pop("default")), "default: expected a number in"),
-    "levels-none": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[])),
-        "levels: expected 1 to 16",
-    ),
-    "levels-many": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(levels=[*d["levels"]] * 6)),
-        "levels: expected 1 to 16",
-    ),
-    "levels-fewer": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"].pop()),
-        r"wisparse\.sparsities: expected \[0\.3, 0\.5\], found \[0\.3, 0\.5, 0\.7\]",
-    ),
-    "levels-fewer-everywhere": (
-        _drop_a_level,
-        r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\), found \(3, 16\)",
-    ),
-    "levels-unordered": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"].reverse()),
-        r"sparsity levels: expected ascending sparsities, none twice, found 0\.7, 0\.5, 0\.3",
-    ),
-    "levels-twice": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][2].update(sparsity=0.5)),
-        r"sparsity levels: expected ascending sparsities, none twice, found 0\.3, 0\.5, 0\.5",
-    ),
-    "levels-high": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][2].update(sparsity=0.96)),
-        r"levels\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
-    ),
-    "levels-text": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"].__setitem__(0, "x")),
-        r"levels\[0\]: expected an object, found 'x'",
-    ),
-    "levels-swapped": (
-        _swap_levels,
-        f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4",
-    ),
-    "level-of-zero": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][0].update(sparsity=0)),
-        r"k_proj: sparsity: expected 0 at the sparsity level 0, found 0\.3",
-    ),
+    "older": (recipe(format_version=1), r"wisparse\.json: format_version: expected 2, found 1; convert again"),
+    "version-text": (recipe(format_version="2"), "format_version: expected 2, found '2'"),
+    "newer-config": (config(format_version=3), "config.json: the bundle has format version 3"),
+    "config-older": (config(format_version=1), r"config\.json: format_version: expected 2, found 1; convert again"),
+    "config-no-key": (edit("config.json", lambda d: d.pop("wisparse")), "expected an object under"),
+    "config-sidecar": (config(sidecar="../x"), "wisparse.sidecar: expected 'wisparse.safetensors', found '../x'"),
+    "config-sparsity": (config(sparsity=0.4), "wisparse.sparsity: expected 0.5, found 0.4"),
+    "config-sparsities": (config(sparsities=[0.3, 0.5]), SPARSITIES + r"\[0\.3, 0\.5\]"),
+    "config-sparsities-none": (edit("config.json", lambda d: d["wisparse"].pop("sparsities")), SPARSITIES + "None"),
     "config-quantised": (
-        lambda f: _json(f, "config.json", lambda d: d.update(quantization_config={"quant_method": "x"})),
+        edit("config.json", lambda d: d.update(quantization_config={"quant_method": "x"})),
         "quantised",
     ),
     "config-rope": (
-        lambda f: _json(
-            f,
-            "config.json",
-            lambda d: d.update(rope_parameters={"rope_type": "linear", "rope_theta": 1, "factor": "x"}),
-        ),
+        edit("config.json", lambda d: d.update(rope_parameters=LINEAR)),
         "rope_parameters.factor: expected a positive number, found 'x'",
     ),
+    "default-other": (
+        recipe(default=0.4),
+        r"wisparse\.json: default: expected one of the sparsity levels 0\.3, 0\.5, 0\.7, found 0\.4",
+    ),
+    "default-none": (edit("wisparse.json", lambda d: d.pop("default")), "default: expected a number in"),
+    "levels-none": (recipe(levels=[]), "levels: expected 1 to 16"),
+    "levels-many": (edit("wisparse.json", lambda d: d.update(levels=d["levels"] * 6)), "levels: expected 1 to 16"),
+    "levels-fewer": (
+        edit("wisparse.json", lambda d: d["levels"].pop()),
+        r"wisparse\.sparsities: expected \[0\.3, 0\.5\], found \[0\.3, 0\.5, 0\.7\]",
+    ),
+    "levels-fewer-everywhere": (
+        drop_a_level,
+        r"model\.layers\.0\.self_attn\.q_proj: expected channel_scale \(2, 16\), found \(3, 16\)",
+    ),
+    "levels-unordered": (
+        edit("wisparse.json", lambda d: d["levels"].reverse()),
+        r"sparsity levels: expected ascending sparsities, none twice, found 0\.7, 0\.5, 0\.3",
+    ),
+    "levels-twice": (
+        edit("wisparse.json", lambda d: d["levels"][2].update(sparsity=0.5)),
+        r"sparsity levels: expected ascending sparsities, none twice, found 0\.3, 0\.5, 0\.5",
+    ),
+    "levels-high": (
+        edit("wisparse.json", lambda d: d["levels"][2].update(sparsity=0.96)),
+        r"levels\[2\]\.sparsity: expected a number in \[0, 0\.95\], found 0\.96",
+    ),
+    "levels-text": (recipe(levels=["x"]), r"levels\[0\]: expected an object, found 'x'"),
+    "levels-swapped": (swap_levels, f"{O_PROJ}: wisparse.json says threshold 0.69.*, wisparse.safetensors says 0.4"),
+    "level-of-zero": (
+        edit("wisparse.json", lambda d: d["levels"][0].update(sparsity=0)),
+        r"k_proj: sparsity: expected 0 at the sparsity level 0, found 0\.3",
+    ),
     "recipe-missing": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][1]["projections"].pop(3)),
+        edit("wisparse.json", lambda d: d["levels"][1]["projections"].pop(3)),
         r"no entry for model\.layers\.0\.self_attn\.o_proj",
     ),
     "recipe-twice": (
-        lambda f: _json(
-            f, "wisparse.json", lambda d: d["levels"][1]["projections"].append(d["levels"][1]["projections"][0])
-        ),
+        edit("wisparse.json", lambda d: d["levels"][1]["projections"].append(d["levels"][1]["projections"][0])),
         "unknown or repeated",
     ),
     "recipe-sparsity": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][1]["projections"][3].update(sparsity=1.0)),
+        entry(sparsity=1.0),
         r"levels\[1\]\.projections\[3\]\.sparsity: expected a number in \[0, 0\.95\], found 1\.0",
     ),
-    "recipe-type": (
-        lambda f: _json(f, "wisparse.json", lambda d: d.update(calibration=[])),
-        "calibration: expected an object",
+    "recipe-alpha": (entry(alpha=-1), r"projections\[3\]\.alpha: expected a number, 0 or more, found -1"),
+    "recipe-name": (entry(name=3), r"projections\[3\]\.name: expected a string, found 3"),
+    "recipe-type": (recipe(calibration=[]), "calibration: expected an object"),
+    "recipe-seed": (
+        edit("wisparse.json", lambda d: d["calibration"].update(seed=1.5)),
+        r"calibration\.seed: expected a whole number, 0 or more, found 1\.5",
+    ),
+    "recipe-projections": (
+        edit("wisparse.json", lambda d: d["levels"][1].update(projections={})),
+        r"levels\[1\]\.projections: expected a list, found \{\}",
     ),
     "recipe-blocks": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["levels"][1]["block_sparsities"].pop()),
+        edit("wisparse.json", lambda d: d["levels"][1]["block_sparsities"].pop()),
         r"block_sparsities of the sparsity level 0\.5: expected 2 values, found 1",
     ),
-    "files-missing": (lambda f: _json(f, "wisparse.json", lambda d: d["files"].pop(SHARD)), f"no entry for {SHARD}"),
+    "files-missing": (edit("wisparse.json", lambda d: d["files"].pop(SHARD)), f"no entry for {SHARD}"),
     "files-tokenizer": (
-        lambda f: _json(f, "wisparse.json", lambda d: d["files"].pop("tokenizer.json")),
+        edit("wisparse.json", lambda d: d["files"].pop("tokenizer.json")),
         "no entry for tokenizer.json",
     ),
-    "tensors-missing": (
-        lambda f: _json(f, INDEX, lambda d: d["weight_map"].pop("model.norm.weight")),
-        "which the index does not place there",
-    ),
+    "tensors-missing": (edit(INDEX, lambda d: d["weight_map"].pop(NORM)), "which the index does not place there"),
     "weight-shape": (
-        lambda f: _header(f, SHARD, lambda h: h["model.norm.weight"].update(shape=[4, 4])),
+        header(SHARD, lambda h: h[NORM].update(shape=[4, 4])),
         r"model\.norm\.weight: expected shape \(16,\), found \(4, 4\)",
     ),
     "weight-misnamed": (
-        lambda f: _header(f, SHARD, lambda h: _rename(h, "model.norm.weight", "model.morn.weight")),
+        header(SHARD, rename(NORM, "model.morn.weight")),
         "'model.morn.weight', which the index does not place there",
     ),
     "generation-config": (lambda f: (f / "generation_config.json").write_text("[]"), "expected a JSON object"),
@@ -332,57 +327,47 @@ def test_resigned_without_a_change_is_valid(bundle: Path) -> None:
     assert verify_bundle(bundle).notes == ()
 
 
-def test_projection_without_an_entry(bundle: Path) -> None:
-    """Consistent files that leave one projection of the model out."""
-    name = "model.layers.1.mlp.down_proj"
-    header, data = split_safetensors((bundle / SIDECAR).read_bytes())
-    first = min(header[f"{name}.{what}"]["data_offsets"][0] for what in ("channel_scale", "threshold", "sparsity"))
-    kept = {key: entry for key, entry in header.items() if not key.startswith(name)}
-    (bundle / SIDECAR).write_bytes(join_safetensors(kept, data[:first]))
-    resign(bundle)
-    with pytest.raises(BundleError, match=rf"{name}: expected channel_scale \(3, 24\), found nothing"):
+def other_space(name: str) -> Change:
+    """The file with another white space at its end."""
+    return lambda f: (f / name).write_bytes((d := (f / name).read_bytes())[:-1] + (b"\n" if d[-1:] == b" " else b" "))
+
+
+def second(name: str) -> Change:
+    return lambda folder: shutil.copyfile(folder / SHARD, folder / name)
+
+
+# Files that the manifest's digests do not fit.
+UNSIGNED: dict[str, tuple[Change, str]] = {
+    **{
+        f"edited {name}": (other_space(name), r"expected sha256|truncated|do not belong")
+        for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", INDEX, SIDECAR)
+    },
+    "edited template": (other_space("chat_template.jinja"), "expected sha256"),
+    "another recipe": (recipe(base_model="another/model"), "do not belong together"),
+    **{
+        f"no {name}": (lambda folder, name=name: (folder / name).unlink(), r"missing|not a bundle|no weights")
+        for name in ("config.json", SHARD, INDEX, SIDECAR, "tokenizer.json", "wisparse.json")
+    },
+    **{
+        f"also {name}": (second(name), f"{name}: weights that are not part of the bundle")
+        for name in ("model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "x.pt")
+    },
+}
+
+
+@pytest.mark.parametrize("name", UNSIGNED)
+def test_files_that_do_not_fit_the_manifest(name: str, bundle: Path) -> None:
+    change, message = UNSIGNED[name]
+    change(bundle)
+    with pytest.raises(BundleError, match=message):
         Bundle.open(bundle)
 
 
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-                                  "chat_template.jinja", INDEX, SIDECAR])  # fmt: skip
-def test_edited(name: str, bundle: Path) -> None:
-    data = (bundle / name).read_bytes()
-    (bundle / name).write_bytes(data[:-1] + (b" " if data[-1:] != b" " else b"\n"))
-    with pytest.raises(BundleError, match=r"expected sha256|truncated|do not belong"):
-        Bundle.open(bundle)
-
-
-def test_a_recipe_that_the_masks_were_not_made_with(bundle: Path) -> None:
-    """Every file as the manifest says, but the recipe in it is not the one that the sidecar was written for."""
-    _json(bundle, "wisparse.json", lambda manifest: manifest.update(base_model="another/model"))
-    with pytest.raises(BundleError, match="do not belong together"):
-        Bundle.open(bundle)
-
-
-@pytest.mark.parametrize("name", ["config.json", SHARD, INDEX, SIDECAR, "tokenizer.json", "wisparse.json"])
-def test_missing_file(name: str, bundle: Path) -> None:
-    (bundle / name).unlink()
-    with pytest.raises(BundleError, match=r"missing|not a bundle|no weights"):
-        Bundle.open(bundle)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "consolidated.safetensors", "x.pt"])
-def test_second_set_of_weights(name: str, bundle: Path) -> None:
-    (bundle / name).write_bytes((bundle / SHARD).read_bytes())
-    with pytest.raises(BundleError, match=f"{name}: weights that are not part of the bundle"):
-        Bundle.open(bundle)
-
-
-def test_flipped_bit_in_a_weight(bundle: Path) -> None:
-    data = bytearray((bundle / SHARD).read_bytes())
-    data[-100] ^= 1
-    (bundle / SHARD).write_bytes(data)
+def test_damaged_weights(bundle: Path) -> None:
+    data = (bundle / SHARD).read_bytes()
+    (bundle / SHARD).write_bytes(data[:-100] + bytes([data[-100] ^ 1]) + data[-99:])
     with pytest.raises(BundleError, match=f"{SHARD}: expected sha256"):
         verify_bundle(bundle)
-
-
-def test_weight_that_is_not_finite(bundle: Path) -> None:
     change_tensor(bundle / SHARD, "model.norm.weight", [np.nan] * 16)
     resign(bundle)
     Bundle.open(bundle)
@@ -420,22 +405,26 @@ def test_names_of_unknown_files_do_not_steer_the_terminal(bundle: Path) -> None:
     assert all(line.isprintable() for line in result.output.splitlines())
 
 
-SURROGATES = {
-    "base_model": ("wisparse.json", lambda d, x: d.update(base_model=x)),
-    "method": ("wisparse.json", lambda d, x: d.update(method=x)),
-    "calibration.source": ("wisparse.json", lambda d, x: d["calibration"].update(source=x)),
-    "search": ("wisparse.json", lambda d, x: d["search"].update({x: [x]})),
-    "versions": ("wisparse.json", lambda d, x: d["versions"].update(torch=x)),
-    "eos_token": ("tokenizer_config.json", lambda d, x: d.update(eos_token=x)),
-    "config": ("config.json", lambda d, x: d.update(torch_dtype=x)),
-    "weight_map": (INDEX, lambda d, x: d["weight_map"].update({x: x})),
-}
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("wisparse.json", ("base_model",)),
+        ("wisparse.json", ("method",)),
+        ("wisparse.json", ("calibration", "source")),
+        ("wisparse.json", ("search", "a\ud800b")),
+        ("wisparse.json", ("versions", "torch")),
+        ("tokenizer_config.json", ("eos_token",)),
+        ("config.json", ("torch_dtype",)),
+        (INDEX, ("weight_map", "a\ud800b")),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_refused(name: str, keys: tuple[str, ...], bundle: Path) -> None:
+    def change(document: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            document = document[key]
+        document[keys[-1]] = "a\ud800b"
 
-
-@pytest.mark.parametrize("where", SURROGATES)
-def test_half_of_a_surrogate_pair_is_refused(where: str, bundle: Path) -> None:
-    name, change = SURROGATES[where]
-    _json(bundle, name, lambda document: change(document, "a\ud800b"))
+    edit(name, change)(bundle)
     resign(bundle, recipe=False)
     for command in (verify_command, inspect_command):
         raised = CliRunner().invoke(command, [str(bundle)]).exception
@@ -444,7 +433,7 @@ def test_half_of_a_surrogate_pair_is_refused(where: str, bundle: Path) -> None:
 
 
 def test_a_pair_of_surrogates_is_a_character(bundle: Path) -> None:
-    _json(bundle, "wisparse.json", lambda d: d.update(base_model="\U0001f600"))
+    recipe(base_model="\U0001f600")(bundle)
     assert b"\\ud83d\\ude00" in (bundle / "wisparse.json").read_bytes().lower()
     resign(bundle)
     assert Bundle.open(bundle).recipe.base_model == "\U0001f600"
@@ -458,14 +447,11 @@ def test_verify_tries_the_chat_template(bundle: Path) -> None:
     assert str(raised).startswith("the chat template fails (ZeroDivisionError")
 
 
-def test_no_bundle(tmp_path: Path) -> None:
+def test_no_bundle(bundle: Path, tmp_path: Path) -> None:
     with pytest.raises(BundleError, match=r"not a bundle: no wisparse\.json; make one with wisparse-convert"):
         Bundle.open(tmp_path)
     with pytest.raises(AccessError, match="expected a folder"):
         Bundle.open(tmp_path / "nope")
-
-
-def test_unfinished(bundle: Path) -> None:
     with pytest.raises(BundleError, match="an unfinished conversion"):
         Bundle.open(bundle.rename(bundle.with_name("x.partial")))
 
@@ -505,14 +491,10 @@ def test_inspect_command(tmp_path: Path) -> None:
     assert [len(level["projections"]) for level in document["levels"]] == [8]
 
 
-def test_inspect_names_the_levels(intact: Path) -> None:
-    stdout = CliRunner().invoke(inspect_command, [str(intact)]).stdout
-    assert "levels       30.0%, 50.0% (the default), 70.0%\n" in stdout
-
-
 def test_inspect_prints_no_control_characters(bundle: Path) -> None:
-    _json(bundle, "wisparse.json", lambda d: d.update(base_model="\x1b]0;owned\x07[bold]x", method="a\nb\u202e"))
+    recipe(base_model="\x1b]0;owned\x07[bold]x", method="a\nb\u202e")(bundle)
     resign(bundle)
     stdout = CliRunner().invoke(inspect_command, [str(bundle)]).stdout
+    assert "levels       30.0%, 50.0% (the default), 70.0%\n" in stdout
     assert not {"\x1b", "\x07", "\u202e"} & set(stdout)
     assert "\ufffd]0;owned\ufffd[bold]x" in stdout
