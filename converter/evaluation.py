@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, astuple, dataclass
-from typing import Any, Protocol
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,83 +77,58 @@ class Quality:
         return without_nan(asdict(self))
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over positions of one text, in double precision."""
+def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:
+    """Tokens, labels, agreeing tokens, KL, loss and dense loss over rows of logits (T, V), summed in float64 (6,).
 
-    tokens: int = 0
-    labels: int = 0
-    agreeing: int = 0
-    kl: float = 0.0
-    loss: float = 0.0
-    dense_loss: float = 0.0
-
-    @classmethod
-    def of(cls, dense: Tensor, sparse: Tensor, labels: Tensor) -> _Sums:
-        """Rows of logits (T, V) and the tokens that follow them (T,); -1 where none does."""
-        found = cls()
-        for some_dense, some_sparse, wanted in zip(
-            dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True
-        ):
-            log_p = some_dense.float().log_softmax(dim=-1)
-            some_sparse = some_sparse.float()
-            known = wanted >= 0
-            chosen = wanted.clamp(min=0)[:, None]
-            found += cls(
-                tokens=len(log_p),
-                labels=int(known.sum()),
-                agreeing=int((log_p.argmax(-1) == some_sparse.argmax(-1)).sum()),
-                kl=float(kl_rows(log_p, some_sparse).double().sum()),
-                loss=-float(some_sparse.log_softmax(-1).gather(-1, chosen)[known].double().sum()),
-                dense_loss=-float(log_p.gather(-1, chosen)[known].double().sum()),
-            )
-        return found
-
-    def __add__(self, other: _Sums) -> _Sums:
-        return _Sums(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+    ``labels`` (T,) are the tokens that follow; -1 where none does.
+    """
+    total = torch.zeros(6, dtype=torch.float64)
+    for some_dense, some_sparse, wanted in zip(
+        dense.split(_ROWS), sparse.split(_ROWS), labels.split(_ROWS), strict=True
+    ):
+        log_p, some_sparse = some_dense.float().log_softmax(dim=-1), some_sparse.float()
+        known, chosen = wanted >= 0, wanted.clamp(min=0)[:, None]
+        numbers = (
+            len(log_p),
+            known.sum(),
+            (log_p.argmax(-1) == some_sparse.argmax(-1)).sum(),
+            kl_rows(log_p, some_sparse).double().sum(),
+            -some_sparse.log_softmax(-1).gather(-1, chosen)[known].double().sum(),
+            -log_p.gather(-1, chosen)[known].double().sum(),
+        )
+        total += torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+    return total
 
 
-def _measured(texts: Sequence[_Sums]) -> Measured:
-    total = sum(texts, _Sums())
+def _measured(texts: Sequence[Tensor]) -> Measured:
+    """From the `_sums` of each text; standard errors take each text as a draw."""
+    rows = torch.stack(list(texts))
+    tokens, labels, agreeing, kl, loss, dense_loss = rows.T
 
-    def mean(value: float, count: int) -> float:
-        return value / count if count else math.nan
+    def mean(total: Tensor, count: Tensor) -> float:
+        return float(total.sum() / count.sum()) if count.any() else math.nan
+
+    def stderr(total: Tensor, count: Tensor) -> float:
+        total, count = total[count > 0], count[count > 0]
+        if len(count) < 2:
+            return math.nan
+        spread = (total - mean(total, count) * count).square().sum() * len(count) / (len(count) - 1)
+        return float(spread.sqrt() / count.sum())
 
     def exp(value: float) -> float:
         return math.exp(value) if value < 700 else math.inf
 
-    perplexity = exp(mean(total.loss, total.labels))
+    perplexity = exp(mean(loss, labels))
     return Measured(
-        num_tokens=total.tokens,
-        kl=mean(total.kl, total.tokens),
-        dense_perplexity=exp(mean(total.dense_loss, total.labels)),
+        num_tokens=int(tokens.sum()),
+        kl=mean(kl, tokens),
+        dense_perplexity=exp(mean(dense_loss, labels)),
         perplexity=perplexity,
-        top1_agreement=mean(total.agreeing, total.tokens),
-        kl_stderr=_stderr([(one.kl, one.tokens) for one in texts]),
-        perplexity_stderr=perplexity * _stderr([(one.loss, one.labels) for one in texts]),
-        top1_stderr=_stderr([(one.agreeing, one.tokens) for one in texts]),
+        top1_agreement=mean(agreeing, tokens),
+        kl_stderr=stderr(kl, tokens),
+        perplexity_stderr=perplexity * stderr(loss, labels),
+        top1_stderr=stderr(agreeing, tokens),
     )
-
-
-def _stderr(texts: Sequence[tuple[float, int]]) -> float:
-    """Of the mean of all tokens, each text a draw: of (sum, tokens)."""
-    texts = [one for one in texts if one[1]]
-    count = sum(tokens for _, tokens in texts)
-    if len(texts) < 2:
-        return math.nan
-    mean = sum(total for total, _ in texts) / count
-    spread = sum((total - mean * tokens) ** 2 for total, tokens in texts)
-    return math.sqrt(spread * len(texts) / (len(texts) - 1)) / count
-
-
-class Counter(Protocol):
-    """Counts dropped channels, as the runtime's decoders do."""
-
-    def measure_sparsity(self, enabled: bool) -> None:
-        """Start counting from zero, or stop."""
-
-    def realised_sparsity(self) -> float | None:
-        """Dropped share of the weights at the sparse positions since counting began; None if nothing was counted."""
 
 
 @torch.inference_mode()
@@ -163,22 +138,21 @@ def evaluate_text(
     policies: Sequence[str] = ("half", "all"),
     *,
     reference: Logits | None = None,
-    counter: Counter | None = None,
+    counter: Any = None,
     advance: Callable[[], None] = lambda: None,
 ) -> dict[str, Quality]:
     """Measure a sparse model on token sequences under prefill policies; returns the quality by policy.
 
     Args:
         sequences: each (T,) int64, T >= 1, without padding; lengths may differ.
+        counter: counts dropped channels by ``measure_sparsity`` and ``realised_sparsity``, as the decoders do.
     """
     for policy in policies:
         sparse_from(policy, 1)
-    inside: dict[str, list[_Sums]] = {policy: [] for policy in policies}
-    outside: dict[str, list[_Sums]] = {policy: [] for policy in policies}
+    inside: dict[str, list[Tensor]] = {policy: [] for policy in policies}
+    overall: dict[str, list[Tensor]] = {policy: [] for policy in policies}
     dropped: dict[str, list[tuple[float, int]]] = {policy: [] for policy in policies}
-    found = 0
     for ids in sequences:
-        found += 1
         length = len(ids)
         # Valid until the decoder's next call only.
         dense = (reference or logits)(ids, length).clone()
@@ -193,19 +167,19 @@ def evaluate_text(
                 counter.measure_sparsity(False)
                 if realised is not None and start < length:
                     dropped[policy].append((realised, length - start))
-            inside[policy].append(_Sums.of(dense[start:], sparse[start:], labels[start:]))
-            outside[policy].append(_Sums.of(dense[:start], sparse[:start], labels[:start]))
+            inside[policy].append(_sums(dense[start:], sparse[start:], labels[start:]))
+            overall[policy].append(inside[policy][-1] + _sums(dense[:start], sparse[:start], labels[:start]))
         advance()
-    if not found:
-        raise UsageError("evaluation: expected at least one sequence, found none")
     result = {}
     for policy in policies:
+        if not inside[policy]:
+            raise UsageError("evaluation: expected at least one sequence, found none")
         shares = [share for share, _ in dropped[policy]]
         weight = sum(tokens for _, tokens in dropped[policy])
         result[policy] = Quality(
             policy,
             sparse=_measured(inside[policy]),
-            overall=_measured([a + b for a, b in zip(inside[policy], outside[policy], strict=True)]),
+            overall=_measured(overall[policy]),
             realised_sparsity=sum(share * n for share, n in dropped[policy]) / weight if weight else None,
             realised_range=(min(shares), max(shares)) if shares else None,
         )

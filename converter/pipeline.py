@@ -28,9 +28,8 @@ from wisparse.formats.weight_types import Kind
 from wisparse.formats.write import write_bundle
 
 from .calibration import CalibrationTokens, load_calibration, write_calibration
-from .choice import Budget, Choice, choose
 from .gptq import quantise_weights
-from .measurement import choice_text, fresh_text, measure
+from .measurement import Budget, Choice, choose, fresh_text, measure
 from .preflight import Plan, check_places, check_resources, preflight
 from .processes import Processes, Progress, joined
 from .report import Report
@@ -42,8 +41,6 @@ from .state import Stages, placed_bundle, remove_state
 
 _log = logging.getLogger("wisparse")
 
-# What a recipe's numbers depend on besides the settings; recorded, and part of the fingerprint.
-_LIBRARIES = ("torch", "transformers", "tokenizers")
 # Far from any seed that a person chooses, and from those of the texts that measure (`measurement`).
 _DIRECTIONS_SEED_OFFSET = 3_000_003
 # Sparsities that the report shows beside what a budget allowed.
@@ -160,14 +157,20 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         with progress.stage("Loading the model"):
             source = load_source(fetched.folder, plan.dtype, plan.device, max_memory=plan.max_memory)
             processes.gather(None)
+        size = settings.num_samples, settings.length, settings.seed
+        # Another text than the calibration's, half as long: directions need less of it than thresholds.
+        directions = -(-settings.num_samples // 2), settings.length, settings.seed + _DIRECTIONS_SEED_OFFSET
         tokens, texts = plan.tokens, {}
         if tokens is None:
-            texts = _self_texts(source, settings, stages, progress, processes)
+            sizes = {"calibration": size, "measurement": fresh_text(*size)}
+            sizes |= {"rotation": directions} if settings.rotation != "none" else {}
+            texts = _self_texts(source, sizes, stages, progress, processes)
             tokens = texts["calibration"]
         rotated = None
         if settings.rotation != "none":
-            shape = _directions_text(tokens.num_samples, tokens.seq_len, tokens.seed)
-            text = partial(load_calibration, settings.calibration, source.tokenizer, source.model, *shape, progress)
+            text = partial(
+                load_calibration, settings.calibration, source.tokenizer, source.model, *directions, progress
+            )
             if "rotation" in texts:
                 text = partial(texts.__getitem__, "rotation")
             rotated = rotate(source, checkpoint, tokens, text, progress, stages, processes)
@@ -191,6 +194,13 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
         )
         del source  # the writer copies from the files and needs its memory more than a model does
         recipe = _recipe(plan, fetched, checkpoint, tokens, results, choice, rotated)
+        masks = {
+            sparsity: {
+                name: ProjectionMask(result.channel_scales[name], entry.threshold, entry.sparsity)
+                for name, entry in result.projections.items()
+            }
+            for sparsity, result in results.items()
+        }
         report = Report(recipe, plan.config, measurement)
         with progress.stage("Writing the bundle"):
             # The weights are compared with what was opened wherever they are read; these are read anew.
@@ -200,7 +210,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             write_bundle(
                 checkpoint,
                 recipe,
-                {sparsity: _masks(result) for sparsity, result in results.items()},
+                masks,
                 settings.output_dir,
                 dtype=settings.dtype,
                 max_shard_size=settings.max_shard_size,
@@ -209,6 +219,13 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
                 before_swap=stages.mark_bundle,
             )
     return Conversion(settings.output_dir, plan, report, progress.take_seconds(), choice)
+
+
+def library_versions() -> dict[str, str]:
+    """What a recipe's numbers depend on besides the settings: recorded, and part of the fingerprint."""
+    # Ours is not asked of the installed distribution: a checkout on the path has none.
+    libraries = ("torch", "transformers", "tokenizers")
+    return {"wisparse": wisparse.__version__, **{name: metadata.version(name) for name in libraries}}
 
 
 def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[str, Any]:
@@ -220,7 +237,7 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
         "calibration": plan.tokens.digest if plan.tokens else plan.calibration,
         "device": torch.cuda.get_device_name(plan.device) if plan.device.type == "cuda" else plan.device.type,
         "computing in": str(plan.dtype),
-        **_versions(),
+        **library_versions(),
         "name": fetched.name,
         "commit": fetched.commit,
         "dtype": settings.dtype,
@@ -230,19 +247,14 @@ def _fingerprint(plan: Plan, fetched: Source, files: Mapping[str, str]) -> dict[
     }
 
 
-def _directions_text(num_samples: int, seq_len: int, seed: int) -> tuple[int, int, int]:
-    """Another text than the calibration's, half as long: directions need less of it than thresholds."""
-    return -(-num_samples // 2), seq_len, seed + _DIRECTIONS_SEED_OFFSET
-
-
 def _self_texts(
-    source: SourceModel, settings: ConvertSettings, stages: Stages, progress: Progress, processes: Processes
+    source: SourceModel,
+    sizes: Mapping[str, tuple[int, int, int]],
+    stages: Stages,
+    progress: Progress,
+    processes: Processes,
 ) -> dict[str, CalibrationTokens]:
-    """What the model writes, by the first process and side by side: to calibrate, rotate and measure on."""
-    size = settings.num_samples, settings.length, settings.seed
-    sizes = {"calibration": size, "measurement": fresh_text(*size)}
-    if settings.rotation != "none":
-        sizes["rotation"] = _directions_text(*size)
+    """What the model writes, by the first process and side by side."""
 
     def write() -> dict[str, list[list[int]]]:
         rows = {}
@@ -273,18 +285,12 @@ def _search(
         others: tuple[float, ...] = OTHER_SPARSITIES if len(wanted) == 1 else ()
         if settings.has_budget:
             budget = Budget(settings.max_kl, settings.min_top1)
-            text = partial(choice_text, source, tokens, settings.calibration, progress)
-            choice = choose(source, levels, budget, text, progress, stages, processes)
+            choice = choose(source, tokens, settings.calibration, levels, budget, progress, stages, processes)
             wanted = [choice.sparsity]
             others = tuple(round(choice.sparsity + step, 4) for step in (-_NEIGHBOURS, _NEIGHBOURS))
             others = tuple(one for one in others if 0.0 < one <= MAX_SPARSITY)
         found = {sparsity: levels.at(sparsity) for sparsity in wanted}
         return {one: levels.with_curve(result, others) for one, result in sorted(found.items())}, choice
-
-
-def _versions() -> dict[str, str]:
-    # Ours is not asked of the installed distribution: a checkout on the path has none.
-    return {"wisparse": wisparse.__version__, **{name: metadata.version(name) for name in _LIBRARIES}}
 
 
 def _recipe(
@@ -324,15 +330,7 @@ def _recipe(
         levels=tuple(levels),
         calibration=CalibrationRecord(**calibration),
         search=search,
-        versions=_versions(),
+        versions=library_versions(),
         vision_tensors_left_out=checkpoint.vision_tensors,
         rotation=rotated.record if rotated else None,
     )
-
-
-def _masks(result: SearchResult) -> dict[str, ProjectionMask]:
-    scales = {name: scale.detach().cpu().float().contiguous() for name, scale in result.channel_scales.items()}
-    return {
-        name: ProjectionMask(scales[name], entry.threshold, entry.sparsity)
-        for name, entry in result.projections.items()
-    }

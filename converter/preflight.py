@@ -72,20 +72,19 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
         settings = self.settings
-        names: tuple[str, ...] = ("num_parameters", "projection_parameters", "not_rotated", "calibration")
-        names += ("download_bytes", "untied_bytes", "bundle_bytes", "disk_free_bytes", "memory_bytes")
+        names = ("text_of", "num_parameters", "projection_parameters", "not_rotated", "calibration", "download_bytes")
+        sizes = ("untied_bytes", "bundle_bytes", "disk_free_bytes", "memory_bytes", "memory_free_bytes", "weights_on")
         return {
             "model": self.source.name,
             "commit": self.source.commit,
             "model_type": self.config.model_type,
-            "text_of": self.text_of,
             "num_blocks": self.config.num_blocks,
             "output_dir": str(settings.output_dir),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             **settings.fingerprint(),
             "calibration_tokens": settings.num_samples * settings.length,
-            **{name: getattr(self, name) for name in (*names, "memory_free_bytes", "weights_on")},
+            **{name: getattr(self, name) for name in (*names, *sizes)},
             "work_dir": str(settings.state_dir) if settings.resume else None,
             "upload_repo": settings.upload_repo,
         }
@@ -131,23 +130,39 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
             Checkpoint.open(source.folder, complete=full_config)  # every header, no weight
         tokenizer = load_tokenizer(source.folder)
         stage.advance()
-        tokens = _read_calibration(settings, config, tokenizer, progress)
+        tokens = None
+        if settings.calibration != ("self",):
+            sizes = settings.num_samples, settings.length, settings.seed
+            tokens = load_calibration(settings.calibration, tokenizer, None, *sizes, progress)
+            if (largest := int(tokens.input_ids.max())) >= config.vocab_size:
+                raise UnsupportedModelError(
+                    f"the tokenizer gives token {largest}, but the model knows {config.vocab_size}; they do not belong "
+                    "together"
+                )
         stage.advance()
     dtype = choose_dtype(config.dtype, device)
     free, working = available_bytes(device), working_bytes(config, dtype, settings)
     num_parameters = sum(math.prod(shape) for shape in expected_tensors(config).values())
-    rotation, not_rotated = _choose_rotation(settings, config, quantised)
-    untied = config.vocab_size * config.hidden_size if rotation != "none" and config.tie_word_embeddings else 0
-    if rotation != "none" and (num_parameters + untied) * dtype.itemsize + working > free:
-        why = f"the model does not fit into the memory of {device}, and weights in their files cannot be rotated"
-        if settings.rotation != "auto":
-            raise ResourceError(f"{source.name}: {why}; choose a larger device, or --rotation none")
-        rotation, not_rotated, untied = "none", why, 0
+    untied = config.vocab_size * config.hidden_size if config.tie_word_embeddings else 0
+    fixed = why_fixed(config, quantised)
+    if settings.rotation == "pca" and fixed:
+        raise UnsupportedModelError(f"--rotation pca: {fixed}; leave it out, or give none")
+    if settings.rotation == "auto" and settings.method != "wisparse":
+        fixed = f"--method {settings.method} is measured as its authors have it"
+    elif settings.rotation == "auto" and settings.levels and not any(settings.levels):
+        fixed = "nothing is left unread"
+    rotate = settings.rotation != "none" and not fixed
+    if rotate and (num_parameters + untied) * dtype.itemsize + working > free:
+        fixed = f"the model does not fit into the memory of {device}, and weights in their files cannot be rotated"
+        if settings.rotation == "pca":
+            raise ResourceError(f"{source.name}: {fixed}; choose a larger device, or --rotation none")
+        rotate = False
+    not_rotated = fixed if settings.rotation == "auto" and not rotate else None
+    settings, untied = replace(settings, rotation="pca" if rotate else "none"), untied if rotate else 0
     needed = (num_parameters + untied) * dtype.itemsize + working
     existing = Path(os.path.abspath(settings.output_dir))
     while not existing.exists():
         existing = existing.parent
-    settings = replace(settings, rotation=rotation)
     plan = Plan(
         settings=settings,
         source=source,
@@ -175,41 +190,11 @@ def preflight(settings: ConvertSettings, progress: Progress | None = None) -> Pl
 
 
 def check_places(settings: ConvertSettings, source: Source, placed: bool) -> None:
-    """May bundle and state be written where the settings say? ``placed``: the bundle is there already."""
+    """UsageError unless bundle and state may be written; ``placed``: the bundle is there already."""
     if settings.resume:
         check_folder(settings.state_dir)
     if not placed:
         check_output(settings.output_dir, settings.overwrite, source=source.folder)
-
-
-def _read_calibration(
-    settings: ConvertSettings, config: ModelConfig, tokenizer: Any, progress: Progress
-) -> CalibrationTokens | None:
-    """Which tokens is it calibrated on? None where the model writes them."""
-    if settings.calibration == ("self",):
-        return None
-    sizes = {"num_samples": settings.num_samples, "seq_len": settings.length, "seed": settings.seed}
-    tokens = load_calibration(settings.calibration, tokenizer, progress=progress, **sizes)
-    largest = int(tokens.input_ids.max())
-    if largest >= config.vocab_size:
-        raise UnsupportedModelError(
-            f"the tokenizer gives token {largest}, but the model knows {config.vocab_size}; they do not belong together"
-        )
-    return tokens
-
-
-def _choose_rotation(settings: ConvertSettings, config: ModelConfig, quantised: bool) -> tuple[str, str | None]:
-    """Are the weights rotated, and why not, where that was left to us?"""
-    fixed = why_fixed(config, quantised)
-    if settings.rotation != "auto":
-        if settings.rotation != "none" and fixed:
-            raise UnsupportedModelError(f"--rotation {settings.rotation}: {fixed}; leave it out, or give none")
-        return settings.rotation, None
-    if settings.method != "wisparse":
-        fixed = f"--method {settings.method} is measured as its authors have it"
-    elif settings.levels and not any(settings.levels):
-        fixed = "nothing is left unread"
-    return ("none", fixed) if fixed else ("pca", None)
 
 
 def bundle_bytes(config: ModelConfig, num_parameters: int, dtype: str, num_levels: int = 3) -> int:
@@ -243,16 +228,13 @@ def _spread_over(device: torch.device, free: int, working: int) -> dict[int | st
     memory = available_bytes(torch.device("cpu")) - _BASE_BYTES
     if device.type == "cpu":
         return {"cpu": max(0, min(memory, free) - working)}
-    first = device.index or 0
-    gpus = [first, *(index for index in range(torch.cuda.device_count()) if index != first)]
-    room: dict[int | str, int] = {
-        index: max(0, available_bytes(torch.device("cuda", index)) - working) for index in gpus
-    }
-    return {**room, "cpu": max(0, memory)}
+    gpus = dict.fromkeys((device.index or 0, *range(torch.cuda.device_count())))
+    room = {index: available_bytes(torch.device("cuda", index)) - working for index in gpus}
+    return {place: max(0, count) for place, count in {**room, "cpu": memory}.items()}
 
 
 def check_resources(plan: Plan) -> None:
-    """Are disk and memory enough?"""
+    """ResourceError unless disk and memory are enough."""
     name, settings, device = plan.source.name, plan.settings, plan.device
     if settings.weights != "native" and plan.max_memory is not None:
         raise ResourceError(

@@ -9,20 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
+from rich import progress as rich
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.progress import Progress as Bars
 from torch import Tensor
 
 from wisparse.formats.errors import UsageError, WisparseError
@@ -31,20 +24,19 @@ from wisparse.formats.machine import torchrun_place
 _log = logging.getLogger("wisparse")
 
 
+@dataclass(frozen=True)
 class Stage:
     """One running stage."""
 
-    def __init__(self, bars: Bars | None, task: Any) -> None:
-        self._bars, self._task = bars, task
+    bars: rich.Progress
+    task: rich.TaskID
 
     def advance(self, steps: int = 1) -> None:
-        if self._bars is not None:
-            self._bars.advance(self._task, steps)
+        self.bars.advance(self.task, steps)
 
     def note(self, text: str) -> None:
         """A short figure behind the bar, e.g. the best loss so far; replaces the last one."""
-        if self._bars is not None:
-            self._bars.update(self._task, note=text)
+        self.bars.update(self.task, note=text)
 
 
 class Progress:
@@ -52,9 +44,8 @@ class Progress:
 
     def __init__(self, enabled: bool | None = None) -> None:
         self.seconds: dict[str, float] = {}
-        self._console = Console(stderr=True)
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
-        self._bars: Bars | None = None
+        self._bars: rich.Progress | None = None
 
     def take_seconds(self) -> dict[str, float]:
         """`seconds` so far; from now on they count anew."""
@@ -65,30 +56,30 @@ class Progress:
     def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
         """A stage of ``total`` units (None: not known yet). Stages may nest; each has its own line."""
         began = time.perf_counter()
-        outermost = self._enabled and self._bars is None
-        if outermost:
-            self._bars = Bars(
-                TextColumn("{task.description:<24}"),
-                BarColumn(bar_width=24),
-                MofNCompleteColumn(),
-                TaskProgressColumn(),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                TextColumn("{task.fields[note]}"),
-                console=self._console,
+        bars, outermost = self._bars, self._bars is None
+        if bars is None:
+            bars = self._bars = rich.Progress(
+                rich.TextColumn("{task.description:<24}"),
+                rich.BarColumn(bar_width=24),
+                rich.MofNCompleteColumn(),
+                rich.TaskProgressColumn(),
+                rich.TimeElapsedColumn(),
+                rich.TextColumn("left"),
+                rich.TimeRemainingColumn(),
+                rich.TextColumn("{task.fields[note]}"),
+                console=Console(stderr=True),
+                disable=not self._enabled,
             )
-            self._bars.start()
-        bars = self._bars
-        task = bars.add_task(title, total=total, note="") if bars is not None else None
+            bars.start()
         try:
-            yield Stage(bars, task)
+            yield Stage(bars, bars.add_task(title, total=total, note=""))
         finally:
             spent = time.perf_counter() - began
             self.seconds[title] = self.seconds.get(title, 0.0) + spent
             _log.info("%s: %.1f s", title, spent)
-            if outermost and bars is not None:
-                bars.stop()
+            if outermost:
+                if self._enabled:  # rich prints an empty line even if it has shown nothing
+                    bars.stop()
                 self._bars = None
 
 
@@ -175,37 +166,34 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
     An error in any process ends all of them: it is raised in the one where it happened and the others leave without a
     word, with its exit code.
     """
-    place = torchrun_place()
+    from torch import distributed
+
+    place, gpus = torchrun_place(), torch.cuda.device_count()
     index, size = place.index, place.size
     if size == 1:
         yield ALONE, device
         return
-    try:
-        if place.local_size != size:
-            raise UsageError("processes of several machines cannot convert together; start all of them on one")
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        if device not in ("cpu", "cuda"):
-            raise UsageError(
-                f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto"
-            )
-        if device == "cuda":
-            if size > torch.cuda.device_count():
-                raise UsageError(
-                    f"{size} processes, but {torch.cuda.device_count()} GPU(s); start as many as there are GPUs: "
-                    f"torchrun --nproc-per-node {torch.cuda.device_count()} …"
-                )
-            torch.cuda.set_device(place.local)
-            device = f"cuda:{place.local}"
-    except UsageError as error:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    wrong = None
+    if place.local_size != size:
+        wrong = "processes of several machines cannot convert together; start all of them on one"
+    elif device not in ("cpu", "cuda"):
+        wrong = f"--device {device}: under torchrun every process takes a GPU of its own; leave it at auto"
+    elif device == "cuda" and size > gpus:
+        wrong = (
+            f"{size} processes, but {gpus} GPU(s); start as many as there are GPUs: torchrun --nproc-per-node {gpus} …"
+        )
+    if wrong is not None:
         if index:
             time.sleep(30)  # the first one says it, and all are ended
-            raise SystemExit(error.exit_code) from None
-        raise
-    from torch import distributed
-
+            raise SystemExit(UsageError.exit_code)
+        raise UsageError(wrong)
+    cuda = device == "cuda"
+    if cuda:
+        torch.cuda.set_device(place.local)
+        device = f"cuda:{place.local}"
     store, _, _ = next(distributed.rendezvous("env://", timeout=_TIMEOUT))
-    cuda = device.startswith("cuda")
     distributed.init_process_group(
         "nccl" if cuda else "gloo", store=distributed.PrefixStore("all", store), rank=index, world_size=size,
         timeout=_TIMEOUT,
@@ -223,7 +211,7 @@ def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
         watch.leave()
     else:
         processes.gather(None)  # the first one is still writing
-        watch.stop()
+        watch.over.set()
         distributed.destroy_process_group()
 
 
@@ -231,19 +219,17 @@ class _Watch:
     """Ends this process within a second when another one has failed, wherever it waits."""
 
     def __init__(self, index: int) -> None:
-        from torch import distributed
-
         self._index = index
         # A connection of its own: the common one is busy while a collective waits.
-        self._store = distributed.TCPStore(
+        self._store = torch.distributed.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, timeout=timedelta(seconds=30)
         )
-        self._over = threading.Event()
+        self.over = threading.Event()
         threading.Thread(target=self._look, name="watch", daemon=True).start()
 
     def claim(self, error: BaseException) -> bool:
         """Whether this process is the first to fail."""
-        self._over.set()
+        self.over.set()
         code = getattr(error, "exit_code", 1) if isinstance(error, WisparseError) else 1
         mine = f"{self._index} {code}"
         try:
@@ -259,15 +245,12 @@ class _Watch:
         sys.stderr.flush()
         os._exit(code)
 
-    def stop(self) -> None:
-        self._over.set()
-
     def _look(self) -> None:
-        while not self._over.wait(0.5):
+        while not self.over.wait(0.5):
             try:
                 if self._store.check([_FAILED]):
                     time.sleep(1.0)  # whoever failed says so first
-                    if not self._over.is_set():
+                    if not self.over.is_set():
                         self.leave()
             except RuntimeError:
                 return

@@ -106,29 +106,16 @@ class Report:
         default, projections = recipe.at(recipe.default), list(config.projections())
         quality, sensitivity = measurement.levels[recipe.default], measurement.sensitivity
         entries = {entry.name: entry for entry in default.projections}
-        blocks = []
+        keys = ("sparsity", "alpha", "threshold", "realised_sparsity")
+        blocks, by_role = [], dict.fromkeys(projection.role for projection in projections)
         for index in range(config.num_blocks):
             mine = [projection for projection in projections if projection.block == index]
-            blocks.append(
-                {
-                    "block": index,
-                    "sparsity": self._mean(default, "sparsity", mine),
-                    "realised_sparsity": self._mean(default, "realised_sparsity", mine),
-                    # Recurrent layers count as attention, in whose place they are.
-                    "self_attn": self._mean(default, "sparsity", [one for one in mine if ".mlp." not in one.name]),
-                    "mlp": self._mean(default, "sparsity", [one for one in mine if ".mlp." in one.name]),
-                    "projections": {
-                        one.role: {
-                            key: _rounded(getattr(entries[one.name], key))
-                            for key in ("sparsity", "alpha", "threshold", "realised_sparsity")
-                        }
-                        for one in mine
-                    },
-                }
-            )
-        by_role: dict[str, list[Projection]] = {}
-        for projection in projections:
-            by_role.setdefault(projection.role, []).append(projection)
+            shown = {one.role: {key: _rounded(getattr(entries[one.name], key)) for key in keys} for one in mine}
+            means = {key: self._mean(default, key, mine) for key in ("sparsity", "realised_sparsity")}
+            # Recurrent layers count as attention, in whose place they are.
+            means["self_attn"] = self._mean(default, "sparsity", [one for one in mine if ".mlp." not in one.name])
+            means["mlp"] = self._mean(default, "sparsity", [one for one in mine if ".mlp." in one.name])
+            blocks.append({"block": index, **means, "projections": shown})
         return {
             "report_version": REPORT_VERSION,
             "verdict": self.verdict(recipe.default),
@@ -146,7 +133,10 @@ class Report:
                 "realised_on_calibration": self.realised(recipe.default),
                 "realised_on_text_measured_on": _rounded(quality.realised_sparsity),
                 "expect": self.expectation(recipe.default),
-                "by_projection": {role: self._mean(default, "sparsity", some) for role, some in by_role.items()},
+                "by_projection": {
+                    role: self._mean(default, "sparsity", [one for one in projections if one.role == role])
+                    for role in by_role
+                },
             },
             "calibration": {
                 key: getattr(recipe.calibration, key) for key in ("source", "num_samples", "seq_len", "seed")
@@ -177,17 +167,17 @@ class Report:
             },
         }
 
-    def to_markdown(self, inherited: Inherited, figures: Sequence[str] = (), repo_id: str | None = None) -> str:
-        """The model card, with the figures of these names; ``repo_id``: where the bundle is going to be on the Hub."""
-        captions = [(name, FIGURES[name]) for name in FIGURES if name in figures]
-        return render_card(self.recipe, inherited, self.to_json(), figures=captions, repo_id=repo_id)
-
     def files(self, inherited: Inherited, repo_id: str | None = None) -> dict[str, bytes]:
-        """Card, report and figures as files of the bundle: relative name -> bytes."""
+        """Card, report and figures as files of the bundle: relative name -> bytes.
+
+        ``repo_id``: where the bundle is going to be on the Hub.
+        """
         report = self.to_json()
         figures = render_figures(report)
+        captions = [(name, FIGURES[name]) for name in FIGURES if name in figures]
+        card = render_card(self.recipe, inherited, report, figures=captions, repo_id=repo_id)
         text = json.dumps(report, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-        return {CARD: self.to_markdown(inherited, list(figures), repo_id).encode(), REPORT: text.encode(), **figures}
+        return {CARD: card.encode(), REPORT: text.encode(), **figures}
 
     def _mean(self, level: SparsityLevel, key: str, projections: Sequence[Projection] | None = None) -> float:
         projections = list(self.config.projections()) if projections is None else projections
@@ -238,7 +228,6 @@ _STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "legend.frameon
 def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
     """PNG files: relative name -> bytes. A figure without data is left out."""
     import matplotlib
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     figures: dict[str, Callable[[Mapping[str, Any]], Any]] = {"figures/sparsity.png": _draw_sparsity}
     if len({one["alpha"] for block in report["blocks"] for one in block["projections"].values()}) > 1:
@@ -252,10 +241,9 @@ def render_figures(report: Mapping[str, Any]) -> dict[str, bytes]:
         matplotlib.rcdefaults()  # not the user's own style: it would change the bytes
         matplotlib.rcParams.update(_STYLE)
         for name, draw in figures.items():
-            figure, out = draw(report), io.BytesIO()
-            FigureCanvasAgg(figure)
+            out = io.BytesIO()
             # matplotlib's version would be written into the file.
-            figure.savefig(out, format="png", dpi=130, metadata={"Software": None})
+            draw(report).savefig(out, format="png", dpi=130, metadata={"Software": None})
             files[name] = out.getvalue()
     return files
 
@@ -273,12 +261,11 @@ def _figure(
     return figure, figure.subplots(rows, columns, **options)
 
 
-def _block_axis(axis: Any, num_blocks: int, *, label: bool = True, crowded: int = 40) -> None:
+def _block_axis(axis: Any, num_blocks: int, *, label: str = "block", crowded: int = 40) -> None:
     step = 1 if num_blocks <= crowded // 2 else 2 if num_blocks <= crowded else 4 if num_blocks <= 2 * crowded else 8
     axis.set_xticks(range(0, num_blocks, step))
     axis.set_xlim(-0.5, num_blocks - 0.5)
-    if label:
-        axis.set_xlabel("block")
+    axis.set_xlabel(label)
 
 
 def _percent(axis: Any) -> None:
@@ -312,17 +299,22 @@ def _draw_sparsity(report: Mapping[str, Any]) -> Any:
     num_blocks = len(blocks)
     title = "Where the sparsity went: by block and module, and by projection (in %)"
     figure, (top, bottom) = _figure(report, title, rows=2, height=7.2, height_ratios=(3, 2))
-    bars = (("self_attn", -0.2, _COLOURS[0], "self-attention"), ("mlp", 0.2, _COLOURS[1], "MLP"))
-    for key, shift, colour, label in bars:
-        values = [block[key] for block in blocks]
-        top.bar([x + shift for x in range(num_blocks)], values, 0.4, color=colour, label=label)
-    by_block = [block["sparsity"] for block in blocks]
-    top.plot(by_block, color=_COLOURS[6], marker="o", markersize=4, linewidth=1.2, label="block")
+    for key, shift, colour, label in (("self_attn", -0.2, 0, "self-attention"), ("mlp", 0.2, 1, "MLP")):
+        places = [x + shift for x in range(num_blocks)]
+        top.bar(places, [block[key] for block in blocks], 0.4, color=_COLOURS[colour], label=label)
+    top.plot(
+        [block["sparsity"] for block in blocks],
+        color=_COLOURS[6],
+        marker="o",
+        markersize=4,
+        linewidth=1.2,
+        label="block",
+    )
     top.axhline(report["sparsity"]["target"], color="0.35", linestyle="--", linewidth=1, label="target")
     top.set_ylim(0, 1)
     _percent(top.yaxis)
     top.set_ylabel("sparsity")
-    _block_axis(top, num_blocks, label=False)
+    _block_axis(top, num_blocks, label="")
     top.legend(ncols=4, loc="upper center", bbox_to_anchor=(0.5, 1.12))
     values_by_role = _by_role(blocks, "sparsity")
     grid = list(values_by_role.values())
@@ -330,11 +322,10 @@ def _draw_sparsity(report: Mapping[str, Any]) -> Any:
     bottom.grid(False)
     bottom.set_yticks(range(len(grid)), list(values_by_role))
     _block_axis(bottom, num_blocks)
-    if num_blocks <= 40:
-        for y, row in enumerate(grid):
-            for x, value in ((x, value) for x, value in enumerate(row) if not math.isnan(value)):
-                colour = "white" if value < 0.55 else "black"
-                bottom.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
+    for y, row in enumerate(grid if num_blocks <= 40 else []):
+        for x, value in ((x, value) for x, value in enumerate(row) if not math.isnan(value)):
+            colour = "white" if value < 0.55 else "black"
+            bottom.text(x, y, f"{100 * value:.0f}", ha="center", va="center", color=colour, fontsize=8)
     figure.colorbar(image, ax=bottom, format=lambda value, _: f"{value:.0%}", pad=0.01, label="sparsity")
     return figure
 

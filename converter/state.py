@@ -10,9 +10,10 @@ import logging
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 
@@ -21,67 +22,56 @@ from wisparse.formats.folder import entries, lock_file, remove_files, require_wr
 from wisparse.formats.guard import file_digest
 from wisparse.formats.manifest import MANIFEST
 
-if TYPE_CHECKING:
-    from .processes import Processes
+from .processes import ALONE, Processes
 
 _log = logging.getLogger("wisparse")
-_OWN = re.compile(r"lock|(state\.json|[\w.-]+\.stage)(\.partial)?")
 
 
+@dataclass
 class Stages:
     """Results of finished stages; nothing is kept without a folder. Several processes share those of the first."""
 
-    def __init__(self, folder: Path | None = None, processes: Processes | None = None) -> None:
-        self.folder, self._processes = folder, processes
-        self._lock: IO[str] | None = None
-        self._state: dict[str, Any] = {}
+    folder: Path | None = None
+    processes: Processes = ALONE
+    lock: IO[str] | None = None
+    state: dict[str, Any] = field(default_factory=dict)
 
     def run(self, name: str, compute: Callable[[], Any]) -> Any:
-        """The result of ``compute``, from an interrupted run if that had finished this stage.
-
-        A result is made of numbers, strings and tensors in dicts, lists and tuples. Every process calls this alike.
-        """
+        """What ``compute`` gives (numbers, strings and tensors in containers), or gave to an interrupted run."""
         path, data = self.folder / f"{name}.stage" if self.folder is not None else None, None
         if path is not None and path.exists():
-            content = path.read_bytes()
-            if content[:64] == _digest(name, content[64:]):
-                data = content[64:]
-            else:
+            digest, data = path.read_bytes()[:64], path.read_bytes()[64:]
+            if digest != _digest(name, data):
                 _log.warning("the state of stage %s is damaged and will be computed again (%s)", name, path)
-        if self._processes is not None:
-            data = self._processes.broadcast(data)
+                data = None
+        data = self.processes.broadcast(data)
         if data is not None:
             return torch.load(io.BytesIO(data), weights_only=True)
         value = compute()
         if path is not None:
-            buffer = io.BytesIO()
-            torch.save(value, buffer)
-            with _disk_errors(path.parent):
-                write_file(path, _digest(name, buffer.getvalue()) + buffer.getvalue())
+            torch.save(value, buffer := io.BytesIO())
+            self._write(path.name, _digest(name, buffer.getvalue()) + buffer.getvalue())
         return value
 
     @classmethod
     def open(
-        cls, folder: Path, fingerprint: dict[str, Any], *, default: bool = False, processes: Processes | None = None
+        cls, folder: Path, fingerprint: dict[str, Any], *, default: bool = False, processes: Processes = ALONE
     ) -> Stages:
-        """The results in ``folder``, made if need be, and emptied if they belong to another ``fingerprint``.
-
-        ``default``: nobody chose this folder, so it is ours to remove, whoever made it.
-        """
+        """The results in ``folder``, emptied if of another ``fingerprint``; a ``default`` folder is ours to remove."""
         check_folder(folder)
         folder = Path(os.path.realpath(folder))
-        stages = cls(folder, processes)
         with _disk_errors(folder):
             made = default or not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            stages._lock = _lock(folder)
+            lock = _lock(folder)
             found, wanted = _read_state(folder), json.loads(json.dumps(fingerprint))
             before = found.get("fingerprint", {})
-            stages._state = {"fingerprint": wanted, "made folder": made or found.get("made folder", False)}
+            state = {"fingerprint": wanted, "made folder": made or found.get("made folder", False)}
+            stages = cls(folder, processes, lock, state)
             if before != wanted:
                 remove_files(folder, [name for name in entries(folder) if name != "lock"], keep=True)
                 # After the results are gone: a kill in between leaves an empty folder, never a wrong result.
-                write_file(folder / "state.json", json.dumps(stages._state, indent=1).encode())
+                stages._write("state.json", json.dumps(state).encode())
         changed = [name for name in {**wanted, **before} if before.get(name) != wanted.get(name)]
         if found and changed:
             words = (f"{name}: was {before.get(name)!r:.60}, is {wanted.get(name)!r:.60}" for name in changed)
@@ -92,15 +82,16 @@ class Stages:
 
     def mark_bundle(self, manifest_sha256: str) -> None:
         """Note which bundle is about to be renamed to its place."""
+        self._write("state.json", json.dumps({**self.state, "bundle": manifest_sha256}).encode())
+
+    def _write(self, name: str, content: bytes) -> None:
         if self.folder is not None:
             with _disk_errors(self.folder):
-                content = {**self._state, "bundle": manifest_sha256}
-                write_file(self.folder / "state.json", json.dumps(content, indent=1).encode())
+                write_file(self.folder / name, content)
 
     def close(self) -> None:
-        """Let other processes have the folder; what is saved stays."""
-        if self._lock is not None:
-            self._lock.close()
+        if self.lock is not None:
+            self.lock.close()
 
 
 NO_STATE = Stages()
@@ -109,9 +100,7 @@ NO_STATE = Stages()
 def check_folder(folder: Path) -> None:
     """Raise UsageError unless `Stages.open` may use ``folder``; changes nothing."""
     real = Path(os.path.realpath(folder))
-    if os.path.lexists(real) and not real.is_dir():
-        raise UsageError(f"--work-dir {folder}: expected a folder, found a file")
-    foreign = [name for name in entries(real) if not _OWN.fullmatch(name)]
+    foreign = [one for one in entries(real) if not re.fullmatch(r"lock|(state\.json|[\w.-]+\.stage)(\.partial)?", one)]
     if foreign:
         raise UsageError(f"--work-dir {folder}: expected an empty folder or a state, found {foreign[0]!r:.200}")
     require_writable(real, f"--work-dir {folder}", "choose another --work-dir")
@@ -120,12 +109,18 @@ def check_folder(folder: Path) -> None:
 def remove_state(folder: Path, *, default: bool) -> None:
     """Delete a state, if there is one, and its folder if we made it; ``default`` as in `Stages.open`."""
     check_folder(folder)
-    if not folder.exists():
-        return
     folder = Path(os.path.realpath(folder))
-    with closing(_lock(folder)):
-        keep = not (default or _read_state(folder).get("made folder", False))
-        remove_files(folder, entries(folder), last=("lock", "state.json"), keep=keep)
+    if folder.exists():
+        with _lock(folder):
+            keep = not (default or _read_state(folder).get("made folder", False))
+            remove_files(folder, entries(folder), last=("lock", "state.json"), keep=keep)
+
+
+def placed_bundle(folder: Path, out: Path) -> dict[str, Any] | None:
+    """The fingerprint of the bundle at ``out``, if an interrupted run with this state put it there."""
+    state = _read_state(folder)
+    placed = "bundle" in state and (out / MANIFEST).is_file() and state["bundle"] == file_digest(out / MANIFEST)
+    return state["fingerprint"] if placed else None
 
 
 def _lock(folder: Path) -> IO[str]:
@@ -133,17 +128,7 @@ def _lock(folder: Path) -> IO[str]:
     return lock_file(folder / "lock", UsageError(busy))
 
 
-def placed_bundle(folder: Path, out: Path) -> dict[str, Any] | None:
-    """The fingerprint of the bundle at ``out``, if an interrupted run with this state put it there."""
-    state = _read_state(folder)
-    try:
-        return state["fingerprint"] if state.get("bundle") == file_digest(out / MANIFEST) else None
-    except OSError:
-        return None
-
-
-def _digest(name: str, data: bytes) -> bytes:
-    # The name is in the digest: a file that was renamed counts as damaged too.
+def _digest(name: str, data: bytes) -> bytes:  # with the name: a file that was renamed counts as damaged too
     return hashlib.sha256(name.encode() + b"\0" + data).hexdigest().encode()
 
 
@@ -164,5 +149,5 @@ def _disk_errors(folder: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             advice = "free some space and run the same command again: everything computed before is kept"
             raise ResourceError(f"the disk of {folder} is full; {advice}") from error
-        why = f"cannot be written ({error.strerror})"
-        raise UsageError(f"--work-dir {folder}: {why}; choose another --work-dir") from error
+        why = f"cannot be written ({error.strerror}); choose another --work-dir"
+        raise UsageError(f"--work-dir {folder}: {why}") from error

@@ -1,4 +1,4 @@
-"""Runs conversions that are killed, see test_converter_resume.py.
+"""Runs conversions that are killed, see test_converter_state.py.
 
 One process imports everything and forks a child per attempt, so that an attempt costs a conversion and not the imports.
 Whenever something reaches the disk (fsync, replace, rename, unlink, mkdir, rmdir) a child passes two points, before and

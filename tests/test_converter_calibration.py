@@ -15,8 +15,6 @@ from tokenizers import processors
 
 from wisparse.converter import calibration, documents
 from wisparse.converter.calibration import (
-    CalibrationTokens,
-    _draw,
     _Row,
     conversation_renderer,
     describe_spec,
@@ -100,13 +98,6 @@ def test_text_that_just_suffices(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x" * 126)
     with pytest.raises(CalibrationError, match=r"2 samples of 64 tokens need 128 tokens, found 126"):
         load_calibration(str(tmp_path / "a.txt"), tokenizer, num_samples=2, seq_len=64)
-
-
-def test_digest_depends_on_ids_and_shape() -> None:
-    tokens = CalibrationTokens.from_rows([[1, 2, 3, 4]], "x", 0)
-    assert tokens.digest != CalibrationTokens.from_rows([[1, 2], [3, 4]], "x", 0).digest
-    assert tokens.digest != CalibrationTokens.from_rows([[1, 2, 3, 5]], "x", 0).digest
-    assert tokens.digest == CalibrationTokens.from_rows([[1, 2, 3, 4]], "y", 1).digest
 
 
 # ---------------------------------------------------------------------- sources
@@ -409,12 +400,3 @@ def test_a_row_forces_openings_and_takes_what_is_drawn(
 ) -> None:
     row = _Row(32, {ends}, question, answer)
     assert [row.accept(token) for token in drawn] == written
-
-
-def test_draws_follow_the_probabilities() -> None:
-    logits = torch.tensor([[0.1, 0.2, 0.7]]).log().expand(6000, 3)
-    row = _Row(8, set(), [BOS], None, torch.Generator().manual_seed(0))
-    row.free = 99  # far from the opening: temperature 1
-    drawn = torch.tensor(_draw(logits, [row] * 6000))
-    shares = torch.bincount(drawn, minlength=3) / 6000
-    assert torch.allclose(shares, torch.tensor([0.1, 0.2, 0.7]), atol=0.02)

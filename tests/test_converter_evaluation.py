@@ -53,9 +53,6 @@ def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return make_bundle(example_model, tmp_path_factory.mktemp("evaluation") / "half", 0.5)
 
 
-# ---------------------------------------------------------------------- policies
-
-
 def test_unknown_policy() -> None:
     with pytest.raises(UsageError, match="expected one of dense, half, all, found 'most'"):
         evaluate_text(stand_in(1.0), sequences(3), ["most"])
@@ -67,9 +64,6 @@ def test_half_goes_by_each_sequences_own_length() -> None:
     calls: list[tuple[int, int]] = []
     evaluate_text(stand_in(1.0, calls), sequences(5, 8, 1), ["half"])
     assert calls == [(5, 5), (5, 3), (8, 8), (8, 4), (1, 1), (1, 1)]
-
-
-# ---------------------------------------------------------------------- text
 
 
 def test_figures_by_hand() -> None:
@@ -144,32 +138,15 @@ def test_a_buffer_that_the_next_call_overwrites_is_no_trap() -> None:
 
 
 def test_another_reference() -> None:
-    texts = sequences(20, 30)
-    found = evaluate_text(stand_in(0.5), texts, ["half", "all"], reference=stand_in(0.0))
-    assert found == evaluate_text(stand_in(0.5), texts, ["half", "all"])
-    assert (
-        evaluate_text(stand_in(0.5), texts, ["all"], reference=lambda ids, _: stand_in(0.5)(ids, 0))["all"].sparse.kl
-        == 0
-    )
+    texts, model = sequences(20, 30), stand_in(0.5)
+    assert evaluate_text(model, texts, reference=stand_in(0.0)) == evaluate_text(model, texts)
+    assert evaluate_text(model, texts, ["all"], reference=lambda ids, _: model(ids, 0))["all"].sparse.kl == 0
 
 
 def test_realised_sparsity_is_weighted_by_tokens() -> None:
-    class Counter:
-        def __init__(self) -> None:
-            self.length = 0
-
-        def logits(self, ids: Tensor, start: int) -> Tensor:
-            self.length = len(ids)
-            return stand_in(0.1)(ids, start)
-
-        def measure_sparsity(self, enabled: bool) -> None:
-            pass
-
-        def realised_sparsity(self) -> float | None:
-            return {10: 0.2, 30: 0.6}[self.length]
-
-    counter = Counter()
-    found = evaluate_text(counter.logits, sequences(10, 30), ["all"], counter=counter)
+    shares = iter([0.2, 0.6])
+    counter = SimpleNamespace(measure_sparsity=lambda enabled: None, realised_sparsity=lambda: next(shares))
+    found = evaluate_text(stand_in(0.1), sequences(10, 30), ["all"], counter=counter)
     assert found["all"].realised_sparsity == pytest.approx(0.5)
     assert found["all"].realised_range == (0.2, 0.6)
 
@@ -242,32 +219,38 @@ def test_runtime_and_transformers_give_the_same_quality(bundle: Path, example_mo
             assert ours[policy].realised_sparsity == pytest.approx(theirs.realised_sparsity, abs=1e-4)
 
 
-def test_same_text() -> None:
-    calibration = SimpleNamespace(digest="sha256:a", source="corpus", seed=0)
-    assert "very tokens" in str(same_text("sha256:a", "other", 5, calibration))
-    assert "name and seed" in str(same_text("sha256:b", "corpus", 0, calibration))
-    assert "has the name of" in str(same_text("sha256:b", "corpus", 1, calibration))
-    assert same_text("sha256:b", "other", 0, calibration) is None
-    written = SimpleNamespace(digest="sha256:a", source="self", seed=0)
-    assert "this seed (0)" in str(same_text("sha256:b", "self", 0, written))
-    assert same_text("sha256:b", "self", 1, written) is None
+@pytest.mark.parametrize(
+    ("calibrated", "digest", "source", "seed", "words"),
+    [
+        ("corpus", "sha256:a", "other", 5, "very tokens"),
+        ("corpus", "sha256:b", "corpus", 0, "name and seed"),
+        ("corpus", "sha256:b", "corpus", 1, "has the name of"),
+        ("corpus", "sha256:b", "other", 0, "None"),
+        ("self", "sha256:b", "self", 0, "this seed (0)"),
+        ("self", "sha256:b", "self", 1, "None"),
+    ],
+)
+def test_same_text(calibrated: str, digest: str, source: str, seed: int, words: str) -> None:
+    calibration = SimpleNamespace(digest="sha256:a", source=calibrated, seed=0)
+    assert words in str(same_text(digest, source, seed, calibration))
 
 
 # ---------------------------------------------------------------------- the command
 
 
-def call(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+def call(capsys: pytest.CaptureFixture[str], *args: object, code: int = 0) -> tuple[str, str]:
+    """What a command prints to its two streams; it exits with ``code``."""
     with pytest.raises(SystemExit) as exit_info:
         main(["eval", *(str(arg) for arg in args)])
     out, err = capsys.readouterr()
-    return int(exit_info.value.code or 0), out, err
+    assert int(exit_info.value.code or 0) == code, err
+    return out, err
 
 
 def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]) -> None:
     text = stdlib_files["evaluation"][0]
     shape = ("--num-samples", 2, "--seq-len", 64, "--backend", "torch", "--dtype", "float32")
-    code, out, err = call(capsys, bundle, "--text", text, *shape, "--json")
-    assert code == 0, err
+    out, _ = call(capsys, bundle, "--text", text, *shape, "--json")
     document = json.loads(out)
     assert document["text"]["source"] == text.name
     (row,) = document["bundles"]
@@ -279,8 +262,7 @@ def test_command_on_text(bundle: Path, stdlib_files: dict[str, list[Path]], caps
         assert found["overall"]["num_tokens"] == 128
         assert found["realised_sparsity"] == pytest.approx(0.5, abs=0.15)
         assert 0.01 < found["sparse"]["kl"] < 3
-    code, out, err = call(capsys, "--compare", bundle, bundle, "--text", text, *shape, "--prefill", "all")
-    assert code == 0, err
+    out, _ = call(capsys, "--compare", bundle, bundle, "--text", text, *shape, "--prefill", "all")
     kl = f"{document['bundles'][0]['quality']['all']['sparse']['kl']:.4f}"
     assert out.count(kl) == 4  # two rows, in two columns: under `all` every token is sparse
     assert "At 50% sparsity (every token sparse), KL" in out
@@ -292,19 +274,16 @@ def test_command_measures_every_level_or_the_one_asked_for(
     levels = make_bundle(example_model, tmp_path / "levels", 0.3, 0.6)
     shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", 48, "--prefill", "all")
     shape = (*shape, "--backend", "torch", "--dtype", "float32")
-    code, out, err = call(capsys, levels, *shape, "--json")
-    assert code == 0, err
+    out, _ = call(capsys, levels, *shape, "--json")
     low, high = json.loads(out)["bundles"]
     assert (low["sparsity"], high["sparsity"]) == (0.3, 0.6)
     kl = [row["quality"]["all"]["sparse"]["kl"] for row in (low, high)]
     assert 3 * kl[0] < kl[1]
     assert all(row["quality"]["all"]["sparse"]["kl_stderr"] > 0 for row in (low, high))
-    code, out, err = call(capsys, levels, *shape, "--sparsity", 0.3, "--json")
-    assert code == 0, err
+    out, _ = call(capsys, levels, *shape, "--sparsity", 0.3, "--json")
     (alone,) = json.loads(out)["bundles"]
     assert alone == low, "a sparsity level that was switched to is the sparsity level that was loaded"
-    code, out, err = call(capsys, levels, *shape)
-    assert code == 0, err
+    out, _ = call(capsys, levels, *shape)
     assert [f"{one:.4f} ± " in out for one in kl] == [True, True]
 
 
@@ -312,11 +291,9 @@ def test_command_tells_rounding_from_masks(
     bundle: Path, stdlib_files: dict[str, list[Path]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = ("--text", stdlib_files["evaluation"][0], "--num-samples", 2, "--seq-len", 64, "--dtype", "float32")
-    code, out, err = call(capsys, bundle, *shape, "--weights", "int8", "--json")
-    assert code == 0, err
+    out, _ = call(capsys, bundle, *shape, "--weights", "int8", "--json")
     (row,) = json.loads(out)["bundles"]
-    code, out, err = call(capsys, bundle, *shape, "--json")
-    assert code == 0, err
+    out, _ = call(capsys, bundle, *shape, "--json")
     (native,) = json.loads(out)["bundles"]
     assert "alone" not in native
     assert row["alone"]["masks"] == native["quality"]
@@ -331,15 +308,13 @@ def test_command_tells_rounding_from_masks(
         assert rounded["dense_perplexity"] == masked["dense_perplexity"] == both["dense_perplexity"]
         assert rounded["num_tokens"] == masked["num_tokens"] == both["num_tokens"]
         assert row["alone"]["int8"][policy]["realised_sparsity"] is None
-    code, out, err = call(capsys, bundle, *shape, "--weights", "int8", "--prefill", "all")
-    assert code == 0, err
+    out, _ = call(capsys, bundle, *shape, "--weights", "int8", "--prefill", "all")
     for label in ("all, int8 alone", "all, masks alone", "all, int8 and masks"):
         assert label in out
 
 
 def test_command_lets_the_model_write_the_text(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = call(capsys, bundle, "--num-samples", 2, "--seq-len", 16, "--prefill", "all", "--backend", "torch")
-    assert code == 0, err
+    out, _ = call(capsys, bundle, "--num-samples", 2, "--seq-len", 16, "--prefill", "all", "--backend", "torch")
     assert "2 x 16 tokens of self, seed 1" in out
 
 
@@ -351,8 +326,8 @@ def test_command_refuses(bundle: Path, capsys: pytest.CaptureFixture[str], tmp_p
         ((bundle, "--tasks", " , "), "expected names"),
         ((bundle, "--text", tmp_path / "missing.txt"), "no such file"),
     ):
-        code, out, err = call(capsys, *args)
-        assert (code, out) == (2, "")
+        out, err = call(capsys, *args, code=2)
+        assert out == ""
         assert message in err
         assert "Traceback" not in err
 
@@ -361,6 +336,5 @@ def test_command_warns_about_the_calibration_text(bundle: Path, capsys: pytest.C
     calibration = Bundle.open(bundle).recipe.calibration
     assert calibration.source == "self"
     shape = ("--num-samples", 1, "--seq-len", 16, "--backend", "torch")
-    code, _, err = call(capsys, bundle, "--text", "self", *shape, "--seed", calibration.seed)
-    assert code == 0
+    _, err = call(capsys, bundle, "--text", "self", *shape, "--seed", calibration.seed)
     assert "warning: half: the model wrote the calibration text with this seed" in err

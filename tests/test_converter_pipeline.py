@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,12 +19,14 @@ from tiny_bundle import CLASSES, tiny_config, write_tiny_model
 
 from wisparse.cli import convert_main
 from wisparse.converter import pipeline, settings
+from wisparse.converter.measurement import Budget
 from wisparse.converter.pipeline import convert
 from wisparse.converter.search import search as search_module
-from wisparse.converter.source import small_digests, weight_digests
+from wisparse.converter.search.search import SparsityLevels
+from wisparse.converter.source import small_digests
 from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import ResourceError, UnsupportedModelError, UploadError, UsageError
+from wisparse.formats.errors import UnsupportedModelError, UploadError, UsageError
 
 FAST: dict[str, Any] = {
     "sparsity": 0.5,
@@ -60,10 +63,38 @@ def digests(bundle: Path) -> dict[str, str]:
     return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def run_command(*arguments: object) -> int:
     with pytest.raises(SystemExit) as exit_:
         convert_main([str(argument) for argument in arguments])
     return int(exit_.value.code or 0)
+
+
+def interrupt(target: str, model: Path, out: Path, **settings: Any) -> None:
+    """A conversion that ends where ``target`` would be called."""
+
+    def stop(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(target, stop)
+        with pytest.raises(KeyboardInterrupt):
+            convert(model, out, **FAST | settings)
+
+
+def zero_a_tenth_of_the_weights(model: Path) -> None:
+    """In the middle of every block weight: sizes, names, times and both ends of each tensor stay what they were."""
+    file = model / "model.safetensors"
+    times, tensors = os.stat(file), load_file(file)
+    for name, tensor in tensors.items():
+        if ".layers." in name and tensor.dim() == 2:
+            flat = tensor.view(-1)
+            flat[flat.numel() // 4 : flat.numel() // 4 + flat.numel() // 10] = 0
+    save_file(tensors, file, {"format": "pt"})
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
 
 
 # ---------------------------------------------------------------------- what is written
@@ -76,10 +107,8 @@ def test_every_architecture_converts(model_type: str, tmp_path: Path) -> None:
     verify_bundle(folder)
     bundle = Bundle.open(folder)
     recipe = bundle.recipe
-    assert recipe.base_model == "tiny"
-    assert recipe.base_revision is None
-    assert recipe.calibration.source == "self"
-    assert recipe.calibration.num_tokens == 2 * 15
+    assert (recipe.base_model, recipe.base_revision) == ("tiny", None)
+    assert (recipe.calibration.source, recipe.calibration.num_tokens) == ("self", 2 * 15)
     sizes = [projection.num_parameters for projection in bundle.config.projections()]
     mean = sum(n * entry.sparsity for n, entry in zip(sizes, recipe.projections, strict=True)) / sum(sizes)
     assert mean == pytest.approx(0.5, abs=1e-6)
@@ -87,17 +116,14 @@ def test_every_architecture_converts(model_type: str, tmp_path: Path) -> None:
     assert all(torch.equal(bundle.checkpoint.tensor(name), dense.tensor(name)) for name in bundle.checkpoint.tensors)
 
 
-def test_default_search_end_to_end(model: Path, out: Path) -> None:
+def test_default_search_and_no_sparsity(model: Path, out: Path) -> None:
     recipe = Bundle.open(convert(model, out, num_samples=2, seq_len=16, device="cpu", sparsity=0.4)).recipe
     assert recipe.method == "wisparse"
     assert recipe.search["settings"]["search"] == "refine"
     assert recipe.sparsity == 0.4
     assert len({entry.sparsity for entry in recipe.projections}) > 1
-
-
-def test_sparsity_zero_is_dense(model: Path, out: Path) -> None:
-    bundle = Bundle.open(convert(model, out, **FAST | {"sparsity": 0.0}))
-    assert {mask.threshold for mask in bundle.masks.values()} == {0.0}
+    dense = Bundle.open(convert(model, out.with_name("dense"), **FAST | {"sparsity": 0.0}))
+    assert {mask.threshold for mask in dense.masks.values()} == {0.0}
 
 
 def test_same_seed_same_bytes_whatever_is_shown(
@@ -113,19 +139,15 @@ def test_same_seed_same_bytes_whatever_is_shown(
     assert digests(convert(model, tmp_path / "third", **FAST, seed=4)) != first
 
 
-def test_nothing_of_this_machine_is_in_the_bundle(model: Path, out: Path, tmp_path: Path) -> None:
+def test_nothing_of_this_machine_is_in_the_bundle_and_nothing_else_stays(
+    model: Path, out: Path, tmp_path: Path
+) -> None:
     text = tmp_path / "text.txt"
     text.write_text("a text to calibrate on, long enough. " * 30)
     convert(model, out, **FAST, calibration=text)
-    for path in out.rglob("*"):
-        if path.is_file():
-            assert str(tmp_path).encode() not in path.read_bytes(), path.name
+    assert all(str(tmp_path).encode() not in path.read_bytes() for path in out.rglob("*") if path.is_file())
     assert Bundle.open(out).recipe.calibration.source == "text.txt"
-
-
-def test_nothing_but_the_bundle_stays(model: Path, out: Path) -> None:
-    convert(model, out, **FAST)
-    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+    assert names(out.parent) == ["bundle"]
 
 
 def test_dtype_and_shards(model: Path, out: Path) -> None:
@@ -142,47 +164,42 @@ def test_command_prints_what_it_did(model: Path, out: Path, capsys: pytest.Captu
     assert run_command(model, "-o", out, *FLAGS) == 0
     shown = capsys.readouterr()
     assert f"wisparse generate {out}" in shown.out
-    shown_words = " ".join(shown.out.split())
-    assert "50.0% asked for" in shown_words
-    assert "by passage). On text of another kind expect" in shown_words
-    assert "that the model wrote, not what it was calibrated on; other text gives other figures" in shown_words
-    card = (out / "README.md").read_text()
-    assert "by passage). On text of another kind expect" in card
+    for text in (" ".join(shown.out.split()), (out / "README.md").read_text()):
+        assert "by passage). On text of another kind expect" in text
+    words = " ".join(shown.out.split())
+    assert "50.0% asked for" in words
+    assert "that the model wrote, not what it was calibrated on; other text gives other figures" in words
     assert shown.err == ""  # no progress bars where there is no terminal
 
 
-def test_command_prints_json(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_command(model, "-o", out, "--json", *FLAGS) == 0
+def test_command_prints_json_and_names_the_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_command(model, "--json", *FLAGS, "--sparsity", "0.4") == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["bundle"] == str(out)
-    assert document["realised_sparsity"] == pytest.approx(0.5, abs=0.05)
+    assert document["bundle"] == "tiny-wisparse-40"
+    assert Bundle.open(tmp_path / "tiny-wisparse-40").recipe.sparsity == 0.4
+    assert document["realised_sparsity"] == pytest.approx(0.4, abs=0.05)
     assert document["recipe"]["base_model"] == "tiny"
     assert document["seconds"]["Writing the bundle"] >= 0
-
-
-def test_default_folder_is_named_after_the_model(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert run_command(model, *FLAGS, "--sparsity", "0.4") == 0
-    assert Bundle.open(tmp_path / "tiny-wisparse-40").recipe.sparsity == 0.4
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["--sparsity", "0.96"], 2, "0 to 0.95"),
         (["--sparsity", "much"], 2, "several with commas between"),
+        (["--sparsity", ""], 2, "several with commas between"),
+        (["--sparsity", "0.3,0.96"], 2, "0 to 0.95"),
+        (["--sparsity", "0.3,0.3"], 2, "different numbers"),
+        (["--sparsity", "0.3,0.4", "--default", "0.5"], 2, "--default: expected one of the sparsities 0.3, 0.4"),
+        (["--sparsity", ",".join(f"0.{i}" for i in range(10, 27))], 2, "at most 16 of them"),
+        (["--max-kl", "0.1"], 2, "--max-kl finds the sparsity, so there is none to give: leave --sparsity out"),
         (["--method", "wisparce"], 2, "wisparce"),
         (["--calibration", "nothing-here.txt"], 2, "no such file or folder"),
         (["--calibration", "no/such-data"], 4, "no/such-data"),
         (["--num-generations", "5"], 2, "--search paper"),
         (["-v", "-q"], 2, "exclude"),
-        (["--sparsity", "0.3,0.3"], 2, "different numbers"),
-        (["--sparsity", "0.3,0.4", "--default", "0.5"], 2, "--default: expected one of the sparsities 0.3, 0.4"),
-        (["--sparsity", "0.3,0.96"], 2, "0 to 0.95"),
-        (["--sparsity", ",".join(f"0.{i}" for i in range(10, 27))], 2, "at most 16 of them"),
-        (["--sparsity", ""], 2, "several with commas between"),
-        (["--max-kl", "0.1"], 2, "--max-kl finds the sparsity, so there is none to give: leave --sparsity out"),
-        (["--min-top1", "0.9"], 2, "leave --sparsity out"),
         (["--device", "cuda:77"], 2, "CUDA"),
         (["--upload-repo", "no-owner"], 2, "USER/NAME"),
     ],
@@ -216,13 +233,13 @@ def test_interrupt_says_how_to_go_on(
     error = capsys.readouterr().err
     assert f"finished stages are kept; go on with: wisparse-convert {model} -o {out}" in error
     assert "Traceback" not in error
-    assert [path.name for path in out.parent.iterdir()] == ["bundle.work"]
+    assert names(out.parent) == ["bundle.work"]
     monkeypatch.undo()
     assert run_command(model, "-o", out, *FLAGS) == 0
-    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+    assert names(out.parent) == ["bundle"]
 
 
-# ---------------------------------------------------------------------- several sparsities
+# ---------------------------------------------------------------------- several sparsities, and budgets
 
 
 def test_several_sparsities_are_levels_of_one_bundle(
@@ -238,17 +255,15 @@ def test_several_sparsities_are_levels_of_one_bundle(
     verify_bundle(out)
     assert bundle.recipe.sparsities == (0.3, 0.4, 0.5), "what most people want, without being asked"
     assert bundle.recipe.default == document["sparsity"] == 0.4
-    assert [level["sparsity"] for level in document["levels"]] == [0.3, 0.4, 0.5]
-    assert [level["sparsity"] for level in bundle.recipe.search["levels"]] == [0.3, 0.4, 0.5]
+    for levels in (document["levels"], bundle.recipe.search["levels"]):
+        assert [level["sparsity"] for level in levels] == [0.3, 0.4, 0.5]
     assert len(drawn) == 1, "what no sparsity decides is measured once"
     sizes = [projection.num_parameters for projection in bundle.config.projections()]
     for level in bundle.recipe.levels:
         mean = sum(n * entry.sparsity for n, entry in zip(sizes, level.projections, strict=True)) / sum(sizes)
         assert mean == pytest.approx(level.sparsity, abs=1e-6)
-        masks = bundle.at(level.sparsity).masks
-        assert {entry.name: entry.threshold for entry in level.projections} == pytest.approx(
-            {name: mask.threshold for name, mask in masks.items()}
-        )
+        thresholds = {name: mask.threshold for name, mask in bundle.at(level.sparsity).masks.items()}
+        assert {entry.name: entry.threshold for entry in level.projections} == pytest.approx(thresholds)
     report = json.loads((out / "conversion_report.json").read_text())
     card = (out / "README.md").read_text()
     for level in report["levels"]:
@@ -271,24 +286,62 @@ def test_the_default_level(model: Path, out: Path, capsys: pytest.CaptureFixture
     assert one.default_of([0.0, 0.5]) == 0.5
 
 
-def test_levels_go_on_where_they_stopped(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    levels = FAST | {"sparsity": [0.3, 0.5]}
-    expected = digests(convert(model, out.with_name("expected"), **levels))
-    original, asked = search_module.SparsityLevels.at, []
+def test_what_a_budget_is_spent_on() -> None:
+    assert Budget(max_kl=0.02).spent(0.03, 0.0) == pytest.approx(1.5)
+    assert Budget(min_top1=0.95).spent(9.0, 0.97) == pytest.approx(0.6)
+    assert Budget(0.02, 0.95).spent(0.01, 0.9) == pytest.approx(2.0)
+    assert Budget(0.0).spent(0.0, 1.0) == 0.0
+    assert Budget(min_top1=1.0).spent(0.0, 0.99) == math.inf
 
-    def second_fails(self: Any, sparsity: float) -> Any:
+
+def test_max_kl_writes_the_sparsity_that_keeps_it(model: Path, out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command(model, "-o", out, "--max-kl", "5e-3", "--json", *FLAGS[2:]) == 0
+    document = json.loads(capsys.readouterr().out)
+    choice, recipe = document["choice"], Bundle.open(out).recipe
+    assert recipe.sparsities == (choice["sparsity"],) == (document["sparsity"],)
+    assert recipe.search["budget"] == {"max_kl": 5e-3, "min_top1": None, **choice}
+    kl = {one["sparsity"]: one["kl"] for one in choice["tried"]}
+    assert kl[recipe.sparsity] <= 5e-3
+    assert kl[recipe.sparsity] >= 0.98 * 5e-3 or min(kl[one] for one in kl if one > recipe.sparsity) > 5e-3
+    report = json.loads((out / "conversion_report.json").read_text())
+    beside = [point["sparsity"] for point in report["quality_against_sparsity"]]
+    expected = [recipe.sparsity - 0.05, recipe.sparsity, recipe.sparsity + 0.05]
+    assert beside == pytest.approx(expected), "what a bit less and a bit more would cost"
+
+
+def test_a_budget_that_nothing_keeps_says_what_is_best(
+    model: Path, out: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(model, "-o", out, "--max-kl", "1e-12", "--min-top1", "0.5", *FLAGS[2:]) == 2
+    said = capsys.readouterr().err
+    assert "--max-kl 1e-12 and --min-top1 0.5: no sparsity from 5% on keeps that; the best is KL " in said
+    assert "Traceback" not in said
+    assert not out.exists()
+
+
+def test_a_killed_choice_goes_on_and_tries_nothing_twice(
+    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = [model, "--max-kl", "5e-3", "-q", *FLAGS[2:]]
+    original: Any = SparsityLevels.at
+    asked: list[float] = []
+
+    def counted(self: SparsityLevels, sparsity: float) -> Any:
         asked.append(sparsity)
-        if len(asked) == 2:
+        if killed and len(asked) == 3:
             raise KeyboardInterrupt
         return original(self, sparsity)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(search_module.SparsityLevels, "at", second_fails)
-        with pytest.raises(KeyboardInterrupt):
-            convert(model, out, **levels)
-    assert asked == [0.5, 0.3]
-    assert digests(convert(model, out, **levels)) == expected
-    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle", "expected"]
+    monkeypatch.setattr(SparsityLevels, "at", counted)
+    killed = False
+    assert run_command(*wanted, "-o", out.with_name("whole")) == 0
+    whole, asked, killed = asked, [], True
+    assert run_command(*wanted, "-o", out) == 130
+    first, asked, killed = asked, [], False
+    assert run_command(*wanted, "-o", out) == 0
+    assert first == whole[:3]
+    assert asked == whole
+    assert digests(out) == digests(out.with_name("whole"))
 
 
 # ---------------------------------------------------------------------- what goes wrong on the way
@@ -301,23 +354,6 @@ def test_nan_in_the_weights(model: Path, out: Path, capsys: pytest.CaptureFixtur
     assert run_command(model, "-o", out, *FLAGS) == 3
     assert "model.layers.0.mlp.up_proj.weight" in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_disk_full_while_writing_keeps_the_search(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = digests(convert(model, out.with_name("expected"), **FAST))
-
-    def full(*_: Any, **__: Any) -> None:
-        raise ResourceError("the disk is full")
-
-    monkeypatch.setattr(pipeline, "write_bundle", full)
-    with pytest.raises(ResourceError):
-        convert(model, out, **FAST)
-    monkeypatch.undo()
-    assert not out.exists()
-    computed = []
-    monkeypatch.setattr(pipeline, "load_calibration", lambda *_: computed.append(1))
-    assert digests(convert(model, out, **FAST)) == expected
-    assert not computed, "the calibration text came from the state"
 
 
 def test_disk_full_in_mid_search(
@@ -338,114 +374,57 @@ def test_disk_full_in_mid_search(
     assert (out.with_name("bundle.work") / "calibration.stage").exists()
 
 
-def test_changed_setting_starts_over_and_says_which(
-    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, "(finished: calibration, level-0.5)"),
+        ({"report": "brief"}, "(finished: calibration, level-0.5)"),  # what auto is on a CPU
+        ({"report": "full"}, "starting over, because this differs from the interrupted run: full report: was False"),
+        ({"sparsity": 0.3}, "sparsity: was [0.5], is [0.3]"),
+        ("weights", "starting over, because this differs from the interrupted run: model.safetensors: was"),
+        ("damage", "the state of stage level-0.5 is damaged and will be computed again"),
+    ],
+)
+def test_an_interrupted_run_goes_on_or_starts_over(
+    change: str | dict[str, Any],
+    words: str,
+    model: Path,
+    out: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    expected = digests(convert(model, out.with_name("expected"), **FAST | {"sparsity": 0.3}))
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "_search", stop)
-    with pytest.raises(KeyboardInterrupt):
-        convert(model, out, **FAST | {"sparsity": 0.4})
-    monkeypatch.undo()
+    """Everything that the bundle's bytes depend on has to be as it was; the end is that of an undisturbed run."""
+    interrupt("wisparse.converter.pipeline.write_bundle", model, out)
+    changed = FAST | change if isinstance(change, dict) else FAST
+    if change == "weights":
+        zero_a_tenth_of_the_weights(model)
+    elif change == "damage":
+        for path in out.with_name("bundle.work").rglob("*.stage"):
+            path.write_bytes(path.read_bytes()[:-1])
+    expected = digests(convert(model, out.with_name("undisturbed"), **changed))
+    if "finished" in words:
+        monkeypatch.setattr(pipeline, "write_calibration", None)
+        monkeypatch.setattr(search_module, "Run", None)
     with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST | {"sparsity": 0.3})
-    assert "sparsity: was [0.4], is [0.3]" in caplog.text
+        convert(model, out, **changed)
+    assert words in caplog.text
     assert digests(out) == expected
-
-
-@pytest.mark.parametrize("damage", ["one", "all"])
-def test_damaged_state_is_computed_again(
-    damage: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    expected = digests(convert(model, out.with_name("expected"), **FAST))
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(pipeline, "write_bundle", stop)
-    with pytest.raises(KeyboardInterrupt):
-        convert(model, out, **FAST)
-    monkeypatch.undo()
-    units = sorted(out.with_name("bundle.work").rglob("*.stage"))
-    assert len(units) >= 2
-    for path in units if damage == "all" else units[:1]:
-        path.write_bytes(path.read_bytes()[:-1])
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST)
-    assert caplog.text.count("damaged") >= 1
-    assert digests(out) == expected
-
-
-def interrupt_writing(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> None:
-    """A conversion that ends where the bundle would be written: everything else is in its state."""
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "write_bundle", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(model, out, **FAST, **settings)
-
-
-def zero_a_tenth_of_the_weights(model: Path) -> None:
-    """In the middle of every block weight: sizes, names and both ends of each tensor stay what they were."""
-    tensors = load_file(model / "model.safetensors")
-    for name, tensor in tensors.items():
-        if ".layers." in name and tensor.dim() == 2:
-            flat = tensor.view(-1)
-            flat[flat.numel() // 4 : flat.numel() // 4 + flat.numel() // 10] = 0
-    save_file(tensors, model / "model.safetensors", {"format": "pt"})
-
-
-def test_other_weights_after_a_kill_start_over(
-    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    interrupt_writing(model, out, monkeypatch)
-    times = os.stat(model / "model.safetensors")
-    zero_a_tenth_of_the_weights(model)
-    os.utime(model / "model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
-    expected = digests(convert(model, out.with_name("undisturbed"), **FAST))
-    with caplog.at_level(logging.WARNING, "wisparse"):
-        convert(model, out, **FAST)
-    assert "starting over, because this differs from the interrupted run: model.safetensors: was" in caplog.text
-    assert digests(out) == expected
+    assert names(out.parent) == ["bundle", "undisturbed"]
 
 
 def test_every_file_of_the_source_counts(model: Path, tmp_path: Path) -> None:
     checkpoint = Checkpoint.open(model)
-    for name in ("chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "generation_config.json"):
-        (model / name).write_text("{}")
-    for name in ("LICENSE", "NOTICE.md", "README.md"):
-        (model / name).write_text("{}")
     (model / "additional_chat_templates").mkdir()
-    (model / "additional_chat_templates" / "tool.jinja").write_text("{}")
+    for name in ("chat_template.jinja", "vocab.json", "merges.txt", "added_tokens.json", "generation_config.json",
+                 "LICENSE", "NOTICE.md", "README.md", "additional_chat_templates/tool.jinja"):  # fmt: skip
+        (model / name).write_text("{}")
     before = small_digests(model, checkpoint.error)
     for path in sorted(path for path in model.rglob("*") if path.is_file() and path.suffix != ".safetensors"):
         content = path.read_bytes()
         path.write_bytes(content + b" ")
-        name = path.relative_to(model).as_posix()
-        assert {one for one, digest in small_digests(model, checkpoint.error).items() if before[one] != digest} == {
-            name
-        }
+        changed = {one for one, digest in small_digests(model, checkpoint.error).items() if before[one] != digest}
+        assert changed == {path.relative_to(model).as_posix()}
         path.write_bytes(content)
-
-
-def test_every_byte_of_the_weights_counts(model: Path) -> None:
-    file = model / "model.safetensors"
-    content = file.read_bytes()
-    before = weight_digests(Checkpoint.open(model))
-    for place in (len(content) - 1, len(content) // 2, len(content) - 5001, 10_001):
-        changed = bytearray(content)
-        changed[place] ^= 1
-        file.write_bytes(changed)
-        now = weight_digests(Checkpoint.open(model))
-        assert now["model.safetensors"] != before["model.safetensors"], place
-    file.write_bytes(content)
-    assert weight_digests(Checkpoint.open(model))["model.safetensors"] == before["model.safetensors"]
 
 
 def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,74 +442,52 @@ def test_a_source_that_changes_under_way_is_an_error(model: Path, out: Path, mon
 
 @pytest.mark.parametrize("changed", ["generation_config.json", "LICENSE"])
 def test_a_killed_overwrite_is_not_finished_by_the_old_bundle(
-    changed: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    changed: str, model: Path, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Old and new bundle share settings and recipe: only what the recipe does not speak of is another."""
     (model / changed).write_text('{"eos_token_id": 1}')
     convert(model, out, **FAST)
     (model / changed).write_text('{"eos_token_id": 2}')
-
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:  # all is written, the mark too, and nothing is in place
-        patched.setattr("wisparse.formats.folder._exchange", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(model, out, **FAST, overwrite=True)
+    # All is written, the mark too, and nothing is in place.
+    interrupt("wisparse.formats.folder._exchange", model, out, overwrite=True)
     assert (out / changed).read_text() == '{"eos_token_id": 1}'
     with caplog.at_level(logging.WARNING, "wisparse"):
         convert(model, out, **FAST, overwrite=True)
     assert "complete already" not in caplog.text
     assert (out / changed).read_text() == '{"eos_token_id": 2}'
-    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+    assert names(out.parent) == ["bundle"]
 
 
 def test_a_run_killed_after_the_swap_is_finished_by_the_next(
-    model: Path, out: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    model: Path, out: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "remove_state", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(model, out, **FAST)
+    interrupt("wisparse.converter.pipeline.remove_state", model, out)
     before = digests(out)
-    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle", "bundle.work"]
+    assert names(out.parent) == ["bundle", "bundle.work"]
     with caplog.at_level(logging.WARNING, "wisparse"):
         convert(model, out, **FAST)
     assert "was complete already" in caplog.text
     assert digests(out) == before
-    assert [path.name for path in out.parent.iterdir()] == ["bundle"]
+    assert names(out.parent) == ["bundle"]
     with pytest.raises(UsageError, match="already exists"):  # it is over
         convert(model, out, **FAST)
 
 
 @pytest.mark.parametrize("change", ["weights", "licence", "settings", "bundle"])
-def test_a_finished_bundle_of_something_else_is_not_taken(
-    change: str, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(pipeline, "remove_state", stop)
-        with pytest.raises(KeyboardInterrupt):
-            convert(model, out, **FAST)
-    settings: dict[str, Any] = {}
+def test_a_finished_bundle_of_something_else_is_not_taken(change: str, model: Path, out: Path) -> None:
+    interrupt("wisparse.converter.pipeline.remove_state", model, out)
+    changed = FAST | ({"dtype": "float16"} if change == "settings" else {})
     if change == "weights":
         zero_a_tenth_of_the_weights(model)
     elif change == "licence":
         (model / "LICENSE").write_text("of another kind")
-    elif change == "settings":
-        settings = {"dtype": "float16"}
-    else:
+    elif change == "bundle":
         (out / "generation_config.json").write_text("{}")
     with pytest.raises(UsageError, match="already exists"):
-        convert(model, out, **FAST, **settings)
-    expected = digests(convert(model, out.with_name("undisturbed"), **FAST, **settings))
-    assert digests(convert(model, out, **FAST, **settings, overwrite=True)) == expected
-    assert sorted(path.name for path in out.parent.iterdir()) == ["bundle", "undisturbed"]
+        convert(model, out, **changed)
+    expected = digests(convert(model, out.with_name("undisturbed"), **changed))
+    assert digests(convert(model, out, **changed, overwrite=True)) == expected
+    assert names(out.parent) == ["bundle", "undisturbed"]
 
 
 def test_a_symlinked_work_dir_stays_the_users(model: Path, out: Path, tmp_path: Path) -> None:
@@ -538,43 +495,32 @@ def test_a_symlinked_work_dir_stays_the_users(model: Path, out: Path, tmp_path: 
     (tmp_path / "link").symlink_to("scratch")
     convert(model, out, **FAST, work_dir=tmp_path / "link")
     assert (tmp_path / "link").is_symlink()
-    assert list((tmp_path / "scratch").iterdir()) == []
+    assert names(tmp_path / "scratch") == []
 
 
-def test_overwrite_replaces_only_after_success(model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overwrite_replaces_only_after_success(model: Path, out: Path) -> None:
     convert(model, out, **FAST, seed=1)
     before = digests(out)
-
-    def fail(*_: Any) -> None:
-        raise UnsupportedModelError("no")
-
-    monkeypatch.setattr(pipeline, "_search", fail)
-    with pytest.raises(UnsupportedModelError):
-        convert(model, out, **FAST, seed=2, overwrite=True)
+    interrupt("wisparse.converter.pipeline._search", model, out, seed=2, overwrite=True)
     assert digests(out) == before
-    monkeypatch.undo()
     convert(model, out, **FAST, seed=2, overwrite=True)
     assert digests(out) != before
 
 
-def test_failed_upload_keeps_the_bundle(
-    model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("works", [True, False])
+def test_upload(
+    works: bool, model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(folder: Path, repo: str, private: bool) -> str:
-        raise UploadError(f"the upload failed; repeat with: wisparse push {folder} {repo}")
+    def push(folder: Path, repo: str, private: bool) -> str:
+        assert (folder, repo, private) == (out, "me/it", True)
+        if not works:
+            raise UploadError(f"the upload failed; repeat with: wisparse push {folder} {repo}")
+        return "https://hub/me/it"
 
-    monkeypatch.setattr("wisparse.converter.preflight.check_write_access", lambda repo: None)
-    monkeypatch.setattr(pipeline, "push_bundle", fail)
-    assert run_command(model, "-o", out, "--upload-repo", "me/it", *FLAGS) == 7
-    assert f"wisparse push {out} me/it" in capsys.readouterr().err
-    verify_bundle(out)
-
-
-def test_upload(model: Path, out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    pushed = []
     monkeypatch.setattr("wisparse.converter.preflight.check_write_access", lambda repo: None)
     monkeypatch.setattr("wisparse.converter.preflight.is_public", lambda repo: False)
-    monkeypatch.setattr(pipeline, "push_bundle", lambda *given: pushed.append(given) or "https://hub/me/it")
-    assert run_command(model, "-o", out, "--upload-repo", "me/it", "--private", *FLAGS) == 0
-    assert pushed == [(out, "me/it", True)]
-    assert "https://hub/me/it" in capsys.readouterr().out
+    monkeypatch.setattr(pipeline, "push_bundle", push)
+    assert run_command(model, "-o", out, "--upload-repo", "me/it", "--private", *FLAGS) == (0 if works else 7)
+    shown = capsys.readouterr()
+    assert "https://hub/me/it" in shown.out if works else f"wisparse push {out} me/it" in shown.err
+    verify_bundle(out)

@@ -9,6 +9,7 @@ import random
 
 import matplotlib
 import pytest
+from tiny_bundle import tiny_config
 
 from wisparse.converter import report
 from wisparse.converter.evaluation import Measured, Quality
@@ -20,37 +21,18 @@ from wisparse.formats.model_config import ModelConfig
 
 
 def config(model_type: str = "llama", num_blocks: int = 3) -> ModelConfig:
-    return ModelConfig.from_dict(
-        {
-            "model_type": model_type,
-            "hidden_size": 64,
-            "intermediate_size": 160,
-            "num_hidden_layers": num_blocks,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "vocab_size": 100,
-            "max_position_embeddings": 128,
-            "rms_norm_eps": 1e-6,
-            "hidden_act": "silu",
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        }
-    )
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 160, "num_hidden_layers": num_blocks}
+    return ModelConfig.from_dict(tiny_config(model_type, **sizes))
 
 
 def recipe(of: ModelConfig, realised: float | None = None, **changes: object) -> Recipe:
     draw = random.Random(0)
-    projections = tuple(
-        ProjectionRecipe(
-            one.name,
-            draw.random() * 0.9,
-            draw.randrange(31) * 0.05,
-            draw.random(),
-            draw.random() if realised is None else realised,
-        )
-        for one in of.projections()
-    )
+    projections = []
+    for one in of.projections():
+        found = draw.random() * 0.9, draw.randrange(31) * 0.05, draw.random()
+        projections.append(ProjectionRecipe(one.name, *found, draw.random() if realised is None else realised))
     calibration = CalibrationRecord("self", 2, 8, 14, 0, "sha256:0")
-    level = SparsityLevel(0.5, projections, (0.5,) * of.num_blocks)
+    level = SparsityLevel(0.5, tuple(projections), (0.5,) * of.num_blocks)
     made = Recipe("org/model", "abc", "wisparse", 0.5, (level,), calibration)
     return dataclasses.replace(made, **changes)
 
@@ -142,30 +124,22 @@ def test_report_is_the_same_twice_and_plain_json() -> None:
     assert history[-1] == pytest.approx(1 / 999)
 
 
-@pytest.mark.parametrize(("model_type", "num_blocks"), [("llama", 1), ("phi3", 2), ("llama", 80)])
-def test_figures(model_type: str, num_blocks: int) -> None:
-    model = config(model_type, num_blocks)
-    curve = ((0.3, quality(0.01)), (0.5, quality(perplexity=math.nan)))
-    files = Report(recipe(model), model, measured(sensitivity=sensitivity(num_blocks), curve=curve)).files(Inherited())
-    assert sorted(files) == [
-        "README.md",
-        REPORT,
-        "figures/alpha.png",
-        "figures/block_sensitivity.png",
-        "figures/quality.png",
-        "figures/sparsity.png",
-    ]
-    for name, data in files.items():
-        if name.endswith(".png"):
-            assert data.startswith(b"\x89PNG\r\n\x1a\n")
-            assert b"Software" not in data
-            assert b"tIME" not in data
-
-
-def test_figures_without_data_are_left_out() -> None:
-    model = config()
-    files = Report(recipe(model), model, measured()).files(Inherited())
-    assert sorted(files) == ["README.md", REPORT, "figures/alpha.png", "figures/sparsity.png"]
+@pytest.mark.parametrize(
+    ("model_type", "num_blocks", "more"),
+    [("llama", 1, True), ("phi3", 2, True), ("llama", 80, True), ("llama", 3, False)],
+)
+def test_figures_are_those_that_have_data(model_type: str, num_blocks: int, more: bool) -> None:
+    model, measurement = config(model_type, num_blocks), measured()
+    if more:
+        curve = ((0.3, quality(0.01)), (0.5, quality(perplexity=math.nan)))
+        measurement = measured(sensitivity=sensitivity(num_blocks), curve=curve)
+    files = Report(recipe(model), model, measurement).files(Inherited())
+    drawn = ["alpha", "block_sensitivity", "quality", "sparsity"] if more else ["alpha", "sparsity"]
+    assert sorted(files) == ["README.md", REPORT, *(f"figures/{name}.png" for name in drawn)]
+    for data in (data for name, data in files.items() if name.endswith(".png")):
+        assert data.startswith(b"\x89PNG\r\n\x1a\n")
+        assert b"Software" not in data
+        assert b"tIME" not in data
 
 
 def test_a_users_style_changes_nothing() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wisparse.converter.choice import LOWEST, highest
+from wisparse.converter.measurement import LOWEST, highest
 from wisparse.converter.search.allocation import (
     MAX_SPARSITY,
     STEP,

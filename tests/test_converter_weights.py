@@ -122,10 +122,8 @@ def test_what_is_written_loads_in_transformers_with_equal_logits(
 
     out = tmp_path / "out"
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1\n" * 60)
-    arguments = ["convert", str(plain), "-o", str(out), "--weights", kind, "--search", "uniform", "-q"]
-    arguments += ["--rotation", "none"]
-    arguments += ["--calibration", str(tmp_path / "text.txt"), "--num-samples", "4", "--seq-len", "32"]
-    assert run(*arguments) == 0
+    options = f"--weights {kind} --search uniform -q --rotation none --num-samples 4 --seq-len 32".split()
+    assert run("convert", str(plain), "-o", str(out), "--calibration", str(tmp_path / "text.txt"), *options) == 0
     document = json.loads((out / "config.json").read_text())["quantization_config"]
     assert document["config_groups"]["group_0"]["weights"]["num_bits"] == bits
     bundle = Bundle.open(out)
@@ -146,16 +144,16 @@ def test_what_is_written_loads_in_transformers_with_equal_logits(
 def test_what_cannot_be_is_said_before_any_work(
     plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    narrow, out = write_tiny_model(tmp_path / "narrow"), ("-o", str(tmp_path / "out"))
-    assert run("convert", str(narrow), *out, "--weights", "int4") == 3
-    assert "no group of 128, 64, 32 channels divides" in capsys.readouterr().err
-    assert run("convert", str(plain), *out, "--weights", "int8", "--dtype", "float16") == 2
-    assert "leave --dtype out" in capsys.readouterr().err
+    narrow = write_tiny_model(tmp_path / "narrow")
     packed = quantise_model(narrow, tmp_path / "packed", *PUBLISHED["gptq"]())
-    assert run("convert", str(packed), *out, "--weights", "int8") == 2
-    assert "the model is quantised, and its weights stay as they are" in capsys.readouterr().err
-    assert run("convert", str(packed), *out, "--rotation", "pca") == 3
-    assert "rotated weights would have to be rounded anew" in capsys.readouterr().err
-    change_config(packed, lambda d: d["quantization_config"].update(quant_method="bitsandbytes"))
-    assert run("convert", str(packed), *out) == 3
-    assert "quantised by bitsandbytes" in capsys.readouterr().err
+    other = quantise_model(narrow, tmp_path / "other", *PUBLISHED["gptq"]())
+    change_config(other, lambda d: d["quantization_config"].update(quant_method="bitsandbytes"))
+    for model, options, code, words in (
+        (narrow, "--weights int4", 3, "no group of 128, 64, 32 channels divides"),
+        (plain, "--weights int8 --dtype float16", 2, "leave --dtype out"),
+        (packed, "--weights int8", 2, "the model is quantised, and its weights stay as they are"),
+        (packed, "--rotation pca", 3, "rotated weights would have to be rounded anew"),
+        (other, "", 3, "quantised by bitsandbytes"),
+    ):
+        assert run("convert", str(model), "-o", str(tmp_path / "out"), *options.split()) == code
+        assert words in capsys.readouterr().err

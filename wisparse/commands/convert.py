@@ -21,7 +21,7 @@ from wisparse.formats.machine import idle_cores, torchrun_place, usable_cores
 from ..console import FILE_OR_ID, FOLDER_OR_ID, NEW_FOLDER, print_rows, stacked
 
 if TYPE_CHECKING:
-    from wisparse.converter.choice import Choice
+    from wisparse.converter.measurement import Choice
     from wisparse.converter.pipeline import Conversion
     from wisparse.converter.preflight import Plan
 
@@ -126,8 +126,16 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
     try:
         conversion = run(settings, progress)
     except KeyboardInterrupt as interruption:
+        hint = "nothing was kept (--no-resume)"
+        if settings.resume:
+            # As it was typed: wisparse convert, or wisparse-convert.
+            program = click.get_current_context().command_path.split()
+            arguments = sys.argv[len(program) :]
+            if place.size > 1:
+                program = ["torchrun", "--nproc-per-node", str(place.size), "-m", "wisparse", "convert"]
+            hint = f"finished stages are kept; go on with: {shlex.join([*program, *arguments])}"
         # An upload knows the command that goes on with it alone.
-        raise KeyboardInterrupt(str(interruption) or _resume_hint(settings)) from None
+        raise KeyboardInterrupt(str(interruption) or hint) from None
     if conversion is None:  # under torchrun the first process has it
         return
     if as_json:
@@ -147,26 +155,12 @@ def _leave_busy_cores() -> None:
     idle, usable = idle_cores(), usable_cores()
     if idle < usable:
         os.environ["OMP_NUM_THREADS"] = str(idle)
-        logging.getLogger("wisparse").info(
-            "other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS says otherwise", idle, usable
-        )
-
-
-def _resume_hint(settings: ConvertSettings) -> str:
-    """What the command line says after Ctrl-C."""
-    if not settings.resume:
-        return "nothing was kept (--no-resume)"
-    # As it was typed: wisparse convert, or wisparse-convert.
-    program = click.get_current_context().command_path.split()
-    arguments = sys.argv[len(program) :]
-    several = torchrun_place().size
-    if several > 1:
-        program = ["torchrun", "--nproc-per-node", str(several), "-m", "wisparse", "convert"]
-    return f"finished stages are kept; go on with: {shlex.join([*program, *arguments])}"
+        busy = "other programs are busy: computing on %d of %d cores; OMP_NUM_THREADS says otherwise"
+        logging.getLogger("wisparse").info(busy, idle, usable)
 
 
 def _print_plan(plan: Plan) -> None:
-    settings, config = plan.settings, plan.config
+    settings, config, size = plan.settings, plan.config, plan.num_parameters
     rotation = settings.rotation + (f": {plan.not_rotated}" if plan.not_rotated else "")
     if settings.rotation != "none":
         rotation += ": to the principal directions of what flows through them"
@@ -184,8 +178,8 @@ def _print_plan(plan: Plan) -> None:
         (
             "architecture",
             f"{config.model_type}{text_of}, {config.num_blocks} blocks, hidden {config.hidden_size}, "
-            f"{_count(plan.num_parameters)} parameters, "
-            f"{plan.projection_parameters / plan.num_parameters:.0%} of them in scope",
+            f"{f'{size / 1e9:.1f}B' if size >= 1e9 else f'{size / 1e6:.1f}M'} parameters, "
+            f"{plan.projection_parameters / size:.0%} of them in scope",
         ),
         ("sparsity", f"{target}, method {settings.method}, search {settings.chosen_search}"),
         (
@@ -265,20 +259,13 @@ def _print_conversion(conversion: Conversion) -> None:
 
 def _chosen(choice: Choice) -> str:
     """What a budget allowed, and what the next step would have cost."""
-
-    def cost(sparsity: float, kl: float, top1: float) -> str:
-        return f"{sparsity:.1%} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
-
-    words = next(cost(*one) for one in choice.tried if one[0] == choice.sparsity)
-    beyond = next((one for one in choice.tried if one[0] > choice.sparsity), None)
-    if beyond is not None:
-        words += f"; beyond what was allowed: {cost(*beyond)}"
-    return f"on {choice.num_tokens:,} tokens held apart {words}"
+    costs = [
+        f"{sparsity:.1%} costs KL {kl:.3g} nats/token and agrees in {top1:.1%} of first choices"
+        for sparsity, kl, top1 in choice.tried
+        if sparsity >= choice.sparsity
+    ]
+    return f"on {choice.num_tokens:,} tokens held apart {'; beyond what was allowed: '.join(costs[:2])}"
 
 
 def _size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
-
-
-def _count(number: int) -> str:
-    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
