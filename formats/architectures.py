@@ -226,9 +226,13 @@ def text_name(stored: str) -> str | None:
     return RENAMED.get(prefix, "") + stored.removeprefix(prefix)
 
 
+_EXPERTS = "a mixture-of-experts model, which reads only some of its weights at a token already"
+_ENCODER_DECODER = "an encoder-decoder model, not a decoder alone"
+_PICTURES = "a model of pictures and text together"
+# What a model is -> patterns of the model types that are so.
 _FAMILIES = (
     (
-        "a mixture-of-experts model, which reads only some of its weights at a token already",
+        _EXPERTS,
         r".*moe.*|mixtral|deepseek_v[2-9].*|dbrx|gpt_oss|llama4.*|qwen3_next|qwen4_exp.*|kimi.*|"
         r"dots\d.*|minimax.*|grok.*|arctic|jamba|aria_text|axk\d|bailing_hybrid|flex_olmo|hy_v\d|inkling.*|kolibri.*|"
         r"laguna|longcat.*|mellum|mimo_v2.*|solar_open|zaya",
@@ -238,7 +242,7 @@ _FAMILIES = (
         r".*bert.*|electra|mpnet|xlm-roberta.*|nomic.*|deberta.*|gte|bge.*|big_bird|roformer|data2vec-text|xmod|ernie",
     ),
     (
-        "an encoder-decoder model, not a decoder alone",
+        _ENCODER_DECODER,
         r".*t5.*|.*bart|marian|pegasus.*|m2m_100|nllb.*|led|fsmt|prophetnet|encoder-decoder",
     ),
     (
@@ -250,7 +254,7 @@ _FAMILIES = (
         r"whisper|wav2vec2.*|hubert|speecht5|musicgen.*|bark|vits|clip.*|siglip.*|vit.*|dinov.*|sam.*|swin.*",
     ),
     (
-        "a model of pictures and text together",
+        _PICTURES,
         r".*_vl.*|.*vision.*|llava.*|mllama|idefics.*|paligemma.*|internvl.*|mistral3|pixtral|blip.*|fuyu|kosmos.*|"
         r"gemma3n?|gemma4_unified|phi4_multimodal|git|got_ocr2|.*omni.*|chameleon|emu3|qwen3_5",
     ),
@@ -262,7 +266,6 @@ _FAMILIES = (
         r"apertus|arcee|bitnet|diffllama|cwm|nanochat|hyperclovax|jais.*|youtu|blt|iquestcoder|doge",
     ),
 )
-_EXPERTS, _PICTURES = _FAMILIES[0], _FAMILIES[5]
 # Where a wrapper's config keeps that of its text model.
 _INSIDE = ("text_config", "thinker_config", "llm_config", "ffn_config")
 
@@ -273,15 +276,13 @@ def why_refused(config: Mapping[str, Any], model_type: Any, supported: Iterable[
     known = ", ".join(supported)
     if not isinstance(model_type, str):
         return f"config.json: model_type: expected one of {known}, found {model_type!r:.80}"
-    kind = None
-    if _has_experts(config) or re.fullmatch(_EXPERTS[1], model_type):
-        kind = _EXPERTS[0]
+    kind = next((words for words, names in _FAMILIES if re.fullmatch(names, model_type)), None)
+    if kind == _EXPERTS or _has_experts(config):
+        kind = _EXPERTS
     elif config.get("is_encoder_decoder") is True:
-        kind = _FAMILIES[2][0]
+        kind = _ENCODER_DECODER
     elif isinstance(config.get("vision_config"), dict):
-        kind = _PICTURES[0]
-    else:
-        kind = next((words for words, names in _FAMILIES if re.fullmatch(names, model_type)), None)
+        kind = _PICTURES
     if kind is not None:
         return f"model_type {model_type!r:.80} is {kind}; known ones: {known}"
     close = difflib.get_close_matches(model_type[:80], supported, n=1, cutoff=0.75)

@@ -82,8 +82,6 @@ class Entry:
 
 
 class TensorFile:
-    """An open safetensors file, mapped into memory."""
-
     def __init__(self, folder: Path, name: str, error: type[WisparseError]) -> None:
         self._folder, self._name, self._error = folder, name, error
         with open_regular(folder, name, error) as file:
@@ -320,7 +318,6 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors as they are on disk."""
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
@@ -329,7 +326,6 @@ class Checkpoint:
         return {name: file.identity for name, file in self._files.items()}
 
     def files(self) -> tuple[Path, ...]:
-        """The files that hold the weights."""
         return tuple(self.folder / name for name in self._files)
 
     @property
@@ -342,7 +338,6 @@ class Checkpoint:
         return stated if stated in _INFINITY else torch.bfloat16
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of a tensor, of a quantised weight the weight's."""
         stored = self.quantised.get(name)
         return self.tensors[name].shape if stored is None else (stored.rows, stored.columns)
 
@@ -446,7 +441,6 @@ def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no element is NaN or infinite."""
     if values.dtype not in _INFINITY:
         return True
     # Bit patterns in their order: infinity and NaN come last, negative ones last of all. Two maxima are twenty times

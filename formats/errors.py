@@ -51,8 +51,6 @@ class AccessError(WisparseError):
 
 
 class ResourceError(WisparseError):
-    """Not enough memory or disk for what was asked."""
-
     exit_code = 5
 
 

@@ -65,7 +65,6 @@ def switch(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, known: Sequence[str]) -> str:
-    """Require one of some words; a close one is suggested."""
     if not isinstance(value, str) or value not in known:
         close = difflib.get_close_matches(value[:80], known, n=1) if isinstance(value, str) else []
         hint = f"; did you mean {close[0]!r}?" if close else ""
@@ -169,7 +168,6 @@ def open_regular(
 
 
 def read_bounded(folder: Path, name: str, limit: int, error: type[WisparseError]) -> bytes:
-    """The whole of a regular file of at most ``limit`` bytes."""
     with open_regular(folder, name, error) as file:
         size = os.fstat(file.fileno()).st_size
         try:
@@ -183,7 +181,6 @@ def read_bounded(folder: Path, name: str, limit: int, error: type[WisparseError]
 
 
 def file_digest(path: Path) -> str:
-    """sha256 of a file's bytes, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -210,7 +207,6 @@ def list_files(folder: Path, limit: int, error: type[WisparseError], *, deep: bo
 
 
 def require_folder(folder: Path) -> None:
-    """Raise AccessError unless ``folder`` is an existing folder."""
     try:
         if folder.is_dir():
             return
@@ -360,7 +356,6 @@ def shown(folder: str | os.PathLike[str]) -> str:
 
 
 def expand(path: str) -> Path:
-    """A path with its ``~`` resolved."""
     try:
         return Path(path).expanduser()
     except RuntimeError:

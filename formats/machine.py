@@ -46,7 +46,6 @@ def _affinity() -> set[int]:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that this process can still take on a device."""
     import torch
 
     if device.type == "cuda":

@@ -43,7 +43,6 @@ def unexpected(key: str, what: str, found: Any) -> UnsupportedModelError:
 
 
 def dimension(config: Mapping[str, Any], key: str, largest: int = _LARGEST_DIMENSION) -> int:
-    """A positive integer."""
     value = config.get(key)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise unexpected(key, "a positive integer", value)
@@ -59,16 +58,17 @@ def _switch(config: Mapping[str, Any], key: str) -> bool:
     return bool(value)
 
 
-def _number(config: Mapping[str, Any], key: str, low: float = 1e-12, high: float = 1e12, where: str = "") -> float:
-    """A positive number; the bounds keep sums, powers and quotients of it finite, and NaN fails every comparison."""
-    value = config.get(key)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value < high:
-        raise unexpected(where + key, "a positive number", value)
+def _number(
+    config: Mapping[str, Any], key: str, low: float = 1e-12, high: float = 1e12, what: str = "a positive number"
+) -> float:
+    """The bounds keep sums, powers and quotients finite, and NaN fails every comparison."""
+    value = config.get(key.rpartition(".")[2])
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+        raise unexpected(key, what, value)
     return float(value)
 
 
 def _listed(config: Mapping[str, Any], key: str, num_blocks: int) -> list[Any]:
-    """A list with an entry for every block."""
     values = config.get(key)
     if not isinstance(values, list) or len(values) != num_blocks:
         raise unexpected(key, f"{num_blocks} entries", values)
@@ -109,7 +109,6 @@ class DeltaNet:
 
     @property
     def key_size(self) -> int:
-        """Width of the keys, and of the queries."""
         return self.key_heads * self.key_dim
 
     @property
@@ -119,7 +118,6 @@ class DeltaNet:
 
     @property
     def mixed_size(self) -> int:
-        """Width of queries, keys and values together, which the convolution goes over."""
         return 2 * self.key_size + self.value_size
 
     def tensors(self, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -159,7 +157,6 @@ class Block:
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys and of the values."""
         return self.num_kv_heads * self.head_dim
 
 
@@ -204,7 +201,6 @@ class ModelConfig:
 
     @property
     def architecture(self) -> Architecture:
-        """The row of ``ARCHITECTURES`` this model belongs to."""
         return ARCHITECTURES[self.model_type]
 
     def q_size(self, block: int) -> int:
@@ -250,16 +246,16 @@ class ModelConfig:
 
     def shared_inputs(self, block: int) -> list[list[Projection]]:
         """A block's projections by the input that they read, in the order of execution."""
-        found: list[list[Projection]] = []
+        found: list[list[Projection]] = [[]]
+        own_input = ("o_proj", "out_proj", self.architecture.gate_up[0], "down_proj")
         for projection in self.projections(block):
-            if projection.role in ("o_proj", "out_proj", self.architecture.gate_up[0], "down_proj") or not found:
+            if projection.role in own_input:
                 found.append([])
             found[-1].append(projection)
         return found
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
-        """Read a parsed ``config.json``."""
         model_type = config.get("model_type")
         if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
             raise UnsupportedModelError(f"unsupported architecture: {why_refused(config, model_type, ARCHITECTURES)}")
@@ -301,9 +297,6 @@ class ModelConfig:
                 )
             if width % 2:
                 raise UnsupportedModelError(f"head_dim: expected an even number, found {width}")
-        eps = config.get("rms_norm_eps")
-        if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps < 1:
-            raise unexpected("rms_norm_eps", "a small number", eps)
         activation = config.get(arch.activation)
         if not isinstance(activation, str) or activation not in arch.activations:
             known = " or ".join(repr(name) for name in arch.activations)
@@ -311,20 +304,14 @@ class ModelConfig:
         rope = config.get("rope_parameters")
         if not isinstance(rope, Mapping):
             raise unexpected("rope_parameters", "an object", rope)
+        ropes = [(rope, head_dim)]
         if arch.local_rope:
             full_dim = next((block.head_dim for block in blocks if block.rotary == 0), head_dim)
-            rotaries: tuple[RopeConfig, ...] = (
-                _rope(config, rope.get("full_attention"), full_dim, arch.interleaved),
-                _rope(config, rope.get("sliding_attention"), head_dim, arch.interleaved),
-            )
-        else:
-            rotaries = (_rope(config, rope, head_dim, arch.interleaved),)
+            ropes = [(rope.get("full_attention"), full_dim), (rope.get("sliding_attention"), head_dim)]
         query_scaling = None
         if arch.query_scaling and rope.get("llama_4_scaling_beta") is not None:
-            query_scaling = (
-                _number(rope, "llama_4_scaling_beta"),
-                dimension(rope, "original_max_position_embeddings"),
-            )
+            positions = dimension(rope, "original_max_position_embeddings")
+            query_scaling = (_number(rope, "llama_4_scaling_beta"), positions)
         return cls(
             model_type=model_type,
             hidden_size=hidden_size,
@@ -334,7 +321,7 @@ class ModelConfig:
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             vocab_size=dimension(config, "vocab_size"),
-            rms_norm_eps=float(eps),
+            rms_norm_eps=_number(config, "rms_norm_eps", 0, 1, "a small number"),
             max_position_embeddings=dimension(config, "max_position_embeddings"),
             tie_word_embeddings=_switch(config, "tie_word_embeddings"),
             qkv_bias=fixed(arch.qkv_bias),
@@ -343,7 +330,7 @@ class ModelConfig:
             dtype=str(config.get("dtype") or "float32"),
             activation=arch.activations[activation],
             blocks=blocks,
-            rotaries=rotaries,
+            rotaries=tuple(_rope(config, one, width, arch.interleaved) for one, width in ropes),
             attention_scale=power(arch.attention_scale, head_dim**-0.5),
             attention_softcap=optional(arch.attention_softcap),
             logits_softcap=optional(arch.logits_softcap),
@@ -366,18 +353,17 @@ def _blocks(
         for kind in kinds:
             if kind not in (other, "full_attention"):
                 raise unexpected("layer_types", f"{other} or full_attention", kind)
-    if arch.recurrent:
-        return tuple(Block(None, None if kind == other else 0, head_dim, num_kv_heads, kind == other) for kind in kinds)
     rotated: list[Any] = [True] * num_blocks
     if arch.unrotated == "listed":
         rotated = _listed(config, "no_rope_layers", num_blocks)
-    elif arch.unrotated == "full" and window is not None:
-        rotated = [kind == other for kind in kinds]
+    elif arch.recurrent or (arch.unrotated == "full" and window is not None):
+        rotated = [(kind == other) != arch.recurrent for kind in kinds]
     blocks = []
     for kind, has_rotary in zip(kinds, rotated, strict=True):
-        own = window if kind == other else None
+        own = window if kind == other and not arch.recurrent else None
         rotary = 1 if arch.local_rope and own is not None else 0
-        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads))
+        recurrent = arch.recurrent and kind == other
+        blocks.append(Block(own, rotary if has_rotary else None, head_dim, num_kv_heads, recurrent))
     return tuple(_with_full_heads(config, arch, blocks) if arch.full_heads else blocks)
 
 
@@ -414,13 +400,9 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
 
 
 def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
-    found = DeltaNet(
-        key_heads=dimension(config, "linear_num_key_heads"),
-        value_heads=dimension(config, "linear_num_value_heads"),
-        key_dim=dimension(config, "linear_key_head_dim"),
-        value_dim=dimension(config, "linear_value_head_dim"),
-        taps=dimension(config, "linear_conv_kernel_dim", largest=64),
-    )
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    sizes = (dimension(config, f"linear_{name}") for name in names)
+    found = DeltaNet(*sizes, dimension(config, "linear_conv_kernel_dim", largest=64))
     if found.value_heads % found.key_heads:
         raise UnsupportedModelError(
             f"config.json: linear_num_value_heads ({found.value_heads}) is not a multiple of linear_num_key_heads "
@@ -441,7 +423,7 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
         raise UnsupportedModelError(f"rotary scaling: expected one of {known}, found {rope_type!r:.80}")
 
     def positive(key: str) -> float:
-        return _number(parameters, key, 0, 1e30, "rope_parameters.")
+        return _number(parameters, f"rope_parameters.{key}", 1e-300, 1e30)
 
     theta = positive("rope_theta")
     parameters.setdefault("partial_rotary_factor", 1.0)
@@ -459,8 +441,9 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
     if rope_type == "yarn" and parameters.get("factor") is None:
         parameters["factor"] = positive("max_position_embeddings") / positive("original_max_position_embeddings")
     required, optional = _ROPE_NUMBERS[rope_type]
-    for key in (*required, *(key for key in optional if parameters.get(key) is not None)):
-        positive(key)
+    for key in (*required, *optional):
+        if key in required or parameters.get(key) is not None:
+            positive(key)
     if rope_type == "llama3" and parameters["low_freq_factor"] == parameters["high_freq_factor"]:
         raise UnsupportedModelError("config.json: rope_parameters: low_freq_factor equals high_freq_factor")
     if rope_type == "dynamic" and rotary_dim < 4:
@@ -475,7 +458,7 @@ def _rope(config: Mapping[str, Any], given: Any, head_dim: int, interleaved: boo
             if not isinstance(values, list) or len(values) != rotary_dim // 2:
                 raise unexpected(f"rope_parameters.{key}", f"{rotary_dim // 2} numbers", values)
             for value in values:
-                _number({key: value}, key, 0, 1e30, "rope_parameters.")
+                _number({key: value}, f"rope_parameters.{key}", 1e-300, 1e30)
     return RopeConfig(theta, rope_type, rotary_dim, parameters, interleaved)
 
 

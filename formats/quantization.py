@@ -211,7 +211,6 @@ def _from_words(words: Tensor, kind: Kind, columns: int) -> Tensor:
 
 
 def _signed(codes: Tensor) -> Tensor:
-    """Unsigned bytes, 128 standing for 0, as int8."""
     return (codes ^ 128).view(torch.int8)
 
 

@@ -27,7 +27,6 @@ def sparse_from(policy: str, length: int) -> int:
 
 
 Kind = Literal["int8", "int4", "fp8"]
-KINDS: tuple[Kind, ...] = ("int8", "int4", "fp8")
 # What a code of each kind is stored in, the range of codes, and the code of zero where there are no zero points.
 _STORED = {"int8": torch.int8, "int4": torch.uint8, "fp8": torch.float8_e4m3fn}
 _RANGE = {"int8": (-128, 127), "int4": (0, 15)}
@@ -53,12 +52,10 @@ class QuantizedMatrix:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
         parts = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
         return sum(part.numel() * part.element_size() for part in parts)
 
     def rows(self, first: int, last: int) -> QuantizedMatrix:
-        """Rows ``first`` to ``last`` (exclusive), without a copy."""
         zeros = None if self.zeros is None else self.zeros[first:last]
         codes, scales = self.codes[first:last], self.scales[first:last]
         return QuantizedMatrix(self.kind, codes, scales, zeros, self.group, (len(codes), self.shape[1]))
@@ -86,7 +83,6 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor, columns: int) -> Tensor:
-    """The reverse of `pack_int4`: (N, columns) uint8."""
     return torch.stack((packed & 15, packed >> 4), dim=2).flatten(1)[:, :columns]
 
 

@@ -69,21 +69,13 @@ def greedy(decoder: Decoder, prompt: Tensor, count: int) -> tuple[list[int], Ten
 
 @dataclass(frozen=True)
 class ClearAnswer:
-    """What transformers says to a prompt after which rounding decides nothing.
+    """What transformers says to a prompt after which rounding decides nothing."""
 
-    Attributes:
-        seed: the prompt's: the first that is clear.
-        prompt: (LENGTH,) token ids.
-        tokens: COUNT greedy ones of transformers with the bundle's masks, in float32.
-        logits: (COUNT, V), which they were chosen from.
-        clearance: how far the nearest decision is from falling otherwise, over the rounding seen there.
-    """
-
-    seed: int
-    prompt: Tensor
-    tokens: list[int]
-    logits: Tensor
-    clearance: float
+    seed: int  # the prompt's: the first that is clear
+    prompt: Tensor  # (LENGTH,) token ids
+    tokens: list[int]  # COUNT greedy ones of transformers with the bundle's masks, in float32
+    logits: Tensor  # (COUNT, V), which they were chosen from
+    clearance: float  # how far the nearest decision is from falling otherwise, over the rounding seen there
 
 
 @torch.inference_mode()
@@ -107,18 +99,15 @@ def clear_answer(folder: Path) -> ClearAnswer:
             inputs.clear()
         tokens, logits = generate(model, prompt)
         exact, exact_logits = follow_exactly(bundle, prompt, tokens)
-        clearance = min(
-            choice_clearance(logits, exact_logits),
-            *(
-                mask_clearance(
-                    scores(torch.stack(theirs[name]), mask.channel_scale),
-                    torch.stack(exact[name]).abs() * mask.channel_scale,
-                    mask.threshold,
-                )
-                for name, mask in bundle.masks.items()
-                if mask.sparsity > 0
-            ),
-        )
+        # The least gap between a token's two largest logits over twice its rounding, as both may be off.
+        first, second = exact_logits.topk(2).values.unbind(1)
+        clearances = [(first - second) / (2 * (logits - exact_logits).abs().amax(1))]
+        for name, found in theirs.items():
+            mask = bundle.masks[name]
+            right = torch.stack(exact[name]).abs() * mask.channel_scale
+            rounding = (scores(torch.stack(found), mask.channel_scale) - right).abs().amax(1)
+            clearances.append((right - mask.threshold).abs().amin(1) / rounding)
+        clearance = min(float(one.min()) for one in clearances)
         if clearance >= TIMES:
             return ClearAnswer(seed, prompt, tokens, logits, clearance)
         nearest.append(round(clearance, 2))
@@ -126,18 +115,6 @@ def clear_answer(folder: Path) -> ClearAnswer:
         f"expected a prompt that stays {TIMES} times the rounding from every threshold, found {nearest} times; if all "
         "are below 1, the plain decoder does not compute what transformers does"
     )
-
-
-def mask_clearance(found: Tensor, exact: Tensor, threshold: float) -> float:
-    """The nearest score's distance to the threshold over the rounding in its vector; both scores (tokens, K)."""
-    distance = (exact - threshold).abs().amin(1)
-    return float((distance / (found - exact).abs().amax(1)).min())
-
-
-def choice_clearance(found: Tensor, exact: Tensor) -> float:
-    """The least gap between a token's two largest logits over twice its rounding, as both may be off; (tokens, V)."""
-    first, second = exact.topk(2).values.unbind(1)
-    return float(((first - second) / (2 * (found - exact).abs().amax(1))).min())
 
 
 def watch_inputs(model: torch.nn.Module, bundle: Bundle) -> Inputs:

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, unpack_int4
+from wisparse.formats.weight_types import quantise_fp8, quantise_int4, quantise_int8, unpack_int4
 
 Parts = dict[str, Tensor]
 Pack = Callable[[Tensor], Parts]
@@ -35,7 +35,9 @@ def quantise_model(
         else:
             tensors[name] = tensor if dtype is None else tensor.to(dtype)
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    change_config(out, lambda d: d.update(quantization_config=dict(config), dtype=_name(dtype, d["dtype"])))
+    change_config(out, lambda d: d.update(quantization_config=dict(config)))
+    if dtype is not None:
+        change_config(out, lambda d: d.update(dtype=str(dtype).removeprefix("torch.")))
     return out
 
 
@@ -52,10 +54,6 @@ def change_tensors(folder: Path, change: Callable[[Parts], Any]) -> None:
     change(tensors)
     tensors = {name: tensor.contiguous() for name, tensor in tensors.items()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def _name(dtype: torch.dtype | None, given: str) -> str:
-    return given if dtype is None else str(dtype).removeprefix("torch.")
 
 
 def compressed(
@@ -120,39 +118,33 @@ def _scale_and_zero(weight: Tensor, args: Any) -> tuple[Tensor, Tensor]:
     return matrix.scales, zeros
 
 
-def int4_parts(matrix: QuantizedMatrix) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Codes (N, K), scales (N, G), zero points (N, G), as numpy has them."""
+def words(values: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
+    """(R, 8 W) codes to (R, W) int32 words; the code at place ``order[i]`` of eight goes to bits 4 i to 4 i + 3."""
+    places = values.astype(np.uint32).reshape(len(values), -1, 8)[:, :, list(order)]
+    return (places << (4 * np.arange(8, dtype=np.uint32))).sum(2, dtype=np.uint32).view(np.int32)
+
+
+def int4_parts(weight: Tensor, group: int, zero_points: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """A rounded weight's codes (N, K), scales (N, G) and zero points (N, G), as numpy has them."""
+    matrix = quantise_int4(weight, group=group, zero_points=zero_points, scale_dtype=torch.float16)
     zeros = torch.full(matrix.scales.shape, 8, dtype=torch.uint8) if matrix.zeros is None else matrix.zeros
     return unpack_int4(matrix.codes, matrix.shape[1]).numpy(), matrix.scales.numpy(), zeros.numpy()
 
 
-def words(values: np.ndarray, order: tuple[int, ...] = tuple(range(8))) -> np.ndarray:
-    """(R, 8 W) codes to (R, W) int32 words; the code at place ``order[i]`` of eight goes to bits 4 i to 4 i + 3."""
-    rows, count = values.shape
-    found = np.zeros((rows, count // 8), np.uint64)
-    for r in range(rows):
-        for w in range(count // 8):
-            for i, place in enumerate(order):
-                found[r, w] |= np.uint64(int(values[r, 8 * w + place]) << (4 * i))
-    return found.astype(np.uint32).view(np.int32).copy()
-
-
 def gptq(weight: Tensor, group: int = 8, symmetric: bool = True, offset: int = 1) -> Parts:
     """As GPTQ stores a weight: transposed, codes in words along the input, zero points less one along the output."""
-    columns = weight.shape[1]
-    matrix = quantise_int4(weight, group=group, zero_points=not symmetric, scale_dtype=torch.float16)
-    codes, scales, zeros = int4_parts(matrix)
+    codes, scales, zeros = int4_parts(weight, group, zero_points=not symmetric)
     return {
         "qweight": torch.from_numpy(words(codes).T.copy()),
         "qzeros": torch.from_numpy(words((zeros.T.astype(np.int64) - offset) % 16)),
         "scales": torch.from_numpy(scales.T.copy()).half(),
-        "g_idx": torch.tensor([k // group for k in range(columns)], dtype=torch.int32),
+        "g_idx": torch.arange(weight.shape[1], dtype=torch.int32) // group,
     }
 
 
 def awq(weight: Tensor, group: int = 8) -> Parts:
     """As AutoAWQ's ``gemm`` stores a weight: codes and zero points in words along the output, even places first."""
-    codes, scales, zeros = int4_parts(quantise_int4(weight, group=group, zero_points=True, scale_dtype=torch.float16))
+    codes, scales, zeros = int4_parts(weight, group, zero_points=True)
     order = (0, 2, 4, 6, 1, 3, 5, 7)
     return {
         "qweight": torch.from_numpy(words(codes.T, order)),
