@@ -184,7 +184,6 @@ class WisparseLM(TemplateLM):
         return result
 
     def _options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The harness's generation settings as arguments of `Model.generate`."""
         left = dict(settings)
         until = left.pop("until", None) or []
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length")
@@ -216,7 +215,6 @@ def evaluate_tasks(
     confirm_run_unsafe_code: bool = False,
     stats: Stats | None = None,
 ) -> dict[str, Any]:
-    """Run tasks of the harness on a loaded model."""
     from lm_eval import simple_evaluate
 
     manager, names = _task_manager(tasks, include_path), ", ".join(tasks)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import functools
 import os
 import subprocess
 import sys
@@ -31,13 +32,20 @@ def _verb(monkeypatch: pytest.MonkeyPatch, body: Callable[[], None]) -> None:
     monkeypatch.setitem(sys.modules, "wisparse.commands.bundles", module)
 
 
-def _run(
-    args: list[str], capsys: pytest.CaptureFixture[str], main: Callable[..., None] = cli.main
-) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as exit_info:
-        main(args)
-    captured = capsys.readouterr()
-    return exit_info.value.code or 0, captured.out, captured.err
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Exit code, standard output and standard error of ``wisparse ARGS``, or of another program."""
+
+    def run(*args: str, main: Callable[..., None] = cli.main) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as exit_info:
+            main(list(args))
+        captured = capsys.readouterr()
+        return exit_info.value.code or 0, captured.out, captured.err
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -60,17 +68,13 @@ def _run(
     ids=lambda value: getattr(value, "__name__", type(value).__name__),
 )
 def test_every_error_has_its_exit_code(
-    error: BaseException,
-    expected: int,
-    sentence: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    error: BaseException, expected: int, sentence: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     def body() -> None:
         raise error
 
     _verb(monkeypatch, body)
-    code, out, err = _run(["inspect"], capsys)
+    code, out, err = run("inspect")
     assert (code, out, err.lstrip("\n")) == (expected, "", f"wisparse: {sentence}\n")
 
 
@@ -85,17 +89,21 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("typed", "hint"),
-    [(["generte"], "Did you mean 'generate'?"), (["convert", "model", "--sparsty", "0.5"], "--sparsity")],
+    [
+        ("generte", "Did you mean 'generate'?"),
+        ("convert model --sparsty 0.5", "--sparsity"),
+        ("convert", "Missing argument 'MODEL'"),
+        ("convert model --sparsity 2", "--sparsity: expected"),
+    ],
 )
-def test_what_is_mistyped_gets_a_hint(typed: list[str], hint: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, _, err = _run(typed, capsys)
-    assert code == 2
-    assert hint in err
+def test_usage_errors_have_a_hint(typed: str, hint: str, run: Run) -> None:
+    code, _, err = run(*typed.split())
+    assert (code, hint in err) == (2, True)
 
 
 @pytest.mark.parametrize("verb", cli._VERBS)
-def test_every_verb_has_help_with_an_example(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = _run([verb, "--help"], capsys)
+def test_every_verb_has_help_with_an_example(verb: str, run: Run) -> None:
+    code, out, _ = run(verb, "--help")
     assert code == 0
     examples = [
         line for line in out.splitlines() if line.strip().startswith((f"wisparse {verb} ", f"wisparse-{verb} "))
@@ -111,7 +119,7 @@ def test_a_variable_of_torchrun_alone_silences_nothing(
     leftover: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    run: Run,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -119,32 +127,27 @@ def test_a_variable_of_torchrun_alone_silences_nothing(
     for name, value in leftover.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: pytest.fail("waits for a first process that nobody started"))
-    code, _, err = _run(["convert"], capsys)
-    assert code == 2
-    assert "Missing argument 'MODEL'" in err
-    code, _, err = _run(["convert", "model", "--sparsity", "2"], capsys)
-    assert code == 2
-    assert "--sparsity: expected" in err
+    code, _, err = run("convert")
+    assert (code, "Missing argument 'MODEL'" in err) == (2, True)
     model = write_tiny_model(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("a line of text for a calibration\n" * 200)
     options = ["--calibration", str(text), "--seq-len", "8", "--num-samples", "2", "--device", "cpu", "--dry-run"]
-    code, out, err = _run(["convert", str(model), "-o", str(tmp_path / "out"), *options], capsys)
+    code, out, err = run("convert", str(model), "-o", str(tmp_path / "out"), *options)
     assert code == 0, err
     assert "Plan (nothing was converted)" in out
     assert "in the environment ignored" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["convert", "--help"], ["convert", "x", "--sparsty", "1"], ["convert", "x", "--seed=-1"]]
-)
-def test_help_and_usage_errors_need_no_torch(arguments: list[str]) -> None:
+def test_help_and_usage_errors_need_no_torch() -> None:
+    lines = [["--help"], ["convert", "--help"], ["convert", "x", "--sparsty", "1"], ["convert", "x", "--seed=-1"]]
     script = (
-        f"import sys\nfrom wisparse.cli import main\ntry: main({arguments})\n"
-        "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
+        f"import sys\nfrom wisparse.cli import main\nfor line in {lines}:\n  try: main(line)\n"
+        "  except SystemExit as end: print('ended', end.code, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip().endswith("0 False" if "--help" in arguments else "2 False")
+    ends = [line for line in done.stdout.splitlines() if line.startswith("ended")]
+    assert ends == ["ended 0 False"] * 2 + ["ended 2 False"] * 2
 
 
 def test_the_table_of_settings_is_the_command_lines() -> None:
@@ -205,24 +208,19 @@ def test_the_shell_completes_names_of_files(program: str, typed: str, expected: 
     assert _complete(program, typed) == [expected]
 
 
-def test_wisparse_convert_is_a_program_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        return _run(list(arguments), capsys, cli.convert_main)
-
+def test_wisparse_convert_is_a_program_of_its_own(run: Run) -> None:
+    program = functools.partial(run, main=cli.convert_main)
     # Also after the verb was run by itself, whose help option has one name.
-    with pytest.raises(SystemExit):
-        convert.command(["--help"])
-    capsys.readouterr()
-    assert run("--version") == (0, f"wisparse-convert, version {cli.__version__}\n", "")
+    run(main=lambda _: convert.command(["--help"]))
+    assert program("--version") == (0, f"wisparse-convert, version {cli.__version__}\n", "")
     for option in ("-h", "--help"):
-        code, out, _ = run(option)
-        assert code == 0
+        code, out, _ = program(option)
+        assert (code, "--version" in out) == (0, True)
         assert out.startswith("Usage: wisparse-convert [OPTIONS] MODEL")
-        assert "--version" in out
-    code, _, err = run("model", "--sparsty", "1")
+    code, _, err = program("model", "--sparsty", "1")
     assert code == 2
     assert err.startswith("Usage: wisparse-convert [OPTIONS] MODEL\nTry 'wisparse-convert -")
-    assert "No such option" in _run(["convert", "model", "--version"], capsys)[2], "the verb has no version of its own"
+    assert "No such option" in run("convert", "model", "--version")[2], "the verb has no version of its own"
 
 
 def test_threads_wait_briefly_and_are_no_more_than_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:

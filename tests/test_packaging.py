@@ -89,12 +89,9 @@ def installs(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[s
 
 
 def test_every_package_is_listed() -> None:
-    found = {".".join((("wisparse",) if r != "wisparse" else ()) + (ROOT / r).relative_to(ROOT).parts) for r in ROOMS}
-    for room in ROOMS:
-        for folder in (ROOT / room).rglob("*/"):
-            if folder.is_dir() and any(folder.glob("*.py")):
-                parts = folder.relative_to(ROOT).parts
-                found.add(".".join(parts if room == "wisparse" else ("wisparse", *parts)))
+    folders = {file.parent.relative_to(ROOT).parts for room in ROOMS for file in (ROOT / room).rglob("*.py")}
+    folders |= {(room,) for room in ROOMS}
+    found = {".".join(parts if parts[0] == "wisparse" else ("wisparse", *parts)) for parts in folders}
     assert found == set(PROJECT["tool"]["setuptools"]["packages"])
 
 

@@ -246,13 +246,14 @@ def test_the_harness_makes_one_by_name(bundle: Path) -> None:
         WisparseLM(made.model, prefill="none")
 
 
+def answer(model: Model, prompt: str, policy: str) -> str:
+    """As the harness's tasks ask for it."""
+    return model.generate(prompt, max_new_tokens=48, stop="\n", prefill=policy, chat_template=False).text
+
+
 def test_interpreter_lines(model: Model) -> None:
     found = evaluate_tasks(model, ["interpreter_lines"], prefill="dense", limit=12)
-    right = [
-        model.generate(one.prompt, max_new_tokens=48, stop="\n", prefill="dense", chat_template=False).text
-        == one.answer
-        for one in make_problems(12, 0)
-    ]
+    right = [answer(model, one.prompt, "dense") == one.answer for one in make_problems(12, 0)]
     error = pytest.approx(statistics.stdev(right) / math.sqrt(12))
     wanted = {"num_questions": 12, "exact_match": sum(right) / 12, "exact_match_stderr": error}
     assert found == {"interpreter_lines": wanted}
@@ -260,14 +261,11 @@ def test_interpreter_lines(model: Model) -> None:
 
 
 def test_interpreter_chains(model: Model) -> None:
-    """A program counts if the model, going on from its own values, gets every line right."""
     found = evaluate_tasks(model, ["interpreter_chains"], prefill="all", limit=2)["interpreter_chains"]
     right = []
     for chain in make_chains(NUM_CHAINS, SEED)[:2]:
-        for question, answer in zip(chain.questions(), chain.answers, strict=True):
-            prompt = chain.session + question
-            given = model.generate(prompt, max_new_tokens=48, stop="\n", prefill="all", chat_template=False).text
-            right.append(given == answer)
+        for question, wanted in zip(chain.questions(), chain.answers, strict=True):
+            right.append(answer(model, chain.session + question, "all") == wanted)
     assert found["num_questions"] == 2
     assert found["lines"] == pytest.approx(sum(right) / len(right))
     assert 0 < found["lines"] < 1

@@ -80,12 +80,10 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Entry point of ``wisparse``."""
     _run(cli, args, "wisparse")
 
 
 def convert_main(args: Sequence[str] | None = None) -> None:
-    """Entry point of ``wisparse-convert``, the same as ``wisparse convert``."""
     _run(convert_program(), args, "wisparse-convert")
 
 

@@ -253,7 +253,6 @@ def _stream_delta(delta: Delta) -> dict[str, Any]:
 
 
 def _message(deltas: Sequence[Delta]) -> dict[str, Any]:
-    """The message that all deltas of an answer add up to."""
     texts: dict[tuple[str, int], str] = {}
     for delta in deltas:
         key = delta.kind, delta.index

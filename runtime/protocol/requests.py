@@ -48,8 +48,6 @@ _IMAGES_AND_SOUND = ("image_url", "input_image", "input_audio", "file", "video_u
 
 
 class ApiError(HTTPException):
-    """An HTTP status and the error object that is sent with it."""
-
     def __init__(
         self,
         status: int,
@@ -221,7 +219,6 @@ class GenerationRequest(Strict):
         return None
 
     def constraint(self) -> Grammar | None:
-        """The grammar that the answer has to follow; raises UsageError."""
         if self.response_format is not None and self.response_format.type != "text":
             schema = self.response_format.json_schema
             return Grammar.of_schema("response_format", ANY_OBJECT if schema is None else schema.schema_)
@@ -309,7 +306,6 @@ class Message(Strict):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """The message as chat templates expect it."""
         message = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.content or "",
@@ -420,6 +416,5 @@ class ChatRequest(GenerationRequest):
         return messages
 
     def template_variables(self) -> dict[str, Any]:
-        """Further variables of the chat template."""
         tools = [{"type": "function", "function": function} for function in self.functions]
         return {**self.chat_template_kwargs, "tools": tools} if tools else self.chat_template_kwargs

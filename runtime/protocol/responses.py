@@ -74,7 +74,7 @@ class ResponsesRequest(GenerationRequest):
         return [{"role": "user", "content": given}] if isinstance(given, str) else given
 
     def as_chat(self) -> ChatRequest:
-        """The chat that asks for the same; raises ApiError."""
+        """The chat that asks for the same; raises ApiError, with a chat's names."""
         own = {"input", "instructions", "max_output_tokens", "text", *self.unsupported}
         body = {**self.model_dump(exclude_unset=True, by_alias=True, exclude=own), **(self.model_extra or {})}
         body["messages"] = self._messages()
@@ -91,10 +91,7 @@ class ResponsesRequest(GenerationRequest):
         match self.tool_choice:
             case {"type": "function", "name": name}:
                 body["tool_choice"] = {"type": "function", "function": {"name": name}}
-        try:
-            return validated(ChatRequest, body)
-        except ApiError as error:
-            raise renamed(error) from error
+        return validated(ChatRequest, body)
 
     def _messages(self) -> list[Message]:
         messages: list[tuple[str, dict[str, Any]]] = []  # each with its place in the body
@@ -130,7 +127,6 @@ class ResponsesRequest(GenerationRequest):
 
 
 def _content(content: Any) -> Any:
-    """A message's content as a chat has it."""
     if not isinstance(content, list):
         return content
     texts = ("input_text", "output_text")
@@ -236,13 +232,13 @@ class ResponsesFormatter(Formatter):
     def _begin_item(self, kind: str, **more: Any) -> bytes:
         events = self._end_item("completed") if self._growing else b""
         self._growing, self._text = True, ""
-        fields: dict[str, Any] = {
+        fields: dict[str, dict[str, Any]] = {
             "reasoning": {"summary": [], "content": []},
             "message": {"role": "assistant", "content": []},
             "function_call": {**more, "arguments": ""},
-        }[kind]
+        }
         id = f"{_ITEMS[kind][0]}_{uuid.uuid4().hex}"
-        self._items.append({**fields, "id": id, "type": kind, "status": "in_progress"})
+        self._items.append({**fields[kind], "id": id, "type": kind, "status": "in_progress"})
         events += self._event("response.output_item.added", output_index=len(self._items) - 1, item=self._items[-1])
         return events + (b"" if kind == "function_call" else self._part_event("added"))
 
@@ -266,7 +262,6 @@ class ResponsesFormatter(Formatter):
         return self._item_event(f"response.content_part.{what}", content_index=0, part=self._part())
 
     def _text_event(self, what: str, **more: Any) -> bytes:
-        """Of the last item's text, or of its arguments."""
         kind = self._items[-1]["type"]
         beside: dict[str, Any] = {} if kind == "function_call" else {"content_index": 0}
         beside |= {"logprobs": []} if kind == "message" else {}

@@ -88,7 +88,6 @@ class AnswerQueue:
             self._requests.append(self._engine.submit(request, functools.partial(self._deliver, index, score_only)))
 
     def _deliver(self, index: int, score_only: bool, item: Chunk | WisparseError) -> None:
-        """Called by the engine's thread."""
         if score_only and isinstance(item, Chunk):
             assert item.generation is not None
             scores = None if item.generation.scores is None else ()
@@ -140,7 +139,6 @@ class AnswerQueue:
 
     @property
     def answers(self) -> list[Generation]:
-        """The finished answers, in order."""
         return [self._finished[index] for index in sorted(self._finished)]
 
     def cancel(self) -> None:

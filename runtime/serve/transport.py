@@ -212,8 +212,6 @@ class JsonRequest(Request):
 
 
 class JsonRoute(APIRoute):
-    """A route that reads its body as a ``JsonRequest``."""
-
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 

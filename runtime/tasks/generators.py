@@ -34,7 +34,6 @@ _KINDS = ("add", "subtract", "multiply", "compare", "join", "upper", "len", "sum
 
 
 def _expression(draw: Draw) -> tuple[str, str, object]:
-    """An expression's kind, source and value."""
     kind = _KINDS[draw.below(len(_KINDS))]
     if kind in ("add", "subtract", "compare", "multiply"):
         left, right = draw.below(100), 1 + draw.below(9) if kind == "multiply" else draw.below(100)

@@ -204,6 +204,8 @@ def _print_tables(table: Mapping[str, Comparison], compiled: CompiledSpeed | Non
     )
     lines: list[tuple[str, ...]] = []
     baseline: tuple[str, ...] = ()
+    heads: tuple[str, ...]
+    cells: tuple[str, ...]
     note_on_baseline = ""
     if compiled:
         baseline = f"{compiled.name}, {compiled.dtype}", f"{compiled.tok_per_s:,.1f}", f"{compiled.step_ms:.3f}"

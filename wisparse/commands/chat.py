@@ -65,8 +65,7 @@ def _read_line() -> str | None:
                 import readline  # noqa: F401  (gives input() its editing and history)
 
                 return input("> ").strip()
-            line = sys.stdin.readline()
-            return line.strip() if line else None
+            return line.strip() if (line := sys.stdin.readline()) else None
         except EOFError:
             return None
         except KeyboardInterrupt:

@@ -237,7 +237,6 @@ def _on_tasks(
     options: Mapping[str, Any],
     task_options: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Metrics under each policy and with masks off."""
     from wisparse.runtime.backends import load
     from wisparse.runtime.generation.scheduler import Stats
     from wisparse.runtime.lm_eval import evaluate_tasks

@@ -25,7 +25,6 @@ _MOST_BYTES = 1 << 28
 
 
 def read_text(file: str) -> str:
-    """The text of a file that a user names."""
     path = Path(os.path.realpath(expand(file)))
     try:  # a byte order mark before the text is no part of it
         return read_bounded(path.parent, path.name, _MOST_BYTES, UsageError).decode("utf-8-sig")
