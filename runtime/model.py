@@ -10,7 +10,6 @@ from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Seque
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from wisparse.formats.errors import UsageError, WisparseError
@@ -79,11 +78,7 @@ class Model:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The bundle's tokenizer: ``encode`` gives a text's token ids, ``decode`` the text of token ids.
-
-        Raises:
-            UsageError: the bundle has none.
-        """
+        """``encode`` gives a text's token ids, ``decode`` the text of token ids; UsageError if the bundle has none."""
         if self.text is None:
             raise UsageError("this bundle has no tokenizer: give token ids")
         return self.text
@@ -100,10 +95,8 @@ class Model:
     def sparsity(self) -> float:
         """The sparsity level that answers are decoded at, one of the bundle's; 0 for the dense model.
 
-        Setting it takes milliseconds and loads nothing. A server's requests may each name another level.
-
-        Raises:
-            UsageError: set to a level that the bundle lacks, or while an answer is in progress.
+        Setting it takes milliseconds and loads nothing; not while an answer is in progress. A server's requests may each
+        name another level.
         """
         return self.bundle.sparsity
 
@@ -179,12 +172,8 @@ class Model:
     ) -> Generator[tuple[int, Generation], None, None]:
         """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends.
 
-        Arguments are checked at once, the model starts at the first ``next``.
-
-        Args:
-            prompts: as for :meth:`generate`.
-            stats: decoded tokens and their time are added to it in the end.
-            settings: as for :meth:`generate`.
+        Arguments are checked at once, the model starts at the first ``next``; they are those of :meth:`generate`. Decoded
+        tokens and their time are added to ``stats`` in the end.
         """
         requests = self._requests(prompts, settings)
 
@@ -269,9 +258,7 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def request(
@@ -315,7 +302,6 @@ class Model:
         self,
         requests: Sequence[Request],
         deliver: Callable[[int, Chunk | WisparseError], None],
-        *,
         final_only: bool = False,
     ) -> Iterator[None]:
         """Submit requests, each delivering its index and chunks; those that are not done in the end are cancelled."""

@@ -40,19 +40,10 @@ def _library_errors(action: str) -> Iterator[None]:
 
 
 class Tokenizer:
-    """A bundle's tokenizer and chat template.
-
-    Args:
-        template: None if there is none.
-        template_source: of the template that is given tools.
-    """
+    """A bundle's tokenizer and chat template; ``template_source`` is that of the template that is given tools."""
 
     def __init__(
-        self,
-        tokenizer_json: bytes,
-        tokenizer_config: Mapping[str, Any],
-        template: str | None,
-        vocab_size: int,
+        self, tokenizer_json: bytes, tokenizer_config: Mapping[str, Any], template: str | None, vocab_size: int
     ) -> None:
         if len(tokenizer_json) > _MAX_BYTES:
             raise BundleError(f"{_FILE}: expected at most {_MAX_BYTES:,} bytes, found {len(tokenizer_json):,}")
@@ -74,9 +65,8 @@ class Tokenizer:
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
         # Some models have a template of its own for conversations with tools.
         self.template_source = named.get("tool_use", source)
-        self._tool_template = self.template
-        if self.template_source is not None and self.template_source != source:
-            self._tool_template = ChatTemplate(self.template_source, self.special_tokens)
+        own = self.template_source is not None and self.template_source != source
+        self._tool_template = ChatTemplate(self.template_source, self.special_tokens) if own else self.template
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Tokenizer:
@@ -89,11 +79,11 @@ class Tokenizer:
             )
         template = bundle.read_bytes("chat_template.jinja")
         try:
-            source = template.decode() if template is not None else None
+            source = (
+                _read_json(bundle, "chat_template.json").get("chat_template") if template is None else template.decode()
+            )
         except UnicodeDecodeError as error:
             raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
-        if source is None:
-            source = _read_json(bundle, "chat_template.json").get("chat_template")
         if source is not None and not isinstance(source, str):
             raise BundleError(f"chat_template.json: expected a text, found {source!r:.80}")
         return cls(tokenizer_json, _read_json(bundle, "tokenizer_config.json"), source, bundle.config.vocab_size)
@@ -167,11 +157,8 @@ class Tokenizer:
                 template.check()
 
     def template_ends_turns(self, stops: frozenset[int]) -> bool:
-        """Whether the template closes an assistant's turn with a token that ends generation.
-
-        An instruction-tuned model has to, or its answers would not end. A base model that ships a template none the
-        less (Qwen's do) does not: it ends texts with another token, and a prompt is best continued as it stands.
-        """
+        """Whether the template closes an assistant's turn with a token that ends generation: an instruction-tuned model's
+        does, a base model that ships a template (Qwen's do) ends texts with another token."""
         if self.template is None:
             return False
         self.check()
@@ -192,18 +179,13 @@ class Detokenizer:
 
     def __init__(self, library: tokenizers.Tokenizer, special: Collection[int], visible: Collection[int]) -> None:
         self._library, self._special, self._visible = library, special, visible
-        self._begin()
-
-    def _begin(self) -> None:
-        self._stream = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
-        self._length = 0
+        self._stream, self._ids, self._length = DecodeStream(skip_special_tokens=True), list[int](), 0
 
     def add(self, token_id: int) -> str:
         """The text that this id completes; often all of its own, empty while a character is incomplete."""
         if token_id in self._visible:
             before = self.finish()
-            self._begin()
+            self._stream, self._ids, self._length = DecodeStream(skip_special_tokens=True), [], 0
             with _library_errors("the tokenizers library cannot run it"):
                 return before + self._library.decode([token_id], skip_special_tokens=False)
         if token_id in self._special:
@@ -235,7 +217,7 @@ class StopStrings:
         self.found = False
 
     def add(self, chunk: str) -> str:
-        """The text that is certain not to belong to a stop string; nothing any more once one was found."""
+        """The text that is certain not to belong to a stop string; nothing once one was found."""
         if self.found:
             return ""
         if not self._stops:
@@ -246,15 +228,12 @@ class StopStrings:
             self.found, self._held = True, ""
             return text[: min(ends)[1]]
         # The longest end of the text that begins a stop string is held back.
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-length:]) for stop in self._stops):
-                self._held = text[-length:]
-                return text[:-length]
-        self._held = ""
-        return text
+        ends = (text[-length:] for length in range(min(self._longest - 1, len(text)), 0, -1))
+        self._held = next((end for end in ends if any(stop.startswith(end) for stop in self._stops)), "")
+        return text.removesuffix(self._held)
 
     def finish(self) -> str:
-        """What was held back, at the end of the text: it did not become a stop string."""
+        """What was held back, at the end of the text."""
         held, self._held = self._held, ""
         return held
 
@@ -286,11 +265,9 @@ def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
             found.add(item)
-    if tokenizer is not None and "eos_token" in tokenizer.special_tokens:
-        token = tokenizer.token_id(tokenizer.special_tokens["eos_token"])
-        if token is not None:
-            found.add(token)
-    return frozenset(found)
+    named = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")
+    token = None if tokenizer is None or named is None else tokenizer.token_id(named)
+    return frozenset(found if token is None else found | {token})
 
 
 def _read_json(bundle: Bundle, name: str) -> dict[str, Any]:

@@ -109,7 +109,6 @@ class Engine:
         return future
 
     def call(self, function: Callable[[], T]) -> T:
-        """:meth:`ask`, and wait for it."""
         future = self.ask(function)
         self.drive(future.done)
         return future.result()
@@ -123,10 +122,8 @@ class Engine:
             self.ask(partial(self.scheduler.stop_measuring, every))
 
     def start(self, max_queue: int) -> None:
-        """Have a thread of the engine's own run the steps, and refuse what more than ``max_queue`` would wait for.
-
-        Compiles and captures first what later requests take, so that no running answer waits for it.
-        """
+        """Compile and capture what later requests take, then have a thread of the engine's own run the steps, with at
+        most ``max_queue`` requests waiting."""
         self.call(self.decoder.prepare_prompts)
         self.call(self.decoder.prepare_batches)
         with self._changed:
@@ -183,7 +180,7 @@ class Engine:
             if self._run_lock.acquire(blocking=False):
                 try:
                     while not until():
-                        self._run_one_step(until)
+                        self._step(until)
                 finally:
                     self._run_lock.release()
                     self._wake(all_waiters=True)  # one of them takes over
@@ -200,14 +197,20 @@ class Engine:
                     if waiter in self._waiters:
                         self._waiters.remove(waiter)
 
-    def _run_one_step(self, until: Callable[[], object]) -> None:
-        """:meth:`_step`, whatever happens in it; waits if there is nothing to do."""
+    def _step(self, until: Callable[[], object]) -> None:
+        """Wait if there is nothing to do; handle what was asked for, prefill a chunk or decode, and deliver the tokens."""
         try:
             if not (self._inbox or self.scheduler.busy):
                 with self._changed:
                     while not (self._inbox or until()):
                         self._changed.wait()
-            self._step()
+            while self._inbox:
+                self._inbox.popleft()()
+            if self.scheduler.busy:
+                # A stop string may end its answer after every token.
+                one_token = any(request.stop for request in self.scheduler.running)
+                for request in self.scheduler.step(None if one_token else self._inbox.__len__):
+                    self._deliver(request)
             self._wake()
         except Exception as error:
             self._recover(error)
@@ -216,16 +219,6 @@ class Engine:
             self.scheduler.start_over()
             self._deliver_all()
             raise
-
-    def _step(self) -> None:
-        """Handle what was asked for, prefill a chunk or decode, and deliver the new tokens."""
-        while self._inbox:
-            self._inbox.popleft()()
-        if self.scheduler.busy:
-            # A stop string may end its answer after every token.
-            one_token = any(request.stop for request in self.scheduler.running)
-            for request in self.scheduler.step(None if one_token else self._inbox.__len__):
-                self._deliver(request)
 
     def _put(self, task: Callable[[], None]) -> None:
         self._inbox.append(task)

@@ -26,7 +26,6 @@ class Generation:
         token_ids: all generated ids, those of a stop token or stop string included.
         finish_reason: ``stop`` (a stop token or string) or ``length`` (``max_new_tokens``, or the context is full).
         seed: repeats a sampled answer; None for a greedy one.
-        prompt_tokens: length of the prompt.
         prompt_seconds: wall time from the first prefill chunk to the first token.
         generation_seconds: wall time from the first token to the last, the time a stream's reader takes included; 0 for
             a single token. Compilation and graph capture come before the prompt and are not counted.
@@ -64,20 +63,14 @@ class Generation:
 
 @dataclass(frozen=True)
 class Chunk:
-    """What one token adds to a streamed answer.
+    """What one token adds to a streamed answer."""
 
-    Attributes:
-        text: whole characters, maybe none: an incomplete character or a possible start of a stop string is held back.
-        finish_reason, generation: on the last chunk; ``generation`` is the whole answer.
-        score, prompt_scores: as in ``Generation``; the prompt's on the first chunk.
-    """
-
-    text: str
+    text: str  # whole characters, maybe none: an incomplete one or a possible start of a stop string is held back
     token_id: int
-    finish_reason: str | None = None
+    finish_reason: str | None = None  # on the last chunk, as ``generation``, the whole answer
     generation: Generation | None = None
-    score: TokenScore | None = None
-    prompt_scores: Sequence[TokenScore] | None = None
+    score: TokenScore | None = None  # as in ``Generation``
+    prompt_scores: Sequence[TokenScore] | None = None  # on the first chunk
 
 
 class Status(Enum):
@@ -132,7 +125,6 @@ class Request:
 
     @property
     def needs_prompt_scores(self) -> bool:
-        """Whether the prompt's positions have to be scored when they are prefilled."""
         return self.score_prompt and self.sampling.logprobs is not None and not self.output_token_ids
 
     @property

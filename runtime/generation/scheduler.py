@@ -64,10 +64,7 @@ class PrefixCache:
         self._clock = 0
 
     def choose(self, tokens: Sequence[int], sparse_from: int, idle: Collection[int]) -> tuple[int, int, int]:
-        """Where to compute a sequence: a slot of ``idle``, the slot to reuse positions of, and how many.
-
-        At most all positions but the last are reused.
-        """
+        """Where to compute a sequence: a slot of ``idle``, the slot to reuse positions of, and how many (not the last)."""
         source, length = -1, 0
         for slot, held in enumerate(self._held):
             if held.long_factors != self._long(len(tokens)):
@@ -97,7 +94,6 @@ class PrefixCache:
         self._held[slot] = _CachedPrefix(tokens, sparse_from, self._long(total), self._clock)
 
     def touch(self, slot: int) -> None:
-        """The slot was used just now."""
         self._clock += 1
         self._held[slot].used = self._clock
 
@@ -120,17 +116,13 @@ class Scheduler:
     """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``.
 
     Not thread-safe, but for ``validate``.
-
-    Args:
-        sparsity: the level in force; None after a switch that failed.
-        default_sparsity: the level of requests that name none.
-        stats: of the decode steps so far.
     """
 
     def __init__(self, decoder: Decoder, bundle: Bundle | None = None) -> None:
         self.decoder, self.bundle = decoder, bundle
+        # The level of requests that name none, and the level in force: None after a switch that failed.
         self.default_sparsity = self.sparsity = None if bundle is None else bundle.sparsity
-        self.stats = Stats()
+        self.stats = Stats()  # of the decode steps so far
         self.waiting: deque[Request] = deque()
         self.slots: list[Request | None] = [None] * decoder.max_batch
         self.prefilling: Request | None = None
@@ -144,12 +136,10 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a step has anything to do."""
         return bool(self.waiting) or any(self.slots)
 
     @property
     def running(self) -> list[Request]:
-        """The requests that have a slot."""
         return [request for request in self.slots if request is not None]
 
     def validate(self, request: Request) -> None:
@@ -165,9 +155,9 @@ class Scheduler:
         biased = max(request.sampling.logit_bias or (0,))
         if biased >= vocab_size:
             raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
-        self.level(request.sparsity)
+        self._level(request.sparsity)
 
-    def level(self, sparsity: float | None) -> float | None:
+    def _level(self, sparsity: float | None) -> float | None:
         """The bundle's level of this sparsity, or the default one."""
         if sparsity is None or self.bundle is None:
             return self.default_sparsity
@@ -176,7 +166,7 @@ class Scheduler:
     def add(self, request: Request) -> Request:
         """Queue a validated request."""
         request.sampling = resolve_seed(request.sampling)
-        request.sparsity = self.level(request.sparsity)
+        request.sparsity = self._level(request.sparsity)
         request.processor = LogitsProcessor(request.sampling, request.prompt_token_ids, request.constraint)
         self.waiting.append(request)
         return request
@@ -240,12 +230,8 @@ class Scheduler:
             self.decoder.measure_sparsity(False)
 
     def step(self, interrupted: Callable[[], object] | None = None) -> list[Request]:
-        """Prefill one chunk, or decode.
-
-        Args:
-            interrupted: decoding goes on from token to token until this is true, a request finishes, or a millisecond
-                has passed. None: one token.
-        """
+        """Prefill one chunk, or decode: one token, or until ``interrupted()``, a request finishes, or a millisecond has
+        passed."""
         if self.prefilling is None and self.waiting and None in self.slots:
             self._admit()
         if self.prefilling is not None:
