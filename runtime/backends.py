@@ -35,10 +35,8 @@ def make_decoder(
     weights: str = "native",
     max_batch: int = 1,
 ) -> Decoder:
-    """Build the decoder that ``backend`` names, or with ``auto`` the fastest that can run this bundle there.
-
-    The weights are read here, once. A back end asked for by name is never replaced. max_seq_len: as in :func:`load`.
-    """
+    """Build the decoder that ``backend`` names, or with ``auto`` the fastest that can run this bundle there; arguments as
+    for :func:`load`."""
     longest = bundle.config.max_position_embeddings
     if max_seq_len is not None and not 1 <= max_seq_len <= longest:
         raise UsageError(f"max_seq_len: expected 1 to the model's context of {longest}, found {max_seq_len}")

@@ -36,8 +36,6 @@ class Workload:
 
 @dataclass(frozen=True)
 class Speed:
-    """How fast one decoder was."""
-
     tok_per_s: float  # median over ``runs``, all rows of the batch together
     step_ms: float  # one step, median over the runs of their mean
     prefill_tok_per_s: float
@@ -73,10 +71,8 @@ class Comparison:
 
 
 def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels: bool = False) -> dict[str, Comparison]:
-    """Time a bundle with its weights held in several ways, each at its sparsity level and with its masks off.
-
-    Runs alternate between all of them, so that a change of the machine's speed meets all.
-    """
+    """Time a bundle with its weights held in several ways, each at its sparsity level and with its masks off. Runs
+    alternate between all of them, so that a change of the machine's speed meets all."""
     levels = {name: model.sparsity for name, model in models.items()}
     if 0 in levels.values():
         raise UsageError("sparsity: expected a sparsity level to compare with the dense model, found 0")
@@ -140,7 +136,6 @@ def compare_weights(models: Mapping[str, Model], workload: Workload, *, kernels:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What a figure was measured on: chip, threads or the driver's CUDA, and versions."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     if device.type == "cuda":
         import triton
@@ -170,7 +165,6 @@ def time_run(decoder: Decoder, workload: Workload) -> tuple[float, float]:
 
 
 def prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
-    """Random ids (``prompt_length``,), one prompt for each row of the batch."""
     generator = torch.Generator().manual_seed(workload.seed)
     shape = (workload.batch, workload.prompt_length)
     return list(torch.randint(config.vocab_size, shape, generator=generator))
@@ -191,6 +185,5 @@ def read_bandwidth_gbps(device: torch.device) -> float:
 
 
 def wait(device: torch.device) -> None:
-    """Until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -39,9 +39,8 @@ class Model:
     """A bundle on a device; make one with ``wisparse.load``.
 
     Calls from several threads are decoded together, ``max_batch`` answers at a time; each gets the tokens that it gets
-    alone. A stream that is left unfinished keeps its slot until it is closed (``stream.close()``, or its last reference
-    goes) or other calls have decoded it to its end. A prompt's prefix that the KV cache still holds is not computed
-    again.
+    alone. A stream that is left unfinished keeps its slot until it is closed or other calls have decoded it to its end.
+    A prompt's prefix that the KV cache still holds is not computed again.
 
     Attributes:
         decoder: runs the model on token ids. Use it directly only through ``engine.call``, followed by

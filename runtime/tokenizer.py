@@ -65,8 +65,9 @@ class Tokenizer:
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
         # Some models have a template of its own for conversations with tools.
         self.template_source = named.get("tool_use", source)
-        own = self.template_source is not None and self.template_source != source
-        self._tool_template = ChatTemplate(self.template_source, self.special_tokens) if own else self.template
+        self._tool_template = self.template
+        if self.template_source is not None and self.template_source != source:
+            self._tool_template = ChatTemplate(self.template_source, self.special_tokens)
 
     @classmethod
     def from_bundle(cls, bundle: Bundle) -> Tokenizer:
@@ -228,8 +229,8 @@ class StopStrings:
             self.found, self._held = True, ""
             return text[: min(ends)[1]]
         # The longest end of the text that begins a stop string is held back.
-        ends = (text[-length:] for length in range(min(self._longest - 1, len(text)), 0, -1))
-        self._held = next((end for end in ends if any(stop.startswith(end) for stop in self._stops)), "")
+        tails = (text[-length:] for length in range(min(self._longest - 1, len(text)), 0, -1))
+        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
         return text.removesuffix(self._held)
 
     def finish(self) -> str:
@@ -279,11 +280,9 @@ def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The templates inside tokenizer_config.json, by name: a text is the default one, a list has names."""
     given = config.get("chat_template")
     entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
-    found = {}
-    for entry in entries:
-        if isinstance(entry, dict) and entry.get("name") in ("default", "tool_use"):
-            template = entry.get("template")
-            if not isinstance(template, str):
-                raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
-            found[entry["name"]] = template
+    known = ("default", "tool_use")
+    found = {one["name"]: one.get("template") for one in entries if isinstance(one, dict) and one.get("name") in known}
+    for template in found.values():
+        if not isinstance(template, str):
+            raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
     return found

@@ -1,7 +1,7 @@
 """What test_runtime_vllm.py asks of vLLM, in vLLM's own environment; one line of JSON for each answer.
 
-python tests/vllm_peer.py tokens BUNDLE PROMPTS.json [SETTINGS]
-python tests/vllm_peer.py refusals CASES.json
+python tests/vllm_peer.py tokens BUNDLE PROMPTS SETTINGS
+python tests/vllm_peer.py refusals CASES
 python tests/vllm_peer.py dense PROMPTS BUNDLE DTYPE [plain]
 """
 
@@ -32,12 +32,11 @@ def engine(bundle: str, **changes: Any) -> Any:
     return LLM(model=bundle, **settings)
 
 
-def tokens(bundle: str, prompts: str, settings: str = "{}") -> None:
+def tokens(bundle: str, prompts: str, settings: str) -> None:
     """Greedy tokens of each prompt alone and of all together, with a budget of tokens that cuts prompts in pieces."""
     from vllm import SamplingParams
 
-    with open(prompts, encoding="utf-8") as file:
-        ids = [{"prompt_token_ids": prompt} for prompt in json.load(file)]
+    ids = [{"prompt_token_ids": prompt} for prompt in json.loads(prompts)]
     llm = engine(bundle, max_num_batched_tokens=64, enable_chunked_prefill=True, **json.loads(settings))
     sampling = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, detokenize=False)
 
@@ -54,9 +53,7 @@ def tokens(bundle: str, prompts: str, settings: str = "{}") -> None:
 
 def refusals(cases: str) -> None:
     """Each case's error: a bundle, arguments for the engine, changes of the environment."""
-    with open(cases, encoding="utf-8") as file:
-        wanted = json.load(file)
-    for bundle, arguments, environment in wanted:
+    for bundle, arguments, environment in json.loads(cases):
         os.environ.update(environment)
         try:
             engine(bundle, **arguments)

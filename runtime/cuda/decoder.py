@@ -49,10 +49,8 @@ class TokenReadback:
 
     def send(self, ids: Tensor) -> None:
         """Start to copy ``ids`` (n,), which must stay as they are until they are read."""
-        if self._stream is None:
-            self._ids[: len(ids)].copy_(ids)
-            return
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             self._ids[: len(ids)].copy_(ids, non_blocking=True)
 
@@ -64,7 +62,7 @@ class TokenReadback:
 
 
 class CudaDecoder(Decoder):
-    """See :class:`runtime.decoding.decoder.Decoder`; CUDA devices of compute capability 8.0 or later."""
+    """For CUDA devices of compute capability 8.0 or later."""
 
     name: ClassVar[str] = "triton"
     weight_types: ClassVar[tuple[str, ...]] = tuple(WEIGHT_TYPES)
@@ -121,9 +119,8 @@ class CudaDecoder(Decoder):
         delta = config.delta_net
         if delta is not None and delta_state_size(delta.key_dim, delta.value_dim) > LARGEST_STATE:
             return (
-                f"its recurrent blocks keep a head's state in registers, up to {LARGEST_STATE} numbers with both sides "
-                f"padded to powers of two; linear_key_head_dim is {delta.key_dim}, linear_value_head_dim "
-                f"{delta.value_dim}"
+                f"its recurrent blocks keep a head's state in registers, up to {LARGEST_STATE} numbers with both sides padded "
+                f"to powers of two; linear_key_head_dim is {delta.key_dim}, linear_value_head_dim {delta.value_dim}"
             )
         return None
 
@@ -155,15 +152,17 @@ class CudaDecoder(Decoder):
         self._cache.begin(slot, start)
         dense = stop <= sparse_from <= len(token_ids) and on_logits is None
         short = self._short.logits(slot, token_ids, start, stop) if dense and self._short is not None else None
-        last = torch.empty(0, device=self.device)  # a prompt has at least one piece
-        if short is None:
+        if short is not None:
+            logits = finish_logits(self.config, short)
+        else:
             for hidden in self._read(self._cache, slot, token_ids, sparse_from, start, stop):
                 if on_logits is not None:
                     on_logits(self._logits(hidden))
                 last = hidden[-1:]
+            logits = self._logits(last)
         self._cache.lengths[slot] = stop
         self._positions[slot : slot + 1].fill_(stop)
-        return self._logits(last)[0] if short is None else finish_logits(self.config, short)[0]
+        return logits[0]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, length: int) -> None:
@@ -182,9 +181,8 @@ class CudaDecoder(Decoder):
         settings: Sequence[SamplingParams],
         adjust: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """As in the protocol. A step starts the one after it before it returns, as its input is known by then: the GPU
-        does not wait for the host to read the token. If something else is asked for next, that step is forgotten. What
-        ``adjust`` asks the host for is asked while the step runs."""
+        """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
+        host to read the token. If something else is asked for next, that step is forgotten."""
         batch, settings = len(token_ids), list(settings)
         greedy = all(setting.greedy for setting in settings)
         tokens = token_ids.tolist()
@@ -246,8 +244,7 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def prepare_batches(self) -> None:
-        """Compile and capture the steps of batches that begin at the first slot, greedy and sampled. Of other batches
-        the kernels are the same, and to capture them again takes no seconds."""
+        """Those that begin at the first slot: other batches have the same kernels, and are captured as they come."""
         refusal = too_little_memory(self.device)
         if refusal is not None:
             log.info("batches are prepared as they come: %s", refusal)
@@ -259,10 +256,9 @@ class CudaDecoder(Decoder):
         for _ in self._read(scratch, 0, torch.zeros(size, dtype=torch.int64), size, 0, size):
             pass
         most = min(triton.next_power_of_2(self.max_batch), MAX_ROWS)
-        sizes = [1 << n for n in range(most.bit_length())]
         for sampled in (False, True):
-            for rows in sizes:
-                self.prepare(range(rows), 1, self.max_seq_len, sampled=sampled)
+            for power in range(most.bit_length()):
+                self.prepare(range(1 << power), 1, self.max_seq_len, sampled=sampled)
 
     @torch.inference_mode()
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
@@ -312,7 +308,7 @@ class CudaDecoder(Decoder):
         return self._steps[key]
 
     def _replay(self, token_ids: Tensor, settings: Sequence[SamplingParams] = ()) -> dict[int, DecodeStep]:
-        """Append the tokens, with settings at most ``MAX_ROWS``; the steps that did so, by the first of their slots."""
+        """Append the tokens, with settings at most ``MAX_ROWS``; gives the steps by the first of their slots."""
         batch = len(token_ids)
         if not 1 <= batch <= self.max_batch:
             raise UsageError(f"expected 1 to max_batch ({self.max_batch}) tokens, found {batch}")
@@ -333,7 +329,6 @@ class CudaDecoder(Decoder):
         return steps
 
     def _logits_of(self, steps: Mapping[int, DecodeStep], batch: int) -> Tensor:
-        """(batch, V) float32 of steps that ran, by the first of their slots."""
         if list(steps) == [0] and steps[0].rows >= batch:
             return finish_logits(self.config, steps[0].logits[:batch])
         logits = torch.zeros(self.max_batch + MAX_ROWS, self.config.vocab_size, device=self.device)
@@ -354,7 +349,6 @@ class CudaDecoder(Decoder):
         return self._observe is not None and self._started % self._every == 1 % self._every
 
     def _append(self, tokens: Sequence[int], *, counted: bool) -> None:
-        """Slots are one position longer by a step that was, or was not, counted."""
         for slot, token in enumerate(tokens):
             if token >= 0:
                 self._cache.lengths[slot] += 1
@@ -401,11 +395,8 @@ class CudaDecoder(Decoder):
 
 
 def _blocks(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """The first slot and the rows of each step that serves ``slots``: at most ``MAX_ROWS`` slots each.
-
-    Rows are a power of two, as few as reach from the lowest to the highest, and begin at a multiple of themselves: so
-    there are few different steps, each of which has graphs of its own.
-    """
+    """The first slot and the rows of each step that serves ``slots``: a power of two up to ``MAX_ROWS``, beginning at a
+    multiple of itself, so that there are few different steps, each of which has graphs of its own."""
     found = []
     for group in sorted({slot // MAX_ROWS for slot in slots}):
         inside = [slot for slot in slots if slot // MAX_ROWS == group]

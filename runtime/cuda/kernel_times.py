@@ -32,11 +32,10 @@ def explain(decoder: Decoder, *, batch: int) -> str:
     for index, plans in enumerate(step.plans):
         for role, plan in plans.items():
             seen.setdefault((role, str(plan)), []).append(index)
-    lines = []
-    for (role, chosen), blocks in seen.items():
-        which = f"{len(blocks)} blocks" if len(blocks) > 1 else f"block {blocks[0]}"
-        lines.append(f"{role} ({which}): {chosen}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"{role} ({f'{len(blocks)} blocks' if len(blocks) > 1 else f'block {blocks[0]}'}): {chosen}"
+        for (role, chosen), blocks in seen.items()
+    )
 
 
 def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) -> dict[str, dict[str, float]]:
@@ -66,11 +65,8 @@ def time_kernels(decoder: Decoder, *, batch: int, sparsity: float, gbps: float) 
 
 
 def tune(decoder: Decoder, *, batch: int) -> dict[str, GemvTile]:
-    """Try tiles in whole decode steps, one linear at a time, and add the best to the local cache.
-
-    A launch timed alone follows its own kind; in a step it starts in the tail of another. So candidates are compared
-    where they run. What is loaded afterwards uses the cache; ``decoder`` keeps its own tiles.
-    """
+    """Try tiles in whole decode steps, where each launch starts in the tail of another, one linear at a time, and add the
+    best to the local cache. What is loaded afterwards uses it; ``decoder`` keeps its own tiles."""
     decoder = _require_triton(decoder, "--tune")
     first, gpu = decoder.weights.blocks[0], gpu_of(decoder.device)
     _read_prompts(decoder, batch)
@@ -139,7 +135,6 @@ def _step(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile] | None) -
 
 
 def _time(decoder: CudaDecoder, batch: int, tiles: dict[str, GemvTile]) -> float:
-    """Microseconds of a step, replays back to back."""
     step = _step(decoder, batch, tiles)
     step.replay()
     times = []

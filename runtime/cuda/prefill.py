@@ -47,7 +47,6 @@ _FREE = 1 << 30
 
 
 def chunk_size(config: ModelConfig, dtype: torch.dtype) -> int:
-    """Positions that are read in one go."""
     windows = any(block.window is not None for block in config.blocks)
     return _SMALL_CHUNK if dtype == torch.float32 or windows or config.attention_softcap is not None else _CHUNK
 
@@ -90,8 +89,8 @@ def head_products(weights: CudaWeights, x: Tensor) -> Tensor:
 
 
 def lower_right() -> Callable[[int, int], Tensor]:
-    """What makes the mask of a prompt's later chunks, for torch's fastest attention. Imported when it is needed first:
-    torch._dynamo comes with it, which takes seconds (2 to 3 beside an H200)."""
+    """Makes the mask of a prompt's later chunks. Imported when it is needed first: torch._dynamo comes with it, which
+    takes 2 to 3 seconds."""
     from torch.nn.attention.bias import causal_lower_right
 
     return causal_lower_right

@@ -46,8 +46,8 @@ KV_SPLITS = {256: 4, 512: 8, 2**31: 16}
 
 
 def kv_splits_for(context: int, rows: int = 1) -> int:
-    """KV splits for contexts up to ``context`` positions, a power of two. Several rows make about as many programs as
-    one does, in a short context twice as many: each waits for less."""
+    """A power of two. Several rows make about as many programs as one does, in a short context twice as many: each waits
+    for less."""
     splits = next(splits for longest, splits in KV_SPLITS.items() if context <= longest)
     if rows > 1:
         splits = max(1, min(2 * splits, max(KV_SPLITS.values())) // rows)
@@ -60,8 +60,7 @@ def contexts_between(first: int, last: int) -> list[int]:
 
 
 class PositionTables:
-    """Of every position: each rotary embedding's cosines and sines (max_seq_len, rotary_dim / 2), and what queries are
-    multiplied by (max_seq_len,), None for 1."""
+    """Each rotary embedding's cosines and sines (max_seq_len, rotary_dim / 2); the queries' factors (max_seq_len,)."""
 
     def __init__(
         self,
@@ -100,11 +99,8 @@ def qk_norms(config: ModelConfig, block: BlockWeights) -> QKNorms:
 
 
 def capture(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """What repeats the launches that ``launch`` makes; asynchronous.
-
-    ``launch`` runs once before it is captured, which compiles its kernels, so it must do no harm then. The tensors that
-    it uses, but does not make, must be kept by the caller as long as the result: a graph keeps addresses.
-    """
+    """What repeats the launches that ``launch`` makes; asynchronous. It runs once before it is captured, which compiles
+    its kernels. The caller must keep the tensors that it uses, but does not make: a graph keeps addresses."""
     if device.type != "cuda":
         return launch
     stream = torch.cuda.Stream()
@@ -210,7 +206,6 @@ class DecodeStep:
         self.plans.append({role: chosen[role] for role in LINEARS})
 
     def launch(self, *, sampled: bool = False, count: bool = False) -> None:
-        """The step's launches, one after the other, on the current stream."""
         launch_embed(
             self.tokens, self.weights.embedding, self.hidden, self._sums(-1, "down"),
             multiplier=self._embedding_multiplier,
@@ -295,9 +290,8 @@ class DecodeStep:
 
     @property
     def tokens(self) -> Tensor:
-        """(rows,) int64: what the next step reads, then what it has chosen; negative rows are idle.
-
-        Two buffers take turns, so that a choice can be copied while the step after it runs."""
+        """(rows,) int64: what the next step reads, then what it has chosen; negative rows are idle. Two buffers take
+        turns, so that a choice can be copied while the step after it runs."""
         return self._ids[self._turn]
 
     @property
@@ -306,11 +300,8 @@ class DecodeStep:
         return self._logits.logit
 
     def replay(self, settings: Sequence[SamplingParams] = (), *, count: bool = False) -> None:
-        """Run the step on ``tokens``; asynchronous. What was chosen before stays where it is until the next call.
-
-        ``settings``: how the first rows' tokens are chosen, seeds resolved; the other rows are greedy. ``count``: add
-        the channels that the rows keep to ``counts``.
-        """
+        """Run the step on ``tokens``; asynchronous. ``settings``: how the first rows' tokens are chosen, seeds resolved;
+        the other rows are greedy. ``count``: add the channels that the rows keep to ``counts``."""
         sampled = any(not setting.greedy for setting in settings)
         if sampled and list(settings) != self._settings:
             if self._sampling is None:
@@ -348,11 +339,10 @@ class DecodeStep:
 
 
 class _KeptCells:
-    """Kept channels of a step's rows, counted by its launches (``common.Counting``).
+    """Kept channels of a step's rows, counted by its launches (``common.Counting``), one cell for each program.
 
-    Each launch has cells of its own, one for each program that counts, so nothing is added up while the step runs. Two
-    sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own, so a step that
-    was started ahead and is not wanted is simply not looked at. Steps between may count nothing.
+    Two sets take turns, as the token ids do: a step reads the sums of the one before it and writes its own, so that a
+    step which was started ahead can be taken back. Steps between may count nothing.
     """
 
     def __init__(self, step: DecodeStep) -> None:
@@ -374,7 +364,6 @@ class _KeptCells:
         self._last_counted = False
 
     def begin(self, turn: int, *, count: bool) -> None:
-        """A step of this turn runs now, which counts or does not."""
         self._last_counted = count
         if count:
             if self._newest == turn:
@@ -387,7 +376,6 @@ class _KeptCells:
             self._newest, self._last_counted = 1 - self._newest, False
 
     def of(self, index: int, role: str, turn: int) -> Counting | None:
-        """None for a dense linear."""
         if (index, role) not in self._shapes:
             return None
         first, shape = self._shapes[index, role]

@@ -73,10 +73,9 @@ class CudaWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of the weights on the device; tied embeddings count once."""
-        tensors = {id(t): t for t in (self.embedding, self.norm.weight, self.head, self.head_scales) if t is not None}
-        for block in self.blocks:
-            if block.delta is not None:
-                tensors |= {id(t): t for t in vars(block.delta).values() if isinstance(t, Tensor)}
+        outside = [self.embedding, self.norm.weight, self.head, self.head_scales]
+        outside += [tensor for block in self.blocks if block.delta is not None for tensor in vars(block.delta).values()]
+        tensors = {id(tensor): tensor for tensor in outside if isinstance(tensor, Tensor)}
         return sum(tensor.nbytes for tensor in tensors.values()) + self.num_bytes_inside
 
     @property
@@ -130,11 +129,8 @@ class _Source:
 
 
 def load_weights(bundle: Bundle, device: torch.device, dtype: torch.dtype, weights: str = "native") -> CudaWeights:
-    """Read a bundle's weights onto ``device``; copies may still be under way on the current stream.
-
-    ``dtype``: of the activations, and of unquantized weights. ``weights``: one of ``WEIGHT_TYPES``, what the projections
-    are rounded to; ``native``: as the bundle has them. The bundle's masks are in force.
-    """
+    """Read a bundle's weights onto ``device``; copies may still be under way on the current stream. The bundle's masks are
+    in force. ``dtype``: of the activations, and of unquantized weights; ``weights``: one of ``WEIGHT_TYPES``."""
     config, checkpoint = bundle.config, bundle.checkpoint
     if isinstance(checkpoint, Checkpoint) and not checkpoint.quantised:
         reads: Any = staged_reads(checkpoint, _names(config), device)
@@ -260,8 +256,8 @@ def with_dense(weights: CudaWeights, dense: tuple[bool, ...]) -> CudaWeights:
 
 
 def put_masks(weights: CudaWeights, config: ModelConfig, masks: Mapping[str, ProjectionMask]) -> None:
-    """Write masks where the kernels read them, in place: a captured step goes on with them. They drop something in the
-    linears that the weights are for."""
+    """Write masks where the kernels read them, in place: a captured step goes on with them. ``weights`` must be those
+    :func:`with_dense` gives for these masks."""
     for index, block in enumerate(weights.blocks):
         for linear, (projections, copies) in zip(block.linears, _projections(config, index), strict=True):
             linear.scales.fill_(1.0)
@@ -283,11 +279,8 @@ def staged_reads(
     threads: int | None = None,
     part_bytes: int = 8 << 20,
 ) -> Iterator[Callable[[str], Tensor]]:
-    """Gives ``read(name)``, which returns a tensor on ``device`` in its stored dtype; ordered on the current stream.
-
-    ``names`` must be read in their order, each once. A tensor may be used before the host has finished copying it, as
-    any work queued on the stream; it has been checked.
-    """
+    """Gives ``read(name)``, which returns a tensor on ``device`` in its stored dtype, checked; its copy is queued on the
+    current stream. ``names`` must be read in their order, each once."""
     threads = threads or min(_MOST_THREADS, os.cpu_count() or 1)
     on_gpu = device.type == "cuda"
     parts = (

@@ -7,9 +7,9 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 
@@ -30,8 +30,7 @@ class QueueFullError(ResourceError):
     """As many requests wait as may."""
 
 
-@dataclass(frozen=True)
-class EngineState:
+class EngineState(NamedTuple):
     """Requests that have a slot of the decoder, and requests that wait for one or for their sparsity level."""
 
     running: int
@@ -84,7 +83,7 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Take a request back before the next step, from any thread, wherever it is; one that is done stays as it is."""
+        """Take a request back before the next step, from any thread; one that is done stays as it is."""
         with self._changed:
             if request in self._open:
                 self._put(partial(self._cancel, request))

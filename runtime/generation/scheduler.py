@@ -219,7 +219,7 @@ class Scheduler:
         self.prefixes.keep_dense()
 
     def start_measuring(self, every: int) -> None:
-        """Count dropped channels in one step of so many; from zero unless they are counted as often already."""
+        """Count dropped channels in one step of so many, from zero unless that is done already."""
         if every < min(self._measuring, default=every + 1):
             self.decoder.measure_sparsity(True, every)
         self._measuring.append(every)
@@ -328,23 +328,18 @@ class Scheduler:
         if not running:
             return []
         tokens = _last_tokens(rows)
-        if any(request.sampling.logprobs is not None for request in running):
-            logits = self.decoder.decode(tokens)
-            chosen = self._sample(logits, rows, self.decoder.lengths[: len(rows)])
-            now = time.perf_counter()
-            for request, token in zip(rows, chosen, strict=True):
-                if request is not None:
-                    self._append(request, token, now)
-            self.stats.tokens += len(running)
-            return running
+        scored = any(request.sampling.logprobs is not None for request in running)
         settings = [request.sampling if request else _IDLE for request in rows]
         active = any(request.processor.active for request in running)
         process = partial(self._process, rows=rows) if active else None
         until = time.perf_counter() + _TOGETHER_SECONDS
-        one_token = interrupted is None or self.prefilling is not None or self._switch is not None
+        one_token = scored or interrupted is None or self.prefilling is not None or self._switch is not None
         while True:
-            device_tokens = self.decoder.step(tokens, settings, process)
-            chosen = device_tokens.tolist()
+            if scored:
+                chosen = self._sample(self.decoder.decode(tokens), rows, self.decoder.lengths[: len(rows)])
+            else:
+                device_tokens = self.decoder.step(tokens, settings, process)
+                chosen = device_tokens.tolist()
             now = time.perf_counter()
             for request, token in zip(rows, chosen, strict=True):
                 if request is not None:

@@ -39,10 +39,8 @@ def channel_major(weight: Tensor) -> Tensor:
 
 
 def mask_tensors(masks: Sequence[ProjectionMask], channels: slice) -> tuple[Tensor, Tensor]:
-    """Scales (projections, K) of these channels and thresholds (projections,), both float32.
-
-    Explicitly: vLLM builds models with the weights' type as torch's default.
-    """
+    """Scales (projections, K) of these channels and thresholds (projections,), both float32."""
+    # Explicitly: vLLM builds models with the weights' type as torch's default.
     scales = torch.stack([mask.channel_scale[channels] for mask in masks]).float()
     return scales, torch.tensor([mask.threshold for mask in masks], dtype=torch.float32)
 
