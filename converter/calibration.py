@@ -1,7 +1,4 @@
-"""The calibration text: what the statistics and the thresholds rest on.
-
-It is read from documents, or the model writes it itself: no data set, and a fit for any fine-tune, language or tokenizer.
-"""
+"""The calibration text, on which statistics and thresholds rest: read from documents, or written by the model itself."""
 
 from __future__ import annotations
 
@@ -248,8 +245,8 @@ def write_calibration(
     device, config = input_device(model), model.config
     generation = getattr(model, "generation_config", None)
     # Qwen has no beginning-of-text token; its documents begin after an end-of-text token.
-    begins = (tokenizer.bos_token_id, config.bos_token_id, getattr(generation, "bos_token_id", None))
-    begins = (*begins, tokenizer.eos_token_id)
+    begins = [tokenizer.bos_token_id, config.bos_token_id, getattr(generation, "bos_token_id", None)]
+    begins.append(tokenizer.eos_token_id)
     first = next((one for one in begins if isinstance(one, int) and 0 <= one < config.vocab_size), None)
     if first is None:
         raise CalibrationError(
@@ -345,7 +342,7 @@ def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
 
 
 def _preallocated_cache(config: Any, seq_len: int) -> Any:
-    """transformers' cache with room for ``seq_len`` tokens from the start; its own copies all of them at every token."""
+    """transformers' cache with room for ``seq_len`` tokens from the start; its own copies all of it at every token."""
     from transformers import DynamicCache
     from transformers.cache_utils import DynamicLayer
 

@@ -8,7 +8,7 @@ import os
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -77,17 +77,16 @@ def dataset_documents(name: str, seed: int) -> Iterator[Document]:
             split = "train" if "train" in splits else splits[0]
         stream = datasets.load_dataset(identifier, split=split, streaming=True)
         records = iter(stream.shuffle(seed=seed, buffer_size=2000))
-        first = next(records, None)
+        first = list(islice(records, 1))
     except Exception as error:
         # datasets, huggingface_hub, the HTTP client and the readers each raise their own kinds.
         raise AccessError(
             f"calibration data set {identifier} cannot be read from the Hub: {first_line(error)}; "
             "check the name and the network, or calibrate with --calibration self or a local path"
         ) from error
-    if first is None:
+    if not first:
         raise CalibrationError(f"calibration data set {identifier}, split {split}, is empty")
-    for record in chain([first], records):
-        yield document_of(record, identifier)
+    yield from (document_of(record, identifier) for record in chain(first, records))
 
 
 def document_of(record: Any, source: str) -> Document:
@@ -207,13 +206,12 @@ def _saved_dataset(path: Path, seed: int) -> Iterator[Document]:
         # Shuffled in memory: datasets would write its order beside the user's files.
         in_memory = {} if isinstance(loaded, datasets.IterableDataset) else {"keep_in_memory": True}
         records = iter(loaded.shuffle(seed=seed, **in_memory))
-        first = next(records, None)
+        first = list(islice(records, 1))
     except Exception as error:
         raise CalibrationError(f"calibration data set {path} cannot be read: {first_line(error)}") from error
-    if first is None:
+    if not first:
         raise CalibrationError(f"calibration data set {path} is empty")
-    for record in chain([first], records):
-        yield document_of(record, path.name)
+    yield from (document_of(record, path.name) for record in chain(first, records))
 
 
 def _datasets() -> Any:

@@ -9,8 +9,7 @@ from the dense model (rounded weights). Prefill policies, per sequence from its 
     half    the last T // 2 tokens are sparse (the accuracy protocol of the paper and of TEAL)
     all     every token is sparse
 
-Every figure is given over the sparse positions, where the damage is, and over all positions of the text, as the
-accuracy protocol dilutes it. Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill).
+Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill).
 """
 
 from __future__ import annotations
@@ -54,17 +53,13 @@ class Measured:
 
 @dataclass(frozen=True)
 class Quality:
-    """What one prefill policy costs on one text, over the positions that ran sparse and over all of them.
-
-    ``realised_sparsity``: fraction of the projections' weights not needed at the sparse positions, None if not counted;
-    ``realised_range``: the same of the sequence that needed most and of the one that needed least.
-    """
+    """What one prefill policy costs on one text."""
 
     prefill: str
-    sparse: Measured
-    overall: Measured
-    realised_sparsity: float | None = None
-    realised_range: tuple[float, float] | None = None
+    sparse: Measured  # over the positions that ran sparse
+    overall: Measured  # over all of them
+    realised_sparsity: float | None = None  # share of the weights not needed at the sparse positions, if counted
+    realised_range: tuple[float, float] | None = None  # of the sequences that needed most and least
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a figure over no tokens is null."""

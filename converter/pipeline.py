@@ -113,7 +113,7 @@ def run(settings: ConvertSettings, progress: Progress | None = None) -> Conversi
         if settings.upload_repo is not None:
             with progress.stage("Uploading"):
                 url = push_bundle(settings.output_dir, settings.upload_repo, settings.private)
-            conversion = replace(conversion, url=url, seconds={**conversion.seconds, **progress.take_seconds()})
+            conversion = replace(conversion, url=url)
         return conversion
     finally:
         # A kill before this: the next run knows the bundle for its own. A failed upload says how to go on.
@@ -146,7 +146,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
             return None
         _log.warning("the bundle in %s was complete already", settings.output_dir)
         report = Report(Bundle.open(settings.output_dir).recipe, plan.config, None)
-        return Conversion(settings.output_dir, plan, report, progress.take_seconds())
+        return Conversion(settings.output_dir, plan, report, progress.seconds)
     if plan.placed and processes.leads:  # the bundle in place is of another conversion after all
         check_places(settings, fetched, False)
         check_resources(plan)
@@ -218,7 +218,7 @@ def _convert(plan: Plan, progress: Progress, processes: Processes) -> Conversion
                 overwrite=settings.overwrite,
                 before_swap=stages.mark_bundle,
             )
-    return Conversion(settings.output_dir, plan, report, progress.take_seconds(), choice)
+    return Conversion(settings.output_dir, plan, report, progress.seconds, choice)
 
 
 def library_versions() -> dict[str, str]:

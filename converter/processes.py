@@ -47,11 +47,6 @@ class Progress:
         self._enabled = sys.stderr.isatty() if enabled is None else enabled
         self._bars: rich.Progress | None = None
 
-    def take_seconds(self) -> dict[str, float]:
-        """`seconds` so far; from now on they count anew."""
-        taken, self.seconds = self.seconds, {}
-        return taken
-
     @contextmanager
     def stage(self, title: str, total: int | None = None) -> Iterator[Stage]:
         """A stage of ``total`` units (None: not known yet). Stages may nest; each has its own line."""
@@ -163,8 +158,7 @@ ALONE = Processes()
 def joined(device: str = "auto") -> Iterator[tuple[Processes, str]]:
     """Join the processes that torchrun started; yields them, and the device of this one. Without torchrun: `ALONE`.
 
-    An error in any process ends all of them: it is raised in the one where it happened and the others leave without a
-    word, with its exit code.
+    An error in any process ends all: it is raised where it happened, and the others leave silently with its exit code.
     """
     from torch import distributed
 
@@ -230,8 +224,7 @@ class _Watch:
     def claim(self, error: BaseException) -> bool:
         """Whether this process is the first to fail."""
         self.over.set()
-        code = getattr(error, "exit_code", 1) if isinstance(error, WisparseError) else 1
-        mine = f"{self._index} {code}"
+        mine = f"{self._index} {error.exit_code if isinstance(error, WisparseError) else 1}"
         try:
             return self._store.compare_set(_FAILED, "", mine).decode() == mine
         except RuntimeError:  # the store went with the process that failed

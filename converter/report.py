@@ -1,6 +1,4 @@
-"""The conversion report: what was decided and what it costs. One `Report` for the report file, the model card, the
-figures and the terminal.
-"""
+"""The conversion report: one `Report` for the report file, the model card, the figures and the terminal."""
 
 from __future__ import annotations
 
@@ -76,13 +74,7 @@ class Report:
         return self._mean(self.recipe.at(sparsity), "realised_sparsity")
 
     def expectation(self, sparsity: float) -> str:
-        """Which share of the weights is skipped, here and elsewhere.
-
-        Thresholds are numbers fixed on the calibration text, and another kind of text has larger or smaller
-        activations. Of small models of code, calibrated on text of their own, interpreter sessions skipped 3 points
-        more; source code and prose came within one. Weights rotated to the directions of source code given skipped 3
-        points less on prose, 5 on the model's own text and 8 on interpreter sessions (benchmarks/LOG.md).
-        """
+        """Which share of the weights is skipped, here and on text of another kind (measured in benchmarks/LOG.md)."""
         realised, quality = self.realised(sparsity), self.quality(sparsity)
         if realised <= 0.0:
             return "no weight is left unread."
@@ -299,9 +291,12 @@ def _draw_sparsity(report: Mapping[str, Any]) -> Any:
     num_blocks = len(blocks)
     title = "Where the sparsity went: by block and module, and by projection (in %)"
     figure, (top, bottom) = _figure(report, title, rows=2, height=7.2, height_ratios=(3, 2))
-    for key, shift, colour, label in (("self_attn", -0.2, 0, "self-attention"), ("mlp", 0.2, 1, "MLP")):
+    for key, shift, bar_colour, label in (
+        ("self_attn", -0.2, _COLOURS[0], "self-attention"),
+        ("mlp", 0.2, _COLOURS[1], "MLP"),
+    ):
         places = [x + shift for x in range(num_blocks)]
-        top.bar(places, [block[key] for block in blocks], 0.4, color=_COLOURS[colour], label=label)
+        top.bar(places, [block[key] for block in blocks], 0.4, color=bar_colour, label=label)
     top.plot(
         [block["sparsity"] for block in blocks],
         color=_COLOURS[6],

@@ -120,9 +120,6 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
     readers = _readers(config)
     q = rotation.residual.to(device)
 
-    def read(name: str) -> Tensor:
-        return checkpoint.tensor(name, device).float()
-
     def norm(name: str) -> Tensor:
         return _norm(checkpoint, name).to(device)
 
@@ -140,8 +137,8 @@ def rotated(checkpoint: Checkpoint, rotation: Rotation, device: torch.device) ->
             return torch.full((config.hidden_size,), 0.0 if config.architecture.norm_offset else 1.0, device=device)
         projection, _, kind = name.rpartition(".")
         if projection not in by_name:
-            return read(name)  # the norms of queries and keys
-        role, value = by_name[projection].role, read(name)
+            return checkpoint.tensor(name, device).float()  # the norms of queries and keys
+        role, value = by_name[projection].role, checkpoint.tensor(name, device).float()
         heads = rotation.heads[by_name[projection].block].to(device)
         if role in ("o_proj", "down_proj"):
             if role == "o_proj" and kind == "weight":

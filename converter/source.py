@@ -1,8 +1,6 @@
-"""The model to convert, as transformers runs it: weights, tokenizer, and its projections under their names.
+"""The model to convert, as transformers runs it: configuration, weights, tokenizer, projections by name.
 
-What is computed here is statistics and losses, never the weights of the bundle: those are copied from the source's
-files. So the dtype of the computation is free: the source's own on a GPU, float32 on a CPU, where bfloat16 is slow and
-its rounding would add noise to every comparison of two candidates.
+It computes statistics and losses; the weights of the bundle are copied from the source's files.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def weight_digests(checkpoint: Checkpoint) -> dict[str, str]:
         return dict(zip(names, pool.map(digest, names), strict=True))
 
 
-# The first that reads a model wholly from its files.
+# The first that reads a model wholly from its files; earlier ones refuse it in words that would be taken for its own.
 _ACCELERATE = (1, 15)
 
 
@@ -91,10 +89,7 @@ class SourceModel:
 
 
 def lacks_accelerate() -> str | None:
-    """Why a model cannot be spread over several places, and what to do; None where it can.
-
-    Earlier versions refuse a model of which nothing fits into memory, in words that would be taken for the model's.
-    """
+    """Why a model cannot be spread over several places, and what to do; None where it can."""
     install = f"pip install 'accelerate>={'.'.join(map(str, _ACCELERATE))}'"
     try:
         found = version("accelerate")
@@ -106,7 +101,7 @@ def lacks_accelerate() -> str | None:
 
 
 def choose_dtype(source_dtype: str, device: torch.device) -> torch.dtype:
-    """The dtype to compute in: the source's on a GPU, float32 on a CPU (see the module's text)."""
+    """The dtype to compute in: the source's on a GPU, float32 on a CPU, where bfloat16 is slow and noisy."""
     if device.type == "cpu":
         return torch.float32
     dtype = getattr(torch, source_dtype, None)
@@ -157,9 +152,15 @@ def load_source(
                         f"{shown(folder)}: the dequantised weights do not fit into the memory of {device}, and quantised "
                         "ones cannot stay in their files; choose a larger device, or convert the unquantised model"
                     )
-                loaded: Any = _dequantised(checkpoint, hf_config, dtype, device, attention), {}
+                model: Any = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention)
+                # Tensor by tensor: the plain numbers are never there twice.
+                parameters = dict(model.to(device).named_parameters(remove_duplicate=False))
+                with torch.no_grad():
+                    for name in expected_tensors(config):
+                        parameters[name].copy_(checkpoint.tensor(name))
+                info: Any = {}
             else:
-                loaded = AutoModelForCausalLM.from_pretrained(
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
                     folder,
                     config=hf_config,
                     dtype=dtype,
@@ -171,6 +172,7 @@ def load_source(
                     output_loading_info=True,
                     **placement,
                 )
+                model, info = loaded
         except WisparseError:
             raise
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
@@ -182,7 +184,6 @@ def load_source(
             raise UnsupportedModelError(
                 f"{shown(folder)}: the weights cannot be loaded: {first_line(error)}"
             ) from error
-    model, info = loaded
     # transformers fills what is missing with random numbers and only warns.
     missing = sorted(info.get("missing_keys") or ())
     if missing:
@@ -213,26 +214,10 @@ def load_source(
     )
 
 
-@torch.no_grad()
-def _dequantised(
-    checkpoint: Checkpoint, hf_config: Any, dtype: torch.dtype, device: torch.device, attention: str
-) -> Any:
-    """A model of a quantised checkpoint's weights as plain numbers, tensor by tensor: it is never there twice."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_config(hf_config, dtype=dtype, attn_implementation=attention).to(device)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for name in expected_tensors(checkpoint.config):
-        parameters[name].copy_(checkpoint.tensor(name))
-    return model
-
-
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of a checkpoint, as its ``tokenizer.json`` has it.
+    """The tokenizer of a checkpoint, taken literally from ``tokenizer.json``, as the runtime does.
 
-    Where that file exists it is taken literally, as the runtime does: transformers 5 picks a class by ``model_type``
-    and some of these (Qwen2's) replace the file's pre-tokenizer by their own, which splits a fine-tune's text into
-    tokens it was never trained on.
+    transformers 5 picks a class by ``model_type``, and some (Qwen2's) replace the file's pre-tokenizer by their own.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tiny_bundle import tiny_recipe
 
 from wisparse.converter.source import full_config
 from wisparse.formats.bundle import ProjectionMask
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.manifest import CalibrationRecord, ProjectionRecipe, Recipe, SparsityLevel
+from wisparse.formats.manifest import CalibrationRecord
 from wisparse.formats.model_config import Projection
 from wisparse.formats.write import write_bundle
 
@@ -54,24 +55,9 @@ def make_bundle(source: Path, out: Path, *sparsities: float, seed: int = 0, max_
     model(tokens, use_cache=False)
     for handle in handles:
         handle.remove()
-    recipe = Recipe(
-        base_model="org/source",
-        base_revision=None,
-        method="wisparse",
-        default=sparsities[-1],
-        levels=tuple(
-            SparsityLevel(
-                sparsity,
-                tuple(
-                    ProjectionRecipe(p.name, mask.sparsity, 0.5, mask.threshold, mask.sparsity)
-                    for p in projections
-                    if (mask := masks[p.name])
-                ),
-                (sparsity,) * checkpoint.config.num_blocks,
-            )
-            for sparsity, masks in levels.items()
-        ),
-        calibration=CalibrationRecord("self", 1, 48, 48, seed, "0" * 64),
-        versions={"torch": "2.0"},
+    levels = {sparsity: {p.name: masks[p.name] for p in projections} for sparsity, masks in levels.items()}
+    calibration = CalibrationRecord("self", 1, 48, 48, seed, "0" * 64)
+    recipe = tiny_recipe(
+        checkpoint.config, levels, base_model="org/source", default=sparsities[-1], calibration=calibration, search={}
     )
     return write_bundle(checkpoint, recipe, levels, out, max_shard_size=max_shard_size)

@@ -1,12 +1,9 @@
 """Runs conversions that are killed, see test_converter_state.py.
 
-One process imports everything and forks a child per attempt, so that an attempt costs a conversion and not the imports.
-Whenever something reaches the disk (fsync, replace, rename, unlink, mkdir, rmdir) a child passes two points, before and
-after; each has a label, at which the child can be killed by SIGKILL: no handler, no clean-up.
-
-Reads one JSON object per line, {"settings": {…}, "kill_at": [kill | null, …]}, where null lets the child finish, and
-the first that finishes is the last; answers each with one line, a JSON list: per attempt the child's exit status and the
-labels it passed.
+One process imports everything and forks a child per attempt. Before and after everything that reaches the disk (fsync,
+replace, rename, unlink, mkdir, rmdir) a child passes a label, at which it can be killed by SIGKILL. Reads JSON lines
+{"settings": {…}, "kill_at": [label | null, …]}, where null lets the child finish; answers each with a JSON list, per
+attempt the child's exit status and the labels it passed.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from wisparse.converter.pipeline import convert
 
 
 def attempt(settings: dict[str, Any], kill: str | None) -> dict[str, Any]:
-    """Fork, convert, be killed or finish."""
     with tempfile.TemporaryFile() as trace:
         child = os.fork()
         if child == 0:
@@ -41,10 +37,7 @@ def attempt(settings: dict[str, Any], kill: str | None) -> dict[str, Any]:
                 os._exit(status)
         _, status = os.waitpid(child, 0)
         trace.seek(0)
-        return {
-            "status": os.waitstatus_to_exitcode(status),
-            "labels": trace.read().decode().splitlines(),
-        }
+        return {"status": os.waitstatus_to_exitcode(status), "labels": trace.read().decode().splitlines()}
 
 
 def _arm(kill: str | None, trace: int, out: str) -> None:

@@ -313,11 +313,6 @@ def test_command_tells_rounding_from_masks(
         assert label in out
 
 
-def test_command_lets_the_model_write_the_text(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out, _ = call(capsys, bundle, "--num-samples", 2, "--seq-len", 16, "--prefill", "all", "--backend", "torch")
-    assert "2 x 16 tokens of self, seed 1" in out
-
-
 def test_command_refuses(bundle: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for args, message in (
         ((bundle, bundle), "add --compare"),
@@ -332,9 +327,12 @@ def test_command_refuses(bundle: Path, capsys: pytest.CaptureFixture[str], tmp_p
         assert "Traceback" not in err
 
 
-def test_command_warns_about_the_calibration_text(bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_lets_the_model_write_the_text_and_warns_about_the_calibration_text(
+    bundle: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     calibration = Bundle.open(bundle).recipe.calibration
     assert calibration.source == "self"
-    shape = ("--num-samples", 1, "--seq-len", 16, "--backend", "torch")
-    _, err = call(capsys, bundle, "--text", "self", *shape, "--seed", calibration.seed)
+    shape = ("--num-samples", 2, "--seq-len", 16, "--backend", "torch")
+    out, err = call(capsys, bundle, *shape, "--prefill", "all", "--seed", calibration.seed)
+    assert f"2 x 16 tokens of self, seed {calibration.seed}" in out
     assert "warning: half: the model wrote the calibration text with this seed" in err

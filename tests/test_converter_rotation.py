@@ -144,22 +144,25 @@ def test_what_auto_comes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         preflight(replace(settings, rotation="pca"))
 
 
-def test_a_model_that_is_not_what_it_was_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("norms", r"rotated, the model is .* --rotation none"),
+        ("large weights", r"lm_head.weight: .* beyond torch.float16's range"),
+    ],
+)
+def test_a_model_that_is_not_what_it_was_is_refused(
+    damage: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = make_source("llama", tmp_path / "source")
-    monkeypatch.setattr("wisparse.converter.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))
+    if damage == "norms":
+        monkeypatch.setattr("wisparse.converter.rotation._norm", lambda checkpoint, name: torch.full((64,), 3.0))
+    else:
+        tensors = {name: tensor.half() for name, tensor in load_file(folder / "model.safetensors").items()}
+        tensors["lm_head.weight"].fill_(60000.0)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
-    with pytest.raises(UnsupportedModelError, match=r"rotated, the model is .* --rotation none"):
-        rotate(load_source(folder, device="cpu"), Checkpoint.open(folder, complete=full_config), tokens, lambda: tokens)
-
-
-def test_weights_beyond_their_type_are_refused(tmp_path: Path) -> None:
-    folder = make_source("llama", tmp_path / "source")
-    path = folder / "model.safetensors"
-    tensors = {name: tensor.half() for name, tensor in load_file(path).items()}
-    tensors["lm_head.weight"].fill_(60000.0)
-    save_file(tensors, path, {"format": "pt"})
-    tokens = CalibrationTokens.from_rows(_rows(2), "numbers", 1)
-    with pytest.raises(UnsupportedModelError, match=r"lm_head.weight: .* beyond torch.float16's range"):
+    with pytest.raises(UnsupportedModelError, match=words):
         rotate(load_source(folder, device="cpu"), Checkpoint.open(folder, complete=full_config), tokens, lambda: tokens)
 
 

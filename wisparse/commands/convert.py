@@ -145,10 +145,10 @@ def command(dry_run: bool, verbose: bool, quiet: bool, as_json: bool, **options:
 
 
 def _leave_busy_cores() -> None:
-    """Compute on the cores that are idle now, unless the user has said on how many.
+    """Compute on the cores that are idle now, unless the user has said on how many; OpenMP reads it on torch's import.
 
-    Threads that share cores with other programs wait for each other: beside a load of five, two threads needed 1.5
-    times as long as one. OpenMP reads the number when torch is imported; the bundle does not depend on it.
+    Threads that share cores with other programs wait for each other: beside a load of five, two needed 1.5 times as
+    long as one.
     """
     if "OMP_NUM_THREADS" in os.environ or "torch" in sys.modules:
         return
