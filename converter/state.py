@@ -44,8 +44,7 @@ class Stages:
             if digest != _digest(name, data):
                 _log.warning("the state of stage %s is damaged and will be computed again (%s)", name, path)
                 data = None
-        data = self.processes.broadcast(data)
-        if data is not None:
+        if (data := self.processes.broadcast(data)) is not None:
             return torch.load(io.BytesIO(data), weights_only=True)
         value = compute()
         if path is not None:
@@ -63,15 +62,14 @@ class Stages:
         with _disk_errors(folder):
             made = default or not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
-            lock = _lock(folder)
+            stages = cls(folder, processes, _lock(folder))
             found, wanted = _read_state(folder), json.loads(json.dumps(fingerprint))
             before = found.get("fingerprint", {})
-            state = {"fingerprint": wanted, "made folder": made or found.get("made folder", False)}
-            stages = cls(folder, processes, lock, state)
+            stages.state |= {"fingerprint": wanted, "made folder": made or found.get("made folder", False)}
             if before != wanted:
                 remove_files(folder, [name for name in entries(folder) if name != "lock"], keep=True)
                 # After the results are gone: a kill in between leaves an empty folder, never a wrong result.
-                stages._write("state.json", json.dumps(state).encode())
+                stages._write("state.json", json.dumps(stages.state).encode())
         changed = [name for name in {**wanted, **before} if before.get(name) != wanted.get(name)]
         if found and changed:
             words = (f"{name}: was {before.get(name)!r:.60}, is {wanted.get(name)!r:.60}" for name in changed)
@@ -109,8 +107,7 @@ def check_folder(folder: Path) -> None:
 def remove_state(folder: Path, *, default: bool) -> None:
     """Delete a state, if there is one, and its folder if we made it; ``default`` as in `Stages.open`."""
     check_folder(folder)
-    folder = Path(os.path.realpath(folder))
-    if folder.exists():
+    if (folder := Path(os.path.realpath(folder))).exists():
         with _lock(folder):
             keep = not (default or _read_state(folder).get("made folder", False))
             remove_files(folder, entries(folder), last=("lock", "state.json"), keep=keep)

@@ -174,9 +174,7 @@ def test_published_configs_are_read_as_their_text_models() -> None:
     assert config.rotaries[0].theta == 1e6
     assert "mrope" not in json.dumps(found)
     assert "vision" not in json.dumps(found)
-
-
-def test_another_scaling_of_positions_stays() -> None:
+    # Another scaling of positions stays.
     scaling = {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768}
     found = full_config({**QWEN, "rope_scaling": {**scaling, "mrope_section": [16, 24, 24]}})
     assert found["rope_scaling"] == scaling
@@ -228,11 +226,6 @@ def test_older_spellings_stay_beside_the_new_ones() -> None:
     assert found["rope_parameters"] == {"rope_type": "llama3", "rope_theta": 5e5, **scaling}
     assert found["dtype"] == "bfloat16"
     assert "bos_token_id" not in found
-
-
-def test_a_model_of_absurdly_many_blocks_is_refused_before_transformers_lists_them() -> None:
-    with pytest.raises(UnsupportedModelError, match="num_hidden_layers: expected at most 10,000"):
-        full_config({"model_type": "qwen2", "num_hidden_layers": 10**12})
 
 
 @pytest.mark.parametrize(
@@ -346,6 +339,8 @@ def test_two_names_for_one_tensor_are_refused(wrapper: Path, tmp_path: Path) -> 
         ({"model_type": "mistrall3"}, "did you mean 'mistral3'"),
         ({**QWEN, "quantization_config": {"quant_method": "awq"}}, "quantised"),
         ({**GEMMA, "quantization_config": {"quant_method": "awq"}}, "quantised"),
+        # Before transformers makes lists of this length.
+        ({"model_type": "qwen2", "num_hidden_layers": 10**12}, "num_hidden_layers: expected at most 10,000"),
     ],
 )
 def test_refused_by_its_right_name(config: dict[str, Any], words: str) -> None:
