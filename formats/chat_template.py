@@ -32,6 +32,7 @@ _TRIAL_SECONDS = 2
 _TRIAL_BYTES = 1 << 30
 # For a child process that waits for a core, or sleeps.
 _TRIAL_TIMEOUT = 60
+_TRIAL_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG")
 _TRIAL = "import sys; sys.path[:] = {path!r}; from wisparse.formats.chat_template import _run_trial; _run_trial()"
 
 
@@ -94,13 +95,36 @@ class ChatTemplate:
         self._source, self._variables = source, dict(variables)
         self._lock = threading.Lock()
         self._template: Template | None = None
-        self._trial = _start_trial(source, self._variables)
+        with tempfile.TemporaryFile() as given:
+            given.write(json.dumps([source, self._variables]).encode())
+            given.seek(0)
+            self._trial = subprocess.Popen(
+                [sys.executable, "-I", "-c", _TRIAL.format(path=[os.path.abspath(entry) for entry in sys.path])],
+                stdin=given,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in _TRIAL_ENVIRONMENT if name in os.environ},
+                start_new_session=True,  # Ctrl-C is for this process
+            )
 
     def check(self) -> Template:
         """Wait for the trial; BundleError if the template does not compile, or takes too much time or memory."""
         with self._lock:
             if self._template is None:
-                _finish_trial(self._trial)
+                try:
+                    output, _ = self._trial.communicate(timeout=_TRIAL_TIMEOUT)
+                except subprocess.TimeoutExpired:
+                    self._trial.kill()
+                    output, _ = self._trial.communicate()
+                reason, code = output.decode(errors="replace").strip(), self._trial.returncode
+                end = "for a message of two letters; convert again without it"
+                if code in (-signal.SIGXCPU, -signal.SIGKILL):
+                    raise BundleError(f"the chat template takes more than {_TRIAL_SECONDS} seconds {end}")
+                if code:
+                    most = f"{_TRIAL_BYTES >> 20:,} MB of memory,"
+                    raise BundleError(f"the chat template crashes, or needs more than {most} {end}")
+                if reason:
+                    raise BundleError(f"the chat template is no valid Jinja: {reason}; convert again without it")
                 self._template = _compile(self._source, self._variables)
             return self._template
 
@@ -145,20 +169,6 @@ def _length(value: Any) -> int:
     return 8
 
 
-def _start_trial(source: str, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    with tempfile.TemporaryFile() as given:
-        given.write(json.dumps([source, variables]).encode())
-        given.seek(0)
-        return subprocess.Popen(
-            [sys.executable, "-I", "-c", _TRIAL.format(path=[os.path.abspath(entry) for entry in sys.path])],
-            stdin=given,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "TZ", "LANG") if name in os.environ},
-            start_new_session=True,  # Ctrl-C is for this process
-        )
-
-
 def _run_trial() -> None:
     """In the child process: compile, render a small conversation, and print why it does not compile."""
     source, variables = json.load(sys.stdin.buffer)
@@ -188,24 +198,3 @@ def _run_trial() -> None:
         raise
     except Exception:
         pass  # the template may want other messages
-
-
-def _finish_trial(trial: subprocess.Popen[bytes]) -> None:
-    try:
-        output, _ = trial.communicate(timeout=_TRIAL_TIMEOUT)
-    except subprocess.TimeoutExpired:
-        trial.kill()
-        trial.communicate()
-    if trial.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        raise BundleError(
-            f"the chat template takes more than {_TRIAL_SECONDS} seconds for a message of two letters; convert again "
-            "without it"
-        )
-    if trial.returncode:
-        raise BundleError(
-            f"the chat template crashes, or needs more than {_TRIAL_BYTES >> 20:,} MB of memory, for a message of two "
-            "letters; convert again without it"
-        )
-    if output:
-        reason = output.decode(errors="replace").strip()
-        raise BundleError(f"the chat template is no valid Jinja: {reason}; convert again without it")

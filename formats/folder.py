@@ -161,24 +161,20 @@ def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (),
     inner = {
         parent for name in names for parent in Path(name, "_").parents if name.endswith("/") or parent != Path(name)
     }
-    for name in first:
-        _unlink(folder / name)
-    for inside in sorted(inner, reverse=True):
-        _rmdir(folder / inside)
-    for name in ending:
-        _unlink(folder / name)
-    if not keep:
-        _rmdir(folder)
+    steps = [(Path.unlink, name) for name in first]
+    steps += [(_rmdir, inside) for inside in sorted(inner, reverse=True)]
+    steps += [(Path.unlink, name) for name in ending]
+    for remove, name in [*steps, *([] if keep else [(_rmdir, "")])]:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            remove(folder / name)
 
 
 def write_file(path: Path, content: bytes) -> None:
     """Put a file in place, replacing what was there; a kill at any moment leaves the old one or the new one."""
     partial = path.with_name(path.name + PARTIAL)
     try:
-        with open(partial, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        partial.write_bytes(content)
+        _sync(partial)
         os.replace(partial, path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -189,17 +185,13 @@ def write_file(path: Path, content: bytes) -> None:
 
 def lock_file(path: Path, busy: UsageError, mode: str = "a+") -> IO[str]:
     """Open a file and lock it for this process until it is closed; ``busy`` if another process has it."""
-    file = open(path, mode, encoding="utf-8")  # noqa: SIM115 - the caller closes it
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        file.close()
-        raise
-    file.close()
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open(path, mode, encoding="utf-8"))
+        with contextlib.suppress(BlockingIOError, FileNotFoundError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                stack.pop_all()  # the caller closes it
+                return file
     raise busy
 
 
@@ -273,16 +265,10 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _unlink(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        path.unlink()
-
-
 def _rmdir(path: Path) -> None:
     """Remove a folder if it is empty; what others put there stays."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        try:
-            path.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+    try:
+        path.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
