@@ -18,18 +18,9 @@ import torch
 from safetensors import SafetensorError, deserialize, safe_open
 from torch import Tensor
 
+from . import guard
 from .architectures import WRAPPERS, text_name
 from .errors import BundleError, ResourceError, UnsupportedModelError, WisparseError
-from .guard import (
-    FileIdentity,
-    folder_kind,
-    identity,
-    open_regular,
-    read_json,
-    require_folder,
-    resolve_inside,
-    shown,
-)
 from .manifest import has_masks
 from .model_config import LM_HEAD, ModelConfig, expected_tensors, is_derived
 from .quantization import Packed, Packing, Part, Plain, read_quantisation
@@ -62,13 +53,9 @@ _COPY_BYTES = 1 << 20
 
 # Weights that are numbers, and what else stands for weights in few bits.
 DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-STORED_DTYPES: Mapping[str, torch.dtype] = {
-    **DTYPES,
-    "I8": torch.int8,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
+STORED_DTYPES: Mapping[str, torch.dtype] = dict(
+    DTYPES, I8=torch.int8, I32=torch.int32, I64=torch.int64, F8_E4M3=torch.float8_e4m3fn
+)
 _CODES = {dtype: code for code, dtype in STORED_DTYPES.items()}
 _MAX_HEADER_BYTES = 32 << 20
 
@@ -84,8 +71,8 @@ class Entry:
 class TensorFile:
     def __init__(self, folder: Path, name: str, error: type[WisparseError]) -> None:
         self._folder, self._name, self._error = folder, name, error
-        with open_regular(folder, name, error) as file:
-            self.identity = identity(file)
+        with guard.open_regular(folder, name, error) as file:
+            self.identity = guard.identity(file)
             size = os.fstat(file.fileno()).st_size
             prefix = file.read(8) or b""
         if prefix == b"version ":  # the first word of a pointer
@@ -95,16 +82,13 @@ class TensorFile:
         (length,) = struct.unpack("<Q", prefix)
         if length > min(size - 8, _MAX_HEADER_BYTES):
             raise error(f"{name}: the header claims {length:,} bytes of a file of {size:,}; truncated or damaged")
-        path = resolve_inside(folder, name, error)
+        path = guard.resolve_inside(folder, name, error)
         try:
             str(path).encode()
-        except UnicodeEncodeError:
-            raise error(
-                f"{str(path)!r:.200}: the path is not UTF-8, and safetensors opens no such; rename it"
-            ) from None
-        try:
             self._file = safe_open(path, "pt")
             slices = {tensor: self._file.get_slice(tensor) for tensor in self._file.keys()}  # noqa: SIM118
+        except UnicodeEncodeError:
+            raise error(f"{str(path)!r:.200}: the path is not UTF-8, which safetensors requires; rename it") from None
         except (SafetensorError, OSError) as reason:
             raise error(f"{name}: no valid safetensors file, truncated or damaged: {reason!s:.300}") from None
         self.entries = {name: Entry(part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
@@ -114,7 +98,7 @@ class TensorFile:
 
         A file that changed since it was opened is refused; one that is truncated while it is read ends the process.
         """
-        open_regular(self._folder, self._name, self._error, self.identity).close()
+        guard.open_regular(self._folder, self._name, self._error, self.identity).close()
         found: Tensor = self._file.get_tensor(tensor)
         return found.view(-1).view(torch.uint8)
 
@@ -176,10 +160,10 @@ class Checkpoint:
         source's ``config.json``, and the names of its tensors once they are known, into one that states every field.
         """
         folder = Path(folder)
-        require_folder(folder)
+        guard.require_folder(folder)
         is_bundle = issubclass(error, BundleError)
         stored_config = (
-            read_json(folder, "config.json", MAX_CONFIG_BYTES, error) if is_bundle else read_config(folder, error)
+            guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error) if is_bundle else read_config(folder, error)
         )
         wrapped = complete is not None and stored_config.get("model_type") in (*WRAPPERS,)
         try:
@@ -321,7 +305,7 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     @property
-    def identities(self) -> Mapping[str, FileIdentity]:
+    def identities(self) -> Mapping[str, guard.FileIdentity]:
         """File -> which one it was when it was opened; reading from another raises."""
         return {name: file.identity for name, file in self._files.items()}
 
@@ -432,11 +416,13 @@ class Checkpoint:
 
 def read_config(folder: Path, error: type[WisparseError] = UnsupportedModelError) -> dict[str, Any]:
     """``config.json`` of a dense model; ``error`` if the folder is something else (a GGUF file's, a bundle)."""
-    if (kind := folder_kind(folder)) is not None:
-        raise error(f"{shown(folder)} is {kind}")
-    config = read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
+    if (kind := guard.folder_kind(folder)) is not None:
+        raise error(f"{guard.shown(folder)} is {kind}")
+    config = guard.read_json(folder, "config.json", MAX_CONFIG_BYTES, error)
     if has_masks(folder):
-        raise error(f"{shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead")
+        raise error(
+            f"{guard.shown(folder)}: already a sparse bundle; expected a dense model: convert its base model instead"
+        )
     return config
 
 
@@ -463,14 +449,14 @@ def _open_files(
         pickles = [name for name in _PICKLES if os.path.lexists(folder / name)]
         if pickles:
             raise error(
-                f"{shown(folder)}: expected safetensors weights, found {pickles[0]}; pickle files can run code and are "
+                f"{guard.shown(folder)}: expected safetensors weights, found {pickles[0]}; pickle files can run code and are "
                 "never loaded: save the model again with save_pretrained()"
             )
         gguf = any(name.endswith(".gguf") for name in os.listdir(folder))
         hint = "; found GGUF files, which are llama.cpp's: give the checkpoint they were made from" if gguf else ""
         expected = INDEX if is_bundle else f"{INDEX} or {_SINGLE}"
-        raise error(f"{shown(folder)}: no weights: expected {expected}{hint}")
-    weight_map = read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")
+        raise error(f"{guard.shown(folder)}: no weights: expected {expected}{hint}")
+    weight_map = guard.read_json(folder, INDEX, MAX_INDEX_BYTES, error).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise error(f"{INDEX}: expected an object weight_map, found {type(weight_map).__name__}")
     for name, file in weight_map.items():

@@ -304,7 +304,7 @@ class ModelConfig:
         rope = config.get("rope_parameters")
         if not isinstance(rope, Mapping):
             raise unexpected("rope_parameters", "an object", rope)
-        ropes = [(rope, head_dim)]
+        ropes: list[tuple[Any, int]] = [(rope, head_dim)]
         if arch.local_rope:
             full_dim = next((block.head_dim for block in blocks if block.rotary == 0), head_dim)
             ropes = [(rope.get("full_attention"), full_dim), (rope.get("sliding_attention"), head_dim)]
@@ -387,11 +387,14 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
         stated = given[names[index]] if index in names else {}
         if not isinstance(stated, Mapping) or not set(stated) <= {"head_dim", "num_key_value_heads"}:
             raise unexpected("per_layer_config", "head_dim and num_key_value_heads", stated)
-        own = {key: dimension(stated, key) for key, value in stated.items() if value is not None}
-        heads = own.get("num_key_value_heads", block.num_kv_heads)
-        shares = shared and block.window is None
+        heads = {key: dimension(stated, key) for key, value in stated.items() if value is not None}
         found.append(
-            replace(block, head_dim=own.get("head_dim", block.head_dim), num_kv_heads=heads, shared_values=shares)
+            replace(
+                block,
+                head_dim=heads.get("head_dim", block.head_dim),
+                num_kv_heads=heads.get("num_key_value_heads", block.num_kv_heads),
+                shared_values=shared and block.window is None,
+            )
         )
     widths = [{block.head_dim for block in found if (block.window is None) == full} for full in (True, False)]
     if any(len(of_kind) > 1 for of_kind in widths):
@@ -400,9 +403,13 @@ def _with_full_heads(config: Mapping[str, Any], arch: Architecture, blocks: list
 
 
 def _delta_net(config: Mapping[str, Any]) -> DeltaNet:
-    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
-    sizes = (dimension(config, f"linear_{name}") for name in names)
-    found = DeltaNet(*sizes, dimension(config, "linear_conv_kernel_dim", largest=64))
+    found = DeltaNet(
+        key_heads=dimension(config, "linear_num_key_heads"),
+        value_heads=dimension(config, "linear_num_value_heads"),
+        key_dim=dimension(config, "linear_key_head_dim"),
+        value_dim=dimension(config, "linear_value_head_dim"),
+        taps=dimension(config, "linear_conv_kernel_dim", largest=64),
+    )
     if found.value_heads % found.key_heads:
         raise UnsupportedModelError(
             f"config.json: linear_num_value_heads ({found.value_heads}) is not a multiple of linear_num_key_heads "

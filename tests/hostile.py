@@ -108,7 +108,10 @@ def meaning(bundle: Bundle) -> str:
 
 def answers(folder: Path) -> list[tuple[int, ...] | str]:
     """What the bundle generates, or the sentence that says why it does not."""
-    model = load(folder, device="cpu", backend="torch", max_seq_len=32)
+    try:
+        model = load(folder, device="cpu", backend="torch", max_seq_len=32)
+    except UsageError as error:  # a forged context that is shorter
+        return [f"refused: {error}"]
     found: list[tuple[int, ...] | str] = []
     for prompt in PROMPTS:
         try:
