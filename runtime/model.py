@@ -21,14 +21,7 @@ from .generation.engine import Engine
 from .generation.grammar import Grammars
 from .generation.request import Chunk, Generation, Request
 from .generation.scheduler import Stats
-from .generation.settings import (
-    GenerationArguments,
-    GenerationSettings,
-    Message,
-    Prompt,
-    as_prompts,
-    spelled_out,
-)
+from .generation.settings import GenerationArguments, GenerationSettings, Message, Prompt, as_prompts, spelled_out
 from .tokenizer import Tokenizer, stop_ids
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 import wisparse
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
+from wisparse.formats.weight_types import round_weight
 from wisparse.kernels.reference import kept, scores
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.decoding.decoder import Decoder
@@ -25,10 +24,7 @@ from wisparse.runtime.tokenizer import Tokenizer
 from wisparse.runtime.torch import block
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 PROMPTS = ["def add(a, b):\n", "class Stack:\n    def push(", "import os\n\n\nfor name in"]
 
@@ -76,20 +72,6 @@ def test_two_runs_are_the_same(bundle: Path, dtype: str, settings: dict[str, obj
     assert [one.token_ids for one in first] == [one.token_ids for one in second]
 
 
-def rounded(opened: Bundle, weights: str) -> SimpleNamespace:
-    """What a decoder needs of the bundle, with the weights that ``weights`` makes of them, widened."""
-
-    def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
-        stored = opened.checkpoint.tensor(name, device)
-        if name.endswith("_proj.weight"):
-            return round_weight(stored.float(), weights).dequantise(torch.float32)
-        if name == "lm_head.weight":
-            return round_weight(stored.float(), WEIGHT_TYPES[weights].head).dequantise(torch.float32)
-        return stored
-
-    return SimpleNamespace(config=opened.config, masks=opened.masks, checkpoint=SimpleNamespace(tensor=tensor))
-
-
 def greedy_rows(decoder: Decoder, rows: int) -> list[list[int]]:
     """25 tokens of each of some prompts, side by side."""
     last = torch.stack([decoder.prefill(slot, torch.arange(9) * 7 + slot, 4).argmax() for slot in range(rows)])
@@ -108,6 +90,8 @@ def test_tokens_of_weights_rounded_at_load_are_the_plain_decoders(weights: str, 
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64, "max_position_embeddings": 64}
     model = write_tiny_model(tmp_path / "model", tiny_config("qwen2", tie_word_embeddings=tied, **sizes))
     opened = Bundle.open(write_tiny_bundle(tmp_path / "bundle", model))
+    from triton_weights_cases import rounded
+
     from wisparse.runtime.cuda.decoder import CudaDecoder
 
     settings = {"device": torch.device("cuda"), "max_seq_len": 64}

@@ -176,10 +176,7 @@ class CudaDecoder(Decoder):
 
     @torch.inference_mode()
     def step(
-        self,
-        token_ids: Tensor,
-        settings: Sequence[SamplingParams],
-        adjust: Callable[[Tensor], None] | None = None,
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: Callable[[Tensor], None] | None = None
     ) -> Tensor:
         """A step starts the one after it before it returns, as its input is known by then: the GPU does not wait for the
         host to read the token. If something else is asked for next, that step is forgotten."""

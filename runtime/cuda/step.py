@@ -19,14 +19,7 @@ from torch import Tensor
 
 from wisparse.formats.model_config import Block, ModelConfig
 from wisparse.kernels.backend import triton_compiling
-from wisparse.kernels.gpu.attention import (
-    AttentionShape,
-    KVSlots,
-    QKNorms,
-    RotaryTables,
-    Rows,
-    launch_attention,
-)
+from wisparse.kernels.gpu.attention import AttentionShape, KVSlots, QKNorms, RotaryTables, Rows, launch_attention
 from wisparse.kernels.gpu.common import Counting, Input, KVSplits, Output
 from wisparse.kernels.gpu.delta_net import DeltaInput, DeltaMemory, DeltaTensors, launch_delta_net
 from wisparse.kernels.gpu.head import Logits, launch_argmax, launch_embed, launch_logits

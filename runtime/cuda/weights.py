@@ -17,13 +17,7 @@ from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import BundleError, UsageError
 from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, round_weight
-from wisparse.kernels.gpu.weights import (
-    DeviceWeight,
-    FusedLinear,
-    empty_weight,
-    store_columns,
-    without_default_zeros,
-)
+from wisparse.kernels.gpu.weights import DeviceWeight, FusedLinear, empty_weight, store_columns, without_default_zeros
 
 from ..torch.block import BlockFacts, Norm
 from ..torch.delta_net import delta_names, read_delta_weights
