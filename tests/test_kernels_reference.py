@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,27 +26,26 @@ def test_equals_a_product_over_the_kept_channels(k: int, n: int, quantile: float
     torch.testing.assert_close(sparse_linear(x, weight, bias, scale, threshold), expected)
 
 
-def test_equality_keeps() -> None:
-    assert keep_mask(torch.tensor([2.0, -2.0, 1.9]), torch.ones(3), 2.0).tolist() == [True, True, False]
-
-
-def test_zero_threshold_keeps_zeros() -> None:
-    assert keep_mask(torch.zeros(4), torch.ones(4), 0.0).all()
+@pytest.mark.parametrize(
+    ("x", "threshold", "kept"),
+    [
+        ([2.0, -2.0, 1.9], 2.0, [True, True, False]),
+        ([0.0, 0.0], 0.0, [True, True]),
+        ([math.nan, 0.1], 1.0, [True, False]),
+    ],
+    ids=["equality keeps", "a zero threshold keeps zeros", "NaN is kept"],
+)
+def test_edges_of_the_mask(x: list[float], threshold: float, kept: list[bool]) -> None:
+    assert keep_mask(torch.tensor(x), torch.ones(len(x)), threshold).tolist() == kept
 
 
 def test_unscorable_infinity_shows() -> None:
-    x = torch.tensor([float("inf"), 1.0])
-    y = sparse_linear(x, torch.ones(2, 2), None, torch.tensor([0.0, 1.0]), 0.5)
+    y = sparse_linear(torch.tensor([math.inf, 1.0]), torch.ones(2, 2), None, torch.tensor([0.0, 1.0]), 0.5)
     # inf * 0 is NaN, and a NaN score is kept: the output must say so rather than look plausible.
     assert not torch.isfinite(y).all()
 
 
-def test_nan_is_kept() -> None:
-    assert keep_mask(torch.tensor([float("nan"), 0.1]), torch.ones(2), 1.0).tolist() == [True, False]
-
-
 def test_scores_are_float32_from_the_stored_bits() -> None:
-    x = torch.randn(64).bfloat16()
-    scale = torch.rand(64)
+    x, scale = torch.randn(64).bfloat16(), torch.rand(64)
     assert scores(x, scale).dtype == torch.float32
     assert torch.equal(scores(x, scale), x.float().abs() * scale)

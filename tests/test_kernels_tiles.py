@@ -34,9 +34,10 @@ from wisparse.kernels.gpu.plan import (
     remember_tiles,
     tuned_file,
 )
-from wisparse.kernels.gpu.weights import BITS, FusedLinear, LinearShape, padded_width, unquantized
+from wisparse.kernels.gpu.weights import BITS, LinearShape, padded_width
 from wisparse.runtime.cuda import kernel_times
 from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.cuda.kernel_times import _neighbours
 from wisparse.runtime.cuda.step import KV_SPLITS, kv_splits_for
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -63,21 +64,14 @@ def has_room(tile: GemvTile, multiprocessors: int, widths: tuple[int, ...]) -> b
 
 @given(shapes, st.integers(1, 200), kinds)
 def test_spinning_reducers_of_any_shape_have_room(shape, multiprocessors, kind):
-    tile = default_tile(Gpu(90, multiprocessors), shape_of(*shape), kind)
+    gpu = Gpu(90, multiprocessors)
+    tile = default_tile(gpu, shape_of(*shape), kind)
     assert has_room(tile, multiprocessors, shape[1])
+    for tried in [replace(tile, reducers=most_reducers(gpu, shape[1], tile)), *_neighbours(tile, kind, shape[1], gpu)]:
+        assert has_room(tried, multiprocessors, shape[1])  # and GemvTile does not refuse it
     assert 1 <= tile.splits <= max(1, shape[0] // 64)
     if kind == "batch":  # no program without a block of channels
         assert tile.splits <= -(-shape[0] // tile.block_k)
-
-
-@given(
-    shapes, st.integers(1, 200), st.sampled_from([64, 128, 256, 512]), st.integers(1, 64), st.sampled_from([1, 4, 8])
-)
-def test_the_most_reducers_have_room_and_each_thread_its_own_sums(shape, multiprocessors, block_n, splits, warps):
-    tile = GemvTile(block_n, splits=splits, warps=warps)
-    reducers = most_reducers(Gpu(90, multiprocessors), shape[1], tile)
-    tile = GemvTile(block_n, splits=splits, warps=warps, reducers=reducers)  # does not refuse
-    assert has_room(tile, multiprocessors, shape[1])
 
 
 @pytest.mark.parametrize("multiprocessors", [132, 78, 8])
@@ -107,43 +101,42 @@ def test_rows_share_a_list_where_that_was_measured_to_be_faster(batch, dense, ki
 KEY, SQUARE = "sm90:sparse:4096x4096:1:bfloat16", shape_of(4096, (4096,))
 
 
-def test_a_tuned_tile_is_taken_before_the_table_and_an_impossible_one_is_not(caplog):
+def test_a_tuned_tile_is_taken_before_the_table():
     tile, table = GemvTile(128, 4, 10, 2), measured_tiles()["sm90:sparse:4096x4096"]
     remember_tiles({KEY: tile})
     assert choose_tile(H200, SQUARE, 1) == (tile, "tuned here")
     # Not for what it was not measured with.
     assert choose_tile(H200, SQUARE._replace(dtype=torch.float16), 1)[0] == table
     assert choose_tile(H200, SQUARE, 2)[0] != tile
-    fields = json.loads(tuned_file().read_text("utf-8"))
-    fields[KEY]["reducers"] = 3
-    tuned_file().write_text(json.dumps(fields), "utf-8")
-    with caplog.at_level(logging.WARNING, logger="wisparse"):
-        assert choose_tile(H200, SQUARE, 1)[0] == table
-    assert "reducers" in caplog.text
     assert list(tuned_file().parent.iterdir()) == [tuned_file()]  # no temporary file is left
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [("block_n", 0), ("block_k", -4), ("splits", "8"), ("warps", 2.0), ("stages", None), ("chunk", 0), ("trigger", 0)],
+    ("changes", "message"),
+    [
+        ({"block_n": 0}, "block_n: expected an integer of at least 1, found 0"),
+        ({"block_k": -4}, "block_k"),
+        ({"block_k": 3}, "block_k: expected a power of two, found 3"),
+        ({"splits": "8"}, "splits"),
+        ({"warps": 2.0}, "warps"),
+        ({"stages": None}, "stages"),
+        ({"trigger": 0}, "trigger"),
+        ({"reducers": -1}, "reducers: expected an integer of at least 0, found -1"),
+        ({"reducers": 3}, "power of two up to splits"),
+        ({"reducers": 16}, "power of two up to splits"),
+        # Seen on a GPU: one of two threads that polled a sum saw the last one arrive, its double had not.
+        ({"block_n": 64, "splits": 4, "warps": 4, "reducers": 4}, "for every thread"),
+    ],
 )
-def test_a_damaged_tuned_tile_is_told_and_ignored(field, value, caplog):
-    remember_tiles({KEY: GemvTile(128, 4, 10, 2)})
-    fields = json.loads(tuned_file().read_text("utf-8"))
-    fields[KEY][field] = value
-    tuned_file().write_text(json.dumps(fields), "utf-8")
+def test_an_impossible_tile_is_refused_and_in_the_cache_told_and_ignored(changes, message, caplog):
+    fields = {"block_n": 128, "block_k": 4, "splits": 10, "warps": 2} | changes
+    with pytest.raises(ValueError, match=message):
+        GemvTile(**fields)
+    tuned_file().write_text(json.dumps({KEY: fields}), "utf-8")
     with caplog.at_level(logging.WARNING, logger="wisparse"):
         assert choose_tile(H200, SQUARE, 1)[0] == measured_tiles()["sm90:sparse:4096x4096"]
     assert str(tuned_file()) in caplog.text
-
-
-@given(shapes, kinds, st.integers(1, 200))
-def test_tiles_tried_around_one_have_room_too(shape, kind, multiprocessors):
-    gpu = Gpu(90, multiprocessors)
-    tile = default_tile(gpu, shape_of(*shape), kind)
-    tried = list(kernel_times._neighbours(tile, kind, shape[1], gpu))
-    assert tile not in tried
-    assert all(has_room(other, multiprocessors, shape[1]) for other in tried)
+    assert message.split(":")[0] in caplog.text
 
 
 def test_tiles_are_tuned_on_a_context_that_was_read(monkeypatch):
@@ -174,12 +167,8 @@ def test_a_launch_whose_programs_would_wait_for_ever_is_refused(reducers, multip
     else:
         with pytest.raises(ValueError, match=f"at most {multiprocessors} programs .* found {2 * reducers}"):
             plan(shape, 1, Gpu(90, multiprocessors), tile=tile)
-
-
-def test_reducers_are_refused_where_programs_run_one_after_the_other():
-    linear = FusedLinear(unquantized(torch.ones(50, 72), (72,)), None, torch.ones(1, 50), torch.zeros(1), False)
-    with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu, found 4"):
-        plan(linear.shape, 1, tile=GemvTile(block_n=64, splits=4, warps=2, reducers=2))
+    with pytest.raises(ValueError, match="at most 1 programs that wait for each other on cpu"):
+        plan(shape._replace(device=torch.device("cpu")), 1, tile=tile)  # the interpreter runs one after the other
 
 
 @given(st.integers(1, 10**6), st.integers(1, 16))
@@ -194,6 +183,7 @@ def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context
     ("change", "why_not"),
     [
         ({}, ""),
+        ({"tile": GemvTile(64, 1, 8, 4)}, "a lane would not read 4, 8 or 16 bytes in tiles of 64 columns"),
         ({"dtype": torch.float32}, "float32 activations"),
         ({"device": torch.device("cpu")}, "no tensor cores"),
         ({"group": 48}, "no power of two"),
@@ -202,13 +192,12 @@ def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context
     ],
 )
 def test_which_weights_are_multiplied_on_the_tensor_cores(change, why_not):
-    shape = shape_of(4096, (6144,), "int4", 128)._replace(**change)
-    chosen = plan(shape, 1, H200, tile=GemvTile(256, 1, 8, 4))
+    tile = change.get("tile", GemvTile(256, 1, 8, 4))
+    fields = {name: value for name, value in change.items() if name != "tile"}
+    chosen = plan(shape_of(4096, (6144,), "int4", 128)._replace(**fields), 1, H200, tile=tile)
     assert (chosen.packed is None) == bool(why_not)
     assert why_not in chosen.why_not_packed
     assert ("not packed_gemv: " in str(chosen)) == bool(why_not)
-    narrow = plan(shape_of(4096, (6144,), "int4", 128), 1, H200, tile=GemvTile(64, 1, 8, 4))  # half a word a lane
-    assert narrow.packed is None
 
 
 def test_tensor_cores_that_flush_subnormal_numbers_get_the_dequantizing_kernel(monkeypatch):
