@@ -185,7 +185,7 @@ def test_several_rows_split_a_context_into_about_as_many_programs_as_one(context
         ({}, ""),
         ({"tile": GemvTile(64, 1, 8, 4)}, "a lane would not read 4, 8 or 16 bytes in tiles of 64 columns"),
         ({"dtype": torch.float32}, "float32 activations"),
-        ({"device": torch.device("cpu")}, "no tensor cores"),
+        ({"device": torch.device("cpu")}, "the interpreter has no tensor cores"),
         ({"group": 48}, "no power of two"),
         ({"group": 8}, "no power of two of at least 16"),
         ({"quant": "int8", "group": 4096, "stride": 1536}, ""),

@@ -20,10 +20,9 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 120: 99 * 1024}
 CASES = {
     "kernels are their twins": "triton_cases.py",
     "products of codes are their twins": "triton_codes_cases.py",
-    "a decode step is the plain decoder's": "triton_decoder_cases.py",
+    "the decoder is the plain one, with weights in codes too": "triton_decoder_cases.py",
     "sampling on the device is its twin": "triton_sample_cases.py",
     "the decoder keeps its promises": "triton_runtime_cases.py",
-    "weights in codes decode as the plain decoder's": "triton_weights_cases.py",
 }
 COMPILE = "triton_compile.py"
 # Each file takes minutes under the interpreter, and waits its turn for a core.

@@ -13,8 +13,8 @@ import torch
 from triton_cases import DEVICE, INTERPRETED, apply_linear, assert_close, launch, make_linear, pairwise, rows, twin
 
 from wisparse.formats.weight_types import quantise_fp8, quantise_int4, quantise_int8
-from wisparse.kernels.gpu import plan as plan_module
 from wisparse.kernels.gpu.common import Input, Output
+from wisparse.kernels.gpu.packed_gemv import keeps_subnormals
 from wisparse.kernels.gpu.plan import GemvTile, Scratch, plan
 from wisparse.kernels.gpu.reduction import EMPTY
 from wisparse.kernels.gpu.weights import FusedLinear, dequantize, empty_weight, store_columns, unquantized
@@ -30,16 +30,9 @@ TILES = {
 
 
 def quantized_linear(
-    kind: str,
-    group: int | None,
-    zero_points: bool,
-    widths: tuple[int, ...],
-    k: int,
-    dtype: torch.dtype,
-    sparsity: float,
-    *,
-    bias: bool = False,
-) -> FusedLinear:
+    kind: str, group: int | None, zero_points: bool, widths: tuple[int, ...], k: int, dtype: torch.dtype, sparsity: float,
+    *, bias: bool = False,
+) -> FusedLinear:  # fmt: skip
     """As ``make_linear``, its weights rounded."""
     plain = make_linear(widths, k, dtype, sparsity, bias=bias)
     weight = empty_weight(kind, k, widths, group, dtype, DEVICE, zeros=zero_points)
@@ -66,31 +59,28 @@ def exact_twin(x: torch.Tensor, linear: FusedLinear) -> torch.Tensor:
     return twin(x, replace(linear, weight=unquantized(dequantize(linear.weight, None, numbers), linear.widths)))
 
 
-@pytest.mark.parametrize(*pairwise(quant=KINDS, dtype=[torch.float32, *HALF], batch=[1, 2, 5]))
-def test_quantized_linears_are_the_twins(quant, dtype, batch):
-    kind, group, zeros = quant
-    x = rows(batch, 192, dtype)
-    coded = quantized_linear(kind, group, zeros, (100, 37, 10), 192, dtype, 0.5, bias=True)
-    assert_close(apply_linear(x, coded, TILES[1 if batch < 3 else 5]), exact_twin(x, coded), dtype)
+ODD = [("int4", 7, True), ("int8", None, False), ("fp8", None, False)]
 
 
-@pytest.mark.parametrize(("kind", "group", "zeros"), [KINDS[1], KINDS[2]])
-@pytest.mark.parametrize("sparsity", [0.0, 1.0])
-def test_all_channels_and_none(kind, group, zeros, sparsity):
-    coded = quantized_linear(kind, group, zeros, (70,), 128, torch.float16, sparsity, bias=True)
-    x = rows(1, 128, torch.float16)
-    assert_close(apply_linear(x, coded, TILES[1]), exact_twin(x, coded), torch.float16)
-
-
+# Widths, channels, sparsity; all channels and none are kept too; odd shapes.
 @pytest.mark.parametrize(
-    *pairwise(quant=[("int4", 7, True), ("int8", None, False), ("fp8", None, False)], dtype=HALF, batch=[1, 2, 3])
+    ("quant", "dtype", "batch", "shape"),
+    [
+        *pairwise(quant=KINDS, dtype=[torch.float32, *HALF], batch=[1, 2, 5], shape=[((100, 37, 10), 192, 0.5)])[1],
+        *[(kind, torch.float16, 1, ((70,), 128, sparsity)) for kind in KINDS[1:3] for sparsity in (0.0, 1.0)],
+        *pairwise(quant=ODD, dtype=HALF, batch=[1, 2, 3], shape=[((33, 5), 77, 0.5)])[1],
+        *[
+            pytest.param(("int4", group, zeros), torch.float16, 1, ((64, 20), 256, 0.5), marks=pytest.mark.quick)
+            for group in (64, 128)
+            for zeros in (False, True)
+        ],
+    ],
 )
-def test_odd_shapes_are_the_twins(quant, dtype, batch):
-    kind, group, zeros = quant
-    coded = quantized_linear(kind, group, zeros, (33, 5), 77, dtype, 0.5, bias=True)
-    x = rows(batch, 77, dtype)
-    tile = TILES[1 if batch < 3 else 5]
-    assert_close(apply_linear(x, coded, tile), exact_twin(x, coded), dtype)
+def test_quantized_linears_are_the_twins(quant, dtype, batch, shape):
+    widths, k, sparsity = shape
+    x = rows(batch, k, dtype)
+    coded = quantized_linear(*quant, widths, k, dtype, sparsity, bias=True)
+    assert_close(apply_linear(x, coded, TILES[1 if batch < 3 else 5]), exact_twin(x, coded), dtype)
 
 
 # Warps that read 4, 8 and 16 bytes a lane; one turn of steps on its way and several; every way to add up. With a byte
@@ -121,27 +111,10 @@ def test_products_on_the_tensor_cores_are_the_twins(kind, group, zeros, dtype, b
         assert plan(coded.shape, batch, tile=PACKED[2]).packed is None
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize(("group", "zeros"), [(64, True), (64, False), (128, True), (128, False)])
-def test_a_product_of_four_bits_is_the_twins(group, zeros):
-    coded = quantized_linear("int4", group, zeros, (64, 20), 256, torch.float16, 0.5, bias=True)
-    x = rows(1, 256, torch.float16)
-    assert_close(apply_linear(x, coded, TILES[1]), exact_twin(x, coded), torch.float16)
-
-
 @pytest.mark.skipif(INTERPRETED, reason="interpreted, there are no tensor cores")
-def test_tensor_cores_that_flush_subnormals_are_left_out(monkeypatch):
-    """The check runs on the device; where it fails, the weights are dequantized as they are read."""
-    coded, x = quantized_linear("int4", 64, True, (512,), 256, torch.float16, 0.5), rows(1, 256, torch.float16)
-    for dtype in HALF:
-        assert plan_module.keeps_subnormals(DEVICE, dtype)
-    monkeypatch.setattr(plan_module, "keeps_subnormals", lambda device, dtype: False)
-    plan.cache_clear()
-    chosen = plan(coded.shape, 1)
-    assert chosen.packed is None
-    assert "flush subnormal" in str(chosen)
-    assert_close(apply_linear(x, coded), exact_twin(x, coded), torch.float16)
-    plan.cache_clear()
+@pytest.mark.parametrize("dtype", HALF)
+def test_tensor_cores_keep_subnormal_numbers(dtype):
+    assert keeps_subnormals(DEVICE, dtype)
 
 
 @pytest.mark.parametrize(("kind", "group", "zeros"), [KINDS[1], KINDS[2]])

@@ -223,7 +223,7 @@ def add(arch: int, norm: str | None, multiplier: float = 1.0, scalar: str | None
 def delta(arch: int, dtype: str = "bf16"):
     """Qwen3.5-4B's: hidden state 2560, 16 key heads and 32 value heads, each 128 wide."""
     kind = f"*{dtype}"
-    shape = delta_net._Shape(2560, 16, 32, 128, 128, 4, 4, 128, 128, ssq_pad=32, block_h=1024)
+    shape = delta_net._Shape(2560, 16, 32, 128, 128, 4, ssq_pad=32)
     given = {
         "given": delta_net.DeltaInput(kind, kind, "*fp32", "*fp32"), "weights": delta_net.DeltaTensors(*[kind] * 6),
         "memory": delta_net.DeltaMemory(kind, "*fp32", "i32", "i32"), "rows": Rows("*i64", "*i32"), "out_ptr": kind,

@@ -1,5 +1,5 @@
-"""The launches of a whole decode step against the plain PyTorch decoder. Run by test_runtime_cuda.py in a process of
-its own; under the interpreter without a graph, on a GPU through ``CudaDecoder``.
+"""``CudaDecoder`` against the plain PyTorch decoder: every family, and weights in codes against the same rounded weights.
+Run by test_kernels_triton.py in a process of its own; under the interpreter the launches of a graph run one by one.
 
     TRITON_INTERPRET=1 python -m pytest tests/triton_decoder_cases.py
 """
@@ -8,23 +8,29 @@ its own; under the interpreter without a graph, on a GPU through ``CudaDecoder``
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from quantised_models import PUBLISHED, quantise_model
 from runtime_models import FAMILIES, HYBRIDS
+from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
 
 from wisparse.converter.source import full_config
-from wisparse.formats.bundle import ProjectionMask
+from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.model_config import ModelConfig, expected_tensors
-from wisparse.runtime.cuda.step import DecodeStep, PositionTables
-from wisparse.runtime.cuda.weights import load_weights
-from wisparse.runtime.decoding.cache import KVCache
-from wisparse.runtime.decoding.rotary import Rotary
+from wisparse.formats.weight_types import WEIGHT_TYPES, round_weight
+from wisparse.kernels.reference import keep_mask, scores
+from wisparse.runtime.cuda.decoder import CudaDecoder
+from wisparse.runtime.torch import block
 from wisparse.runtime.torch.decoder import TorchDecoder
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
+DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
+PROMPT = torch.arange(9) * 7 % 70
 _COMMON = dict(
     hidden_size=48, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     head_dim=16, vocab_size=70, max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=10000.0,
@@ -65,11 +71,6 @@ def make_bundle(name: str, sparsity: float, **changes: int):
     return SimpleNamespace(config=config, checkpoint=checkpoint, masks=masks)
 
 
-def tables_of(config: ModelConfig, length: int) -> PositionTables:
-    rotaries = [Rotary(rope, DEVICE, torch.float32) for rope in config.rotaries]
-    return PositionTables(config, rotaries, length, DEVICE, torch.float32)
-
-
 def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor, times: float = 4.0) -> None:
     """Logits (..., V) are as near to float64's as the plain decoder's own in the same dtype are: within ``times`` the
     largest of its rows' errors, and at least some roundings of the largest logit."""
@@ -79,53 +80,165 @@ def assert_as_exact(found: torch.Tensor, own: torch.Tensor, exact: torch.Tensor,
     assert error <= times * max(float(least), float(floor)), (float(error), float(least), float(floor))
 
 
+MORE = [pytest.param(name, 0.5, 1, marks=pytest.mark.quick if name == "gemma3" else ()) for name in MORE_CONFIGS]
+
+
 # Every family's step, alone and in rows, dense and sparse: few cases in which every two of these meet.
 @pytest.mark.parametrize(
     ("name", "sparsity", "rows"),
     [
         ("llama", 0.5, 1), ("llama", 0.0, 2), ("llama", 0.5, 4), ("mistral", 0.0, 1), ("mistral", 0.5, 2),
         ("qwen2", 0.5, 1), ("qwen2", 0.0, 2), ("qwen3", 0.0, 1), ("qwen3", 0.5, 2), ("phi3", 0.5, 1), ("phi3", 0.0, 2),
+        *MORE,
     ],
 )  # fmt: skip
-def test_a_step_is_the_plain_decoders(name, sparsity, rows):
+def test_a_familys_logits_are_the_plain_decoders(name, sparsity, rows):
+    """A prompt longer than a window, and one after which queries are scaled; then two steps."""
     bundle = make_bundle(name, sparsity)
-    config = bundle.config
-    exact, own = (
-        TorchDecoder(bundle, device=DEVICE, dtype=dtype, max_seq_len=32, max_batch=rows)
-        for dtype in (torch.float64, torch.float32)
-    )
-    weights = load_weights(bundle, DEVICE, torch.float32)
-    cache, tables = KVCache(config, rows, 32, DEVICE, torch.float32), tables_of(config, 32)
+    settings = {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
+    fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
+    exact, own = (TorchDecoder(bundle, dtype=dtype, **settings) for dtype in (torch.float64, torch.float32))
     for slot in range(rows):
-        for decoder in (exact, own):
-            decoder.prefill(slot, torch.arange(9) + slot, 9)
-        for index, pair in cache.attention.items():
-            for side, filled in zip(pair, own._cache.attention[index], strict=True):
-                side[slot, :, :9] = filled[slot, :, :9]
-    positions = torch.full((rows,), 9, dtype=torch.int32, device=DEVICE)
-    step = DecodeStep(weights, config, cache, positions, tables, first=0, rows=rows, kv_splits=4)
-    step.tokens.copy_(torch.tensor([3, 60, 4, 5][:rows]))
+        found, near, expected = (d.prefill(slot, (PROMPT + slot) % 70, 4).view(-1) for d in (fast, own, exact))
+        assert_as_exact(found, near, expected)
+    tokens = torch.tensor([int(expected.argmax()), 60, 4, 5][:rows])
     for _ in range(2):
-        given = step.tokens.clone()
-        step.launch()
-        expected = exact.decode(given)
-        assert_as_exact(step.logits, own.decode(given), expected)
-        assert step.tokens.tolist() == expected.argmax(-1).tolist()
-    assert positions.tolist() == [11] * rows
+        found, near, expected = (decoder.decode(tokens).clone() for decoder in (fast, own, exact))
+        assert_as_exact(found, near, expected)
+        tokens = expected.argmax(-1).cpu()
+        assert name not in CONFIGS or torch.equal(found.argmax(-1).cpu(), tokens)
 
 
-def test_an_idle_row_moves_nothing():
-    bundle = make_bundle("llama", 0.5)
-    weights = load_weights(bundle, DEVICE, torch.float32)
-    cache = KVCache(bundle.config, 2, 16, DEVICE, torch.float32)
-    keys = [keys.fill_(5.0) for keys, _ in cache.attention.values()]
-    positions = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)  # the second slot is full
-    step = DecodeStep(
-        weights, bundle.config, cache, positions, tables_of(bundle.config, 16), first=0, rows=2, kv_splits=2
-    )
-    step.tokens.copy_(torch.tensor([4, -1]))
-    step.launch()
-    assert positions.tolist() == [1, 16]
-    assert step.tokens[1] == -1
-    assert all((one[1] == 5.0).all() for one in keys)
-    assert not any((one[0, :, 0] == 5.0).all() for one in keys)
+def within_half_precision(fast, slow, exact, run, *, times=3):
+    """``run`` of a decoder gives logits (rows, V): no further from the exact ones than plain half precision is."""
+    expected = run(exact)
+    own, error = ((run(decoder) - expected).norm(dim=-1) / expected.norm(dim=-1) for decoder in (slow, fast))
+    assert (error < times * own.max()).all(), (error, own)
+
+
+@pytest.mark.parametrize(
+    ("family", "rows"),
+    [("gemma2", 1), ("gemma2", 2), ("gemma2", 4), ("gemma4", 2), ("olmo3", 1), ("ernie", 4), ("qwen3.5", 4)],
+)
+def test_a_familys_rows_in_half_precision(family, rows):
+    bundle, settings = make_bundle(family, 0.5), {"device": DEVICE, "max_seq_len": 24, "max_batch": rows}
+    fast = CudaDecoder(bundle, dtype=torch.float16, **settings)
+    slow, exact = (TorchDecoder(bundle, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
+
+    def run(decoder):
+        for slot in range(rows):
+            decoder.prefill(slot, PROMPT[: 9 - slot] + slot, 4)
+        return decoder.decode(torch.arange(rows) * 5 + 3)
+
+    within_half_precision(fast, slow, exact, run)
+
+
+def rounded(bundle: SimpleNamespace, weights: str, dtype: torch.dtype = torch.float32) -> SimpleNamespace:
+    """The same with its weights as a decoder of ``dtype`` holds them, widened."""
+
+    def tensor(name: str, device: str | torch.device = "cpu") -> torch.Tensor:
+        stored = bundle.checkpoint.tensor(name, device)
+        kind = WEIGHT_TYPES[weights].head if name == "lm_head.weight" else weights
+        if not name.endswith("_proj.weight") and name != "lm_head.weight":
+            return stored
+        return round_weight(stored.to(dtype), kind).dequantise(torch.float32)
+
+    return SimpleNamespace(config=bundle.config, checkpoint=SimpleNamespace(tensor=tensor), masks=bundle.masks)
+
+
+def follow(fast: CudaDecoder, slow: TorchDecoder, sparse_from: int) -> None:
+    """Greedy tokens and logits of a prompt and two steps."""
+    expected, found = (decoder.prefill(0, PROMPT[:5], sparse_from) for decoder in (slow, fast))
+    for _ in range(2):
+        torch.testing.assert_close(found.view(-1), expected.view(-1), rtol=1e-5, atol=1e-6)
+        token = expected.view(-1).argmax().view(1)
+        assert int(found.view(-1).argmax()) == int(token)
+        expected, found = slow.decode(token), fast.decode(token)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4", "fp8"])
+def test_weights_rounded_at_load(weights: str) -> None:
+    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
+    settings = {"device": DEVICE, "max_seq_len": 24}
+    fast = CudaDecoder(bundle, dtype=torch.float32, weights=weights, **settings)
+    follow(fast, TorchDecoder(rounded(bundle, weights), dtype=torch.float64, **settings), 0 if weights == "int4" else 3)
+    kinds = {linear.weight.quant for one in fast.weights.blocks for linear in one.linears}
+    assert kinds == {weights}
+    assert fast.weights.head.dtype is torch.int8
+
+
+@pytest.mark.parametrize("scheme", ["awq", "fp8 blocks"])
+def test_a_bundles_own_codes_at_every_level(scheme: str, tmp_path: Path) -> None:
+    """With zero points, sparse and then dense; with scales of groups of rows and channels."""
+    plain = write_tiny_model(tmp_path / "plain", tiny_config(tie_word_embeddings=False, num_hidden_layers=1))
+    source = quantise_model(plain, tmp_path / "source", *PUBLISHED[scheme]())
+    bundle = Bundle.open(write_tiny_bundle(tmp_path / "bundle", source))
+    settings = {"device": DEVICE, "max_seq_len": 24}
+    fast = CudaDecoder(bundle, dtype=torch.float32, **settings)
+    slow = TorchDecoder(bundle, dtype=torch.float64, **settings)
+    assert fast.weights.blocks[0].qkv.weight.quant == scheme.split()[0].replace("awq", "int4")
+    follow(fast, slow, 2)
+    if scheme == "awq":
+        for decoder in (fast, slow):
+            decoder.set_masks(bundle.at(0.0).masks)
+        follow(fast, slow, 2)
+
+
+def clear_of_scores(bundle: SimpleNamespace, run: Callable[[TorchDecoder], object], **settings: Any) -> None:
+    """Move each threshold to the middle of the widest gap near it between the scores that ``run`` meets in one block, so
+    that no rounding of half precision decides about a channel. In order, as a mask changes what projections behind it
+    see."""
+    projections = list(bundle.config.projections(0))
+    for index, projection in enumerate(projections):
+        met: list[torch.Tensor] = []  # of one projection after the other
+
+        def keep(x: torch.Tensor, scale: torch.Tensor, threshold: float, met: list[torch.Tensor] = met) -> torch.Tensor:
+            met.append(scores(x, scale))
+            return keep_mask(x, scale, threshold)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(block, "keep_mask", keep)
+            run(TorchDecoder(bundle, dtype=torch.float64, **settings))
+        mask = bundle.masks[projection.name]
+        near = torch.cat(met[index :: len(projections)]).flatten().sort().values
+        near = near[(near > 0.7 * mask.threshold) & (near < 1.4 * mask.threshold)]
+        widest = int((near[1:] / near[:-1]).argmax())
+        assert near[widest + 1] > 1.01 * near[widest]  # twenty half-precision roundings
+        bundle.masks[projection.name] = replace(mask, threshold=float(near[widest] + near[widest + 1]) / 2)
+
+
+def test_many_rows_in_half_precision() -> None:
+    """The tensor cores' kernel: no further from the exact result than plain half precision is."""
+    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
+    settings = {"device": DEVICE, "max_seq_len": 12, "max_batch": 4}
+    tokens = torch.arange(4) * 5 + 3
+
+    def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
+        for slot in range(4):
+            prompt = PROMPT[: 5 - slot] + slot
+            decoder.prefill(slot, prompt, len(prompt))
+        return decoder.decode(tokens)
+
+    clear_of_scores(rounded(bundle, "int4", torch.float16), run, **settings)
+    fast = CudaDecoder(bundle, dtype=torch.float16, weights="int4", **settings)
+    same = rounded(bundle, "int4", torch.float16)
+    slow, exact = (TorchDecoder(same, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
+    within_half_precision(fast, slow, exact, run)
+
+
+def test_short_pieces_of_codes() -> None:
+    """More rows than one launch has, and biases."""
+    bundle = make_bundle("qwen2", 0.5, num_hidden_layers=1)
+    settings = {"device": DEVICE, "max_seq_len": 40, "max_batch": 2}
+    fast = CudaDecoder(bundle, dtype=torch.float16, weights="int4", **settings)
+    fast.prepare_prompts()
+    same = rounded(bundle, "int4", torch.float16)
+    slow, exact = (TorchDecoder(same, dtype=dtype, **settings) for dtype in (torch.float16, torch.float64))
+    prompt = torch.arange(30) * 7 % 70
+
+    def run(decoder: CudaDecoder | TorchDecoder) -> torch.Tensor:
+        decoder.prefill(1, prompt, 30, stop=9)
+        return decoder.prefill(1, prompt, 30, start=9)
+
+    within_half_precision(fast, slow, exact, run)

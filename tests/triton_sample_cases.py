@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 
 import pytest
 import torch
+from triton_cases import DEVICE, INTERPRETED
 
 from wisparse.kernels.gpu.head import Logits
 from wisparse.kernels.gpu.sample import Choice, SampleState, launch_sample
 from wisparse.runtime.decoding.sampling import SamplingParams, sample, uniform
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 HEAD_TILE = 16
 
 
@@ -65,12 +63,16 @@ GRID = [
 ]
 
 
+VOCABULARIES = [(torch.bfloat16, 70), (torch.float16, 1024), (torch.bfloat16, 2500)]
+VOCABULARIES += [(torch.float16, 128256)] * (not INTERPRETED)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "vocabulary"),
-    [(torch.bfloat16, 70), (torch.float16, 1024), (torch.bfloat16, 2500)]
-    + [(torch.float16, 128256)] * (not INTERPRETED),
+    ("dtype", "vocabulary", "multiplier", "cap"),
+    [(*one, 1.0, None) for one in VOCABULARIES]
+    + [(torch.bfloat16, 1500, *finish) for finish in ((0.125, None), (1.0, 4.0), (0.6, 2.5))],
 )
-def test_the_token_is_the_twins(dtype, vocabulary):
+def test_the_token_is_the_twins(dtype, vocabulary, multiplier, cap):
     # The interpreter takes 0.3 s for a row: a share of the grid, another one for each vocabulary.
     settings = [*(GRID[vocabulary % 13 :: 13] if INTERPRETED else GRID), SamplingParams()]
     logits = random_logits(len(settings), vocabulary, dtype)
@@ -78,21 +80,11 @@ def test_the_token_is_the_twins(dtype, vocabulary):
     logits[::3, 5:9] = -torch.inf
     logits[::5, 8], logits[::5, 9] = 0.0, -0.0
     positions = [1 + 37 * i for i in range(len(settings))]
-    found, moved = draw(logits, settings, positions, dtype)
-    assert found == sample(logits, settings, positions).tolist()
-    assert moved == positions
-
-
-@pytest.mark.parametrize(("multiplier", "cap"), [(0.125, None), (1.0, 4.0), (0.6, 2.5)])
-def test_logits_are_multiplied_and_capped_before_a_token_is_drawn(multiplier, cap):
-    settings = [*(GRID[6::17] if INTERPRETED else GRID), SamplingParams()]
-    logits = random_logits(len(settings), 1500, torch.bfloat16)
-    positions = [1 + 37 * i for i in range(len(settings))]
     finished = logits * multiplier
-    finished = finished if cap is None else cap * torch.tanh(finished / cap)
-    expected = sample(finished, settings, positions).tolist()
-    assert draw(logits, settings, positions, torch.bfloat16, multiplier=multiplier, cap=cap)[0] == expected
-    assert draw(logits, settings, positions, torch.bfloat16)[0] != expected
+    finished = finished if cap is None else torch.where(logits.isinf(), logits, cap * torch.tanh(finished / cap))
+    found, moved = draw(logits, settings, positions, dtype, multiplier=multiplier, cap=cap)
+    assert found == sample(finished, settings, positions).tolist()
+    assert moved == positions
 
 
 @pytest.mark.parametrize("spread", [1e-3, 2000.0])

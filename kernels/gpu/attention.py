@@ -229,17 +229,9 @@ def _attend(q, k, v, seen, m, total, acc, scale_log2, shape: tl.constexpr, dtype
 
 @triton.jit
 def _attention_kernel(
-    qkv_ptr,  # (B, (heads + 2 kv_heads) * D) dtype; gated: twice the heads; shared: kv_heads once
-    norms,  # QKNorms
-    rotary,  # RotaryTables
-    cache,  # KVSlots
-    rows,  # Rows
-    out,  # KVSplits
-    scale_log2,  # of the scores, times log2(e)
-    shape: tl.constexpr,
-    config: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    qkv_ptr, norms, rotary, cache, rows, out, scale_log2,  # as of launch_attention; scale_log2: times log2(e)
+    shape: tl.constexpr, config: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     D_PAD: tl.constexpr = config.d_pad
@@ -321,8 +313,8 @@ def launch_attention(
 ) -> None:
     """Launch one block's attention for B rows on the current stream. Nothing is checked or allocated here.
 
-    qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding. The new
-    keys and values are stored at the rows' positions. scale: of the scores. ``stages`` tiles of keys and values are in
+    qkv: (B, (heads + 2 * kv_heads) * D), queries, keys and values side by side, before the rotary embedding; gated:
+    twice the heads; shared: kv_heads once. The new keys and values are stored at the rows' positions. scale: of the scores. ``stages`` tiles of keys and values are in
     flight in shared memory: 64 positions take 32 KiB with heads of 128 in half precision.
     """
     batch, _, splits, _ = out.x.shape
@@ -350,15 +342,8 @@ def decode_config(
 
 @triton.jit
 def _store_kv_kernel(
-    qkv_ptr,  # (T, (heads + 2 kv_heads) * D) dtype; gated: (T, (2 heads + 2 kv_heads) * D)
-    chunk_ptr,  # (3,) int64: slot, first position, rows
-    norms,
-    rotary,
-    cache,
-    q_ptr,  # (T, heads, D) dtype: rotated queries
-    shape: tl.constexpr,
-    config: tl.constexpr,
-):
+    qkv_ptr, chunk_ptr, norms, rotary, cache, q_ptr, shape: tl.constexpr, config: tl.constexpr
+):  # fmt: skip
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     HEADS: tl.constexpr = shape.heads
@@ -383,16 +368,9 @@ def _store_kv_kernel(
 
 @triton.jit
 def _chunk_attention_kernel(
-    q_ptr,  # (T, heads, D) dtype
-    qkv_ptr,  # as above, for the gates
-    chunk_ptr,
-    cache,
-    out_ptr,  # (T, heads, D) dtype
-    rows,  # T
-    scale_log2,
-    shape: tl.constexpr,
-    config: tl.constexpr,
-):
+    q_ptr, qkv_ptr, chunk_ptr, cache, out_ptr, rows, scale_log2,  # as of launch_chunk_attention; qkv_ptr: for the gates
+    shape: tl.constexpr, config: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     D: tl.constexpr = shape.d
     D_PAD: tl.constexpr = config.d_pad

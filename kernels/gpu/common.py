@@ -34,8 +34,6 @@ class Input(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """A fused linear's tensors."""
-
     weight_t: Tensor  # (K, stride), channel-major; the projections' columns side by side; quantized: int32 words
     bias: Tensor | None  # (N,) of the weights' dtype
     scales: Tensor  # (projections, K) float32, channel scales
@@ -45,15 +43,11 @@ class Weights(NamedTuple):
 
 
 class Output(NamedTuple):
-    """Where a linear's output goes, as ``Problem.output`` says."""
-
-    out: Tensor  # dtype: PLAIN (B, N); RESIDUAL (B, N), read and written; SILU and GELU (B, n0)
-    ssq: Tensor | None = None  # RESIDUAL: (B, tiles * max(1, reducers)) float32
+    out: Tensor  # dtype: (B, N), "residual" read and written; "silu" and "gelu_tanh" (B, n0)
+    ssq: Tensor | None = None  # "residual": (B, tiles * max(1, reducers)) float32, sums of squares for the next norm
 
 
 class Workspace(NamedTuple):
-    """Scratch memory of a launch."""
-
     partial: Tensor  # (splits, B, N) int32, bits of float32; with spinning reducers EMPTY before and after
     counter: Tensor | None  # no spinning reducers: (tiles,) int32, 0 before and after
     list_index: Tensor | None  # compacted index lists outside shared memory: (programs, length) int32
@@ -61,8 +55,6 @@ class Workspace(NamedTuple):
 
 
 class Counting(NamedTuple):
-    """The kept channels, counted."""
-
     token: Tensor  # (B,) int64, negative for a row that is not counted
     before: Tensor  # (projections, splits) int64
     after: Tensor  # the same shape: before, and what this launch keeps
@@ -81,7 +73,7 @@ class Problem(NamedTuple):
     kv_splits: int  # of the attention that is read
     head_dim: int
     ssq_pad: int  # partial sums of squares at most, a multiple of 32
-    output: int  # PLAIN, RESIDUAL, SILU, GELU
+    output: str  # "plain" (y), "residual" (residual + y), "silu" or "gelu_tanh" (activation(gate) * up)
     dense: bool  # no channel is dropped
     pdl: bool  # programmatic dependent launch
     quant: str  # "none", "int4", "int8", "fp8"
@@ -128,10 +120,6 @@ class Channels(NamedTuple):
     threshold: Any
 
 
-PLAIN = tl.constexpr(0)  # y (B, N)
-RESIDUAL = tl.constexpr(1)  # residual + y, with the sums of squares that the next norm needs
-SILU = tl.constexpr(2)  # silu(gate) * up
-GELU = tl.constexpr(3)  # gelu_tanh(gate) * up; from SILU on, outputs are made of pairs
 _ROWS = tl.constexpr(8)  # rows whose inputs are read at the same time
 
 # --- shared memory

@@ -26,7 +26,6 @@ from .common import let_next_kernel_start, load_squares, reciprocal_rms, rms_nor
 
 LARGEST_STATE = 128 * 128  # numbers of a head's state that stay in registers, both sides padded to powers of two
 _LENGTH_EPS = tl.constexpr(1e-6)  # of the squared length by which queries and keys are divided
-_BLOCK_H = 1024
 
 
 class DeltaTensors(NamedTuple):
@@ -57,7 +56,7 @@ class DeltaMemory(NamedTuple):
 
 
 class _Shape(NamedTuple):
-    """Compiled in; ``…_pad``: powers of two, ``ssq_pad`` a multiple of 32."""
+    """Compiled in."""
 
     hidden: int
     key_heads: int
@@ -65,11 +64,7 @@ class _Shape(NamedTuple):
     key_dim: int
     value_dim: int
     taps: int
-    taps_pad: int
-    key_pad: int
-    value_pad: int
-    ssq_pad: int
-    block_h: int
+    ssq_pad: int  # partial sums of squares at most, a multiple of 32
 
 
 @triton.jit
@@ -78,12 +73,12 @@ def _silu(x):
 
 
 @triton.jit
-def _earlier(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr, TAPS_PAD: tl.constexpr):
+def _earlier(weights, inputs, before, channel, live, MIXED: tl.constexpr, TAPS: tl.constexpr):
     """The kernel (taps_pad, channels), and the inputs of earlier positions, 0 in the last row of taps.
 
     Taps and channels in one tensor, because the compiler reads small ones once for every thread that needs them: each
     of many would hold many of the channels then."""
-    t = tl.arange(0, TAPS_PAD)[:, None]
+    t = tl.arange(0, triton.next_power_of_2(TAPS))[:, None]
     kernel = tl.load(weights.kernel + channel[None, :] * TAPS + t, mask=(t < TAPS) & live[None, :], other=0.0)
     at = before + t * MIXED + channel[None, :]
     return kernel, tl.load(inputs + at, mask=(t < TAPS - 1) & live[None, :], other=0.0)
@@ -105,26 +100,14 @@ def _convolved(
 
 
 @triton.jit
-def _unit(x):
-    return x * tl.rsqrt(tl.sum(x * x, axis=0) + _LENGTH_EPS)
-
-
-@triton.jit
 def _delta_net_kernel(
-    given,  # DeltaInput
-    weights,  # DeltaTensors
-    memory,  # DeltaMemory
-    rows,  # Rows
-    out_ptr,  # (B, value_size) dtype
-    eps,  # of both norms
-    query_scale,
+    given, weights, memory, rows, out_ptr, eps, query_scale,  # as of launch_delta_net
     ssq_parts,  # columns of given.ssq
-    shape: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    shape: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     H: tl.constexpr = shape.hidden
-    BLOCK_H: tl.constexpr = shape.block_h
+    BLOCK_H: tl.constexpr = 1024 if H >= 1024 else triton.next_power_of_2(H)
     KEY: tl.constexpr = shape.key_dim
     VALUE: tl.constexpr = shape.value_dim
     KEY_SIZE: tl.constexpr = shape.key_heads * KEY
@@ -141,8 +124,8 @@ def _delta_net_kernel(
     # before this launch still run.
     busy = tl.load(rows.token + row) >= 0  # an idle row moves nothing
     side = tl.where(busy, tl.load(rows.position + row), 0).to(tl.int64) % 2
-    i = tl.arange(0, shape.key_pad)
-    j = tl.arange(0, shape.value_pad)
+    i = tl.arange(0, triton.next_power_of_2(KEY))
+    j = tl.arange(0, triton.next_power_of_2(VALUE))
     keys = tl.where(busy, KEY, 0)
     live_key = i < keys
     live_value = j < tl.where(busy, VALUE, 0)
@@ -157,9 +140,9 @@ def _delta_net_kernel(
     q_at = key_head * KEY + i
     k_at = KEY_SIZE + q_at
     v_at = 2 * KEY_SIZE + head * VALUE + j
-    q_kernel, q = _earlier(weights, memory.inputs, before, q_at, live_key, MIXED, TAPS, shape.taps_pad)
-    k_kernel, k = _earlier(weights, memory.inputs, before, k_at, live_key, MIXED, TAPS, shape.taps_pad)
-    v_kernel, v = _earlier(weights, memory.inputs, before, v_at, live_value, MIXED, TAPS, shape.taps_pad)
+    q_kernel, q = _earlier(weights, memory.inputs, before, q_at, live_key, MIXED, TAPS)
+    k_kernel, k = _earlier(weights, memory.inputs, before, k_at, live_key, MIXED, TAPS)
+    v_kernel, v = _earlier(weights, memory.inputs, before, v_at, live_value, MIXED, TAPS)
     h = tl.arange(0, BLOCK_H)
     of_a = ()
     of_b = ()
@@ -203,8 +186,8 @@ def _delta_net_kernel(
     beta = (1.0 / (1.0 + tl.exp(-tl.sum(sums_b, axis=0).to(dtype).to(tl.float32)))).to(dtype).to(tl.float32)
     decay = tl.exp(-rate * step)
 
-    q = _unit(q) * query_scale
-    k = _unit(k)
+    q = q * tl.rsqrt(tl.sum(q * q, axis=0) + _LENGTH_EPS) * query_scale
+    k = k * tl.rsqrt(tl.sum(k * k, axis=0) + _LENGTH_EPS)
     recalled = decay * tl.sum(k[:, None] * state, axis=0)
     state = decay * state + k[:, None] * (beta * (v - recalled))[None, :]
     tl.store(memory.state + (1 - side) * memory.state_stride + at, state, mask=own)
@@ -217,11 +200,6 @@ def _delta_net_kernel(
 def delta_state_size(key_dim: int, value_dim: int) -> int:
     """Numbers of a head's state as a program holds it, at most ``LARGEST_STATE``."""
     return triton.next_power_of_2(key_dim) * triton.next_power_of_2(value_dim)
-
-
-def warps_for(shape: _Shape) -> int:
-    """Warps of a program: so many that nearly nothing is spilled."""
-    return max(1, min(16, shape.key_pad * shape.value_pad // (32 * 32)))
 
 
 def launch_delta_net(
@@ -241,13 +219,11 @@ def launch_delta_net(
     _, _, value_heads, key_dim, value_dim = memory.state.shape
     batch, hidden = given.hidden.shape
     parts = 1 if given.ssq is None else given.ssq.shape[1]
-    taps = weights.kernel.shape[-1]
-    shape = _Shape(
-        hidden, key_heads, value_heads, key_dim, value_dim, taps, triton.next_power_of_2(taps),
-        triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim), max(32, triton.next_power_of_2(parts)),
-        min(_BLOCK_H, triton.next_power_of_2(hidden)),
-    )  # fmt: skip
+    ssq_pad = max(32, triton.next_power_of_2(parts))
+    shape = _Shape(hidden, key_heads, value_heads, key_dim, value_dim, weights.kernel.shape[-1], ssq_pad)
     _delta_net_kernel[(value_heads, batch)](
-        given, weights, memory, rows, out, eps, key_dim**-0.5, parts, shape, pdl, num_warps=warps_for(shape),
-        **({"launch_pdl": True} if pdl else {}),
+        given, weights, memory, rows, out, eps, key_dim**-0.5, parts, shape, pdl,
+        # So many that nearly nothing is spilled.
+        num_warps=max(1, min(16, delta_state_size(key_dim, value_dim) // (32 * 32))),
+        launch_pdl=pdl,
     )  # fmt: skip

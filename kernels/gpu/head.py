@@ -53,16 +53,9 @@ class HeadConfig(NamedTuple):
 
 @triton.jit
 def _embed_kernel(
-    token_ptr,  # (B,) int64; negative: idle row
-    embedding_ptr,  # (V, K)
-    hidden_ptr,  # (B, K) dtype
-    ssq_ptr,  # (B, tiles) float32
-    MULTIPLIER: tl.constexpr,
-    K: tl.constexpr,
-    TILES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    token_ptr, embedding_ptr, hidden_ptr, ssq_ptr,  # as of launch_embed
+    MULTIPLIER: tl.constexpr, K: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     tile = tl.program_id(0)
     row = tl.program_id(1)
     k = tile * BLOCK + tl.arange(0, BLOCK)
@@ -79,17 +72,9 @@ def _embed_kernel(
 
 @triton.jit
 def _logits_kernel(
-    hidden_ptr,  # (B, K) dtype
-    ssq_ptr,  # (B, ssq_parts) float32
-    norm_ptr,  # (K,) as common.Input.norm
-    weight_ptr,  # (V, K)
-    scale_ptr,  # (V,) float32, of int8 weights; None for unquantized ones
-    out,  # Logits
-    eps,
-    V,
-    config: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    hidden_ptr, ssq_ptr, norm_ptr, weight_ptr, scale_ptr, out, eps, V,  # as of launch_logits
+    config: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     PASSES: tl.constexpr = config.passes
     BATCH: tl.constexpr = config.batch
     K: tl.constexpr = config.k
@@ -202,14 +187,9 @@ def likeliest_token(logits, row, tiles, value, largest):
 
 @triton.jit
 def _argmax_kernel(
-    logits,  # Logits
-    token_ptr,  # (B,) int64: the ids just read, idle ones negative
-    next_ptr,  # (B,) int64
-    position_ptr,  # (B,) int32
-    tiles,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, token_ptr, next_ptr, position_ptr, tiles,  # as of launch_argmax
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0)
     wait_for_previous_kernel(PDL)
     let_next_kernel_start(PDL)
@@ -253,8 +233,8 @@ def launch_logits(
     eps: float,
     pdl: bool = False,
 ) -> None:
-    """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) the partial sums of its squares, norm (K,), weight (V, K)
-    of hidden's dtype or int8 with scales (V,) float32."""
+    """Final norm and ``lm_head``: hidden (B, K), ssq (B, parts) float32 the partial sums of its squares, norm (K,) as
+    ``common.Input.norm``, weight (V, K) of hidden's dtype or int8 with scales (V,) float32."""
     batch, width = hidden.shape
     config = head_config(batch, width, ssq.shape[1], hidden.dtype)
     _logits_kernel[(triton.cdiv(weight.shape[0], config.block_v),)](
@@ -264,7 +244,8 @@ def launch_logits(
 
 
 def launch_argmax(logits: Logits, tokens: Tensor, next_tokens: Tensor, positions: Tensor, *, pdl: bool = False) -> None:
-    """The greedy choice of every row, and its position moved on; idle rows give -1 and stay where they are."""
+    """The greedy choice of every row, and its position moved on; idle rows give -1 and stay where they are. ``tokens``
+    (the ids just read, negative for idle rows) and ``next_tokens`` (B,) int64, ``positions`` (B,) int32."""
     batch, tiles = logits.best.shape
     _argmax_kernel[(batch,)](
         logits, tokens, next_tokens, positions, tiles, triton.next_power_of_2(tiles), pdl, num_warps=8, launch_pdl=pdl

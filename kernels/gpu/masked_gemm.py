@@ -115,18 +115,10 @@ def masked_gemm_kernel(  # arguments as of sparse_gemv_kernel; launch.block_k at
 
 @triton.jit(do_not_specialize=["M"])
 def _mask_rows_kernel(
-    x_ptr,  # (M, K)
-    scale_ptr,  # (projections, K) float32
-    threshold_ptr,  # (projections,) float32
-    row_mask_ptr,  # (M,) float32
-    out_ptr,  # (copies, M, K)
-    M,
-    K: tl.constexpr,
-    SECOND: tl.constexpr,  # the first copy of the second projection, and of the third
-    THIRD: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    x_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, M,  # as of mask_rows
+    K: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr,  # the first copy of the second projection, and the third
+    BLOCK_K: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     copy = tl.program_id(2)
@@ -162,7 +154,7 @@ def mask_rows(
     second, third = (*ends, ends[-1], ends[-1])[:2]
     _mask_rows_kernel[(rows, triton.cdiv(k, block_k), ends[-1])](
         x, scales, thresholds, row_mask, out, rows, K=k, SECOND=second, THIRD=third, BLOCK_K=block_k, PDL=pdl,
-        num_warps=4, **({"launch_pdl": True} if pdl else {}),
+        num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     return out
 
@@ -183,16 +175,8 @@ class _MaskGemm(NamedTuple):
 
 @triton.jit(do_not_specialize=["M"])
 def _mask_gemm_kernel(
-    x_ptr,  # (M, K)
-    weight_ptr,  # (K, stride)
-    bias_ptr,  # (N,) or None
-    scale_ptr,  # (projections, K) float32
-    threshold_ptr,  # (projections,) float32
-    row_mask_ptr,  # (M,) float32
-    out_ptr,  # (M, N)
-    M,
-    config: tl.constexpr,  # _MaskGemm
-):
+    x_ptr, weight_ptr, bias_ptr, scale_ptr, threshold_ptr, row_mask_ptr, out_ptr, M, config: tl.constexpr
+):  # fmt: skip
     K: tl.constexpr = config.k
     BLOCK_M: tl.constexpr = config.block_m
     BLOCK_N: tl.constexpr = config.block_n

@@ -67,10 +67,9 @@ from .weights import COLUMN_BLOCK, ZERO, quant_columns
 
 INT8_OFFSET = 128  # what an int8 code's bits, xor 128, are more than it
 _TYPES = {"bfloat16": "bf16", "float16": "f16"}
-_ONES = 0x00010001  # the smallest subnormal twice
+_SMALLEST = {"bfloat16": -133, "float16": -24}  # its subnormal numbers are multiples of this power of two
 # How far fp8's seven lower bits are moved, and the power of two that the number then is too small by.
 _FP8 = {"bfloat16": (4, 120), "float16": (7, 8)}
-_SMALLEST = {"bfloat16": -133, "float16": -24}
 # x of bfloat16 times this is infinite from 2^32 on; a product with the smallest code is a normal number down to 2^-89.
 _VALUE_BITS = {"bfloat16": 96, "float16": 0}
 _BLOCK = tl.constexpr(COLUMN_BLOCK)
@@ -172,9 +171,9 @@ def product_source(quant: str, dtype: str, parts: int) -> tuple[str, str]:
 def sum_source(dtype: str) -> tuple[str, str]:
     """PTX and constraints: x's rows added up, in the integers' unit. Out: four sums, the first two of rows 2 t and
     2 t + 1; in: x's two registers, the sums before."""
-    lines = ["{ .reg .b32 a;", f"mov.b32 a, {_ONES:#x};"]
-    lines.append(_mma(dtype, "$0, $1, $2, $3", "a, a, a, a", "{$4, $5}", "$6, $7, $8, $9"))
-    return " ".join(lines) + " }", ",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4)
+    product = _mma(dtype, "$0, $1, $2, $3", "a, a, a, a", "{$4, $5}", "$6, $7, $8, $9")
+    # The smallest subnormal twice.
+    return f"{{ .reg .b32 a; mov.b32 a, 0x10001; {product} }}", ",".join(["=f"] * 4 + ["r"] * 2 + ["f"] * 4)
 
 
 def _mma(dtype: str, d: str, a: str, b: str, c: str) -> str:
@@ -187,7 +186,7 @@ def _subnormal_kernel(out_ptr, X: tl.constexpr, TOTAL: tl.constexpr, CONSTRAINTS
     thread = tl.arange(0, 32)
     x = tl.full((32,), X, tl.int32)
     zero = thread.to(tl.float32) * 0.0
-    given = [x, x, zero, zero, zero, zero]
+    given = (x, x, zero, zero, zero, zero)
     sums = tl.inline_asm_elementwise(TOTAL, CONSTRAINTS, given, dtype=(tl.float32,) * 4, is_pure=False, pack=1)
     for i in tl.static_range(4):
         tl.store(out_ptr + i * 32 + thread, sums[i])

@@ -31,10 +31,6 @@ import triton
 from torch import Tensor
 
 from .common import (
-    GELU,
-    PLAIN,
-    RESIDUAL,
-    SILU,
     Counting,
     Input,
     LaunchConfig,
@@ -60,7 +56,6 @@ from .weights import BITS, FusedLinear, LinearShape
 
 log = logging.getLogger(__name__)
 
-OUTPUTS = {"plain": PLAIN.value, "residual": RESIDUAL.value, "silu": SILU.value, "gelu_tanh": GELU.value}
 MOST_REDUCERS = 8  # spinning reducers a tile: more cost more than they save
 _ROOMY = (80, 90, 100)  # generations whose multiprocessors have 160 KiB and more of shared memory
 _ALONE = 64 * 1024  # bytes of weights in flight from which a tensor-core program has a multiprocessor to itself
@@ -106,7 +101,7 @@ class GemvTile:
     unroll: int = 4  # times block_k rows in flight; packed: times 16 channels are a turn
     trigger: int = 1  # the next launch may begin: 1 at this one's start, 2 after its product
     early: bool = True  # begin before the previous launch has ended (programmatic dependent launch)
-    lead: int = 0  # times unroll * block_k rows are read before the channels are selected
+    lead: int = 0  # dense: times unroll * block_k rows are read before x is known
     reducers: int = 0  # spinning reducers of a tile, a power of two; 0: the last program to arrive reduces
 
     def __post_init__(self) -> None:
@@ -171,7 +166,6 @@ def regime(rows: int, *, dense: bool) -> str:
 
 
 def count_tiles(widths: tuple[int, ...], block_n: int) -> int:
-    """Tiles of ``block_n`` columns; none spans two projections."""
     return sum(triton.cdiv(width, block_n) for width in widths)
 
 
@@ -206,11 +200,11 @@ def plan(
     k, size = shape.in_features, shape.dtype.itemsize
     # The interpreter has no shared memory; float32 is for comparison, its lists lie in scratch memory.
     shared = shape.device.type != "cpu" and shape.dtype != torch.float32
-    packed, why_not = None, ""
-    if shape.quant != "none":
-        packed, launch, why_not = _plan_packed(shape, tile, tiles, rows)
-    if packed is not None:
+    chosen = _plan_packed(shape, tile, tiles, rows) if shape.quant != "none" else ""
+    packed: PackedConfig | None = None
+    if not isinstance(chosen, str):
         kernel: Any = packed_gemv_kernel
+        packed, launch = chosen
     elif kind == "batch":
         kernel, block_k = masked_gemm_kernel, max(16, tile.block_k)  # 16: tl.dot's smallest K
         channels = triton.cdiv(triton.cdiv(k, block_k), tile.splits) * block_k
@@ -231,7 +225,8 @@ def plan(
         exchanged = tile.block_k * tile.block_n if tile.block_k > 1 else 0
         smem = smem_source(4 * ((1 + rows) * length + exchanged)) if shared else ""
         # Leading rows stand in the segment's own part of the list.
-        launch = _config(tile, tiles, segment, length, smem, lead=min(tile.lead, segment // step))
+        lead = min(tile.lead, segment // step) if shape.dense else 0
+        launch = _config(tile, tiles, segment, length, smem, lead=lead)
     # Partial sums read at a time. Those that are polled, and those of many rows, stay in registers: 32 numbers a thread.
     at_once = min(triton.next_power_of_2(tile.splits), 32)
     if tile.reducers or kind == "batch":
@@ -243,10 +238,10 @@ def plan(
     problem = Problem(
         k, n0, n1, n2, n0 + n1 + n2, shape.stride, rows, kv_splits, head_dim,
         # At least 32, so that one compiled kernel serves most tiles that wrote the sums.
-        max(32, triton.next_power_of_2(ssq_parts)), OUTPUTS[output], shape.dense, gpu.arch >= 90 if pdl is None else pdl,
+        max(32, triton.next_power_of_2(ssq_parts)), output, shape.dense, gpu.arch >= 90 if pdl is None else pdl,
         shape.quant, shape.group,
     )  # fmt: skip
-    launch = launch._replace(reduce_splits=at_once)
+    launch, why_not = launch._replace(reduce_splits=at_once), chosen if isinstance(chosen, str) else ""
     return KernelPlan(kernel, shape, rows, tile, origin, why_not, problem, launch, packed)
 
 
@@ -255,9 +250,7 @@ def _config(tile: GemvTile, tiles: int, segment: int, length: int, smem: str, **
     return LaunchConfig(tiles=tiles, segment=segment, length=length, smem=smem, reduce_splits=0, **fields)
 
 
-def _plan_packed(
-    shape: LinearShape, tile: GemvTile, tiles: int, rows: int
-) -> tuple[PackedConfig | None, LaunchConfig, str]:
+def _plan_packed(shape: LinearShape, tile: GemvTile, tiles: int, rows: int) -> tuple[PackedConfig, LaunchConfig] | str:
     """The packed kernel's configuration, or why the dequantizing kernels take the weights."""
     group, k, dtype = shape.group, shape.in_features, str(shape.dtype).removeprefix("torch.")
     grouped = group < k
@@ -275,21 +268,18 @@ def _plan_packed(
     listed = not shape.dense and rows <= 2
     slot = group if grouped else segment
     smem = smem_source((4 + 2 * rows) * length + 4 * (segment // slot) if listed else 2 * rows * length)
-    # What else there is in a tile stands in PackedConfig, or does not matter: one compiled kernel serves them all.
-    bare = GemvTile(tile.block_n, 1, tile.splits, tile.warps, chunk=chunk, trigger=tile.trigger, reducers=tile.reducers)
-    launch = _config(bare, tiles, segment, length, smem)
     if shape.dtype == torch.float32:
-        return None, launch, "float32 activations"
-    if shape.device.type == "cpu" or (shape.device.type == "cuda" and gpu_of(shape.device).arch < 80):
-        return None, launch, f"{shape.device} has no tensor cores of compute capability 8.0"
+        return "float32 activations"
+    if shape.device.type == "cpu":
+        return "the interpreter has no tensor cores"
     if shape.device.type == "cuda" and not keeps_subnormals(shape.device, shape.dtype):
-        return None, launch, f"the tensor cores of {shape.device} flush subnormal {dtype} numbers"
+        return f"the tensor cores of {shape.device} flush subnormal {dtype} numbers"
     if grouped and (group < 16 or group & (group - 1)):
-        return None, launch, f"groups of {group} channels are no power of two of at least 16"
+        return f"groups of {group} channels are no power of two of at least 16"
     if rest or words not in (1, 2, 4):
-        return None, launch, f"a lane would not read 4, 8 or 16 bytes in tiles of {tile.block_n} columns"
+        return f"a lane would not read 4, 8 or 16 bytes in tiles of {tile.block_n} columns"
     if smem == "":
-        return None, launch, "its lists do not fit into shared memory"
+        return "its lists do not fit into shared memory"
     parts = triton.cdiv(rows, 8)
     different = max(2, triton.next_power_of_2(min(rows, 8)))
     packed = PackedConfig(
@@ -297,7 +287,9 @@ def _plan_packed(
         value_scale(dtype), code_unit(shape.quant, dtype), load_source(words, shape.stride, listed, k % 16 == 0),
         product_source(shape.quant, dtype, parts), sum_source(dtype) if shape.quant != "fp8" else ("", ""),
     )  # fmt: skip
-    return packed, launch, ""
+    # What else there is in a tile stands in PackedConfig, or does not matter: one compiled kernel serves them all.
+    bare = GemvTile(tile.block_n, 1, tile.splits, tile.warps, chunk=chunk, trigger=tile.trigger, reducers=tile.reducers)
+    return packed, _config(bare, tiles, segment, length, smem)
 
 
 # --- launches

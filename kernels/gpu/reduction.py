@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import GELU, RESIDUAL, SILU, let_next_kernel_start, rms_normalize, wait_for_previous_kernel
+from .common import let_next_kernel_start, rms_normalize, wait_for_previous_kernel
 
 # All bits set: as a float32 a NaN, though none that arithmetic results in, nor one that is ever stored.
 EMPTY = -1
@@ -62,7 +62,7 @@ def reduce_tile(
     """The end of every program: its tile's reducer adds up the partial sums of all splits and writes the result, row by
     row or, TOGETHER, all rows in one tensor. ``of``: the tile's ``Columns``."""
     BATCH: tl.constexpr = problem.batch
-    PAIRS: tl.constexpr = problem.output >= SILU
+    PAIRS: tl.constexpr = problem.output == "silu" or problem.output == "gelu_tanh"
     EACH: tl.constexpr = 2 if PAIRS else 1  # sums of a row: gate's, then up's
     OUT_N: tl.constexpr = problem.n0 if PAIRS else problem.n
     PARTS: tl.constexpr = launch.reducers if launch.reducers > 0 else 1
@@ -97,7 +97,7 @@ def reduce_tile(
             there = (row < BATCH)[:, None] & live[None, :]
             out_at = output.out + row[:, None] * OUT_N + columns[None, :]
             hidden = tl.zeros((ROWS, PART), dtype)
-            if problem.output == RESIDUAL:  # loaded ahead
+            if problem.output == "residual":  # loaded ahead
                 hidden = tl.load(out_at, mask=there, other=0.0)
             y = tl.zeros((ROWS, PART), tl.float32)
             up = tl.zeros((ROWS, PART), tl.float32)
@@ -112,14 +112,14 @@ def reduce_tile(
                     up += _consume(found_up, at + problem.n0, wanted, launch.reducers)
                 y += _consume(found, at, wanted, launch.reducers)
             y = _activate(y, up, bias_ptr, columns[None, :], live[None, :], dtype, problem)
-            if problem.output == RESIDUAL:
+            if problem.output == "residual":
                 y = (hidden.to(tl.float32) + y.to(tl.float32)).to(dtype)
                 squares = tl.where(there, y.to(tl.float32) * y.to(tl.float32), 0.0)
                 tl.store(output.ssq + row * SSQ_PARTS + ssq_at, tl.sum(squares, axis=1), mask=row < BATCH)
             tl.store(out_at, y, mask=there)
         else:
             hidden = ()
-            if problem.output == RESIDUAL:  # loaded ahead
+            if problem.output == "residual":  # loaded ahead
                 for row in tl.static_range(BATCH):
                     hidden += (tl.load(output.out + row * problem.n + columns, mask=live, other=0.0),)
             sums = ()
@@ -144,7 +144,7 @@ def reduce_tile(
             for row in tl.static_range(BATCH):
                 # Gate's and up's; else the same one twice, and the second is not used.
                 y = _activate(sums[row * EACH], sums[row * EACH + EACH - 1], bias_ptr, columns, live, dtype, problem)
-                if problem.output == RESIDUAL:
+                if problem.output == "residual":
                     y = (hidden[row].to(tl.float32) + y.to(tl.float32)).to(dtype)
                     squares = tl.where(live, y.to(tl.float32) * y.to(tl.float32), 0.0)
                     tl.store(output.ssq + row * SSQ_PARTS + ssq_at, tl.sum(squares, axis=0))
@@ -177,11 +177,11 @@ def _activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.c
     if bias_ptr is not None:
         y += tl.load(bias_ptr + columns, mask=live, other=0.0).to(tl.float32)
     y = y.to(dtype)
-    if problem.output >= SILU:
+    if problem.output == "silu" or problem.output == "gelu_tanh":
         if bias_ptr is not None:
             up += tl.load(bias_ptr + problem.n0 + columns, mask=live, other=0.0).to(tl.float32)
         gate = y.to(tl.float32)
-        if problem.output == GELU:
+        if problem.output == "gelu_tanh":
             # (1 + tanh(u)) / 2 = 1 / (1 + exp(-2 u)), with 2 u = sqrt(8 / pi) * (gate + 0.044715 gate**3)
             twice = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
             activated = (gate / (1.0 + tl.exp(-twice))).to(dtype).to(tl.float32)
@@ -193,17 +193,9 @@ def _activate(y, up, bias_ptr, columns, live, dtype: tl.constexpr, problem: tl.c
 
 @triton.jit
 def _residual_add_kernel(
-    half_ptr,  # (B, K) dtype
-    hidden_ptr,  # (B, K) dtype, read and written
-    norm_ptr,  # (K,) as Input.norm; None: no norm
-    scalar_ptr,  # (1,) dtype; None: 1
-    ssq_ptr,  # (B, 1) float32
-    eps,
-    MULTIPLIER: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    half_ptr, hidden_ptr, norm_ptr, scalar_ptr, ssq_ptr, eps,  # as of launch_residual_add
+    MULTIPLIER: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     dtype: tl.constexpr = hidden_ptr.dtype.element_ty
     row = tl.program_id(0)
     k = tl.arange(0, BLOCK)
@@ -238,8 +230,8 @@ def launch_residual_add(
     multiplier: float = 1.0,
     pdl: bool = False,
 ) -> None:
-    """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), each step rounded as transformers does;
-    ``ssq`` (B, 1) float32 receives the sums of the squares of hidden's rows.
+    """hidden = (hidden + multiplier * norm?(half)) * scalar?, both (B, K), each step rounded as transformers does; norm
+    (K,) as ``common.Input.norm``, scalar (1,). ``ssq`` (B, 1) float32 receives the sums of squares of hidden's rows.
 
     One program has a whole row: a norm needs all of it, so the epilogue that made ``half`` cannot do this.
     """

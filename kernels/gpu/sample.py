@@ -139,15 +139,8 @@ def _limits(state, token_ptr, row, V):
 
 @triton.jit
 def _count_kernel(
-    logits,  # Logits
-    choice,  # Choice
-    state,  # SampleState
-    V,
-    head_tiles,
-    HEAD_PAD: tl.constexpr,
-    finish: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    logits, choice, state, V, head_tiles, HEAD_PAD: tl.constexpr, finish: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     tile = tl.program_id(0)
     row = tl.program_id(1)
     wait_for_previous_kernel(PDL)

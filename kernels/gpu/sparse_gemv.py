@@ -21,7 +21,7 @@ Sums stay in registers (block_k x block_n of them), are added over block_k throu
 bounds it. At the 4.59 TB/s that an H200 reaches, gate and up of the 8B shape (4096 x 28672, bf16) take at least 51 us
 dense and 26 us at 50%.
 
-``lead`` rows are read before the channels are known, as the memory would be idle; dropped ones are multiplied by zero.
+Where all channels are kept, ``lead`` rows are read before x is known, as the memory would be idle.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sparse_gemv_kernel(
     eps,  # RMSNorm
     ssq_parts,  # columns of given.ssq
     problem: tl.constexpr,  # Problem
-    launch: tl.constexpr,  # LaunchConfig, with no more leading rows than a segment has
+    launch: tl.constexpr,  # LaunchConfig
 ):
     # A number that stands in a shape or counts a loop has to be a constant of its own.
     K: tl.constexpr = problem.k
@@ -72,7 +72,6 @@ def sparse_gemv_kernel(
     LEAD_ROWS: tl.constexpr = LEAD * STEP
     SMEM: tl.constexpr = launch.smem
     SHARED: tl.constexpr = SMEM != ""
-    EACH: tl.constexpr = BATCH > 1 or LEAD_ROWS > 0
     dtype: tl.constexpr = output.out.dtype.element_ty
     program = tl.program_id(0)
     tile = program % launch.tiles
@@ -118,19 +117,15 @@ def sparse_gemv_kernel(
         let_next_kernel_start(problem.pdl)
 
     # --- select: compact the kept channels
-    xs, keep, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, EACH, dtype)
+    xs, keep, kept_rows = choose_channels(given, channels, counting, eps, ssq_parts, problem, BATCH > 1, dtype)
     place = position
     listed = position >= 0
     if not DENSE:
-        # The leading rows stand first, with zeros for the dropped ones; the kept ones of the rest follow.
-        listed = keep & (position >= LEAD_ROWS)
-        place = LEAD_ROWS + tl.cumsum(listed.to(tl.int32), axis=0) - 1
+        listed = keep
+        place = tl.cumsum(listed.to(tl.int32), axis=0) - 1
         # The list's length is known to its last thread; through the list every thread learns it without a reduction.
         smem_store(list_index, position * 0 + (LENGTH - 1), place + 1, position == SEGMENT - 1, SHARED)
         smem_store(list_index, place, channels.k, listed, SHARED)
-        if LEAD_ROWS > 0:
-            place = tl.where(position < LEAD_ROWS, position, place)
-            listed = listed | (position < LEAD_ROWS)
     for row in tl.static_range(BATCH):
         smem_store(_values_of(list_value, row, launch), place, xs[row], listed, SHARED)
     list_index = smem_barrier(list_index, SHARED)
@@ -139,7 +134,7 @@ def sparse_gemv_kernel(
     if not DENSE:
         count = smem_load(list_index, LENGTH - 1, tl.int32, SHARED)
     if counting is not None:
-        if EACH:
+        if BATCH > 1:
             if counts:
                 kept = tl.sum(kept_rows, axis=0)
         else:  # one row, and the list has all that it keeps
@@ -157,10 +152,7 @@ def sparse_gemv_kernel(
         tl.debug_barrier()
         for i in tl.static_range(LEAD * UNROLL):
             at = i * BLOCK_K + lane
-            # A dropped row is zero here whatever stands in it, if no other row of x may have kept it.
-            used = smem_load(list_value, at, tl.float32, SHARED) != 0
-            w = tl.where(used[:, None] | (BATCH > 1), lead[i], 0.0)
-            sums = _add_products(sums, list_value, at, w.to(tl.float32), BATCH, launch)
+            sums = _add_products(sums, list_value, at, lead[i].to(tl.float32), BATCH, launch)
     for start in tl.range(LEAD_ROWS, count, STEP, num_stages=1):
         ahead = _rows(weights, read, ks, in_width, problem, launch)
         ks = _channels(list_index, lane, start + 2 * STEP, split, DENSE, launch)

@@ -68,7 +68,6 @@ class LinearShape(NamedTuple):
     dense: bool
     quant: str = "none"
     group: int = 0
-    zeros: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,15 +95,15 @@ class FusedLinear:
     @cached_property
     def shape(self) -> LinearShape:
         weight, data = self.weight, self.weight.data
+        group = 0 if weight.quant == "none" else weight.group
         return LinearShape(
-            weight.in_features, weight.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant,
-            0 if weight.quant == "none" else weight.group, weight.zeros is not None,
-        )  # fmt: skip
+            len(data), self.widths, data.stride(0), weight.dtype, data.device, self.dense, weight.quant, group
+        )
 
 
 def padded_width(width: int) -> int:
     """Columns that a projection takes in the quantized layout."""
-    return -(-width // COLUMN_BLOCK) * COLUMN_BLOCK
+    return triton.cdiv(width, COLUMN_BLOCK) * COLUMN_BLOCK
 
 
 def unquantized(data: Tensor, widths: tuple[int, ...]) -> DeviceWeight:
@@ -113,19 +112,13 @@ def unquantized(data: Tensor, widths: tuple[int, ...]) -> DeviceWeight:
 
 
 def empty_weight(
-    quant: str,
-    k: int,
-    widths: tuple[int, ...],
-    group: int | None,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    *,
-    zeros: bool = False,
-) -> DeviceWeight:
+    quant: str, k: int, widths: tuple[int, ...], group: int | None, dtype: torch.dtype, device: torch.device | str,
+    *, zeros: bool = False,
+) -> DeviceWeight:  # fmt: skip
     """A weight to be filled by ``store_columns``; ``group`` divides k, None: one scale for all channels of a column;
     ``zeros``: with zero points."""
     if quant == "none":
-        stride = -(-sum(widths) // _UNQUANTIZED_BLOCK) * _UNQUANTIZED_BLOCK
+        stride = triton.cdiv(sum(widths), _UNQUANTIZED_BLOCK) * _UNQUANTIZED_BLOCK
         return unquantized(torch.empty(k, stride, dtype=dtype, device=device), widths)
     if quant not in BITS:
         raise ValueError(f"quant: expected none, {', '.join(BITS)}, found {quant!r}")
@@ -148,37 +141,33 @@ def store_columns(
     float8_e4m3fn; unquantized (N, K), any floating type; on any device. scales: (N, K / group) or (N, 1). zeros: the
     same, None: the type's own.
     """
-    k, width = weight.in_features, weight.widths[index]
+    k, width, first = weight.in_features, weight.widths[index], weight.first(index)
     expected = (width, (k + 1) // 2 if weight.quant == "int4" else k)
     if tuple(codes.shape) != expected:
         raise ValueError(f"codes: expected {expected}, found {tuple(codes.shape)}")
-    first = weight.first(index)
-    if weight.quant == "none":
+    if weight.scales is None:
         weight.data[:, first : first + width].copy_(codes.T)
         return
+    if zeros is not None and weight.zeros is None:
+        raise ValueError("zeros: the weight was made without zero points")
     for name, given, held in (("scales", scales, weight.scales), ("zeros", zeros, weight.zeros)):
-        if given is None and name == "zeros":
+        if held is None or (name == "zeros" and given is None):
             continue
-        if held is None:
-            raise ValueError("zeros: the weight was made without zero points")
-        groups = held.shape[0]
-        if given is None or tuple(given.shape) not in ((width, groups), (width, 1)):
-            found = None if given is None else tuple(given.shape)
-            raise ValueError(f"{name}: expected {(width, groups)}, found {found}")
+        found = None if given is None else tuple(given.shape)
+        if given is None or found not in ((width, len(held)), (width, 1)):
+            raise ValueError(f"{name}: expected {(width, len(held))}, found {found}")
         held[:, first : first + width] = given.T.to(held.device, held.dtype)
     raw = weight.data.view(torch.uint8)
-    per_byte = 8 // BITS[weight.quant]
     step = max(COLUMN_BLOCK, _PIECE // k // COLUMN_BLOCK * COLUMN_BLOCK)
     for start in range(0, width, step):
         piece = codes[start : start + step].to(raw.device)
         if weight.quant == "int4":
             # Two columns in a byte instead of two channels.
-            piece = torch.nn.functional.pad(piece, (0, 0, 0, piece.shape[0] % 2))
+            piece = torch.nn.functional.pad(piece, (0, 0, 0, len(piece) % 2))
             even, odd = piece[::2], piece[1::2]
-            low, high = (even & 15) | (odd << 4), (even >> 4) | (odd & 240)
-            piece = torch.stack((low, high), dim=2).flatten(1)[:, :k]
-        at = (first + start) // per_byte
-        raw[:, at : at + piece.shape[0]] = piece.view(torch.uint8).T
+            piece = torch.stack(((even & 15) | (odd << 4), (even >> 4) | (odd & 240)), dim=2).flatten(1)[:, :k]
+        at = (first + start) * BITS[weight.quant] // 8
+        raw[:, at : at + len(piece)] = piece.view(torch.uint8).T
 
 
 def dequantize(weight: DeviceWeight, index: int | None, out: Tensor) -> Tensor:
@@ -189,27 +178,23 @@ def dequantize(weight: DeviceWeight, index: int | None, out: Tensor) -> Tensor:
     raw, k, start = weight.data.view(torch.uint8), weight.in_features, 0
     for i in range(len(weight.widths)) if index is None else (index,):
         width, first = weight.widths[i], weight.first(i)
-        one = out[:, start : start + width]
+        one, columns = out[:, start : start + width], slice(first, first + width)
         start += width
         if weight.scales is None:
-            one.copy_(weight.data[:, first : first + width])
+            one.copy_(weight.data[:, columns])
             continue
-        per_byte = 8 // BITS[weight.quant]
+        bits = BITS[weight.quant]
         step = max(1, _PIECE // width)
         for begin in range(0, k, step):
-            end = min(k, begin + step)
-            codes = raw[begin:end, first // per_byte : (first + padded_width(width)) // per_byte]
+            piece = slice(begin, min(k, begin + step))
+            codes = raw[piece, first * bits // 8 : (first + padded_width(width)) * bits // 8]
             if weight.quant == "int4":
                 codes = torch.stack((codes & 15, codes >> 4), dim=2).flatten(1)
             else:
                 codes = codes.view(torch.int8 if weight.quant == "int8" else torch.float8_e4m3fn)
-            groups = torch.arange(begin, end, device=raw.device) // weight.group
-            numbers = codes[:, :width].to(torch.float32)
-            if weight.zeros is not None:
-                numbers -= weight.zeros[groups, first : first + width]
-            else:
-                numbers -= ZERO[weight.quant]
-            one[begin:end] = numbers.mul_(weight.scales[groups, first : first + width])
+            groups = torch.arange(piece.start, piece.stop, device=raw.device) // weight.group
+            zero = ZERO[weight.quant] if weight.zeros is None else weight.zeros[groups, columns]
+            one[piece] = (codes[:, :width].float() - zero).mul_(weight.scales[groups, columns])
     return out
 
 
@@ -232,21 +217,20 @@ def quant_columns(of, n, problem: tl.constexpr):
 def dequantize_block(weights, column, k, live, problem: tl.constexpr):
     """(q - zero) * scale of the channels ``k`` (BLOCK_K,) and the padded columns (BLOCK_N,), float32; 0 where not
     ``live`` (BLOCK_K, BLOCK_N)."""
-    BITS_: tl.constexpr = 4 if problem.quant == "int4" else 8
-    EACH: tl.constexpr = 32 // BITS_
-    COLUMNS: tl.constexpr = problem.stride * EACH
+    INT4: tl.constexpr = problem.quant == "int4"
+    EACH: tl.constexpr = 8 if INT4 else 4
     at = k.to(tl.int64)[:, None] * problem.stride + (column // EACH)[None, :]
     word = tl.load(weights.weight_t + at, mask=live, other=0)
-    code = (word >> ((column % EACH) * BITS_)[None, :]) & (15 if problem.quant == "int4" else 255)
+    code = (word >> ((column % EACH) * (32 // EACH))[None, :]) & (15 if INT4 else 255)
     if problem.quant == "fp8":
         # As a float32 whose exponent is 120 too small; that of subnormal numbers too.
         bits = ((code & 127) << 20) | ((code & 128) << 24)
         value = bits.to(tl.float32, bitcast=True) * 1329227995784915872903807060280344576.0
     else:
         value = ((code ^ 128) - 128 if problem.quant == "int8" else code).to(tl.float32)
-    scale_at = (k // problem.group)[:, None] * COLUMNS + column[None, :]
+    scale_at = (k // problem.group)[:, None] * (problem.stride * EACH) + column[None, :]
     if weights.quant_zeros is not None:
         value -= tl.load(weights.quant_zeros + scale_at, mask=live, other=0.0)
-    elif problem.quant == "int4":
+    elif INT4:
         value -= _INT4_ZERO
     return value * tl.load(weights.quant_scales + scale_at, mask=live, other=0.0)
