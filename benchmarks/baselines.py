@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from wisparse.converter.calibration import CalibrationTokens
-from wisparse.converter.calibration_state import CalibrationState
+from wisparse.converter.calibration_state import CalibrationState, final_thresholds
 from wisparse.converter.search.allocation import MAX_SPARSITY
 from wisparse.converter.search.search import SearchResult
-from wisparse.converter.search.thresholds import final_thresholds
 from wisparse.converter.source import SourceModel
 from wisparse.converter.statistics import score_quantiles
 from wisparse.formats.errors import UsageError

@@ -1,4 +1,4 @@
-"""The masked model on its calibration tokens, with every projection's channel scale and quantile table.
+"""The masked model on its calibration tokens, with every projection's channel scale and quantile table; final thresholds.
 
     blocks()     block by block with dense inputs: the inputs of the block's projections, its output, its error under
                  given thresholds. One block's inputs are in memory at a time.
@@ -11,11 +11,13 @@ thresholds and a forward pass.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from wisparse.kernels import reference
 
 from .calibration import CalibrationTokens
 from .flow import BlockFlow, Hidden, block_projections
@@ -24,19 +26,22 @@ from .processes import ALONE, Processes
 from .search.allocation import MAX_SPARSITY, STEP
 from .sensitivity import DenseReference
 from .source import SourceModel
-from .statistics import Scores, score_quantiles
+from .statistics import Gaps, Scores, score_quantiles
 
 # Candidates in one pass, and elements of the widest tensor of such a pass: a GPU takes as long for a few thousand
 # tokens as for a few ten thousand, a CPU does not.
 _MOST_CANDIDATES = 16
 _LARGEST_PASS = {"cuda": 1 << 26, "cpu": 1 << 20}
 
+# Tables come from about so many tokens at most: a quantile of theirs is a tenth of a point of sparsity off at most.
+_TABLE_TOKENS = 2048
+
 # The sparsities of the quantile tables: 0, 0.5%, ..., 95%.
 GRID: tuple[float, ...] = tuple(round(i * STEP, 4) for i in range(round(MAX_SPARSITY / STEP) + 1))
 
 
 class CalibrationState:
-    """See the module's text.
+    """A model, its calibration tokens, and the scales and tables of its projections.
 
     Args:
         names, sizes, groups: projections in order of execution, their parameters, and their names by block.
@@ -59,6 +64,9 @@ class CalibrationState:
         self.num_counted = int(keep.sum())
         self.batch_shape = (batch_size, ids.shape[1])
         rows = [row for row in range(len(ids)) if row // batch_size % processes.size == processes.index]
+        sampled = torch.zeros_like(keep)
+        sampled[tuple(keep.nonzero()[:: max(1, self.num_counted // _TABLE_TOKENS)].T)] = True
+        self.sampled = sampled[rows][keep[rows]]  # of the counted tokens, those of the tables
         # A process without tokens does not know what its blocks would read.
         self.idle = -(-len(ids) // batch_size) < processes.size
         self.masked = masked or MaskedModel(source.projections)
@@ -194,7 +202,8 @@ class BlockView:
     def build_tables(self) -> None:
         """The quantile tables of the block's projections, for the scales they have now."""
         for name in self.names:
-            scores = Scores(self.inputs[name], self.calib.scales[name], self.calib.processes)
+            x = self.inputs[name]
+            scores = Scores(x[self.calib.sampled.to(x.device)], self.calib.scales[name], self.calib.processes)
             self.calib.tables[name] = score_quantiles(scores, GRID)
 
     @torch.no_grad()
@@ -211,75 +220,103 @@ class BlockView:
         return total / (flow.num_counted * self.out[0].shape[-1])
 
 
-@torch.no_grad()
-def block_inputs(
-    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
-) -> tuple[dict[str, Tensor], Hidden]:
-    """Run block ``index`` and record what enters each of its projections.
-
-    Returns: Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
-    Projections that read the same tensor (q, k, v) share one copy.
-    """
-    recorded: dict[str, list[Tensor]] = {name: [] for name in names}
-    out: Hidden = []
-    for batch, h in enumerate(hidden):
-        seen: dict[str, Tensor] = {}
-        with masked.sparing(~flow.counted[batch]), masked.observing(seen.__setitem__):
-            out.append(flow.block(index, batch, h))
-        counted: dict[int, Tensor] = {}
-        for name in names:
-            x = seen[name]
-            if id(x) not in counted:
-                counted[id(x)] = x[flow.counted[batch].to(x.device)]
-            recorded[name].append(counted[id(x)])
-    joined: dict[tuple[int, ...], Tensor] = {}
-    result = {}
-    for name, parts in recorded.items():
-        if not parts:  # this process has no micro-batch
-            result[name] = _no_inputs(masked, name)
-            continue
-        key = tuple(map(id, parts))
-        if key not in joined:
-            joined[key] = torch.cat(parts)
-        result[name] = joined[key]
-    return result, out
-
-
 class _Stop(Exception):
     """Ends a block's forward pass whose remaining part is not needed."""
 
 
 @torch.no_grad()
-def first_inputs(
-    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Sequence[str]
-) -> tuple[list[str], Tensor]:
-    """What enters the first of ``names`` in block ``index``, which is run no further than that.
+def block_inputs(
+    flow: BlockFlow, masked: MaskedModel, index: int, hidden: Hidden, names: Collection[str], *, first: bool = False
+) -> tuple[dict[str, Tensor], Hidden]:
+    """Run block ``index`` and record what enters its projections ``names``.
 
-    Returns: Those of ``names`` that read the very same tensor, in their order, and the inputs of the counted tokens (T,
-    K).
+    With ``first`` only for those that read the very same tensor as the first one to run; no more of the block is run.
+
+    Returns: Per projection the inputs of the counted tokens, (T, K) in the model's dtype, and the block's output.
+    Projections that read the same tensor (q, k, v) share one copy.
     """
-    parts: list[Tensor] = []
-    sharing = [names[0]]
+    if not hidden:  # this process has no micro-batch
+        weights = {name: masked.projections[name].weight for name in names}
+        return {name: weight.new_empty(0, weight.shape[1]) for name, weight in weights.items()}, []
+    parts: dict[str, list[Tensor]] = {}
+    reader: dict[str, str] = {}  # of the same tensor, the first
+    out: Hidden = []
     for batch, h in enumerate(hidden):
-        first: list[Tensor] = []
+        seen: dict[str, Tensor] = {}
 
-        def observe(name: str, x: Tensor, first: list[Tensor] = first) -> None:
-            if name == names[0]:
-                first.append(x)
-            elif first and x is first[0] and name in names:
-                if name not in sharing:
-                    sharing.append(name)
-            elif first:
+        def observe(name: str, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
+            if first and seen and x is not next(iter(seen.values())):
                 raise _Stop
-            if first and name == names[-1]:
-                raise _Stop
+            if name in names:
+                seen[name] = x
+                if first and len(seen) == len(names):
+                    raise _Stop
 
         with masked.sparing(~flow.counted[batch]), masked.observing(observe), contextlib.suppress(_Stop):
-            flow.block(index, batch, h)
-        parts.append(first[0][flow.counted[batch].to(first[0].device)])
-    return sharing, torch.cat(parts) if parts else _no_inputs(masked, names[0])
+            out.append(flow.block(index, batch, h))
+        for name, x in seen.items():
+            reader[name] = next(other for other, y in seen.items() if y is x)
+            if reader[name] == name:
+                parts.setdefault(name, []).append(x[flow.counted[batch].to(x.device)])
+    joined = {name: torch.cat(some) for name, some in parts.items()}
+    return {name: joined[reader[name]] for name in reader}, out
 
 
-def _no_inputs(masked: MaskedModel, name: str) -> Tensor:
-    weight = masked.projections[name].weight
-    return weight.new_empty(0, weight.shape[1])
+@torch.no_grad()
+def final_thresholds(
+    calib: CalibrationState,
+    scales: Mapping[str, Tensor],
+    allocation: Mapping[str, float],
+    advance: Callable[[], None] = lambda: None,
+) -> dict[str, tuple[float, float]]:
+    """Per projection (threshold, fraction of the scores below it), in order of execution.
+
+    Before a projection everything else is sparse as decided, so its inputs are those it will meet. A threshold from
+    the dense model's inputs drops up to a point more than asked for, since sparse inputs are smaller.
+    """
+    flow, masked, processes = calib.flow, calib.masked, calib.processes
+    for name, scale in scales.items():
+        masked.set_scale(name, scale)
+    result: dict[str, tuple[float, float]] = {}
+    hidden = flow.start()
+    with masked.masking({}):
+        for index, names in enumerate(calib.groups):
+            pending = list(names)
+            while pending:
+                # Those that read the same tensor as the first see inputs that no other pending one can change.
+                inputs, _ = block_inputs(flow, masked, index, hidden, pending, first=True)
+                ready = processes.broadcast(list(inputs)) if calib.idle else list(inputs)
+                first = not result
+                for name in ready:
+                    scores = Scores(inputs[name], scales[name], processes)
+                    threshold = 0.0
+                    if allocation[name] > 0.0:
+                        gaps = Gaps(scores, allocation[name])
+                        if first:
+                            _add_vocabulary(gaps, calib, name, scales[name])
+                        threshold = gaps.threshold()
+                    result[name] = (threshold, scores.dropped(threshold) / scores.total)
+                for name in ready:
+                    masked.set_threshold(name, result[name][0])
+                pending = [name for name in pending if name not in ready]
+                del inputs
+            for batch, h in enumerate(hidden):
+                with masked.sparing(~flow.counted[batch]):
+                    hidden[batch] = flow.block(index, batch, h)
+            advance()
+    return result
+
+
+def _add_vocabulary(gaps: Gaps, calib: CalibrationState, name: str, scale: Tensor) -> None:
+    """Add what a first projection of block 0 reads at every token of the vocabulary: its embedding, normalised.
+
+    Neither position nor context has come in yet. Several processes have a share each.
+    """
+    flow = calib.flow
+    num_tokens = flow.model.get_input_embeddings().weight.shape[0]
+    rows, length = calib.batch_shape
+    ids = torch.arange(-(-num_tokens // length) * length).remainder(num_tokens).view(-1, length)
+    for some in list(ids.split(rows))[calib.processes.index :: calib.processes.size]:
+        part = BlockFlow(flow.model, flow.config, some, torch.ones_like(some, dtype=torch.bool), rows)
+        x = block_inputs(part, calib.masked, 0, part.start(), [name], first=True)[0][name]
+        gaps.add(reference.scores(x, scale.to(x.device)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,32 +22,6 @@ def input_device(model: Any) -> torch.device:
     if device is None:
         return next(model.parameters()).device
     return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-
-
-class _Recorder(nn.Module):
-    """Takes a block's place in the ModuleList: records its arguments and returns its input unchanged."""
-
-    def __init__(self, block: nn.Module, log: list[tuple[Tensor, dict[str, Any]]]) -> None:
-        super().__init__()
-        # Not registered as a sub-module, so that the model's parameters stay what they are.
-        object.__setattr__(self, "block", block)
-        self.log = log
-
-    def __getattr__(self, name: str) -> Any:
-        # Some models read attributes of a block (its attention type) before they call it.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(object.__getattribute__(self, "__dict__")["block"], name)
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if any(one is not None for one in args):
-            raise UnsupportedModelError(
-                f"{type(self.block).__name__}: expected keyword arguments after the hidden state, "
-                f"found {len(args)} positional ones"
-            )
-        self.log.append((hidden, kwargs))
-        return hidden
 
 
 class BlockFlow:
@@ -71,20 +46,33 @@ class BlockFlow:
         self.input_ids = [part.to(self.device) for part in input_ids.split(batch_size) if len(part)]
         self.counted = [part.to(self.device) for part in keep.split(batch_size) if len(part)]
         self.num_counted = int(keep.sum())
-        # One pass with every block replaced: the embeddings, and each block's keyword arguments by micro-batch.
-        logs: list[list[tuple[Tensor, dict[str, Any]]]] = [[] for _ in self.blocks]
-        blocks = list(self.blocks)
+        # One pass in which blocks return their input: the embeddings, and each block's keyword arguments by micro-batch.
+        self._start: Hidden = []
+        self._kwargs: list[list[dict[str, Any]]] = [[] for _ in self.blocks]
+
+        def record(index: int, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            if any(one is not None for one in args):
+                raise UnsupportedModelError(
+                    f"{type(self.blocks[index]).__name__}: expected keyword arguments after the hidden state, "
+                    f"found {len(args)} positional ones"
+                )
+            if index == 0:
+                self._start.append(hidden)
+            self._kwargs[index].append(kwargs)
+            return hidden
+
+        before = [vars(block).get("forward") for block in self.blocks]  # accelerate puts one of its own there
         try:
-            for index, block in enumerate(blocks):
-                self.blocks[index] = _Recorder(block, logs[index])
+            for index, block in enumerate(self.blocks):
+                block.forward = partial(record, index)
             with torch.no_grad():
                 for ids in self.input_ids:
                     decoder(input_ids=ids, use_cache=False)  # a captured cache would grow at every call of the block
         finally:
-            for index, block in enumerate(blocks):
-                self.blocks[index] = block
-        self._kwargs = [[kwargs for _, kwargs in log] for log in logs]
-        self._start = [hidden for hidden, _ in logs[0]]
+            for block, forward in zip(self.blocks, before, strict=True):
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
 
     @property
     def num_batches(self) -> int:

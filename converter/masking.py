@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,26 +23,27 @@ from wisparse.formats.weight_types import PREFILL_POLICIES
 from wisparse.kernels.reference import keep_mask
 
 
+@dataclass
 class _Pass:
     """What holds for all masks of a model during a forward pass."""
 
-    def __init__(self) -> None:
-        # (B, L) bool: tokens that every mask leaves alone; None: none of them, True: all.
-        self.dense_tokens: Tensor | bool | None = None
-        self.observer: Callable[[str, Tensor], None] | None = None
-        self.replacer: Callable[[str, Tensor], Tensor] | None = None
-        self.counting = False
+    # (B, L) bool: tokens that every mask leaves alone; None: none of them, True: all.
+    dense_tokens: Tensor | bool | None = None
+    observer: Callable[[str, Tensor], None] | None = None
+    replacer: Callable[[str, Tensor], Tensor] | None = None
+    counting: bool = False
 
 
+@dataclass
 class _Mask:
     """Forward pre-hook of a projection: zero the channels of its input whose score is below the threshold."""
 
-    def __init__(self, name: str, shared: _Pass, scale: Tensor | None = None, threshold: Any = None) -> None:
-        self.name, self.shared = name, shared
-        self.scale = scale  # (K,) float32
-        self.threshold: Any = threshold  # a number, (B, 1, 1) float32, or None for dense
-        self.kept: Tensor | None = None
-        self.counted = 0
+    name: str
+    shared: _Pass
+    scale: Tensor | None = None  # (K,) float32
+    threshold: Any = None  # a number, (B, 1, 1) float32, or None for dense
+    kept: int | Tensor = 0
+    counted: int = 0
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         x, shared = args[0], self.shared
@@ -57,12 +59,12 @@ class _Mask:
             dense = dense.to(x.device) if isinstance(dense, Tensor) else None
             if shared.counting:
                 sparse = keep if dense is None else keep[~dense]
-                self.kept = sparse.sum() if self.kept is None else self.kept + sparse.sum()
+                self.kept += sparse.sum()
                 self.counted += sparse.numel()
             if dense is not None:
                 keep = keep | dense[..., None]
-            # where, not a product: a dropped Inf must become 0
-            x = torch.where(keep, x, x.new_zeros(()))
+            # A product is several times as fast as torch.where on a CPU. An infinite or NaN value is never dropped.
+            x = x * keep
         if shared.replacer is not None:
             x = shared.replacer(self.name, x)
         return None if x is args[0] else (x, *args[1:])
@@ -94,11 +96,8 @@ class MaskedModel:
 
     def set_scale(self, name: str, channel_scale: Tensor) -> None:
         """Put ``channel_scale`` (K,) float32 on a projection."""
-        module = self.projections[name]
-        if channel_scale.shape != (module.in_features,):
-            expected, found = (module.in_features,), tuple(channel_scale.shape)
-            raise UsageError(f"{name}: expected channel_scale {expected}, found {found}")
-        device = channel_scale.device if module.weight.is_meta else module.weight.device
+        weight = self.projections[name].weight
+        device = channel_scale.device if weight.is_meta else weight.device
         self._masks[name].scale = channel_scale.to(device=device, dtype=torch.float32)
 
     def set_threshold(self, name: str, threshold: float | Tensor | None) -> None:
@@ -110,15 +109,9 @@ class MaskedModel:
         if threshold is None or (not isinstance(threshold, Tensor) and threshold == 0):
             mask.threshold = None
             return
-        if mask.scale is None:
-            raise UsageError(f"{name}: a threshold was set before its channel_scale; call set_scale first")
+        assert mask.scale is not None  # `set_scale` comes first
         value = torch.as_tensor(threshold, dtype=torch.float32, device=mask.scale.device)
         mask.threshold = value.view(-1, 1, 1) if value.ndim else value
-
-    def set_thresholds(self, thresholds: Mapping[str, float | Tensor | None]) -> None:
-        """`set_threshold` for every entry; projections not named keep theirs."""
-        for name, threshold in thresholds.items():
-            self.set_threshold(name, threshold)
 
     def clear(self) -> None:
         """Every projection dense again; scales stay."""
@@ -130,7 +123,8 @@ class MaskedModel:
         """Within the context the projections of ``thresholds`` are masked and all others dense; after it all are."""
         self.clear()
         try:
-            self.set_thresholds(thresholds)
+            for name, threshold in thresholds.items():
+                self.set_threshold(name, threshold)
             yield
         finally:
             self.clear()
@@ -158,13 +152,10 @@ class MaskedModel:
         pairs that were dropped.
         """
         for mask in self._masks.values():
-            mask.kept, mask.counted = None, 0
+            mask.kept = mask.counted = 0
 
         def realised() -> dict[str, float]:
-            return {
-                name: 0.0 if mask.kept is None or not mask.counted else 1.0 - int(mask.kept) / mask.counted
-                for name, mask in self._masks.items()
-            }
+            return {n: 1.0 - int(mask.kept) / mask.counted if mask.counted else 0.0 for n, mask in self._masks.items()}
 
         with self._during("counting", True):
             yield realised

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from wisparse.kernels.reference import kept, scores
+from wisparse.kernels.reference import scores
 
 from .flow import BlockFlow
 from .masking import MaskedModel
@@ -75,8 +75,8 @@ class DenseReference:
             logits = self.flow.logits(rows)
             log_p, log_q = self.log_probs(batch, index), logits.detach().log_softmax(-1)
             p = log_p.exp()
-            total += (p * (log_p - log_q)).sum(-1).double().sum()
-            gradients.append(torch.autograd.grad(logits, rows, log_q.exp() - p)[0])
+            total += torch.linalg.vecdot(p, log_p - log_q).double().sum()
+            gradients.append(torch.autograd.grad(logits, rows, log_q.exp_().sub_(p))[0])
         return total, torch.cat(gradients)
 
 
@@ -95,7 +95,8 @@ def backward(
     Args:
         gradients_of: from the last hidden states of the counted tokens (T, hidden_size) to the gradients of one or
             several losses in them.
-        receive: called for every loss with a projection's name, its input (T, K) and the gradient (T, K).
+        receive: called for every loss with a projection's name, its input before the mask (T, K) and the gradient
+            (T, K).
     """
     counted, config = flow.counted[batch], flow.config
     bytes_per_block = counted.numel() * (14 * config.hidden_size + 5 * config.intermediate_size) * flow.item_size
@@ -112,13 +113,14 @@ def backward(
         for start in sorted(states, reverse=True):
             below = states.pop(start).detach().requires_grad_(True)
             inputs: dict[str, Tensor] = {}
+            seen: dict[str, Tensor] = {}
 
             def split(name: str, x: Tensor, inputs: dict[str, Tensor] = inputs) -> Tensor:
                 # A view of its own per projection: q, k and v read one tensor, and must not share one gradient.
                 inputs[name] = x.view_as(x)
                 return inputs[name]
 
-            with masked.replacing(split):
+            with masked.observing(seen.__setitem__), masked.replacing(split):
                 out = flow.run(batch, below, start, min(start + span, len(flow.blocks)))
             if start == last:
                 out = flow.norm(out)
@@ -128,9 +130,9 @@ def backward(
             for i, gradient in enumerate(gradients):
                 found = torch.autograd.grad(out, wanted, gradient, retain_graph=i + 1 < len(gradients))
                 gradients[i] = found[0]
-                for (name, x), at_input in zip(inputs.items(), found[1:], strict=True):
-                    here = counted.to(x.device)
-                    receive(name, x.detach()[here], at_input[here])
+                for name, at_input in zip(inputs, found[1:], strict=True):
+                    here = counted.to(at_input.device)
+                    receive(name, seen[name].detach()[here], at_input[here])
 
 
 def _label_gradients(flow: BlockFlow, generator: torch.Generator, num_draws: int) -> Callable[[Tensor], list[Tensor]]:
@@ -202,8 +204,10 @@ def quadratic_damage(
     sums: dict[str, Tensor] = {}
 
     def add(name: str, x: Tensor, gradient: Tensor) -> None:
-        score, products = scores(x, scales[name].to(x.device)), gradient.float() * x.float()
-        dropped = [torch.where(kept(score, threshold), 0.0, products).sum(1) for threshold in thresholds[name]]
+        # A NaN is kept. A product is several times as fast as torch.where on a CPU.
+        score, products = scores(x, scales[name].to(x.device)), (gradient.float() * x.float()).nan_to_num_()
+        below = torch.empty_like(score)
+        dropped = [torch.lt(score, threshold, out=below).mul_(products).sum(1) for threshold in thresholds[name]]
         found = torch.stack(dropped).square().sum(1, dtype=torch.float64) / (2 * num_draws)
         sums[name] = found + sums[name] if name in sums else found
 

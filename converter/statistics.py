@@ -1,9 +1,10 @@
-"""Column norms of the weights, quantiles of the scores."""
+"""Column norms of the weights; quantiles of the scores, and thresholds in the gaps between scores."""
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,15 +16,16 @@ from .processes import ALONE, Processes
 
 _SMALLEST = 1e-4
 
-# Scores sorted at once, at most: 64 MiB of float32.
-_SORT_LIMIT = 1 << 24
+# How far from the quantile a threshold may be, as a fraction of all scores: a tenth of a point of sparsity.
+_NEAR = 1e-3
+
+# Scores sorted at once, at most: 256 MiB of float32.
+_SORT_LIMIT = 1 << 26
 
 # Scores counted at once, about: each takes some 20 bytes on the way.
 _CHUNK = 1 << 24
 
-# Half of a float32's bits; and how many bins of the upper half are refined in one pass, 32 MiB of counts.
 _BINS = 1 << 16
-_BINS_PER_PASS = 64
 
 
 def weight_norm(weight: Tensor) -> Tensor:
@@ -99,8 +101,12 @@ def ranked(scores: Sequence[Tensor], ranks: Sequence[int]) -> list[tuple[float, 
     values = torch.cat([chunk.reshape(-1) for chunk in scores])
     if processes.size > 1:
         values = torch.cat(processes.gather(values.cpu())).to(values.device)
-    if on_cpu:  # numpy's sort is ten times as fast as torch's, which finds the permutation too
-        values.numpy().sort()
+    if on_cpu:  # numpy sorts ten times as fast as torch, which finds the permutation too
+        array = values.numpy()
+        if len(ranks) <= 4:
+            array.partition(sorted(set(ranks)))
+            return [(float(v), int((array < v).sum()), int((array <= v).sum())) for v in array[list(ranks)]]
+        array.sort()
     else:
         values = values.sort().values
     chosen = values[torch.tensor(ranks, device=values.device)]
@@ -121,39 +127,73 @@ def _counted_ranks(
 ) -> list[tuple[float, int, int]]:
     """`ranked` by counting bits, which order like the floats where these are not negative.
 
-    The upper 16 bits first, then the lower 16 within each of the bins that hold a wanted rank, some bins per pass.
+    The upper 16 bits of all scores first, then the lower 16 of those in the bin that holds a rank.
     """
 
-    def bits_of(chunk: Tensor) -> Tensor:
-        return chunk.reshape(-1).contiguous().view(torch.int32)
-
-    device = scores[0].device
-    upper = torch.zeros(_BINS, dtype=torch.int64, device=device)
-    for chunk in scores:
-        upper += torch.bincount(bits_of(chunk) >> 16, minlength=_BINS)
-    processes.add(upper)
-    through_bin = upper.cumsum(0)
-    wanted = torch.tensor(ranks, device=device)
-    bins = torch.searchsorted(through_bin, wanted, right=True)
-    before = (through_bin - upper)[bins]
-    values, below, through = (torch.empty_like(wanted) for _ in range(3))
-    for some in bins.unique().split(_BINS_PER_PASS):
-        index_of = torch.full((_BINS,), -1, dtype=torch.int32, device=device)
-        index_of[some] = torch.arange(len(some), dtype=torch.int32, device=device)
-        counts = torch.zeros(len(some) * _BINS, dtype=torch.int64, device=device)
+    def count(bits_of: Callable[[Tensor], Tensor]) -> Tensor:
+        """Running sums of the bins' counts."""
+        counts = torch.zeros(_BINS, dtype=torch.int64, device=scores[0].device)
         for chunk in scores:
-            bits = bits_of(chunk)
-            index = index_of[bits >> 16]
-            inside = index >= 0
-            counts += torch.bincount(index[inside] * _BINS + (bits[inside] & 0xFFFF), minlength=len(counts))
-        processes.add(counts)
-        # One running sum over all bins of the pass; what lies before a bin is subtracted.
-        sums = counts.cumsum(0)
-        mine = (index_of[bins] >= 0).nonzero().squeeze(1)
-        first = index_of[bins[mine]].long() * _BINS
-        offset = torch.where(first > 0, sums[(first - 1).clamp(min=0)], 0)
-        low = torch.searchsorted(sums, offset + wanted[mine] - before[mine], right=True)
-        values[mine] = (bins[mine] << 16) | (low - first)
-        through[mine] = before[mine] + sums[low] - offset
-        below[mine] = through[mine] - counts[low]
-    return list(zip([_float(bits) for bits in values.tolist()], below.tolist(), through.tolist(), strict=True))
+            counts += torch.bincount(bits_of(chunk.reshape(-1).contiguous().view(torch.int32)), minlength=_BINS)
+        return processes.add(counts).cumsum(0).cpu()
+
+    def find(sums: Tensor, rank: int) -> tuple[int, int, int]:
+        """The bin of a rank, and how many are below it and through it."""
+        found = int(torch.searchsorted(sums, rank, right=True))
+        return found, int(sums[found - 1]) if found else 0, int(sums[found])
+
+    upper = count(lambda bits: bits >> 16)
+    lower: dict[int, Tensor] = {}
+    result = []
+    for rank in ranks:
+        high, before, _ = find(upper, rank)
+        if high not in lower:
+            lower[high] = count(lambda bits, high=high: bits[bits >> 16 == high] & 0xFFFF)  # type: ignore[misc]
+        low, below, through = find(lower[high], rank - before)
+        result.append((_float(high << 16 | low), before + below, before + through))
+    return result
+
+
+class Gaps:
+    """The distinct scores near the quantile of a sparsity in (0, 1), and the widest gap between two of them."""
+
+    def __init__(self, scores: Scores, sparsity: float) -> None:
+        self._processes = scores.processes
+        self._low, self._high = self._around(scores, sparsity)
+        self._values = [torch.tensor([self._low, self._high])]
+        for chunk in scores:
+            self.add(chunk)
+
+    @staticmethod
+    def _around(scores: Scores, sparsity: float) -> tuple[float, float]:
+        """Two scores such that any threshold above the one, up to the other, drops ``sparsity`` within `_NEAR`.
+
+        Further off only where so many scores tie that they decide: then they and a neighbour.
+        """
+        total = scores.total
+        wanted, near = sparsity * total, _NEAR * total
+        fewest = max(1, min(round(wanted), math.ceil(wanted - near)))
+        most = min(total - 1, max(round(wanted), math.floor(wanted + near)))
+        (low, below, through), (high, _, _) = ranked(scores, [fewest - 1, max(most, 0)])
+        if low < high:
+            return low, high
+        if through - wanted < wanted - below:
+            return low, ranked(scores, [through])[0][0] if through < total else math.inf
+        return ranked(scores, [below - 1])[0][0] if below else 0.0, low
+
+    def add(self, scores: Tensor) -> None:
+        """More scores, of any shape, that a threshold must keep away from; the quantile stays what it is."""
+        self._values.append(scores[(scores >= self._low) & (scores <= self._high)].unique().cpu())
+
+    def threshold(self) -> float:
+        """Midway in the widest gap, relative to the score; of equals in the first. Every process has to call it."""
+        mine = torch.cat(self._values).unique()
+        values = torch.cat(self._processes.gather(mine)).unique().double()
+        if len(values) < 2 or values[-1] == math.inf:
+            # All scores are one value, to be kept or dropped together.
+            return float(values[0]) if len(values) < 2 else next_float(float(values[-2]))
+        gaps = (values[1:] - values[:-1]) / values[1:]
+        widest = int((gaps == gaps.max()).nonzero()[0])
+        below, above = float(values[widest]), float(values[widest + 1])
+        middle = float(torch.tensor((below + above) / 2))
+        return middle if middle > below else above  # neighbours have nothing between them

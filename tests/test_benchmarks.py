@@ -65,8 +65,7 @@ def test_cats_by_hand() -> None:
     mlp = source.blocks[0].mlp
     x = 3 * torch.randn(7, 32)
     with baselines.cats(source, tiny_tokens(8), 0.3) as found:
-        with MaskedModel(found.places) as masked:
-            masked.set_thresholds(found.result.apply_to(masked))
+        with MaskedModel(found.places) as masked, masked.masking(found.result.apply_to(masked)):
             sparse = mlp(x[None])[0]
         torch.testing.assert_close(mlp(x), mlp.down_proj(functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
     thresholds = {name: entry.threshold for name, entry in found.result.projections.items()}

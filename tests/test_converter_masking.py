@@ -7,7 +7,6 @@ import torch
 from tiny_source import tiny_source
 
 from wisparse.converter.masking import MaskedModel
-from wisparse.formats.errors import UsageError
 from wisparse.kernels.reference import keep_mask, sparse_linear
 
 
@@ -25,8 +24,8 @@ def test_a_mask_is_the_references_mask(linear: torch.nn.Linear) -> None:
         torch.testing.assert_close(linear(x), sparse_linear(x, linear.weight, linear.bias, scale, 0.6))
 
 
-def test_clear_and_close_leave_the_dense_model(linear: torch.nn.Linear) -> None:
-    x = torch.randn(1, 3, 16)
+def test_clear_close_and_an_error_within_leave_the_dense_model(linear: torch.nn.Linear) -> None:
+    x = torch.randn(1, 4, 16)
     dense = linear(x)
     masked = MaskedModel({"p": linear})
     masked.set_scale("p", torch.ones(16))
@@ -35,9 +34,12 @@ def test_clear_and_close_leave_the_dense_model(linear: torch.nn.Linear) -> None:
         assert not torch.equal(linear(x), dense)
         masked.set_threshold("p", threshold)
         assert torch.equal(linear(x), dense)
-    masked.set_threshold("p", 9.0)
-    masked.clear()
+    spared = torch.tensor([[True, False, False, False]])
+    with pytest.raises(ZeroDivisionError), masked.masking({"p": 99.0}), masked.sparing(spared):
+        raise ZeroDivisionError
     assert torch.equal(linear(x), dense)
+    with masked.masking({"p": 99.0}):
+        torch.testing.assert_close(linear(x), linear.bias.expand(1, 4, 8))
     masked.set_threshold("p", 9.0)
     masked.close()
     assert torch.equal(linear(x), dense)
@@ -55,19 +57,6 @@ def test_dense_tokens_are_left_alone(linear: torch.nn.Linear) -> None:
             out = linear(x)
     assert torch.equal(out[dense_tokens], dense[dense_tokens])
     torch.testing.assert_close(out[~dense_tokens], linear.bias.expand(5, 8))
-
-
-def test_no_mask_outlives_its_context(linear: torch.nn.Linear) -> None:
-    x = torch.randn(1, 4, 16)
-    dense = linear(x)
-    with MaskedModel({"p": linear}) as masked:
-        masked.set_scale("p", torch.ones(16))
-        spared = torch.tensor([[True, False, False, False]])
-        with pytest.raises(ZeroDivisionError), masked.masking({"p": 99.0}), masked.sparing(spared):
-            raise ZeroDivisionError
-        assert torch.equal(linear(x), dense)
-        with masked.masking({"p": 99.0}):
-            torch.testing.assert_close(linear(x), linear.bias.expand(1, 4, 8))
 
 
 def test_a_threshold_per_sequence_runs_candidates_side_by_side(linear: torch.nn.Linear) -> None:
@@ -95,14 +84,6 @@ def test_counting_is_the_fraction_dropped_among_sparse_tokens(linear: torch.nn.L
             linear(x[2:, 1:])
             found = realised()["p"]
     assert found == pytest.approx(1 - float(keep_mask(x[:, 1:], torch.ones(16), 0.7).float().mean()))
-
-
-def test_misuse_is_named(linear: torch.nn.Linear) -> None:
-    with MaskedModel({"p": linear}) as masked:
-        with pytest.raises(UsageError, match=r"p: expected channel_scale \(16,\), found \(8,\)"):
-            masked.set_scale("p", torch.ones(8))
-        with pytest.raises(UsageError, match="before its channel_scale"):
-            masked.set_threshold("p", 0.5)
 
 
 def test_q_k_and_v_have_masks_of_their_own() -> None:

@@ -14,9 +14,7 @@ from wisparse.converter.calibration import CalibrationTokens
 from wisparse.converter.calibration_state import CalibrationState
 from wisparse.converter.masking import MaskedModel
 from wisparse.converter.search.refinement import (
-    BatchGradient,
     Channels,
-    Measured,
     Refinement,
     batch_gradient,
     measure_batch,
@@ -47,16 +45,15 @@ def start(source: SourceModel) -> torch.Tensor:
     )
 
 
-def gradient(calib: CalibrationState, channels: Channels, batch: int, logits: torch.Tensor) -> BatchGradient:
-    return batch_gradient(calib.reference, batch, channels, logits)
-
-
 def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
     source, tokens = tiny_source(), tiny_tokens(2)
     channels = channels_of(source)
     logits = start(source)
     with CalibrationState(source, tokens, batch_size=2) as calib:
-        found = gradient(calib, channels, 0, logits)
+        found = batch_gradient(calib.reference, 0, channels, logits)
+        measured = measure_batch(calib.reference, 0, channels, logits)
+        assert measure_batch(calib.reference, 0, channels, logits, with_kl=False)[-2] == 0.0
+    at_u, _, found_kept, found_kl = channels.unpack(found[:-1])
     leaves = {name: u.clone().requires_grad_(True) for name, u in channels.split(logits).items()}
     kept = dict.fromkeys(leaves, 0)
 
@@ -79,26 +76,14 @@ def test_the_gradient_is_that_of_the_straight_through_mask() -> None:
         gradients = torch.autograd.grad(kl, list(leaves.values()))
     for handle in handles:
         handle.remove()
-    assert float(found.kl) == pytest.approx(float(kl.detach()), rel=1e-4)
-    assert int(found.num_tokens) == int(tokens.keep.sum())
-    assert dict(zip(kept, found.kept.tolist(), strict=True)) == kept
+    assert float(found_kl) == pytest.approx(float(kl.detach()), rel=1e-4)
+    assert int(found[-1]) == int(tokens.keep.sum())
+    assert dict(zip(kept, found_kept.tolist(), strict=True)) == kept
+    assert measured == pytest.approx([*kept.values(), float(found_kl), float(found[-1])], rel=1e-5)
+    assert not any(module._forward_pre_hooks for module in source.projections.values())
     for name, expected in zip(leaves, gradients, strict=True):
         assert expected.abs().max() > 1e-3
-        torch.testing.assert_close(channels.split(found.gradient)[name].float(), expected, rtol=1e-3, atol=1e-4)
-
-
-def test_what_is_measured_is_what_the_gradient_saw() -> None:
-    source, tokens = tiny_source(), tiny_tokens(2)
-    channels = channels_of(source)
-    with CalibrationState(source, tokens, batch_size=2) as calib:
-        logits = start(source)
-        found = gradient(calib, channels, 0, logits)
-        measured = measure_batch(calib.reference, 0, channels, logits)
-        assert list(measured.kept.values()) == found.kept.tolist()
-        assert measured.num_tokens == int(found.num_tokens)
-        assert measured.kl == pytest.approx(float(found.kl), rel=1e-5)
-        assert measure_batch(calib.reference, 0, channels, logits, with_kl=False).kl == 0.0
-    assert not any(module._forward_pre_hooks for module in source.projections.values())
+        torch.testing.assert_close(channels.split(at_u)[name].float(), expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
@@ -113,20 +98,11 @@ def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
         name = calib.names[0]
         parts = {n: torch.full((source.projections[n].in_features,), 30.0) for n in calib.names}
         parts[name] = -seen[name][0].abs().log()
-        found = gradient(calib, channels, 0, channels.join(parts))
+        found = batch_gradient(calib.reference, 0, channels, channels.join(parts))
     expected = keep_mask(seen[name], parts[name].exp(), 1.0)
     by_logarithm = seen[name].abs().log() + parts[name] >= 0
     assert not torch.equal(expected, by_logarithm)
-    assert int(found.kept[0]) == int(expected.sum())
-
-
-def test_what_processes_exchange_is_what_was_found() -> None:
-    channels = Channels({"a": 3, "b": 5}, {"a": 6, "b": 20})
-    found = BatchGradient(*(torch.rand(n, dtype=torch.float64) for n in (8, 8, 2)), *torch.rand(2, dtype=torch.float64))
-    packed = found.pack()
-    assert len(packed) == 2 * 8 + 2 + 2
-    again = BatchGradient.unpack(packed, channels)
-    assert all(torch.equal(vars(again)[name], value) for name, value in vars(found).items())
+    assert int(channels.unpack(found[:-1])[2][0]) == int(expected.sum())
 
 
 def test_steps_lower_the_kl_and_keep_the_budget() -> None:
@@ -136,15 +112,15 @@ def test_steps_lower_the_kl_and_keep_the_budget() -> None:
         state, begun = Refinement(start(source), 20, 0.385), start(source)
 
         def measured(logits: torch.Tensor) -> tuple[float, float]:
-            parts = [measure_batch(calib.reference, b, channels, logits) for b in range(2)]
-            found = Measured.total(parts)
-            dropped = found.dropped(channels)
-            unread = sum(dropped[n] * size for n, size in calib.sizes.items()) / sum(calib.sizes.values())
-            return unread, found.kl / found.num_tokens
+            parts = torch.tensor([measure_batch(calib.reference, b, channels, logits) for b in range(2)]).double()
+            *kept, kl, num_tokens = parts.sum(0)
+            shares = channels.shares(parts.device)
+            return 1 - float((torch.stack(kept) * shares).sum() / num_tokens), float(kl / num_tokens)
 
         target, before = measured(begun)
         while state.step < state.steps:
-            state.advance([gradient(calib, channels, b, state.logits) for b in range(2)], channels, begun, target)
+            found = [batch_gradient(calib.reference, b, channels, state.logits) for b in range(2)]
+            state.advance(found, channels, begun, target)
         assert state.history[0] == pytest.approx(before, rel=1e-4)
         unread, after = measured(state.partway(1.0, begun))
     assert unread == pytest.approx(target, abs=0.01)
@@ -156,14 +132,14 @@ def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
     channels = Channels({"a": 400, "b": 400}, {"a": 400, "b": 400})
     draw = torch.Generator().manual_seed(0)
     noise = torch.randn(800, generator=draw, dtype=torch.float64)
-    one = torch.ones((), dtype=torch.float64)
     moved = []
     for factor in (1.0, 1000.0):
         begun = torch.zeros(800)
         state = Refinement(begun, 10, 0.385)
-        kept = torch.full((2,), 200.0, dtype=torch.float64)
-        slope = torch.full((800,), 0.1, dtype=torch.float64)
-        state.advance([BatchGradient(factor * noise, slope, kept, one, one)], channels, begun, 0.5)
+        slope, kept, kl_and_tokens = (
+            torch.full((n,), value).double() for n, value in ((800, 0.1), (2, 200.0), (2, 1.0))
+        )
+        state.advance([torch.cat([factor * noise, slope, kept, kl_and_tokens])], channels, begun, 0.5)
         moved.append(state.logits)
     torch.testing.assert_close(moved[0], moved[1])
     assert float(moved[0].square().mean().sqrt()) == pytest.approx(0.0385 * 0.98, rel=1e-3)
@@ -171,15 +147,16 @@ def test_a_step_goes_its_distance_whatever_the_gradients_size() -> None:
 
 def test_more_tokens_bear_more_steps() -> None:
     for num_tokens, num_batches, expected in (
-        (100, 1, (1, 1, 0, 0.0425)),
-        (2048, 4, (6, 3, 1, 0.1925)),
-        (8192, 4, (12, 2, 1, 0.385)),
+        (10, 1, (0, 1, 0, 0.0067)),
+        (100, 1, (1, 1, 0, 0.0213)),
+        (2048, 4, (2, 3, 1, 0.0963)),
+        (8192, 4, (6, 2, 1, 0.1925)),
         (32768, 16, (24, 4, 2, 0.385)),
         (131072, 64, (48, 8, 8, 0.385)),
         (1 << 20, 512, (48, 8, 64, 0.385)),
     ):
-        plan = plan_steps(num_tokens, num_batches)
-        assert (plan.steps, plan.share, plan.held_out, round(plan.distance, 4)) == expected
+        steps, share, held_out, distance = plan_steps(num_tokens, num_batches)
+        assert (steps, share, held_out, round(distance, 4)) == expected
 
 
 def test_every_micro_batch_has_its_place_in_a_step() -> None:
@@ -203,8 +180,8 @@ def test_steps_that_harm_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = Refinement.advance
 
     def backwards(self: Refinement, found, channels, begun, target) -> None:
-        turned = [replace(one, gradient=-one.gradient) for one in found]
-        advance(self, turned, channels, begun, target)
+        count = len(begun)
+        advance(self, [torch.cat([-one[:count], one[count:]]) for one in found], channels, begun, target)
 
     monkeypatch.setattr(Refinement, "advance", backwards)
     result = search(tiny_source(), tokens, settings)

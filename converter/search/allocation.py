@@ -1,24 +1,24 @@
-"""Sparsity budgets: the parameter-weighted mean of sparsities, and the allocation of least predicted damage."""
+"""How a sparsity budget is spread: by predicted damage, greedily, by evolution; and the search for alphas."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from wisparse.formats.errors import UsageError
+import torch
+
 from wisparse.formats.manifest import MAX_SPARSITY
 
 # One mutation of the block search, and the grid of quantile tables (the paper's epsilon).
 STEP = 0.005
 
+ALPHAS: tuple[float, ...] = tuple(round(0.05 * i, 2) for i in range(31))
+
 # (sparsity, damage) points, sparsities ascending.
 Curve = list[tuple[float, float]]
-
-
-def check_target(target: float) -> None:
-    if not 0.0 <= target <= MAX_SPARSITY:
-        raise UsageError(f"sparsity: expected a number in [0, {MAX_SPARSITY}], found {target}")
+# One sparsity per block.
+Candidate = tuple[float, ...]
 
 
 def mean_sparsity(sparsities: Sequence[float], sizes: Sequence[int]) -> float:
@@ -31,7 +31,6 @@ def repair(sparsities: Mapping[str, float], sizes: Mapping[str, int], target: fl
 
     What reaches a bound stays there; the remainder falls on the others.
     """
-    check_target(target)
     result = {name: min(max(p, 0.0), MAX_SPARSITY) for name, p in sparsities.items()}
     total = sum(sizes[name] for name in result)
     for _ in range(len(result) + 1):
@@ -87,7 +86,6 @@ def allocate(curves: Mapping[str, Curve], sizes: Mapping[str, int], target: floa
     of the curves' convex hulls until it is met. All projections then stop at one slope, the Lagrange multiplier. Curves
     begin at (0, 0) and end at a projection's highest sparsity.
     """
-    check_target(target)
     hulls = {name: convex_hull(curve) for name, curve in curves.items()}
     sparsities = dict.fromkeys(curves, 0.0)
     missing = target * sum(sizes.values())
@@ -110,3 +108,116 @@ def allocate(curves: Mapping[str, Curve], sizes: Mapping[str, int], target: floa
 
 def _slope(a: tuple[float, float], b: tuple[float, float]) -> float:
     return (b[1] - a[1]) / (b[0] - a[0])
+
+
+def search_alpha(loss: Callable[[Mapping[str, float]], float], names: Sequence[str]) -> dict[str, float]:
+    """Alphas of least ``loss``, the block's error with the given alpha per projection.
+
+    One alpha for all projections first, then each projection's own in the order of ``names``.
+    """
+    least, tied = min((loss(dict.fromkeys(names, alpha)), alpha) for alpha in ALPHAS)
+    best = dict.fromkeys(names, tied)
+    for name in names:
+        for alpha in ALPHAS:
+            if alpha == best[name]:
+                continue
+            error = loss({**best, name: alpha})
+            if error < least:
+                least, best = error, {**best, name: alpha}
+    return best
+
+
+def allocate_greedily(
+    loss: Callable[[Mapping[str, float]], float], sizes: Mapping[str, int], target: float, *, step: float = 0.01
+) -> dict[str, float]:
+    """Sparsity per projection whose parameter-weighted mean is ``target``.
+
+    Every step adds ``step`` to the sparsity of the whole block, at the projection where ``loss``, the block's error at
+    given sparsities, rises least.
+    """
+    total = sum(sizes.values())
+    sparsities = dict.fromkeys(sizes, 0.0)
+    spent = 0.0
+    while target * total - spent > 1e-9 * total:
+        amount = min(step * total, target * total - spent)
+        best: tuple[float, str, float] | None = None
+        for name, size in sizes.items():
+            if sparsities[name] >= MAX_SPARSITY:
+                continue
+            # What does not fit under the bound is left for the next step.
+            raised = min(sparsities[name] + amount / size, MAX_SPARSITY)
+            error = loss({**sparsities, name: raised})
+            if best is None or error < best[0]:
+                best = (error, name, raised)
+        if best is None:
+            break
+        _, name, raised = best
+        spent += (raised - sparsities[name]) * sizes[name]
+        sparsities[name] = raised
+    return sparsities
+
+
+def mutate(parent: Candidate, sizes: Sequence[int], generator: torch.Generator) -> Candidate:
+    """One offspring: a tenth of the blocks up by `STEP`, others down until the weighted mean is the parent's again.
+
+    A block that would pass 0 or `MAX_SPARSITY` is not chosen. Where blocks differ in size the last step down is a
+    partial one.
+    """
+
+    def choose(free: list[int]) -> int:
+        return free[int(torch.randint(len(free), (), generator=generator))]
+
+    # Counted in steps, integers where sizes allow, so that a thousand mutations add up to no rounding error.
+    moves = [0.0] * len(parent)
+    for _ in range(max(1, len(parent) // 10)):
+        free = [i for i, p in enumerate(parent) if p + (moves[i] + 1) * STEP <= MAX_SPARSITY + 1e-12]
+        if not free:
+            break
+        moves[choose(free)] += 1
+    excess = sum(move * size for move, size in zip(moves, sizes, strict=True))
+    while excess > 1e-9:
+        chosen = choose([i for i, p in enumerate(parent) if p + moves[i] * STEP > 1e-12])
+        down = min(1.0, excess / sizes[chosen], (parent[chosen] + moves[chosen] * STEP) / STEP)
+        moves[chosen] -= down
+        excess -= down * sizes[chosen]
+    return tuple(min(max(p + move * STEP, 0.0), MAX_SPARSITY) for p, move in zip(parent, moves, strict=True))
+
+
+def evolve(
+    losses: Callable[[Sequence[Candidate], int | None], list[float]],
+    sizes: Sequence[int],
+    target: float,
+    generator: torch.Generator,
+    *,
+    num_generations: int,
+    num_offspring: int,
+    stages: Sequence[tuple[int, int | None]] = ((1, None),),
+    on_generation: Callable[[float], None] = lambda loss: None,
+) -> tuple[Candidate, list[float]]:
+    """Search block sparsities of least loss whose weighted mean is ``target``, the paper's coarse search.
+
+    Args:
+        losses: of candidates, over so many micro-batches of tokens (None: all of them).
+
+    Returns: The best candidate, and its loss at the start and after every generation.
+    """
+    parent: Candidate = (target,) * len(sizes)
+    [loss] = losses([parent], None)
+    history = [loss]
+    # Losses of this parent's mutants, by micro-batches: equal ones are scored once.
+    known: dict[tuple[int | None, Candidate], float] = {(None, parent): loss}
+    for _ in range(num_generations):
+        pool = list(dict.fromkeys(mutate(parent, sizes, generator) for _ in range(num_offspring)))
+        for survivors, batches in stages:
+            fresh = [candidate for candidate in pool if (batches, candidate) not in known]
+            if fresh:
+                known |= zip([(batches, candidate) for candidate in fresh], losses(fresh, batches), strict=True)
+            scored = sorted((known[batches, candidate], index) for index, candidate in enumerate(pool))
+            best_loss, best = scored[0][0], pool[scored[0][1]]
+            pool = [pool[index] for _, index in scored[:survivors]]
+        if best_loss < loss:
+            parent, loss = best, best_loss
+            known = {(None, parent): loss}
+        history.append(loss)
+        on_generation(loss)
+    return parent, history

@@ -19,10 +19,13 @@ from ..processes import Processes, Progress
 from ..sensitivity import DenseReference, backward
 from .allocation import mean_sparsity
 
+# Where a refinement went, for one at a near sparsity: the change of u (C,) float32, and `Refinement.sensitivity`.
+Trajectory = tuple[Tensor, float]
+
 # How much of the way from the start to the outcome may be gone.
 PARTS = (0.0, 0.5, 1.0)
 
-# See `Plan`; and so many times the root mean square is the most that a channel moves in a step.
+# See `plan_steps`; and so many times the root mean square is the most that a channel moves in a step.
 _DISTANCE, _FARTHEST = 0.385, 8.5
 _PULL_TO_START = 0.02
 _MOMENTUM, _SQUARE_DECAY = 0.8, 0.95
@@ -33,7 +36,7 @@ _AGAIN = 0.25
 
 _MOST_STEPS, _TOKENS_PER_SQUARED_STEP = 48, 57
 _MOST_TOKENS_PER_STEP = 16384
-_EPOCHS, _ENOUGH_TOKENS = 6, 8192
+_EPOCHS, _ENOUGH_TOKENS = 6, 32768
 
 _WIDTH = 0.3
 _SMALLEST = 1e-30
@@ -42,29 +45,20 @@ _SMALLEST_THRESHOLD, _LARGEST_LOGIT = 1e-9, 30.0
 _FIRST_ORDER = 1 << 20
 
 
-@dataclass(frozen=True)
-class Plan:
-    """``share`` micro-batches a step; the last ``held_out`` are not used for steps; ``distance``: root mean square of
-    the change of u, were all steps as long as the first and in one direction."""
+def plan_steps(num_tokens: int, num_batches: int) -> tuple[int, int, int, float]:
+    """How many steps, micro-batches a step, micro-batches held out, and the distance a calibration text allows.
 
-    steps: int
-    share: int
-    held_out: int
-    distance: float
-
-
-def plan_steps(num_tokens: int, num_batches: int) -> Plan:
-    """How many steps, and how large ones, a calibration text allows.
-
-    Six times through the text, in the more and the larger steps, the longer it is: 12 of 4,096 tokens for 8,192 tokens,
-    24 of 8,192 for 32,768, 48 of 16,384 for 131,072, and no more. A text of less than 8,192 tokens says too little of a
-    channel to go the whole distance.
+    The distance is the root mean square of the change of u, were all steps as long as the first and in one direction.
+    Six times through the text, in the more and the larger steps, the longer it is: 24 of 8,192 tokens for 32,768, 48 of
+    16,384 for 131,072, and no more. A shorter text says too little of a channel to go the whole distance: half of it,
+    in 6 steps of 4,096, for 8,192 tokens.
     """
     held_out = max(1, round(num_batches / 8)) if num_batches > 2 else 0
     steps = min(_MOST_STEPS, round(math.sqrt(num_tokens / _TOKENS_PER_SQUARED_STEP)))
     part_of_text = min(_EPOCHS / max(steps, 1), _MOST_TOKENS_PER_STEP / num_tokens)
     share = max(1, min(round(part_of_text * num_batches), num_batches - held_out))
-    return Plan(steps, share, held_out, _DISTANCE * min(1.0, math.sqrt(num_tokens / _ENOUGH_TOKENS)))
+    part = min(1.0, math.sqrt(num_tokens / _ENOUGH_TOKENS))
+    return max(min(steps, 1), round(part * steps)), share, held_out, part * _DISTANCE
 
 
 def micro_batches(draw: Callable[[int], torch.Generator], step: int, share: int, count: int) -> list[int]:
@@ -96,9 +90,14 @@ class Channels:
     def join(self, parts: Mapping[str, Tensor]) -> Tensor:
         return torch.cat([parts[name] for name in self.widths])
 
-    def repeat(self, values: Tensor) -> Tensor:
-        """One value per projection (P,) to each of its channels."""
+    def repeat(self, values: Tensor) -> Tensor:  # one value per projection (P,) to each of its channels
         return values.repeat_interleave(torch.tensor(list(self.widths.values()), device=values.device))
+
+    def unpack(self, vector: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Two values per channel (C,) each, one per projection (P,), and a last one ()."""
+        count = sum(self.widths.values())
+        gradient, slope, kept, last = vector.split([count, count, len(self.widths), 1])
+        return gradient, slope, kept, last[0]
 
     def means(self, vector: Tensor) -> Tensor:
         """Per projection, (P,)."""
@@ -109,31 +108,6 @@ class Channels:
         total = sum(self.sizes.values())
         share = [self.sizes[name] / total / width for name, width in self.widths.items()]
         return torch.tensor(share, dtype=torch.float64, device=device)
-
-
-@dataclass(frozen=True)
-class BatchGradient:
-    """Sums over the counted tokens of one micro-batch, float64 on the model's device.
-
-    ``gradient`` (C,) d KL / du; ``slope`` (C,) d kept / du; ``kept`` (P,) channels kept per projection; ``kl`` () and
-    ``num_tokens`` ().
-    """
-
-    gradient: Tensor
-    slope: Tensor
-    kept: Tensor
-    kl: Tensor
-    num_tokens: Tensor
-
-    def pack(self) -> Tensor:
-        """As one vector, which processes can exchange."""
-        return torch.cat([self.gradient, self.slope, self.kept, self.kl[None], self.num_tokens[None]])
-
-    @classmethod
-    def unpack(cls, packed: Tensor, channels: Channels) -> BatchGradient:
-        count = sum(channels.widths.values())
-        gradient, slope, kept, rest = packed.split([count, count, len(channels.widths), 2])
-        return cls(gradient, slope, kept, rest[0], rest[1])
 
 
 @dataclass
@@ -154,19 +128,19 @@ class Refinement:
     square: Tensor | None = None
     sensitivity: float = 0.0
 
-    def advance(self, found: Sequence[BatchGradient], channels: Channels, start: Tensor, target: float) -> None:
-        """One step. ``start`` (C,) is u before the first one, ``target`` the share of all parameters to drop."""
+    def advance(self, found: Sequence[Tensor], channels: Channels, start: Tensor, target: float) -> None:
+        """One step with the gradients of its micro-batches (`batch_gradient`).
 
-        def total(values: list[Tensor]) -> Tensor:
-            return torch.stack(values).cumsum(0)[-1]  # in their order, whatever the device
-
-        tokens = total([one.num_tokens for one in found])
+        ``start`` (C,) is u before the first one, ``target`` the share of all parameters to drop.
+        """
+        summed = torch.stack(list(found)).cumsum(0)[-1]  # in their order, whatever the device
+        tokens = summed[-1]
+        gradient, slope, kept_channels, kl = channels.unpack(summed[:-1] / tokens)
         shares = channels.shares(start.device)
-        gradient = total([one.gradient for one in found]) / tokens
-        slope = total([one.slope for one in found]) / tokens * channels.repeat(shares)
-        kept = (total([one.kept for one in found]) * shares).sum() / tokens
+        slope = slope * channels.repeat(shares)
+        kept = (kept_channels * shares).sum()
         self.step += 1
-        self.history.append(round(float(total([one.kl for one in found]) / tokens), 6))
+        self.history.append(round(float(kl), 6))
         self.momentum = _average(self.momentum, gradient, 1 - _MOMENTUM).float()
         self.square = _average(self.square, channels.means(gradient.square()), 1 - _SQUARE_DECAY)
         size = (self.square / (1 - _SQUARE_DECAY**self.step)).sqrt().clamp_min(_SMALLEST)
@@ -201,70 +175,48 @@ def _masks(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tens
         yield
 
 
-def batch_gradient(reference: DenseReference, batch: int, channels: Channels, logits: Tensor) -> BatchGradient:
-    """One pass of the sparse model forward and backward over a micro-batch; ``logits`` is u (C,) float32."""
+def batch_gradient(reference: DenseReference, batch: int, channels: Channels, logits: Tensor) -> Tensor:
+    """One pass of the sparse model forward and backward over a micro-batch; ``logits`` is u (C,) float32.
+
+    Returns: Sums over the counted tokens, in one float64 vector on the model's device, which processes can exchange:
+    d KL / du (C), d kept / du (C), the channels kept per projection (P), the KL, and the number of tokens.
+    """
     flow, masked = reference.flow, reference.masked
     counted, device = flow.counted[batch], flow.device
     by_name = channels.split(logits.to(device))
-    seen: dict[str, Tensor] = {}
     gradient: dict[str, Tensor] = {}
     slope: dict[str, Tensor] = {}
     kept: dict[str, Tensor] = {}
     totals: list[Tensor] = []
 
-    def remember(name: str, x: Tensor) -> None:
-        if torch.is_grad_enabled():
-            seen[name] = x.detach()
-
     def gradients_of(final: Tensor) -> list[Tensor]:
-        with masked.observing(lambda name, x: None):
-            kl, at_final = reference.kl_gradient(batch, final)
+        kl, at_final = reference.kl_gradient(batch, final)
         totals.append(kl)
         return [at_final]
 
-    def receive(name: str, _: Tensor, at_input: Tensor) -> None:
-        x = seen.pop(name)[counted.to(at_input.device)].float()
+    def receive(name: str, x: Tensor, at_input: Tensor) -> None:
+        x = x.float()
         u = by_name[name].to(x.device)
-        soft = torch.sigmoid((x.abs().clamp_min(_SMALLEST).log() + u) / _WIDTH)
-        weight = soft * (1 - soft) / _WIDTH
-        # float64: what processes exchange, and add in one order.
-        gradient[name] = (at_input.float() * x * weight).sum(0).double().to(device)
+        soft = x.abs().clamp_min_(_SMALLEST).log_().add_(u).div_(_WIDTH).sigmoid_()
+        weight = soft.mul_(1 - soft).div_(_WIDTH)
         slope[name] = weight.sum(0).double().to(device)
+        gradient[name] = weight.mul_(x).mul_(at_input).sum(0).double().to(device)
         # As the forward pass decided, which the sign of log|x| + u does not tell where rounding does.
         kept[name] = keep_mask(x, u.exp(), 1.0).sum().double().to(device)
 
     # Before the masks are on: the dense model's distributions, if they are not kept yet.
     reference.log_probs(batch, 0)
-    with _masks(masked, by_name, ~counted), masked.observing(remember):
+    with _masks(masked, by_name, ~counted):
         backward(flow, masked, batch, gradients_of, receive)
-    kept_all = torch.stack([kept[name] for name in channels.widths])
-    kl, num_tokens = totals[0].to(device), counted.sum().double()
-    return BatchGradient(channels.join(gradient), channels.join(slope), kept_all, kl, num_tokens)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """Of the sparse model over counted tokens: channels kept per projection, the summed KL."""
-
-    kept: dict[str, int]
-    kl: float
-    num_tokens: int
-
-    @classmethod
-    def total(cls, parts: Sequence[Measured]) -> Measured:
-        kept = {name: sum(one.kept[name] for one in parts) for name in parts[0].kept}
-        return cls(kept, math.fsum(one.kl for one in parts), sum(one.num_tokens for one in parts))
-
-    def dropped(self, channels: Channels) -> dict[str, float]:
-        """Share of the channels dropped, per projection."""
-        return {name: 1 - self.kept[name] / self.num_tokens / width for name, width in channels.widths.items()}
+    scalars = [*(kept[name] for name in channels.widths), totals[0].to(device), counted.sum().double()]
+    return torch.cat([channels.join(gradient), channels.join(slope), torch.stack(scalars)])
 
 
 @torch.no_grad()
 def measure_batch(
     reference: DenseReference, batch: int, channels: Channels, logits: Tensor, *, with_kl: bool = True
-) -> Measured:
-    """One pass over a micro-batch, everything sparse."""
+) -> list[float]:
+    """Everything sparse, of the counted tokens of a micro-batch: channels kept per projection, KL, number of tokens."""
     flow, masked = reference.flow, reference.masked
     if with_kl:
         reference.log_probs(batch, 0)  # before the masks are on
@@ -272,31 +224,8 @@ def measure_batch(
     with _masks(masked, channels.split(logits.to(flow.device)), ~counted), masked.counting() as realised:
         final = flow.final(batch)
         found = realised()
-    kept = {name: round((1 - found[name]) * len(final) * width) for name, width in channels.widths.items()}
-    return Measured(kept, reference.kl_sum(batch, final) if with_kl else 0.0, len(final))
-
-
-@dataclass(frozen=True)
-class Trajectory:
-    """Where a refinement went, for one at a near sparsity: the change of u (C,) float32, and `Refinement.sensitivity`."""
-
-    moved: Tensor
-    sensitivity: float
-
-
-@dataclass(frozen=True)
-class RefinementResult:
-    """Channel scales by projection, (K,) float32 on the CPU, and the share of channels dropped with them.
-
-    ``history``: KL before every step, and on the held-out sequences by part of the way. ``num_tokens``: of all steps
-    together. ``trajectory``: None if no step was taken.
-    """
-
-    scales: dict[str, Tensor]
-    dropped: dict[str, float]
-    history: dict[str, Any]
-    num_tokens: float
-    trajectory: Trajectory | None
+    kept = [round((1 - found[name]) * len(final) * width) for name, width in channels.widths.items()]
+    return [*kept, reference.kl_sum(batch, final) if with_kl else 0.0, len(final)]
 
 
 def refine(
@@ -311,59 +240,67 @@ def refine(
     after: Trajectory | None,
     processes: Processes,
     progress: Progress,
-) -> RefinementResult:
-    """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity."""
+) -> tuple[dict[str, Tensor], dict[str, float], dict[str, Any], float, Trajectory | None]:
+    """Refine channel scales and thresholds over all tokens of ``calib`` at a target sparsity.
+
+    Returns: Channel scales by projection, (K,) float32 on the CPU, and the share of channels dropped with them; the KL
+    before every step, and on the held-out sequences by part of the way; the tokens of all steps; the trajectory, if a
+    step was taken.
+    """
     flow, reference = calib.flow, calib.reference
     batches = range(flow.num_batches)
 
-    def measured(u: Tensor, batches: Sequence[int], *, with_kl: bool = False) -> Measured:
-        return Measured.total(
-            processes.spread(batches, lambda b: measure_batch(reference, b, channels, u, with_kl=with_kl))
-        )
+    def measured(u: Tensor, batches: Sequence[int], *, with_kl: bool = False) -> tuple[dict[str, float], float]:
+        """The share of channels dropped by projection, and the KL."""
+        found = processes.spread(batches, lambda b: measure_batch(reference, b, channels, u, with_kl=with_kl))
+        *kept, kl, num_tokens = (math.fsum(column) for column in zip(*found, strict=True))
+        widths = channels.widths.items()
+        return {n: 1 - k / num_tokens / width for k, (n, width) in zip(kept, widths, strict=True)}, kl / num_tokens
 
     def on_target(u: Tensor, batches: Sequence[int], sensitivity: float) -> Tensor:
         """u, shifted alike for all channels until about the target is dropped."""
-        dropped = measured(u, batches).dropped(channels)
+        dropped, _ = measured(u, batches)
         mean = mean_sparsity([dropped[name] for name in channels.sizes], list(channels.sizes.values()))
         return u + (mean - target) / sensitivity
 
     logits = {n: (s.cpu() / max(thresholds[n], _SMALLEST_THRESHOLD)).log() for n, s in scales.items()}
-    start = channels.join(logits).to(flow.device)
-    plan = plan_steps(sum(ids.numel() for ids in flow.input_ids), flow.num_batches)
-    steps, distance, begin = plan.steps if steps is None else steps, plan.distance, start
+    start = begin = channels.join(logits).to(flow.device)
+    planned, share, num_held_out, distance = plan_steps(sum(ids.numel() for ids in flow.input_ids), flow.num_batches)
+    steps = planned if steps is None else steps
     steps = steps if target > 0.0 else 0
-    held_out = batches[flow.num_batches - plan.held_out :]
+    num_trained = flow.num_batches - num_held_out
+    held_out = batches[num_trained:]
     if steps and after is not None:
+        moved, sensitivity = after
         steps, distance = max(1, round(_AGAIN * steps)), _AGAIN * distance
-        begin = on_target(start + after.moved.to(start.device), held_out or batches, after.sensitivity)
+        begin = on_target(start + moved.to(start.device), held_out or batches, sensitivity)
     state = Refinement(begin, steps, distance)
     length = 2 * sum(channels.widths.values()) + len(channels.widths) + 2
     with progress.stage("Refinement", steps) as stage:
         for step in range(steps):
-            chosen = micro_batches(draw, step, plan.share, flow.num_batches - plan.held_out)
-            packed = processes.spread_tensors(
-                chosen, lambda b: batch_gradient(reference, b, channels, state.logits).pack(), length, flow.device
+            found = processes.spread_tensors(
+                micro_batches(draw, step, share, num_trained),
+                lambda b: batch_gradient(reference, b, channels, state.logits),
+                length,
+                flow.device,
             )
-            state.advance([BatchGradient.unpack(one, channels) for one in packed], channels, start, target)
+            state.advance(found, channels, start, target)
             stage.advance()
             stage.note(f"KL {state.history[-1]:.4f}")
         outcome, history = state.partway(1.0, start), {"refinement": state.history}
-        if steps and plan.held_out:
+        if steps and held_out:
             candidates = []
             for part in PARTS:  # at the same sparsity, all of them
                 u = on_target(state.partway(part, start), held_out, state.sensitivity)
-                found = measured(u, held_out, with_kl=True)
-                candidates.append((found.kl / found.num_tokens, part, u))
+                candidates.append((measured(u, held_out, with_kl=True)[1], part, u))
             outcome = min(candidates, key=lambda one: one[:2])[2]
             history["held out"] = {f"{part:g} of the way": round(kl, 6) for kl, part, _ in candidates}  # type: ignore[assignment]
-        dropped = measured(outcome, batches).dropped(channels)
-    return RefinementResult(
-        {
-            name: (u - u.mean()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).exp()
-            for name, u in channels.split(outcome.cpu()).items()
-        },
+        dropped, _ = measured(outcome, batches)
+    parts = channels.split(outcome.cpu())
+    return (
+        {name: (u - u.mean()).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).exp() for name, u in parts.items()},
         dropped,
         history,
-        steps * plan.share * flow.num_counted / flow.num_batches,
-        Trajectory((outcome - start).cpu(), state.sensitivity) if steps else None,
+        steps * share * flow.num_counted / flow.num_batches,
+        ((outcome - start).cpu(), state.sensitivity) if steps else None,
     )

@@ -10,22 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wisparse.formats.errors import UsageError
 from wisparse.formats.manifest import ProjectionRecipe
 
 from ..calibration import CalibrationTokens
-from ..calibration_state import BlockView, CalibrationState
+from ..calibration_state import BlockView, CalibrationState, final_thresholds
 from ..masking import MaskedModel
 from ..processes import ALONE, Processes, Progress
 from ..sensitivity import fisher_diagonal, loss_weighted_norm, quadratic_damage
-from ..settings import METHODS, SEARCHES
 from ..source import SourceModel
 from ..state import NO_STATE, Stages
 from ..statistics import channel_scale, weight_norm
-from .allocation import Curve, allocate, check_target, interpolate, mean_sparsity, repair
-from .evolution import Candidate, evolve
+from .allocation import (
+    Candidate,
+    Curve,
+    allocate,
+    allocate_greedily,
+    evolve,
+    interpolate,
+    mean_sparsity,
+    repair,
+    search_alpha,
+)
 from .refinement import Channels, Trajectory, refine
-from .thresholds import allocate_greedily, final_thresholds, search_alpha
 
 Allocation = dict[str, float]
 
@@ -42,18 +48,14 @@ _LARGEST_LOGITS = 1 << 27
 
 @dataclass(frozen=True)
 class SearchSettings:
-    """What to search and how hard.
-
-    Args:
-        num_generations, num_offspring: of ``paper``; None is 60 x 24. The paper's own are 400 x 64.
-    """
+    """What to search and how hard."""
 
     sparsity: float = 0.5  # the target, a fraction of the parameters of all projections
     # the score. ``wisparse`` |x| g^alpha; ``teal`` |x|; ``wina`` |x| g; ``wina-code`` as WINA's published code has it,
     # |x| g for k and gate and |x| elsewhere
     method: str = "wisparse"
     search: str = "refine"
-    num_generations: int | None = None
+    num_generations: int | None = None  # of ``paper``; None is 60, and 24 offspring. The paper's own are 400 and 64
     num_offspring: int | None = None
     seed: int = 0
     # how many tokens the search measures on, about; None is 16,384 for ``fisher`` and ``refine``, which go through them
@@ -68,17 +70,6 @@ class SearchSettings:
     refine_steps: int | None = None  # None goes by the number of tokens, see `plan_steps`
     batch_size: int = 4  # sequences per forward pass
 
-    def __post_init__(self) -> None:
-        check_target(self.sparsity)
-        for option, given, known in (("method", self.method, METHODS), ("search", self.search, SEARCHES)):
-            if given not in known:
-                raise UsageError(f"--{option}: expected one of {', '.join(known)}, found {given!r}")
-        if self.by_gradients and self.method != "wisparse":
-            raise UsageError(
-                f"--search {self.search} decides the score too, so it belongs to --method wisparse; "
-                f"with --method {self.method} choose greedy, paper or uniform"
-            )
-
     @property
     def by_gradients(self) -> bool:
         return self.search in ("fisher", "refine")
@@ -86,8 +77,6 @@ class SearchSettings:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """Plain data."""
-
     projections: Mapping[str, ProjectionRecipe]  # by name, in order of execution
     channel_scales: Mapping[str, Tensor]  # by name, (K,) float32 on the CPU
     # JSON values: settings, losses by stage, KL evaluations. No times: equal runs give equal details
@@ -96,29 +85,18 @@ class SearchResult:
     # inputs, so about right
     thresholds_at: Mapping[float, Mapping[str, float]] = field(default_factory=dict)
 
-    @property
-    def sparsity(self) -> float:
-        """The target."""
-        return float(self.details.get("settings", {}).get("sparsity", 0.0))
-
     def apply_to(self, masked: MaskedModel) -> dict[str, float]:
-        """Put the scales on a model; the thresholds are returned, for `MaskedModel.set_thresholds`."""
+        """Put the scales on a model; the thresholds are returned, for `MaskedModel.masking`."""
         for name, scale in self.channel_scales.items():
             masked.set_scale(name, scale)
         return {name: entry.threshold for name, entry in self.projections.items()}
 
 
 def search(
-    source: SourceModel,
-    tokens: CalibrationTokens,
-    settings: SearchSettings | None = None,
-    progress: Progress | None = None,
-    stages: Stages = NO_STATE,
-    processes: Processes = ALONE,
+    source: SourceModel, tokens: CalibrationTokens, settings: SearchSettings, processes: Processes = ALONE
 ) -> SearchResult:
     """Find sparsities, scales and thresholds at one sparsity; nothing about the model is changed."""
-    settings = settings or SearchSettings()
-    with SparsityLevels(source, tokens, settings, progress, stages, processes) as levels:
+    with SparsityLevels(source, tokens, settings, processes=processes) as levels:
         return levels.with_curve(levels.at(settings.sparsity), OTHER_SPARSITIES)
 
 
@@ -132,12 +110,12 @@ class SparsityLevels:
         self,
         source: SourceModel,
         tokens: CalibrationTokens,
-        settings: SearchSettings | None = None,
+        settings: SearchSettings,
         progress: Progress | None = None,
         stages: Stages = NO_STATE,
         processes: Processes = ALONE,
     ) -> None:
-        self.source, self.tokens, self.settings = source, tokens, settings or SearchSettings()
+        self.source, self.tokens, self.settings = source, tokens, settings
         self.progress, self.stages, self.processes = progress or Progress(enabled=False), stages, processes
         kl_tokens = self.settings.kl_tokens or (16384 if self.settings.by_gradients else 4096)
         num_samples = min(tokens.num_samples, max(1, round(kl_tokens / tokens.seq_len)))
@@ -168,8 +146,6 @@ class SparsityLevels:
 
     @torch.no_grad()
     def at(self, sparsity: float) -> SearchResult:
-        """The search at one sparsity."""
-
         def compute() -> dict[str, Any]:
             run = Run(self, replace(self.settings, sparsity=sparsity))
             result = run.result(getattr(run, self.settings.search)())
@@ -177,19 +153,19 @@ class SparsityLevels:
                 "projections": [asdict(entry) for entry in result.projections.values()],
                 "channel_scales": dict(result.channel_scales),
                 "details": result.details,
-                "trajectory": run.trajectory and vars(run.trajectory),
+                "trajectory": run.trajectory,
             }
 
         found = self.stages.run(f"level-{sparsity!r}", compute)
         if found["trajectory"]:
-            self.trajectories[sparsity] = Trajectory(**found["trajectory"])
+            self.trajectories[sparsity] = found["trajectory"]
         entries = [ProjectionRecipe(**entry) for entry in found["projections"]]
         return SearchResult({entry.name: entry for entry in entries}, found["channel_scales"], found["details"])
 
     @torch.no_grad()
     def with_curve(self, result: SearchResult, sparsities: Sequence[float]) -> SearchResult:
         """A result with thresholds at other sparsities too, in proportion to those of its projections."""
-        target, calib = result.sparsity, self.calib
+        target, calib = result.details["settings"]["sparsity"], self.calib
         others = [one for one in sparsities if abs(one - target) > 0.02]
         if target <= 0.0 or not others:
             return result
@@ -250,7 +226,7 @@ class Run:
         near = min(
             levels.trajectories, key=lambda other: (abs(other - settings.sparsity), -other), default=settings.sparsity
         )
-        found = refine(
+        scales, dropped, history, num_tokens, self.trajectory = refine(
             levels.everything,
             Channels(widths, calib.sizes),
             settings.sparsity,
@@ -262,12 +238,11 @@ class Run:
             processes=self.processes,
             progress=self.progress,
         )
-        self.trajectory = found.trajectory
-        calib.num_kl_evaluations += found.num_tokens / calib.flow.num_counted
-        self.history |= found.history
-        for name, scale in found.scales.items():
+        calib.num_kl_evaluations += num_tokens / calib.flow.num_counted
+        self.history |= history
+        for name, scale in scales.items():
             calib.set_scale(name, scale)
-        return repair(found.dropped, calib.sizes, settings.sparsity)
+        return repair(dropped, calib.sizes, settings.sparsity)
 
     # ------------------------------------------------------------------ stages
 
@@ -362,7 +337,7 @@ class Run:
 
             sizes = [sum(calib.sizes[name] for name in group) for group in calib.groups]
             generator = torch.Generator().manual_seed(settings.seed)
-            found = evolve(
+            best, history = evolve(
                 losses,
                 sizes,
                 settings.sparsity,
@@ -372,8 +347,8 @@ class Run:
                 stages=settings.stages,
                 on_generation=show,
             )
-        self.history["evolution"] = list(found.history)
-        return list(found.parent)
+        self.history["evolution"] = history
+        return list(best)
 
     def spread_within(self, block_sparsities: Sequence[float]) -> Allocation:
         """The paper's fine search: each block's sparsity over its projections, by block error."""
