@@ -27,8 +27,12 @@ TOKEN = "hf_test_token_of_alice"
 READ_TOKEN = "hf_test_token_that_reads"
 
 
+State = tuple[str, dict[str, bytes]]  # commit, files
+
+
 @dataclass
 class Repo:
+    name: str
     private: bool = False
     gated: bool = False
     commits: list[tuple[str, dict[str, bytes], str]] = field(default_factory=list)
@@ -39,7 +43,7 @@ class Repo:
         self.commits.append((oid, files, message))
         return oid
 
-    def at(self, revision: str) -> tuple[str, dict[str, bytes]] | None:
+    def at(self, revision: str) -> State | None:
         if revision == "main":
             return self.commits[-1][:2]
         return next(((oid, files) for oid, files, _ in self.commits if oid == revision), None)
@@ -59,8 +63,6 @@ class Fault:
 class Request:
     method: str
     path: str
-    body_bytes: int
-    authorization: str | None
 
 
 class HubStandIn:
@@ -75,13 +77,8 @@ class HubStandIn:
         self.xet: Path | None = None
         self.known: dict[str, bytes] = {}
         self.lock = threading.Lock()
-        hub = self
-
-        class Handler(_Handler):
-            pass
-
-        Handler.hub = hub
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        handler = type("Handler", (_Handler,), {"hub": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -97,7 +94,7 @@ class HubStandIn:
             thread.join()
 
     def add(self, repo_id: str, files: dict[str, bytes], **kwargs: Any) -> Repo:
-        repo = self.repos[repo_id] = Repo(**kwargs)
+        repo = self.repos[repo_id] = Repo(repo_id, **kwargs)
         repo.large = {path for path in files if path.endswith((".safetensors", ".png"))}
         repo.commit(dict(files), "initial commit")
         return repo
@@ -144,7 +141,7 @@ class _Handler(BaseHTTPRequestHandler):
                 raise _Dropped
             body = self._read_body()
             with self.hub.lock:
-                self.hub.requests.append(Request(self.command, path, len(body), self.headers.get("authorization")))
+                self.hub.requests.append(Request(self.command, path))
             if fault is not None:
                 self._answer(fault.status or 500, {"error": "on demand"})
                 return
@@ -198,8 +195,22 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(401, "", "Invalid credentials in Authorization header")
         for pattern, method in _ROUTES:
             match = re.fullmatch(pattern, f"{self.command} {path}")
-            if match:
-                return getattr(self, method)(body, **match.groupdict())
+            if not match:
+                continue
+            found = match.groupdict()
+            if "repo" in found:
+                # As on the Hub: everybody sees a gated repository's page and listing, its files need access.
+                repo = self._repo(found.pop("repo"), contents=method in ("auth_check", "resolve"))
+                if repo is None:
+                    return None
+                found["repo"] = repo
+                if method in ("info", "tree", "resolve"):
+                    revision = found.pop("revision", "main")
+                    found["state"] = repo.at(revision)
+                    if found["state"] is None:
+                        return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+                found.pop("revision", None)
+            return getattr(self, method)(body, **found)
         return self._refuse(404, "EntryNotFound", f"no such endpoint: {self.command} {path}")
 
     def _repo(self, repo: str, contents: bool = False) -> Repo | None:
@@ -207,7 +218,6 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None or (found.private and self._user is None):
             self._refuse(404 if self._user else 401, "RepoNotFound", "Repository not found")
             return None
-        # As on the Hub: everybody sees a gated repository's page and listing, its files need access.
         if contents and found.gated:
             self._refuse(403 if self._user else 401, "GatedRepo", "Access to this model is restricted")
             return None
@@ -239,44 +249,28 @@ class _Handler(BaseHTTPRequestHandler):
         if repo_id in self.hub.repos:
             return self._answer(409, {"error": "You already created this model repo", **url})
         private = wanted.get("visibility") == "private" or bool(wanted.get("private"))
-        self.hub.repos[repo_id] = Repo(private=private)
+        self.hub.repos[repo_id] = Repo(repo_id, private=private)
         self.hub.repos[repo_id].commit({".gitattributes": b"*.safetensors filter=lfs\n"}, "initial commit")
         return self._answer(200, url)
 
-    def auth_check(self, body: bytes, repo: str) -> None:
-        if self._repo(repo, contents=True) is not None:
-            self._answer(200)
-
-    def auth_check_write(self, body: bytes, repo: str) -> None:
-        if self._repo(repo) is None:
-            return
-        if self._user is None or repo.split("/")[0] not in (self._user, "team"):
-            return self._refuse(403, "", "You don't have write access")
+    def auth_check(self, body: bytes, repo: Repo) -> None:
         self._answer(200)
 
-    def info(self, body: bytes, repo: str, revision: str = "main") -> None:
-        found = self._repo(repo)
-        if found is None:
-            return
-        state = found.at(revision)
-        if state is None:
-            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
-        oid, files = state
-        siblings = [{"rfilename": path} for path in sorted(files)]
-        content = {"id": repo, "modelId": repo, "sha": oid, "private": found.private, "gated": found.gated}
+    def auth_check_write(self, body: bytes, repo: Repo) -> None:
+        if self._user is None or repo.name.split("/")[0] not in (self._user, "team"):
+            return self._refuse(403, "", "You don't have write access")
+        return self._answer(200)
+
+    def info(self, body: bytes, repo: Repo, state: State) -> None:
+        siblings = [{"rfilename": path} for path in sorted(state[1])]
+        content = {"id": repo.name, "modelId": repo.name, "sha": state[0], "private": repo.private, "gated": repo.gated}
         self._answer(200, {**content, "siblings": siblings, "tags": [], "downloads": 0, "likes": 0})
 
-    def tree(self, body: bytes, repo: str, revision: str) -> None:
-        found = self._repo(repo)
-        if found is None:
-            return
-        state = found.at(revision)
-        if state is None:
-            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+    def tree(self, body: bytes, repo: Repo, state: State) -> None:
         entries = []
         for path, content in sorted(state[1].items()):
             entry: dict[str, Any] = {"type": "file", "path": path, "size": len(content), "oid": _git_oid(content)}
-            if path in found.large:
+            if path in repo.large:
                 entry["lfs"] = {"oid": _sha256(content), "size": len(content), "pointerSize": 130}
             entries.append(entry)
         self._answer(200, entries)
@@ -287,11 +281,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._answer(400, {"errors": [{"message": "no metadata"}], "warnings": []})
         return self._answer(200, {"errors": [], "warnings": []})
 
-    def preupload(self, body: bytes, repo: str, revision: str) -> None:
-        found = self._repo(repo)
-        if found is None:
-            return
-        present = found.commits[-1][1]
+    def preupload(self, body: bytes, repo: Repo) -> None:
+        present = repo.commits[-1][1]
         answer = []
         for file in json.loads(body)["files"]:
             path = file["path"]
@@ -303,9 +294,7 @@ class _Handler(BaseHTTPRequestHandler):
             answer.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self._answer(200, {"files": answer})
 
-    def lfs_batch(self, body: bytes, repo: str) -> None:
-        if self._repo(repo) is None:
-            return
+    def lfs_batch(self, body: bytes, repo: Repo) -> None:
         objects = []
         for wanted in json.loads(body)["objects"]:
             entry = dict(wanted)
@@ -320,24 +309,19 @@ class _Handler(BaseHTTPRequestHandler):
         self.hub.objects[oid] = body
         return self._answer(200)
 
-    def xet_token(self, body: bytes, repo: str, revision: str) -> None:
-        if self._repo(repo) is None:
-            return
+    def xet_token(self, body: bytes, repo: Repo) -> None:
         if self.hub.xet is None:
             return self._refuse(404, "", "no such endpoint")
         place, expires = f"local://{self.hub.xet}", int(time.time()) + 3600
         headers = {"X-Xet-Cas-Url": place, "X-Xet-Access-Token": "xet", "X-Xet-Token-Expiration": str(expires)}
         return self._answer(200, {"casUrl": place, "accessToken": "xet", "exp": expires}, headers)
 
-    def commit(self, body: bytes, repo: str, revision: str) -> None:
-        found = self._repo(repo)
-        if found is None:
-            return
+    def commit(self, body: bytes, repo: Repo) -> None:
         if self.hub.xet is not None and any(self.hub.xet.rglob("*.mdb")):
             self.hub.objects |= self.hub.known
         if self._user is None:
             return self._refuse(403, "", "You don't have write access")
-        files = dict(found.commits[-1][1])
+        files = dict(repo.commits[-1][1])
         message = ""
         for line in body.splitlines():
             item = json.loads(line)
@@ -350,25 +334,19 @@ class _Handler(BaseHTTPRequestHandler):
                 if value["oid"] not in self.hub.objects:
                     return self._answer(400, {"error": f"no object {value['oid']}"})
                 files[value["path"]] = self.hub.objects[value["oid"]]
-                found.large.add(value["path"])
+                repo.large.add(value["path"])
             elif item["key"] == "deletedFile":
                 files.pop(value["path"], None)
-        oid = found.commit(files, message)
-        return self._answer(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/{oid}", "commitOid": oid})
+        oid = repo.commit(files, message)
+        return self._answer(200, {"commitUrl": f"{self.hub.url}/{repo.name}/commit/{oid}", "commitOid": oid})
 
-    def resolve(self, body: bytes, repo: str, revision: str, path: str) -> None:
-        found = self._repo(repo, contents=True)
-        if found is None:
-            return
-        state = found.at(revision)
-        if state is None:
-            return self._refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+    def resolve(self, body: bytes, repo: Repo, state: State, path: str) -> None:
         oid, files = state
         if path not in files:
             return self._refuse(404, "EntryNotFound", f"{path} does not exist")
-        content = files[path]
-        etag = _sha256(content) if path in found.large else _git_oid(content)
-        self._answer(200, content, {"X-Repo-Commit": oid, "ETag": f'"{etag}"', "Accept-Ranges": "none"})
+        etag = _sha256(files[path]) if path in repo.large else _git_oid(files[path])
+        headers = {"X-Repo-Commit": oid, "ETag": f'"{etag}"', "Accept-Ranges": "none"}
+        return self._answer(200, files[path], headers)
 
 
 _REPO = r"(?P<repo>[\w.-]+(?:/[\w.-]+)?)"

@@ -62,8 +62,9 @@ def test_made_and_replaced(tmp_path: Path) -> None:
     write(out, "two")
     assert content(out) == whole("two")
     assert os.listdir(out.parent) == ["out"]
-    with pytest.raises(UsageError, match="already exists"):
+    with pytest.raises(UsageError, match="already exists; choose another output folder or pass --overwrite"):
         write(out, "three", overwrite=False)
+    assert content(out) == whole("two")
 
 
 @pytest.mark.parametrize("fail", [KeyboardInterrupt(), ValueError(), MemoryError()])

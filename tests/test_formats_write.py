@@ -181,17 +181,6 @@ def test_weights_beyond_float16(tmp_path: Path) -> None:
         write_tiny_bundle(tmp_path / "out", model, dtype="float16")
 
 
-def test_output_exists(model: Path, tmp_path: Path) -> None:
-    out = write_tiny_bundle(tmp_path / "out", model)
-    before = _content(out)
-    with pytest.raises(UsageError, match="already exists; choose another output folder or pass --overwrite"):
-        write_tiny_bundle(out, model)
-    assert _content(out) == before
-    write_tiny_bundle(out, model, dtype="float16", overwrite=True)
-    assert Bundle.open(out).checkpoint.tensor("model.norm.weight").dtype is torch.float16
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["model", "out"]
-
-
 def test_overwrite_replaces_only_bundles(model: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
