@@ -130,20 +130,10 @@ def verify(folder: Path) -> bool:
     return True
 
 
-def amendable(folder: Path) -> None:
-    """What ``--save`` asks first."""
-    with contextlib.suppress(UsageError):  # a folder that holds what is not the bundle's
-        check_amendable(folder)
-
-
 def _state(folder: Path) -> list[tuple[Any, ...]]:
     """Names, kinds, sizes and times of everything in a folder: reading must change none."""
-    found = []
-    for root, folders, files in os.walk(folder):
-        for name in [*folders, *files]:
-            status = os.lstat(os.path.join(root, name))
-            found.append((root, name, status.st_mode, status.st_size, status.st_mtime_ns))
-    return sorted(found)
+    found = [(path, path.lstat()) for path in sorted(folder.rglob("*"))]
+    return [(path, status.st_mode, status.st_size, status.st_mtime_ns) for path, status in found]
 
 
 @contextlib.contextmanager
@@ -234,20 +224,19 @@ def run_case(
         damage()
     before = _state(folder.parent)
     verified = _attempt(lambda: verify(folder), seconds)
-    opening = contextlib.nullcontext()
-    if when == "after opening":
-        plain = Bundle.open
+    plain = Bundle.open
 
-        def open_and_damage(path: Any) -> Bundle:
-            bundle = plain(path)
+    def open_and_damage(path: Any) -> Bundle:
+        bundle = plain(path)
+        if when == "after opening":
             damage()
-            return bundle
+        return bundle
 
-        opening = mock.patch.object(Bundle, "open", open_and_damage)
-    with opening:
+    with mock.patch.object(Bundle, "open", open_and_damage):
         loaded = _attempt(lambda: answers(folder), seconds)
     opened = _attempt(lambda: meaning(Bundle.open(folder)), seconds)
-    _attempt(lambda: amendable(folder), seconds)
+    with contextlib.suppress(UsageError):  # a folder that holds what is not the bundle's
+        _attempt(lambda: check_amendable(folder), seconds)  # what ``--save`` asks first
     if int(name.split(":")[1]) % 20 == 0:
         _commands(folder, forged, refused=verified is None if when != "after opening" else None)
     if when != "after opening" and _state(folder.parent) != before:

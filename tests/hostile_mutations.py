@@ -210,9 +210,7 @@ def _change_document(random: Random, file: Path) -> str:
 
 
 def odd_json(random: Random, folder: Path) -> str:
-    (folder / "sub").mkdir(exist_ok=True)
-    for shard in folder.glob("model-*"):
-        shutil.copyfile(shard, folder / "sub" / shard.name)
+    shutil.copytree(folder.parent / "outside", folder / "sub")
     return _change_document(random, _pick(random, folder, "*.json"))
 
 
