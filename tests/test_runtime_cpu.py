@@ -32,7 +32,7 @@ from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
 from wisparse.runtime.cpu import step as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
-from wisparse.runtime.cpu.weights import read_matrix
+from wisparse.runtime.cpu.weights import CpuProjection, read_matrix
 from wisparse.runtime.model import Model
 from wisparse.runtime.torch import block as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
@@ -279,6 +279,30 @@ def test_int4_decodes_as_the_reference_does_with_the_rounded_weights(
     # as far from its float64 there as with attention alone.
     atol = 3e-3 if variant in HYBRIDS else 3e-4
     torch.testing.assert_close(decode_all(decoder, PROMPTS, steps), wanted, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("as_many_threads_as_asked_for")
+@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
+@pytest.mark.parametrize("variant", ["llama-bias", "phi3-long", "gemma2", "qwen3.5"])
+def test_a_short_prompt_is_read_by_the_step(
+    tiny_bundles: dict[str, Bundle], variant: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a product of torch's, and as torch reads it: dense, half sparse, and behind what stands there."""
+    torch.set_num_threads(2)
+    decoder, prompt = cpu_decoder(tiny_bundles[variant], weights=weights), tokens(16, seed=7)
+    found = []
+    for rows in (0, 16):
+        monkeypatch.setattr(decoder, "_step_rows", rows)
+        if rows:
+            monkeypatch.setattr(CpuProjection, "product", None)
+        for sparse_from, stop in ((16, 16), (8, 16), (0, 6)):
+            decoder.measure_sparsity(True)
+            found.append([decoder.prefill(0, prompt, sparse_from, stop=stop), decoder.realised_sparsity()])
+            if stop < 16:
+                found[-1][0] = decoder.prefill(0, prompt, sparse_from, start=stop)
+    for theirs, mine in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(mine[0], theirs[0], atol=3e-3, rtol=1e-3)
+        assert (mine[1] or 0) == pytest.approx(theirs[1] or 0, abs=0.02)
 
 
 def test_int8_costs_little_quality(example_bundle: Path) -> None:

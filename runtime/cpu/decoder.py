@@ -15,10 +15,12 @@ from wisparse.formats.weight_types import WEIGHT_TYPES
 from wisparse.kernels.cpu.launch import prepare
 from wisparse.kernels.cpu.layout import StoredAs, type_name
 
+from ..decoding.cache import KVCache
 from ..decoding.decoder import check_capacity
+from ..decoding.rotary import switch_length
 from ..torch.block import finish_logits, read_block
 from ..torch.decoder import TorchDecoder
-from .step import Step
+from .step import MOST_ROWS, Step
 from .weights import CpuProjection, Matrix, product_dtype, read_matrices
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -66,6 +68,9 @@ class CpuDecoder(TorchDecoder):
             for index in range(config.num_blocks)
         ]
         self._prepare(bundle)
+        # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
+        converted = dtype != torch.float32 or any(matrix.stored_as != StoredAs.BASE for matrix in matrices.values())
+        self._step_rows = 8 if product_dtype(dtype) == torch.bfloat16 else MOST_ROWS if converted else MOST_ROWS // 2
         self._step = Step(
             region, config, self._blocks, self._embedding, self._norm, self._output, self._rotaries, self._cache
         )
@@ -97,6 +102,19 @@ class CpuDecoder(TorchDecoder):
                 lengths[slot] = length + 1
             self._sparse_positions += len(rows)
         return self._step.logits[: len(tokens)]
+
+    def _forward(
+        self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
+    ) -> Tensor:
+        switch = switch_length(self.config)  # the step has one table of rotary factors
+        if cache is not self._cache or len(token_ids) > self._step_rows or (switch is not None and total > switch):
+            return super()._forward(cache, slot, token_ids, start=start, total=total, first_sparse=first_sparse)
+        tokens = token_ids.tolist()
+        self._sparse_positions += len(tokens) - first_sparse
+        parts = ((tokens[:first_sparse], start, False), (tokens[first_sparse:], start + first_sparse, True))
+        return torch.cat(
+            [self._step.read(slot, part, at, masked=masked).to(self.dtype) for part, at, masked in parts if part]
+        )
 
     def set_masks(self, masks: Mapping[str, ProjectionMask]) -> None:
         super().set_masks(masks)

@@ -22,6 +22,7 @@ from .weights import CpuProjection, Matrix
 
 # A thread that reads less than this per step waits for the others for longer than it helps.
 _BYTES_PER_THREAD = 1 << 20
+MOST_ROWS = 32  # tokens of a prompt that a step reads
 
 
 class Step:
@@ -43,15 +44,15 @@ class Step:
         self._kept_alive: list[Tensor] = []
         self._team = Team()
         self._threads = self._capacity = 0  # what the buffers were allocated for
-        self._counts = torch.zeros(0, dtype=torch.int64)
         self._projections: list[CpuProjection] = [p for block in blocks for p in block.projections]  # type: ignore[misc]
+        self._counts = np.zeros((1, len(self._projections)), dtype=np.int64)
         weights = output.nbytes + sum(p.matrix.nbytes for p in self._projections)
         self._most_threads = max(1, min(usable_cores(), weights // _BYTES_PER_THREAD))
         self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
 
         max_batch, max_len = len(cache.lengths), cache.max_seq_len
         self.logits = torch.empty(max_batch, config.vocab_size)  # float32, by slot
-        rows = torch.zeros(3, max_batch, dtype=torch.int64)  # slot, token and position of every row
+        rows = torch.zeros(3, max(max_batch, MOST_ROWS), dtype=torch.int64)  # slot, token and position of every row
         self._rows = rows.numpy()
         tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in rotaries]
         self._table = np.array([p.matrix.row() for p in self._projections])  # the table of projections
@@ -101,13 +102,30 @@ class Step:
         self.take_masks()
 
     def run(self, rows: Sequence[tuple[int, int, int]]) -> None:
-        """Append a token to some slots: rows of (slot, token, position), each slot at most once."""
+        """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position."""
         threads = min(team_size(), self._most_threads)
         if threads > self._threads or len(rows) > self._capacity:
             self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
         self._rows[:, : len(rows)] = np.array(rows).T
         self._parameters[StepField.ROWS] = len(rows)
         self._team.launch(self._region, self._parameters, threads)
+
+    def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
+        """Read part of a prompt, a row a token: hidden states (T, H) float32, valid until the next step."""
+        thresholds, counts = self._thresholds.clone(), None if masked else self.kept()
+        if not masked:
+            self._thresholds.zero_()
+        self._parameters[StepField.VOCAB] = 0  # no logits
+        try:
+            self.run([(slot, token, start + i) for i, token in enumerate(tokens)])
+        finally:
+            self._parameters[StepField.VOCAB] = self._config.vocab_size
+            self._thresholds.copy_(thresholds)
+        if counts is not None:  # only masked positions are counted
+            self._counts[:] = 0
+            self._counts[0] = counts
+        hidden = self._config.hidden_size
+        return self._buffers[StepField.SCRATCH][: 4 * len(tokens) * hidden].view(torch.float32).view(-1, hidden)
 
     def take_masks(self) -> None:
         """Put the projections' masks into the tables; no step may run meanwhile."""
@@ -121,11 +139,11 @@ class Step:
 
     def kept(self) -> list[int]:
         """Channels kept since :meth:`forget`, over all rows, of each projection."""
-        return self._counts.view(self._threads, len(self._projections)).sum(0).tolist()
+        return self._counts.sum(0).tolist()
 
     def forget(self) -> None:
         """Count kept channels from zero."""
-        self._counts.zero_()
+        self._counts[:] = 0
 
     def _fill(self, fields: type[IntEnum], values: dict) -> np.ndarray:
         """A table's row: numbers, and the addresses of tensors, which are kept alive; None is 0."""
@@ -198,9 +216,8 @@ class Step:
             longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
         layout = scratch_layout(rows, config.hidden_size, longest, max(longest, self._input_width))
         counts = torch.zeros(threads, len(self._projections), dtype=torch.int64)
-        if self._threads:
-            counts[0] = torch.tensor(self.kept())
-        self._counts = counts
+        counts[0] = torch.tensor(self.kept())
+        self._counts = counts.numpy()
         self._threads, self._capacity = threads, rows
         self._buffers = {
             StepField.HALF: torch.empty(rows, config.hidden_size),
