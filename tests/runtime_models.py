@@ -7,134 +7,74 @@ from typing import Any
 
 import torch
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
-    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
-}
+# fmt: off
 LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 4.0,
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.05, 1.1, 1.2, 1.3, 1.5],
+    "long_factor": [1.0, 1.5, 2.5, 4.0, 6.0, 9.0],
 }
-_PATTERN = ["sliding_attention", "full_attention", "sliding_attention"]
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0,
+}
+_NEAR = {"rope_type": "default", "rope_theta": 100.0}  # of the blocks with a window
+_WINDOWS = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
-# Families whose blocks differ from Llama's in more than a switch. The numbers are small enough that windows, caps and
-# the second rotary embedding all change the tokens of a short prompt.
+# name -> (model_type, settings). Families whose blocks differ from Llama's in more than a switch. The numbers are small
+# enough that windows, caps and the second rotary embedding all change the tokens of a short prompt.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gemma2": (
-        "gemma2",
-        {
-            "head_dim": 24,
-            "sliding_window": 7,
-            "layer_types": _PATTERN,
-            "query_pre_attn_scalar": 40,
-            "attn_logit_softcapping": 2.0,
-            "final_logit_softcapping": 5.0,
+    "gemma2": ("gemma2", {
+        **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    }),
+    "gemma3": ("gemma3_text", {
+        **_WINDOWS, "head_dim": 24, "query_pre_attn_scalar": 40, "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0}, "sliding_attention": _NEAR,
         },
-    ),
-    "gemma3": (
-        "gemma3_text",
-        {
-            "head_dim": 24,
-            "sliding_window": 7,
-            "layer_types": _PATTERN,
-            "query_pre_attn_scalar": 40,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 20000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
+    }),
+    "gemma4": ("gemma4_text", {
+        **_WINDOWS, "head_dim": 16, "global_head_dim": 24, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 0, "final_logit_softcapping": 5.0, "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
+            "sliding_attention": _NEAR,
         },
-    ),
-    "gemma4": (
-        "gemma4_text",
-        {
-            "head_dim": 16,
-            "global_head_dim": 24,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 0,
-            "sliding_window": 7,
-            "layer_types": _PATTERN,
-            "final_logit_softcapping": 5.0,
-            "rope_parameters": {
-                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 500.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
+    }),
     "olmo2": ("olmo2", {}),
-    "olmo3": (
-        "olmo3",
-        {
-            "sliding_window": 7,
-            "layer_types": _PATTERN,
-            "rope_parameters": {
-                "full_attention": YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-            },
-        },
-    ),
+    "olmo3": ("olmo3", {**_WINDOWS, "rope_parameters": {"full_attention": YARN, "sliding_attention": _NEAR}}),
     "smollm3": ("smollm3", {"no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
     "smollm3-window": ("smollm3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True, "sliding_window": 7}),
-    "granite": (
-        "granite",
-        {
-            "embedding_multiplier": 3.0,
-            "attention_multiplier": 0.4,
-            "residual_multiplier": 0.6,
-            "logits_scaling": 2.5,
-            "attention_bias": True,
-        },
-    ),
+    "granite": ("granite", {
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.4, "residual_multiplier": 0.6, "logits_scaling": 2.5,
+        "attention_bias": True,
+    }),
     "gemma": ("gemma", {"head_dim": 24, "attention_bias": True}),
-    "ministral": ("ministral", {"head_dim": 24, "sliding_window": 7, "layer_types": _PATTERN}),
+    "ministral": ("ministral", {**_WINDOWS, "head_dim": 24}),
     "helium": ("helium", {"head_dim": 16, "attention_bias": True, "mlp_bias": True}),
     "glm": ("glm", {"head_dim": 24, "attention_bias": True}),
     "glm4": ("glm4", {"head_dim": 24, "attention_bias": True}),
     "seed-oss": ("seed_oss", {"attention_out_bias": True, "mlp_bias": True, "head_dim": 24}),
     "exaone4": ("exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
-    "exaone4-window": ("exaone4", {"sliding_window": 7, "layer_types": _PATTERN}),
-    "hunyuan": (
-        "hunyuan_v1_dense",
-        {
-            "head_dim": 24,
-            "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
-        },
-    ),
+    "exaone4-window": ("exaone4", _WINDOWS),
+    "hunyuan": ("hunyuan_v1_dense", {
+        "head_dim": 24,
+        "rope_parameters": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 10000.0},
+    }),
     "ernie": ("ernie4_5", {"use_bias": True, "head_dim": 24}),
     "ministral3": ("ministral3", {"head_dim": 24, "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.7}}),
 }
 
 # Some of their blocks are recurrent.
 HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3.5": (
-        "qwen3_5_text",
-        {
-            "head_dim": 24,
-            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-            "linear_num_key_heads": 2,
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 12,
-            "linear_value_head_dim": 20,
-            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
-        },
-    ),
+    "qwen3.5": ("qwen3_5_text", {
+        "head_dim": 24, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 12, "linear_value_head_dim": 20,
+        "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.25},
+    }),
 }
 
-# name -> (model_type, settings)
+_LATER_WINDOW = {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama", {"tie_word_embeddings": True}),
@@ -145,120 +85,67 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {"sliding_window": None, "head_dim": 16}),
     "mistral-window": ("mistral", {"sliding_window": 7}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen2-window": ("qwen2", _LATER_WINDOW),
     "qwen3": ("qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
-    "qwen3-window": (
-        "qwen3",
-        {"head_dim": 16, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
-    ),
+    "qwen3-window": ("qwen3", {**_LATER_WINDOW, "head_dim": 16}),
     "phi3": ("phi3", {}),
     "phi3-window": ("phi3", {"sliding_window": 9}),
     "phi3-partial": ("phi3", {"rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}}),
-    "phi3-long": (
-        "phi3",
-        {
-            "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75},
-            "original_max_position_embeddings": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
+    "phi3-long": ("phi3", {
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.75}, "original_max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+    }),
     **FAMILIES,
 }
 
-
 _SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 112,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
+    "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "max_position_embeddings": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }
+_VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+_PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 8}
 _QWEN_VISION = {"depth": 1, "num_heads": 2, "hidden_size": 16, "patch_size": 4}
-_MROPE = {"rope_theta": 5000.0, "rope_type": "default"}
+_QWEN_NEW_VISION = {**_QWEN_VISION, "intermediate_size": 24, "out_hidden_size": 64}
+
+
+def _mrope(*section: int, **settings: bool) -> dict[str, Any]:
+    return {"rope_theta": 5000.0, "rope_type": "default", "mrope_section": list(section), **settings}
+
 
 # name -> (model_type, settings, of the text model, of the vision tower): models of pictures and text whose text model
 # is one of the families.
 WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "mistral3": (
-        "mistral3",
-        {"tie_word_embeddings": False},
-        {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
-        {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
+        "mistral3", {"tie_word_embeddings": False}, {"model_type": "mistral", "head_dim": 24, "sliding_window": None},
+        _PIXTRAL,
     ),
     "mistral3-ministral": (
-        "mistral3",
-        {"tie_word_embeddings": True},
-        {"model_type": "ministral3", **FAMILIES["ministral3"][1], "tie_word_embeddings": True},
-        {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "head_dim": 8},
+        "mistral3", {"tie_word_embeddings": True},
+        {"model_type": "ministral3", **FAMILIES["ministral3"][1], "tie_word_embeddings": True}, _PIXTRAL,
     ),
     "gemma3": (
-        "gemma3",
-        {},
-        {"model_type": "gemma3_text", **FAMILIES["gemma3"][1]},
-        {
-            "model_type": "siglip_vision_model",
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "image_size": 64,
-            "patch_size": 4,
-        },
+        "gemma3", {}, {"model_type": "gemma3_text", **FAMILIES["gemma3"][1]},
+        {**_VISION, "model_type": "siglip_vision_model", "num_attention_heads": 2, "image_size": 64, "patch_size": 4},
     ),
     "gemma4": (
-        "gemma4",
-        {},
-        {"model_type": "gemma4_text", **FAMILIES["gemma4"][1]},
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 2,
-            "head_dim": 8,
-            "position_embedding_size": 64,
-        },
+        "gemma4", {}, {"model_type": "gemma4_text", **FAMILIES["gemma4"][1]},
+        {**_VISION, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 64},
     ),
-    "qwen2-vl": (
-        "qwen2_vl",
-        {},
-        {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}},
-        {**_QWEN_VISION, "embed_dim": 16},
-    ),
+    "qwen2-vl": ("qwen2_vl", {}, {"rope_parameters": _mrope(2, 3, 3)}, {**_QWEN_VISION, "embed_dim": 16}),
     "qwen2.5-vl": (
-        "qwen2_5_vl",
-        {"tie_word_embeddings": True},
-        {"rope_parameters": {**_MROPE, "mrope_section": [2, 3, 3]}, "tie_word_embeddings": True},
-        {**_QWEN_VISION, "intermediate_size": 24, "out_hidden_size": 64, "fullatt_block_indexes": [0]},
+        "qwen2_5_vl", {"tie_word_embeddings": True}, {"rope_parameters": _mrope(2, 3, 3), "tie_word_embeddings": True},
+        {**_QWEN_NEW_VISION, "fullatt_block_indexes": [0]},
     ),
     "qwen3.5": (
-        "qwen3_5",
-        {},
-        {
-            **HYBRIDS["qwen3.5"][1],
-            "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 1], "mrope_interleaved": True},
-        },
-        {**_QWEN_VISION, "intermediate_size": 24, "out_hidden_size": 64, "num_position_embeddings": 16},
+        "qwen3_5", {}, {**HYBRIDS["qwen3.5"][1], "rope_parameters": _mrope(1, 1, 1, mrope_interleaved=True)},
+        {**_QWEN_NEW_VISION, "num_position_embeddings": 16},
     ),
     "qwen3-vl": (
-        "qwen3_vl",
-        {},
-        {
-            "head_dim": 24,
-            "rope_parameters": {**_MROPE, "mrope_section": [4, 4, 4], "mrope_interleaved": True},
-        },
-        {
-            **_QWEN_VISION,
-            "intermediate_size": 24,
-            "out_hidden_size": 64,
-            "num_position_embeddings": 16,
-            "deepstack_visual_indexes": [0],
-        },
+        "qwen3_vl", {}, {"head_dim": 24, "rope_parameters": _mrope(4, 4, 4, mrope_interleaved=True)},
+        {**_QWEN_NEW_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
     ),
 }
+# fmt: on
 
 
 def make_wrapper(name: str, out: Path, *, vocab_size: int = 101) -> Path:
@@ -285,12 +172,7 @@ def make_checkpoint(variant: str, out: Path, *, max_shard_size: str = "5GB", voc
 
     model_type, settings = {**VARIANTS, **HYBRIDS}[variant]
     settings = {"num_key_value_heads": 2, **settings}
-    config = AutoConfig.for_model(
-        model_type,
-        vocab_size=vocab_size,
-        **_SIZES,
-        **settings,
-    )
+    config = AutoConfig.for_model(model_type, vocab_size=vocab_size, **_SIZES, **settings)
     torch.manual_seed(len(variant))
     model = AutoModelForCausalLM.from_config(config).eval()
     _shake(model)

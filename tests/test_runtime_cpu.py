@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,19 +19,17 @@ from runtime_models import FAMILIES, HYBRIDS, make_checkpoint
 from tiny_bundle import write_tiny_model
 from torch import Tensor
 
-import wisparse
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.checkpoint import Checkpoint
-from wisparse.formats.errors import BundleError, ContextLengthError, UsageError
-from wisparse.formats.weight_types import group_of, quantise_int4, quantise_int8
+from wisparse.formats.errors import BundleError, UsageError
+from wisparse.formats.weight_types import group_of, quantise_int4
 from wisparse.kernels.cpu import launch as cpu_team
 from wisparse.kernels.cpu.layout import StoredAs
 from wisparse.kernels.reference import keep_mask
 from wisparse.runtime.backends import make_decoder
-from wisparse.runtime.cpu import step as cpu_step
+from wisparse.runtime.cpu import decoder as cpu_step
 from wisparse.runtime.cpu.decoder import CpuDecoder
-from wisparse.runtime.cpu.weights import CpuProjection, read_matrix
-from wisparse.runtime.model import Model
+from wisparse.runtime.cpu.weights import CpuProjection, read_matrix, round_int8
 from wisparse.runtime.torch import block as torch_linear
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -108,32 +104,6 @@ def decode_all(decoder: CpuDecoder | TorchDecoder, prompts: list[Tensor], steps:
 PROMPTS = [tokens(5, seed=1), tokens(28, seed=2), tokens(12, seed=3)]
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_decodes_as_the_reference_does(tiny_bundles: dict[str, Bundle], variant: str) -> None:
-    steps = tokens(25, 3)  # crosses the window, and for phi3-long the switch of the rotary factors
-    bundle = tiny_bundles[variant].at(0)
-    mine = decode_all(cpu_decoder(bundle, max_batch=3), PROMPTS, steps)
-    wanted = decode_all(torch_decoder(bundle, max_batch=3), PROMPTS, steps)
-    torch.testing.assert_close(mine, wanted, atol=3e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("which", ["example_model", pytest.param("qwen_model", marks=pytest.mark.exhaustive)])
-def test_greedy_tokens_of_the_real_models_equal_the_references(
-    which: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
-    bundle = make_bundle(request.getfixturevalue(which), tmp_path / "bundle", 0.4)
-    prompts = ["def f(", ">>> 12 + 30\n", "import os\n\n\nclass ", "for i in range(10):\n", "x = [1, 2", "# The "]
-    models = [
-        wisparse.load(bundle, dtype="float32", backend=backend, max_seq_len=256) for backend in ("numba", "torch")
-    ]
-    for policy in ("dense", "half"):
-        mine, wanted = (
-            [model.generate(prompt, max_new_tokens=24, prefill=policy).token_ids for prompt in prompts]
-            for model in models
-        )
-        assert mine == wanted
-
-
 def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: str) -> None:
     """The weights that ``decoder`` has rounded at load, to the reference as numbers; they are those asked for."""
     mine = [projection for block in decoder._blocks for projection in block.projections]
@@ -143,13 +113,44 @@ def give_rounded(bundle: Bundle, decoder: CpuDecoder, twin: TorchDecoder, kind: 
         if kind == "int4":
             codes = quantise_int4(weight, group=group_of(weight.shape[1]), scale_dtype=torch.bfloat16)
         else:
-            codes = quantise_int8(weight)
+            codes = round_int8(weight)
         plain.weight = codes.dequantise(torch.float32)
         assert cpu.matrix.stored_as == StoredAs[kind.upper()]
         own = cpu.matrix.linear(torch.eye(weight.shape[1]), None).T
         torch.testing.assert_close(own, plain.weight, atol=0, rtol=0 if kind == "int4" else 1e-6)
-    assert decoder._output.stored_as == StoredAs.INT8
-    twin._head = decoder._output.linear(torch.eye(bundle.config.hidden_size), None).T
+    assert decoder._head.stored_as == StoredAs.INT8
+    twin._head = decoder._head.linear(torch.eye(bundle.config.hidden_size), None).T
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("weights", ["native", "int8", "int4"])
+def test_decodes_as_the_reference_does(tiny_bundles: dict[str, Bundle], variant: str, weights: str) -> None:
+    steps = tokens(25, 3)  # crosses the window, and for phi3-long the switch of the rotary factors
+    bundle = tiny_bundles[variant].at(0)
+    decoder, twin = cpu_decoder(bundle, max_batch=3, weights=weights), torch_decoder(bundle, max_batch=3)
+    if weights != "native":
+        give_rounded(bundle, decoder, twin, weights)
+    wanted = decode_all(twin, PROMPTS, steps)
+    # A recurrent head's output is divided by its size, whatever that is: the plain decoder's own float32 is ten times
+    # as far from its float64 there as with attention alone.
+    atol = 3e-3 if variant in HYBRIDS and weights != "native" else 3e-4
+    torch.testing.assert_close(decode_all(decoder, PROMPTS, steps), wanted, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("which", ["example", "gemma3"])
+def test_low_precision_is_no_worse_than_the_references(
+    example_bundle: Path, tiny_bundles: dict[str, Bundle], which: str, dtype: torch.dtype
+) -> None:
+    """gemma3: norms by 1 + weight on both sides of each half, and an embedding's multiplier that no 16 bits hold."""
+    bundle = (Bundle.open(example_bundle) if which == "example" else tiny_bundles[which]).at(0)
+    if which == "gemma3":
+        bundle = dataclasses.replace(bundle, config=dataclasses.replace(bundle.config, embedding_multiplier=7.77))
+    steps, prompt = tokens(20, 1), tokens(16, seed=5)
+    exact = decode_all(torch_decoder(bundle), [prompt], steps)
+    mine = (decode_all(cpu_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
+    theirs = (decode_all(torch_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
+    assert 0 < mine < theirs
 
 
 @pytest.mark.parametrize(
@@ -231,56 +232,6 @@ def test_bits_depend_neither_on_the_batch_nor_on_threads(
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_is_no_worse_than_the_references(example_bundle: Path, dtype: torch.dtype) -> None:
-    bundle = Bundle.open(example_bundle).at(0)
-    steps, prompt = tokens(20, 1), tokens(16, seed=5)
-    exact = decode_all(torch_decoder(bundle), [prompt], steps)
-    mine = (decode_all(cpu_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
-    theirs = (decode_all(torch_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
-    assert 0 < mine < theirs
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_low_precision_of_a_sandwich_is_no_worse_than_the_references(
-    tiny_bundles: dict[str, Bundle], dtype: torch.dtype
-) -> None:
-    """Norms by 1 + weight on both sides of each half, and an embedding's multiplier that bfloat16 cannot hold."""
-    bundle = tiny_bundles["gemma3"].at(0)
-    bundle = dataclasses.replace(bundle, config=dataclasses.replace(bundle.config, embedding_multiplier=7.77))
-    assert float(torch.tensor(7.77, dtype=torch.bfloat16)) != 7.77
-    steps, prompt = tokens(20, 1), tokens(16, seed=5)
-    exact = decode_all(torch_decoder(bundle), [prompt], steps)
-    mine = (decode_all(cpu_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
-    theirs = (decode_all(torch_decoder(bundle, dtype), [prompt], steps) - exact).abs().mean()
-    assert 0 < mine < theirs
-
-
-def test_codes_decode_as_they_prefill(tiny_bundles: dict[str, Bundle]) -> None:
-    for variant, weights in itertools.product(("llama-bias", "phi3-partial", "gemma2", "olmo2"), ("int8", "int4")):
-        decoder = cpu_decoder(tiny_bundles[variant].at(0), weights=weights)
-        sequence = tokens(20, seed=4)
-        whole = decoder.logits(sequence, len(sequence))
-        decoder.prefill(0, sequence[:1], 1)
-        stepwise = torch.stack([decoder.decode(token[None])[0].clone() for token in sequence[1:]])
-        torch.testing.assert_close(stepwise, whole[1:], atol=3e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_int4_decodes_as_the_reference_does_with_the_rounded_weights(
-    tiny_bundles: dict[str, Bundle], variant: str
-) -> None:
-    bundle = tiny_bundles[variant].at(0)
-    decoder, twin = cpu_decoder(bundle, max_batch=3, weights="int4"), torch_decoder(bundle, max_batch=3)
-    give_rounded(bundle, decoder, twin, "int4")
-    steps = tokens(25, 3)
-    wanted = decode_all(twin, PROMPTS, steps)
-    # A recurrent head's output is divided by its size, whatever that is: the plain decoder's own float32 is ten times
-    # as far from its float64 there as with attention alone.
-    atol = 3e-3 if variant in HYBRIDS else 3e-4
-    torch.testing.assert_close(decode_all(decoder, PROMPTS, steps), wanted, atol=atol, rtol=1e-4)
-
-
 @pytest.mark.usefixtures("as_many_threads_as_asked_for")
 @pytest.mark.parametrize("weights", ["native", "int8", "int4"])
 @pytest.mark.parametrize("variant", ["llama-bias", "phi3-long", "gemma2", "qwen3.5"])
@@ -303,15 +254,6 @@ def test_a_short_prompt_is_read_by_the_step(
     for theirs, mine in zip(found[:3], found[3:], strict=True):
         torch.testing.assert_close(mine[0], theirs[0], atol=3e-3, rtol=1e-3)
         assert (mine[1] or 0) == pytest.approx(theirs[1] or 0, abs=0.02)
-
-
-def test_int8_costs_little_quality(example_bundle: Path) -> None:
-    bundle = Bundle.open(example_bundle).at(0)
-    sequence = tokens(90, seed=6)
-    full = torch_decoder(bundle).logits(sequence, 90).log_softmax(-1)
-    rounded = cpu_decoder(bundle, weights="int8").logits(sequence, 90).log_softmax(-1)
-    divergence = (full.exp() * (full - rounded)).sum(-1).mean()
-    assert 0 < divergence < 0.01
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
@@ -376,22 +318,6 @@ def test_counts_what_the_reference_counts(tiny_bundles: dict[str, Bundle]) -> No
     assert decoders[0].realised_sparsity() is None
 
 
-def test_a_full_slot_ends_cleanly(tiny_bundles: dict[str, Bundle]) -> None:
-    decoder = cpu_decoder(tiny_bundles["llama-3.1"], max_batch=2)
-    decoder.prefill(0, tokens(99), 99)
-    decoder.prefill(1, tokens(5), 5)
-    decoder.decode(tokens(2))
-    with pytest.raises(ContextLengthError, match="slot 0 is full"):
-        decoder.decode(tokens(2))
-    assert decoder.lengths == [100, 6]
-    after = decoder.decode(torch.tensor([-1, 7]))[1].clone()
-    decoder.prefill(1, tokens(5), 5)
-    decoder.decode(torch.tensor([-1, int(tokens(2)[1])]))
-    assert torch.equal(decoder.decode(torch.tensor([-1, 7]))[1], after)
-    with pytest.raises(ContextLengthError):
-        decoder.prefill(0, tokens(101), 101)
-
-
 def test_is_the_default_on_cpus(tiny_bundles: dict[str, Bundle]) -> None:
     settings = {"device": CPU, "max_seq_len": 50}
     for bundle in tiny_bundles.values():
@@ -403,33 +329,6 @@ def test_is_the_default_on_cpus(tiny_bundles: dict[str, Bundle]) -> None:
     config = tiny_bundles["qwen3"].config
     assert "float64" in (CpuDecoder.refusal(config, CPU, torch.float64, "native") or "")
     assert "cuda" in (CpuDecoder.refusal(config, torch.device("cuda"), torch.float32, "native") or "")
-
-
-@pytest.fixture(scope="module")
-def model(example_bundle: Path) -> Model:
-    return wisparse.load(example_bundle, max_seq_len=256, max_batch=2)
-
-
-def test_threads_and_broken_streams_leave_the_model_right(model: Model) -> None:
-    assert model.decoder.name == "numba"
-    prompts = ["def f(", "import ", ">>> 2 + 2\n", "class A"]
-    wanted = [model.generate(prompt, max_new_tokens=12).token_ids for prompt in prompts]
-    stream = model.stream("def g(", max_new_tokens=50)
-    next(stream)
-    assert model.generate(prompts[0], max_new_tokens=12).token_ids == wanted[0]  # beside the one that is not read
-    stream.close()
-    found: dict[int, tuple[int, ...]] = {}
-
-    def work(index: int) -> None:
-        found[index] = model.generate(prompts[index], max_new_tokens=12).token_ids
-
-    workers = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [found[index] for index in range(4)] == wanted
-    assert [answer.token_ids for answer in model.generate(prompts, max_new_tokens=12)] == wanted
 
 
 def test_prompts_leak_nothing(tiny_bundles: dict[str, Bundle]) -> None:

@@ -85,16 +85,6 @@ def test_a_large_vocabulary_needs_the_full_sort_and_gets_it() -> None:
     assert 1024 < int(kept.sum()) < 5000
 
 
-def test_frequencies_follow_the_probabilities() -> None:
-    logits = torch.tensor([[0.5, 2.0, 1.0, -1.0]])
-    expected = (logits[0] / 0.8).softmax(0)
-    counts = torch.zeros(4)
-    settings = SamplingParams(0.8, seed=11)
-    for position in range(4000):
-        counts[sample(logits, [settings], [position])[0]] += 1
-    assert (counts / 4000 - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
-
-
 def test_random_numbers_are_uniform_and_independent() -> None:
     numbers = torch.tensor([[uniform(seed, position) for position in range(64)] for seed in range(64)])
     assert numbers.min() >= 0

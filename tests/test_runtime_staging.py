@@ -1,4 +1,4 @@
-"""Reading a bundle's tensors part by part onto a device: the same tensors, and the same refusals."""
+"""Reading a bundle's tensors part by part onto a GPU, and the layout that its kernels read: the same tensors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from tiny_bundle import change_tensor, tiny_config, write_tiny_bundle, write_tin
 
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import BundleError
-from wisparse.formats.weight_types import QuantizedMatrix, round_weight
+from wisparse.formats.weight_types import QuantizedMatrix, quantise_fp8, quantise_int4, quantise_int8, round_weight
+from wisparse.kernels.gpu.weights import COLUMN_BLOCK, dequantize, empty_weight, store_columns
 from wisparse.runtime.cuda.weights import staged_reads
 
 CPU = torch.device("cpu")
+_ROPE = {"rope_type": "default", "rope_theta": 1e4}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": tiny_config(attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
     "qwen2": tiny_config("qwen2"),
@@ -27,10 +29,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         query_pre_attn_scalar=16,
         sliding_window=7,
         layer_types=["sliding_attention", "full_attention"],
-        rope_parameters={
-            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-        },
+        rope_parameters={"full_attention": _ROPE, "sliding_attention": _ROPE},
     ),
     "olmo2": tiny_config("olmo2"),
     "glm4": tiny_config("glm4", attention_bias=True),
@@ -72,10 +71,7 @@ def test_nan_in_a_later_part_is_found(tmp_path: Path) -> None:
     change_tensor(bundle.folder / info.file, name, values)
     # Opened again: the file's time has changed; its sha256 is not looked at when weights are read.
     checkpoint = Bundle.open(bundle.folder).checkpoint
-    with (
-        staged_reads(checkpoint, [name], CPU, part_bytes=64) as read,
-        pytest.raises(BundleError, match="NaN"),
-    ):
+    with staged_reads(checkpoint, [name], CPU, part_bytes=64) as read, pytest.raises(BundleError, match="NaN"):
         read(name)
 
 
@@ -134,7 +130,6 @@ def test_weights_lie_channel_major_under_their_groups(name: str, tmp_path: Path)
 @pytest.mark.parametrize("scheme", PUBLISHED)
 def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.weights import dequantize
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["llama"])
@@ -161,7 +156,6 @@ def test_codes_stay_codes_and_widen_to_the_bundles_weights(scheme: str, tmp_path
 def test_weights_are_rounded_at_load(weights: str, kept: bool, tmp_path: Path) -> None:
     """From plain ones as the table of types says; codes of the kind that is asked for are kept, others rounded anew."""
     pytest.importorskip("triton")
-    from wisparse.kernels.gpu.weights import dequantize
     from wisparse.runtime.cuda.weights import load_weights
 
     plain = write_tiny_model(tmp_path / "plain", CONFIGS["phi3"])
@@ -196,3 +190,75 @@ def test_weights_beyond_the_type_are_not_rounded(tmp_path: Path) -> None:
         BundleError, match=r"up_proj\.weight: expected finite weights, found NaN or Inf in torch.float16"
     ):
         load_weights(bundle, CPU, torch.float16, "int8")
+
+
+# ------------------------------------------------------------------------------------------ the layout
+
+WIDTHS = (37, 300, 8)
+K = 30  # three groups of ten; no multiple of what a word holds
+
+
+def quantised(kind: str, group: int | None, zeros: bool) -> list[QuantizedMatrix]:
+    weights = [torch.randn(width, K, generator=torch.Generator().manual_seed(width)) for width in WIDTHS]
+    if kind == "fp8":
+        return [quantise_fp8(weight) for weight in weights]
+    round_one = quantise_int4 if kind == "int4" else quantise_int8
+    return [round_one(weight, group=group, zero_points=zeros) for weight in weights]
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "zeros"),
+    [("int4", 10, False), ("int4", 10, True), ("int4", None, True), ("int8", None, False), ("int8", 10, True),
+     ("fp8", None, False), ("int4", 10, "one of them"), ("none", None, False)],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_was_put_in_is_dequantized_as_its_file_says(kind, group, zeros, dtype, monkeypatch):
+    """Also where only one projection has zero points, and where a scale serves several groups."""
+    monkeypatch.setattr("wisparse.kernels.gpu.weights._PIECE", 1000)  # several pieces
+    weight = empty_weight(kind, K, WIDTHS, group, torch.float32 if kind == "none" else dtype, "cpu", zeros=bool(zeros))
+    if kind == "none":
+        expected = [torch.randn(width, K) for width in WIDTHS]
+        for i, one in enumerate(expected):
+            store_columns(weight, i, one)
+    else:
+        parts = quantised(kind, group, bool(zeros))
+        if zeros == "one of them":
+            parts = [parts[0], *quantised(kind, group, False)[1:2], quantised(kind, None, False)[2]]
+        for i, part in enumerate(parts):
+            store_columns(weight, i, part.codes, part.scales, part.zeros)
+        expected = [part.dequantise(dtype) for part in parts]
+    for i, one in enumerate(expected if kind != "none" else ()):
+        out = torch.full((WIDTHS[i], K), float("nan"), dtype=dtype)
+        assert torch.equal(dequantize(weight, i, out.T), one.T)
+        assert torch.equal(out, one)
+    together = torch.empty(K, sum(WIDTHS), dtype=expected[0].dtype)
+    assert torch.equal(dequantize(weight, None, together), torch.cat(expected).T)
+
+
+def test_no_block_of_columns_spans_two_projections():
+    weight = empty_weight("int4", K, WIDTHS, None, torch.bfloat16, "cpu")
+    for i, part in enumerate(quantised("int4", None, False)):
+        store_columns(weight, i, part.codes, part.scales, part.zeros)
+    assert [weight.first(i) for i in range(4)] == [0, COLUMN_BLOCK, 3 * COLUMN_BLOCK, 4 * COLUMN_BLOCK]
+    assert weight.data.shape == (K, 4 * COLUMN_BLOCK // 8)
+    assert weight.scales.shape == (1, 4 * COLUMN_BLOCK)
+    assert not weight.scales[:, 37:COLUMN_BLOCK].any()
+    assert weight.num_bytes == K * 4 * COLUMN_BLOCK // 2 + 4 * 4 * COLUMN_BLOCK
+
+
+@pytest.mark.parametrize(
+    ("made", "change", "message"),
+    [
+        ({}, {"codes": torch.zeros(37, K, dtype=torch.uint8)}, r"codes: expected \(37, 15\), found \(37, 30\)"),
+        ({}, {"scales": torch.ones(37, 2)}, r"scales: expected \(37, 3\), found \(37, 2\)"),
+        ({}, {"scales": None}, r"scales: expected \(37, 3\), found None"),
+        ({}, {"zeros": torch.zeros(37, 3)}, "zeros: the weight was made without zero points"),
+        ({"quant": "int3"}, {}, "quant: expected none"),
+        ({"group": 7}, {}, "expected a divisor of 30"),
+    ],
+)
+def test_what_does_not_fit_is_refused(made, change, message):
+    given = {"codes": torch.zeros(37, 15, dtype=torch.uint8), "scales": torch.ones(37, 3), "zeros": None} | change
+    kind, group = {"quant": "int4", "group": 10, **made}.values()
+    with pytest.raises(ValueError, match=message):
+        store_columns(empty_weight(kind, K, WIDTHS, group, torch.bfloat16, "cpu"), 0, **given)

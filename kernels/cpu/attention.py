@@ -165,8 +165,8 @@ def attention(p, block, part, parts, out, scratch, tag):
             keys, values = block_[BlockField.KEYS] + row, block_[BlockField.VALUES] + row
             # Two threads that share a group both append it, with the same bits.
             _place(
-                qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor, after,
-                eps, scratch,
+                qkv + 4 * (keys_from + group * dim), dim, block_, position, k_norm + group * norm_bytes, k_factor,
+                after, eps, scratch,
             )  # fmt: skip
             key, value = pointer(keys + position * dim * size, tag), pointer(values + position * dim * size, tag)
             rotated, fresh = floats(scratch), qkv + 4 * (values_from + group * dim)

@@ -7,6 +7,7 @@ Kernels are generic over a weight's type by a ``tag``, a number whose numba type
 
 from __future__ import annotations
 
+import inspect
 import operator
 import platform
 import time
@@ -26,6 +27,7 @@ num_threads = types.ExternalFunction(SYMBOLS[1], types.int32())
 sleep_us = types.ExternalFunction(SYMBOLS[2], types.int32(types.uint32))
 
 ZERO, ONE = np.float32(0), np.float32(1)
+_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 _CLOCK = getattr(time, "CLOCK_MONOTONIC", 1)
 _PROJECTION_FIELDS, _BLOCK_FIELDS, _FLOAT_FIELDS = len(ProjectionField), len(BlockField), len(FloatField)
 _ALIGN = 32  # columns: one cache line of bfloat16
@@ -37,6 +39,23 @@ def _field_of(parameters, field):
     if isinstance(parameters, types.Array) and isinstance(field, types.IntEnumMember):
         return lambda parameters, field: parameters[field.value]
     return None
+
+
+def _fixed(signature):
+    """An intrinsic of fixed types, from a function of the LLVM builder and the arguments."""
+
+    def decorate(emit):
+        def codegen(context, builder, _, args):
+            found = emit(builder, *args)
+            return context.get_dummy_value() if signature.return_type == types.void else found
+
+        def typed(typingctx, *args):
+            return signature, codegen
+
+        typed.__name__, typed.__signature__ = emit.__name__, inspect.signature(emit)
+        return intrinsic(typed)
+
+    return decorate
 
 
 @intrinsic
@@ -55,7 +74,7 @@ def size_of(typingctx, tag):
     """Bytes of one element."""
 
     def codegen(context, builder, signature, args):
-        return ir.Constant(ir.IntType(64), tag.bitwidth // 8)
+        return ir.Constant(_I64, tag.bitwidth // 8)
 
     return types.int64(tag), codegen
 
@@ -63,148 +82,105 @@ def size_of(typingctx, tag):
 @intrinsic
 def widen(typingctx, value):
     """A stored number as float32, exactly."""
-    i32, f32 = ir.IntType(32), ir.FloatType()
 
     def codegen(context, builder, signature, args):
         if value == types.uint16:  # bfloat16 is the upper half of a float32
-            return builder.bitcast(builder.shl(builder.zext(args[0], i32), ir.Constant(i32, 16)), f32)
+            return builder.bitcast(builder.shl(builder.zext(args[0], _I32), ir.Constant(_I32, 16)), _F32)
         if value == types.int16:
-            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), f32)
+            return builder.fpext(builder.bitcast(args[0], ir.HalfType()), _F32)
         if value == types.int8:
-            return builder.sitofp(args[0], f32)
+            return builder.sitofp(args[0], _F32)
         return args[0]
 
     return types.float32(value), codegen
 
 
 @intrinsic
-def nibble(typingctx, byte, shift):
-    """Four bits of a byte, from bit ``shift`` on, as float32."""
-    i32 = ir.IntType(32)
-
-    def codegen(context, builder, signature, args):
-        word = builder.zext(args[0], i32)  # first: there is no vector shift of bytes
-        word = builder.lshr(word, builder.trunc(args[1], i32))
-        return builder.sitofp(builder.and_(word, ir.Constant(i32, 15)), ir.FloatType())
-
-    return types.float32(byte, types.int64), codegen
-
-
-@intrinsic
-def prefetch(typingctx, address):
-    """Prefetch the cache line at an address; any address is fine."""
-    byte, i32, nothing = ir.IntType(8).as_pointer(), ir.IntType(32), ir.VoidType()
-
-    def codegen(context, builder, signature, args):
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(nothing, [byte, i32, i32, i32]), "llvm.prefetch.p0"
-        )
-        words = [ir.Constant(i32, value) for value in (0, 3, 1)]  # read, nearest cache, data
-        builder.call(function, [builder.inttoptr(args[0], byte), *words])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
-
-
-@intrinsic
 def narrow(typingctx, value, tag):
     """A float32 rounded to nearest even, as ``tag``'s type (float32, bfloat16 or float16) stores it."""
-    i16, i32 = ir.IntType(16), ir.IntType(32)
+    i16 = ir.IntType(16)
 
     def codegen(context, builder, signature, args):
         if tag == types.int16:
             return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), i16)
         if tag != types.uint16:
             return args[0]
-        bits = builder.bitcast(args[0], i32)
-        odd = builder.and_(builder.lshr(bits, ir.Constant(i32, 16)), ir.Constant(i32, 1))
-        rounded = builder.add(bits, builder.add(odd, ir.Constant(i32, 0x7FFF)))
+        bits = builder.bitcast(args[0], _I32)
+        odd = builder.and_(builder.lshr(bits, ir.Constant(_I32, 16)), ir.Constant(_I32, 1))
+        rounded = builder.add(bits, builder.add(odd, ir.Constant(_I32, 0x7FFF)))
         # Rounding up could carry a NaN's payload into the sign: keep it a quiet NaN.
-        quiet = builder.or_(bits, ir.Constant(i32, 0x400000))
+        quiet = builder.or_(bits, ir.Constant(_I32, 0x400000))
         is_nan = builder.fcmp_unordered("uno", args[0], args[0])
-        return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), ir.Constant(i32, 16)), i16)
+        return builder.trunc(builder.lshr(builder.select(is_nan, quiet, rounded), ir.Constant(_I32, 16)), i16)
 
     return tag(types.float32, tag), codegen
 
 
-@intrinsic
-def add_word(typingctx, address, value):
+@_fixed(types.float32(types.uint8, types.int64))
+def nibble(builder, byte, shift):
+    """Four bits of a byte, from bit ``shift`` on, as float32."""
+    word = builder.zext(byte, _I32)  # first: there is no vector shift of bytes
+    word = builder.lshr(word, builder.trunc(shift, _I32))
+    return builder.sitofp(builder.and_(word, ir.Constant(_I32, 15)), _F32)
+
+
+@_fixed(types.float32(types.int32))
+def bits_to_float(builder, value):
+    """An int32's bits as a float32."""
+    return builder.bitcast(value, _F32)
+
+
+@_fixed(types.void(types.int64))
+def prefetch(builder, address):
+    """Prefetch the cache line at an address; any address is fine."""
+    byte = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    words = [ir.Constant(_I32, value) for value in (0, 3, 1)]  # read, nearest cache, data
+    builder.call(function, [builder.inttoptr(address, byte), *words])
+
+
+@_fixed(types.int64(types.int64, types.int64))
+def add_word(builder, address, value):
     """Atomic fetch-and-add on an int64."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _word(builder, args[0]), args[1], "acq_rel")
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.atomic_rmw("add", builder.inttoptr(address, _I64.as_pointer()), value, "acq_rel")
 
 
-@intrinsic
-def get_word(typingctx, address):
+@_fixed(types.int64(types.int64))
+def get_word(builder, address):
     """Load an int64 with acquire ordering."""
-
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(_word(builder, args[0]), "acquire", 8)
-
-    return types.int64(types.int64), codegen
+    return builder.load_atomic(builder.inttoptr(address, _I64.as_pointer()), "acquire", 8)
 
 
-@intrinsic
-def put_word(typingctx, address, value):
+@_fixed(types.void(types.int64, types.int64))
+def put_word(builder, address, value):
     """Store an int64 with release ordering."""
-
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], _word(builder, args[0]), "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    builder.store_atomic(value, builder.inttoptr(address, _I64.as_pointer()), "release", 8)
 
 
-def _word(builder, address):
-    return builder.inttoptr(address, ir.IntType(64).as_pointer())
-
-
-@intrinsic
-def relax(typingctx):
+@_fixed(types.void())
+def relax(builder):
     """The processor's spin-wait hint."""
     machine = platform.machine().lower()
-    i32, nothing = ir.IntType(32), ir.VoidType()
-
-    def codegen(context, builder, signature, args):
-        if machine in ("x86_64", "amd64"):
-            kind = ir.FunctionType(nothing, [])
-            builder.call(cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause"), [])
-        elif machine in ("aarch64", "arm64"):
-            kind = ir.FunctionType(nothing, [i32])
-            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
-            builder.call(hint, [ir.Constant(i32, 1)])  # yield
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if machine in ("x86_64", "amd64"):
+        kind, name, arguments = ir.FunctionType(ir.VoidType(), []), "llvm.x86.sse2.pause", []
+    elif machine in ("aarch64", "arm64"):
+        kind, name = ir.FunctionType(ir.VoidType(), [_I32]), "llvm.aarch64.hint"
+        arguments = [ir.Constant(_I32, 1)]  # yield
+    else:
+        return
+    builder.call(cgutils.get_or_insert_function(builder.module, kind, name), arguments)
 
 
-@intrinsic
-def now_ns(typingctx):
+@_fixed(types.int64())
+def now_ns(builder):
     """Nanoseconds of the monotonic clock."""
-    i32, i64 = ir.IntType(32), ir.IntType(64)
-
-    def codegen(context, builder, signature, args):
-        spec = cgutils.alloca_once(builder, i64, 2)  # struct timespec
-        kind = ir.FunctionType(i32, [i32, i64.as_pointer()])
-        clock = cgutils.get_or_insert_function(builder.module, kind, SYMBOLS[3])
-        builder.call(clock, [ir.Constant(i32, _CLOCK), spec])
-        seconds, rest = (builder.load(builder.gep(spec, [ir.Constant(i32, i)])) for i in range(2))
-        return builder.add(builder.mul(seconds, ir.Constant(i64, 10**9)), rest)
-
-    return types.int64(), codegen
-
-
-@intrinsic
-def bits_to_float(typingctx, value):
-    """An int32's bits as a float32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.int32), codegen
+    spec = cgutils.alloca_once(builder, _I64, 2)  # struct timespec
+    kind = ir.FunctionType(_I32, [_I32, _I64.as_pointer()])
+    clock = cgutils.get_or_insert_function(builder.module, kind, SYMBOLS[3])
+    builder.call(clock, [ir.Constant(_I32, _CLOCK), spec])
+    seconds, rest = (builder.load(builder.gep(spec, [ir.Constant(_I32, i)])) for i in range(2))
+    return builder.add(builder.mul(seconds, ir.Constant(_I64, 10**9)), rest)
 
 
 # "contract" allows fused multiply-adds, whose results do not depend on the vector width. "reassoc" allows reordered

@@ -2,78 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from wisparse.formats.bundle import Bundle, ProjectionMask
 from wisparse.formats.checkpoint import StoredWeight
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.machine import usable_cores
+from wisparse.formats.model_config import ModelConfig, Projection
 from wisparse.formats.weight_types import WEIGHT_TYPES
-from wisparse.kernels.cpu.launch import prepare
-from wisparse.kernels.cpu.layout import StoredAs, type_name
+from wisparse.kernels.cpu.launch import Team, prepare, team_size
+from wisparse.kernels.cpu.layout import (
+    BlockField,
+    DeltaField,
+    ProjectionField,
+    StepField,
+    StoredAs,
+    scratch_layout,
+    type_name,
+)
 
-from ..decoding.cache import KVCache
+from ..decoding.cache import DeltaState, KVCache
 from ..decoding.decoder import check_capacity
-from ..decoding.rotary import switch_length
-from ..torch.block import finish_logits, read_block
+from ..decoding.rotary import Rotary, query_scales, switch_length
+from ..torch.block import Block, MaskedLinear, Norm, finish_logits
 from ..torch.decoder import TorchDecoder
-from .step import MOST_ROWS, Step
+from ..torch.delta_net import DeltaWeights
 from .weights import CpuProjection, Matrix, product_dtype, read_matrices
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _EMBEDDING = "model.embed_tokens.weight"
+# A thread that reads less than this per step waits for the others for longer than it helps.
+_BYTES_PER_THREAD = 1 << 20
+MOST_ROWS = 32  # tokens of a prompt that a step reads
 
 
 class CpuDecoder(TorchDecoder):
     name: ClassVar[str] = "numba"
     weight_types: ClassVar[tuple[str, ...]] = ("native", "int8", "int4")
 
-    def __init__(
-        self,
-        bundle: Bundle,
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        max_seq_len: int,
-        max_batch: int = 1,
-        weights: str = "native",
-    ) -> None:
-        self.config = config = bundle.config
-        self.device, self.dtype = device, dtype
-        self.max_batch, self.max_seq_len = max_batch, max_seq_len
-        region = f"step_{type_name(dtype)}"
-        stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
-        if weights == "int4" or (weights == "native" and "int4" in stored):
-            prepare(region, f"dequantize_{type_name(product_dtype(dtype))}")
-        else:
-            prepare(region)
+    def __init__(self, bundle: Bundle, **settings: Any) -> None:
+        super().__init__(bundle, **settings)
+        # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
+        matrices = [p.matrix for p in self._projections if isinstance(p, CpuProjection)]
+        converted = self.dtype != torch.float32 or any(matrix.stored_as != StoredAs.BASE for matrix in matrices)
+        fast = product_dtype(self.dtype) == torch.bfloat16
+        self._step_rows = 8 if fast else MOST_ROWS if converted else MOST_ROWS // 2
+        self._step = Step(
+            f"step_{type_name(self.dtype)}", self.config, self._blocks, self._embedding, self._norm, self._head,
+            self._rotaries, self._cache,
+        )  # fmt: skip
 
+    def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
+        config, dtype = self.config, self.dtype
+        stored = {stored.packing.kind for stored in bundle.checkpoint.quantised.values()}
+        regions = [f"step_{type_name(dtype)}"]
+        if weights == "int4" or (weights == "native" and "int4" in stored):
+            regions.append(f"dequantize_{type_name(product_dtype(dtype))}")
+        prepare(*regions)
         names = [f"{projection.name}.weight" for projection in config.projections()]
         matrices = read_matrices(bundle, names, dtype, weights, transposed=True)
         self._embedding = read_matrices(bundle, [_EMBEDDING], dtype, "native", transposed=False)[_EMBEDDING].data
         tied, head_type = config.tie_word_embeddings, WEIGHT_TYPES[weights].head
         if tied and head_type == "native":
             shape = config.vocab_size, config.hidden_size
-            self._output = Matrix(StoredAs.BASE, self._embedding, shape, transposed=False)
+            self._head = Matrix(StoredAs.BASE, self._embedding, shape, transposed=False)
         else:
             head = _EMBEDDING if tied else "lm_head.weight"
-            self._output = read_matrices(bundle, [head], dtype, head_type, transposed=False)[head]
-        self._blocks = [
-            read_block(
-                bundle, index, device, dtype, lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype)
-            )
-            for index in range(config.num_blocks)
-        ]
-        self._prepare(bundle)
-        # Tokens of a prompt that the step reads faster than torch, which has to convert weights. Measured.
-        converted = dtype != torch.float32 or any(matrix.stored_as != StoredAs.BASE for matrix in matrices.values())
-        self._step_rows = 8 if product_dtype(dtype) == torch.bfloat16 else MOST_ROWS if converted else MOST_ROWS // 2
-        self._step = Step(
-            region, config, self._blocks, self._embedding, self._norm, self._output, self._rotaries, self._cache
-        )
+            self._head = read_matrices(bundle, [head], dtype, head_type, transposed=False)[head]
+        return lambda p: CpuProjection(bundle, p, matrices[f"{p.name}.weight"], dtype)
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
@@ -87,9 +88,6 @@ class CpuDecoder(TorchDecoder):
     def keeps(cls, stored: StoredWeight) -> bool:
         packing = stored.packing
         return packing.kind == "int4" or (packing.kind == "int8" and packing.group is None and not packing.zero_points)
-
-    def bytes_read(self) -> tuple[int, int]:
-        return sum(projection.nbytes for projection in self._projections), self._output.nbytes
 
     def decode(self, token_ids: Tensor) -> Tensor:
         lengths = self._cache.lengths
@@ -106,6 +104,7 @@ class CpuDecoder(TorchDecoder):
     def _forward(
         self, cache: KVCache, slot: int, token_ids: Tensor, *, start: int, total: int, first_sparse: int
     ) -> Tensor:
+        """Few tokens are rows of a decode step, which converts no weights."""
         switch = switch_length(self.config)  # the step has one table of rotary factors
         if cache is not self._cache or len(token_ids) > self._step_rows or (switch is not None and total > switch):
             return super()._forward(cache, slot, token_ids, start=start, total=total, first_sparse=first_sparse)
@@ -129,4 +128,222 @@ class CpuDecoder(TorchDecoder):
         return [prompt + decoded for prompt, decoded in zip(super()._kept_channels(), self._step.kept(), strict=True)]
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        return finish_logits(self.config, self._output.linear(self._norm(hidden), None).float())
+        return finish_logits(self.config, self._head.linear(self._norm(hidden), None).float())
+
+
+class Step:
+    """Decodes one token for some of the slots."""
+
+    def __init__(
+        self,
+        region: str,
+        config: ModelConfig,
+        blocks: Sequence[Block],
+        embedding: Tensor,
+        final_norm: Norm,
+        output: Matrix,
+        rotaries: Sequence[Rotary],
+        cache: KVCache,
+    ) -> None:
+        """region: of ``launch.REGIONS``, the one for the type of cache and embedding; output: (V, hidden)."""
+        self._region, self._config = region, config
+        self._kept_alive: list[Tensor] = []
+        self._team = Team()
+        self._threads = self._capacity = 0  # what the buffers were allocated for
+        self._projections: list[Any] = [p for block in blocks for p in block.projections]  # CpuProjection
+        self._counts = np.zeros((1, len(self._projections)), dtype=np.int64)
+        weights = output.nbytes + sum(p.matrix.nbytes for p in self._projections)
+        self._most_threads = max(1, min(usable_cores(), weights // _BYTES_PER_THREAD))
+        self._input_width = max(sum(p.out_features for p in block.qkv) for block in blocks)
+
+        max_batch, max_len = len(cache.lengths), cache.max_seq_len
+        self.logits = torch.empty(max_batch, config.vocab_size)  # float32, by slot
+        rows = torch.zeros(3, max(max_batch, MOST_ROWS), dtype=torch.int64)  # slot, token and position of every row
+        self._rows = rows.numpy()
+        tables = [tuple(table.float() for table in rotary.step_tables(max_len)) for rotary in rotaries]
+        self._table = np.array([p.matrix.row() for p in self._projections])  # the table of projections
+        self._thresholds = torch.zeros(len(self._projections))
+        qk_norm = config.architecture.qk_norm
+        floats = torch.tensor(  # in the order of FloatField
+            [
+                config.rms_norm_eps,
+                config.attention_scale,
+                config.attention_softcap or 0.0,
+                torch.tensor(config.embedding_multiplier, dtype=embedding.dtype).item(),
+                config.residual_multiplier,
+                config.logits_multiplier,
+                config.logits_softcap or 0.0,
+            ]
+        )
+        self._parameters = self._fill(
+            StepField,
+            {
+                StepField.SLOTS: rows[0],
+                StepField.TOKENS: rows[1],
+                StepField.POSITIONS: rows[2],
+                StepField.HIDDEN: config.hidden_size,
+                StepField.INTERMEDIATE: config.intermediate_size,
+                StepField.HEADS: config.num_heads,
+                StepField.MAX_LEN: max_len,
+                StepField.VOCAB: config.vocab_size,
+                StepField.NUM_BLOCKS: config.num_blocks,
+                StepField.NUM_PROJECTIONS: len(self._projections),
+                StepField.NUM_GATE_UP: len(config.architecture.gate_up),
+                StepField.QK_WHOLE: qk_norm is not None and not qk_norm.per_head,
+                StepField.QK_AFTER: qk_norm is not None and qk_norm.per_head and qk_norm.after_rotary,
+                StepField.GELU: config.activation == "gelu_tanh",
+                StepField.GATED: config.architecture.attention_gate,
+                StepField.EMBEDDING: embedding,
+                StepField.HEAD: output.data,
+                StepField.HEAD_SCALE: output.scale,
+                StepField.FINAL_NORM: _norm_weight(final_norm),
+                StepField.QUERY_SCALES: query_scales(config, 0, max_len, torch.device("cpu")),
+                StepField.FLOATS: floats,
+                StepField.BLOCKS: torch.from_numpy(self._block_table(blocks, tables, cache)),
+                StepField.PROJECTIONS: torch.from_numpy(self._table),
+                StepField.THRESHOLDS: self._thresholds,
+                StepField.LOGITS: self.logits,
+                StepField.SCORES: torch.empty(config.num_heads, max_len),
+                StepField.TEAM: self._team.words.ctypes.data,
+            },
+        )
+        self.take_masks()
+
+    def run(self, rows: Sequence[tuple[int, int, int]]) -> None:
+        """Append a token to some slots: rows of (slot, token, position); those of one slot in order of position."""
+        threads = min(team_size(), self._most_threads)
+        if threads > self._threads or len(rows) > self._capacity:
+            self._allocate(max(threads, self._threads), max(len(rows), self._capacity))
+        self._rows[:, : len(rows)] = np.array(rows).T
+        self._parameters[StepField.ROWS] = len(rows)
+        self._team.launch(self._region, self._parameters, threads)
+
+    def read(self, slot: int, tokens: Sequence[int], start: int, *, masked: bool) -> Tensor:
+        """Read part of a prompt, a row a token: hidden states (T, H) float32, valid until the next step."""
+        thresholds, counts = self._thresholds.clone(), None if masked else self.kept()
+        if not masked:
+            self._thresholds.zero_()
+        self._parameters[StepField.VOCAB] = 0  # no logits
+        try:
+            self.run([(slot, token, start + i) for i, token in enumerate(tokens)])
+        finally:
+            self._parameters[StepField.VOCAB] = self._config.vocab_size
+            self._thresholds.copy_(thresholds)
+        if counts is not None:  # only masked positions are counted
+            self._counts[:] = 0
+            self._counts[0] = counts
+        hidden = self._config.hidden_size
+        return self._buffers[StepField.SCRATCH][: 4 * len(tokens) * hidden].view(torch.float32).view(-1, hidden)
+
+    def take_masks(self) -> None:
+        """Put the projections' masks into the tables; no step may run meanwhile."""
+        for row, projection in enumerate(self._projections):
+            scale = projection.channel_scale
+            self._table[row, ProjectionField.SCALE] = 0 if scale is None else scale.data_ptr()
+            bias = projection.step_bias
+            self._table[row, ProjectionField.BIAS] = 0 if bias is None else bias.data_ptr()
+            self._thresholds[row] = projection.threshold
+
+    def kept(self) -> list[int]:
+        """Channels kept since :meth:`forget`, over all rows, of each projection."""
+        return self._counts.sum(0).tolist()
+
+    def forget(self) -> None:
+        """Count kept channels from zero."""
+        self._counts[:] = 0
+
+    def _fill(self, fields: type[IntEnum], values: dict) -> np.ndarray:
+        """A table's row: numbers, and the addresses of tensors, which are kept alive; None is 0."""
+        row = np.zeros(len(fields), dtype=np.int64)
+        for field, value in values.items():
+            if isinstance(value, Tensor):
+                value = value.contiguous()
+                self._kept_alive.append(value)
+                row[field] = value.data_ptr()
+            elif value is not None:
+                row[field] = value
+        return row
+
+    def _block_table(self, blocks: Sequence[Block], tables: Sequence[tuple[Tensor, ...]], cache: KVCache) -> np.ndarray:
+        rows, first = [], 0
+        for index, block in enumerate(blocks):
+            spec = block.facts
+            row: dict[BlockField, Tensor | int | None] = {
+                BlockField.ATTENTION_INPUT: _norm_weight(block.attention_input),
+                BlockField.ATTENTION_OUTPUT: _norm_weight(block.attention_output),
+                BlockField.MLP_INPUT: _norm_weight(block.mlp_input),
+                BlockField.MLP_OUTPUT: _norm_weight(block.mlp_output),
+                BlockField.Q_NORM: _norm_weight(block.q_norm),
+                BlockField.K_NORM: _norm_weight(block.k_norm),
+                BlockField.VALUE_NORM: torch.ones(spec.head_dim) if self._config.architecture.value_norm else None,
+                BlockField.WINDOW: spec.window,
+                BlockField.KV_HEADS: spec.num_kv_heads,
+                BlockField.HEAD_DIM: spec.head_dim,
+                BlockField.FIRST: first,
+                BlockField.NUM_INPUTS: len(block.qkv),
+                BlockField.INPUT_WIDTH: sum(projection.out_features for projection in block.qkv),
+                BlockField.SCALAR: None if block.scalar is None else block.scalar.float(),
+            }
+            if block.delta is None:
+                row[BlockField.KEYS], row[BlockField.VALUES] = cache.attention[index]
+            else:
+                row[BlockField.DELTA] = self._delta_row(block.delta, cache.recurrent[index])
+            if spec.rotary is not None:
+                rope, (cos, sin) = self._config.rotaries[spec.rotary], tables[spec.rotary]
+                row[BlockField.ROTARY_HALF], row[BlockField.INTERLEAVED] = rope.rotary_dim // 2, rope.interleaved
+                row[BlockField.COS], row[BlockField.SIN] = cos, sin
+            rows.append(self._fill(BlockField, row))
+            first += len(block.projections)
+        return np.array(rows)
+
+    def _delta_row(self, delta: DeltaWeights, states: DeltaState) -> Tensor:
+        row = {
+            DeltaField.KEY_HEADS: delta.config.key_heads,
+            DeltaField.VALUE_HEADS: delta.config.value_heads,
+            DeltaField.KEY_DIM: delta.config.key_dim,
+            DeltaField.VALUE_DIM: delta.config.value_dim,
+            DeltaField.TAPS: delta.config.taps,
+            DeltaField.A: delta.a.float(),
+            DeltaField.B: delta.b.float(),
+            DeltaField.KERNEL: delta.kernel[:, 0].t().float(),
+            DeltaField.RATE: delta.log_rate.float().exp(),
+            DeltaField.DT_BIAS: delta.dt_bias.float(),
+            DeltaField.NORM: delta.norm.float(),
+            DeltaField.INPUTS: states.inputs,
+            DeltaField.STATES: states.state,
+        }
+        return torch.from_numpy(self._fill(DeltaField, row))
+
+    def _allocate(self, threads: int, rows: int) -> None:
+        """Buffers for a team of ``threads`` and ``rows`` rows; counts are kept."""
+        config = self._config
+        longest = max(config.hidden_size, max(projection.in_features for projection in self._projections))
+        if config.delta_net is not None:  # out_proj's input, and a head's scratch
+            delta = config.delta_net
+            longest = max(longest, delta.value_size, 2 * (delta.key_dim + delta.value_dim))
+        layout = scratch_layout(rows, config.hidden_size, longest, max(longest, self._input_width))
+        counts = torch.zeros(threads, len(self._projections), dtype=torch.int64)
+        counts[0] = torch.tensor(self.kept())
+        self._counts = counts.numpy()
+        self._threads, self._capacity = threads, rows
+        self._buffers = {
+            StepField.HALF: torch.empty(rows, config.hidden_size),
+            StepField.QKV: torch.empty(rows, self._input_width),
+            StepField.SEGMENT_INDEX: torch.empty(longest, dtype=torch.int32),
+            StepField.SEGMENT_VALUE: torch.empty(rows, longest),
+            StepField.SEGMENT_COUNT: torch.empty(threads, 2, dtype=torch.int64),
+            StepField.COUNTS: counts,
+            StepField.SPARE_COUNTS: torch.empty(threads, dtype=torch.int64),
+            StepField.SCRATCH: torch.empty(threads * layout[StepField.SCRATCH_BYTES], dtype=torch.uint8),
+        }
+        for field, tensor in self._buffers.items():
+            self._parameters[field] = tensor.data_ptr()
+        for field, value in layout.items():
+            self._parameters[field] = value
+
+
+def _norm_weight(norm: Norm | None) -> Tensor | None:
+    """What a norm multiplies by, float32."""
+    if norm is None:
+        return None
+    return norm.weight.float() + 1.0 if norm.offset else norm.weight.float()

@@ -1,5 +1,4 @@
-"""A bundle's weights as the CPU kernels read them: transposed, so that a kept channel is one contiguous row, in a floating
-type, int8 or int4."""
+"""A bundle's weights as the CPU kernels read them: transposed, so that a kept channel is one contiguous row."""
 
 from __future__ import annotations
 
@@ -16,14 +15,7 @@ from torch.nn import functional
 from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.formats.model_config import Projection
-from wisparse.formats.weight_types import (
-    WEIGHT_TYPES,
-    QuantizedMatrix,
-    group_of,
-    pack_int4,
-    round_weight,
-    unpack_int4,
-)
+from wisparse.formats.weight_types import WEIGHT_TYPES, QuantizedMatrix, group_of, pack_int4, round_weight, unpack_int4
 from wisparse.kernels.cpu.launch import launch, team_size
 from wisparse.kernels.cpu.layout import DequantizeField, ProjectionField, ScaleType, StoredAs, type_name
 
@@ -34,11 +26,7 @@ _SPAN_BYTES = 8 << 20
 _CHUNK_BYTES = 4 << 20  # of a weight that is read
 _ROW_STEP = 64  # rows of a chunk: whole cache lines of the transposed weight, whatever its type
 # Types for stored scales: the first that holds them exactly is taken.
-_SCALE_TYPES = {
-    torch.bfloat16: ScaleType.BFLOAT16,
-    torch.float16: ScaleType.FLOAT16,
-    torch.float32: ScaleType.FLOAT32,
-}
+_SCALE_TYPES = {torch.bfloat16: ScaleType.BFLOAT16, torch.float16: ScaleType.FLOAT16, torch.float32: ScaleType.FLOAT32}
 
 
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -111,7 +99,7 @@ class Matrix:
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """The dense product of x (T, K): (T, N) in x's type.
 
-        Quantised weights, and 16-bit ones without a fast product on this CPU, are converted a span of outputs at a time.
+        Quantised weights, and 16-bit ones without a fast product here, are converted a span of outputs at a time.
         """
         computed = product_dtype(x.dtype)
         weight = self.data.t() if self.transposed else self.data

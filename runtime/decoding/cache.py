@@ -29,10 +29,6 @@ class DeltaState:
     inputs: Tensor  # (taps - 1, mixed_size), the convolution's last inputs, zero before the first position
     state: Tensor  # (value_heads, key_dim, value_dim) float32
 
-    def clear(self) -> None:
-        self.inputs.zero_()
-        self.state.zero_()
-
     def take(self, other: DeltaState) -> None:
         self.inputs.copy_(other.inputs)
         self.state.copy_(other.state)
@@ -89,7 +85,9 @@ class KVCache:
         """Before a slot's positions from ``start`` on are read; ``lengths`` is 0 until the caller sets it."""
         if start == 0:
             for block in self.recurrent:
-                self.state(block, slot, 0).clear()
+                state = self.state(block, slot, 0)
+                state.inputs.zero_()
+                state.state.zero_()
         else:
             self._check_states(slot, start)
         self.lengths[slot] = 0

@@ -79,8 +79,7 @@ class Decoder(ABC):
     def _read(
         self, cache: KVCache, slot: int, token_ids: Tensor, sparse_from: int, start: int, stop: int
     ) -> Iterator[Tensor]:
-        """Run positions start..stop of a prompt through the blocks, filling the cache; yields each chunk's hidden states
-        (chunk, H)."""
+        """Run positions start..stop of a prompt through the blocks, filling the cache: hidden states of each chunk."""
 
     @abstractmethod
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -101,8 +100,8 @@ class Decoder(ABC):
 
         Positions from ``sparse_from`` on (policy ``dense``: T, ``half``: T - T // 2, ``all``: 0) run with the bundle's
         masks. Those before ``start`` must stand in the slot already, read from the same tokens. ``on_logits`` is called
-        with the logits (n, V) of each chunk. The result is valid until the next call. Rotary scaling ``longrope`` takes its long factors if T is above
-        ``original_max_position_embeddings``, as transformers does.
+        with the logits (n, V) of each chunk. The result is valid until the next call. Rotary scaling ``longrope`` takes
+        its long factors if T is above ``original_max_position_embeddings``, as transformers does.
         """
         stop = check_part(token_ids, self.max_seq_len, start, stop)
         self._cache.begin(slot, start)
@@ -135,10 +134,7 @@ class Decoder(ABC):
         """
 
     def step(
-        self,
-        token_ids: Tensor,
-        settings: Sequence[SamplingParams],
-        adjust: Callable[[Tensor], None] | None = None,
+        self, token_ids: Tensor, settings: Sequence[SamplingParams], adjust: Callable[[Tensor], None] | None = None
     ) -> Tensor:
         """``decode``, then choose the next token of every row: (B,) int64; idle rows are undefined.
 

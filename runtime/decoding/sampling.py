@@ -18,6 +18,14 @@ MOST_LOGPROBS = 100  # the largest number of top log-probabilities beside each t
 
 _MASK = 2**64 - 1
 _MOST_BIASES = 10_000
+_NUMBERS = (  # name, least, most, what is expected, whether the least itself is too little
+    ("temperature", 0.0, 1e4, "a number from 0 (greedy) to 10000", False),
+    ("top_p", 0.0, 1.0, "a number above 0, at most 1", True),
+    ("min_p", 0.0, 1.0, "a number from 0 to 1", False),
+    ("repetition_penalty", 0.0, 100.0, "a number above 0, at most 100", True),
+    ("frequency_penalty", -2.0, 2.0, "a number from -2 to 2", False),
+    ("presence_penalty", -2.0, 2.0, "a number from -2 to 2", False),
+)
 
 
 @dataclass(frozen=True)
@@ -36,24 +44,13 @@ class SamplingParams:
     logprobs: int | None = None  # this many top log-probabilities of the model's own distribution
 
     def __post_init__(self) -> None:
-        checked: dict[str, Any] = {
-            "temperature": guard.number("temperature", self.temperature, 0.0, 1e4, "a number from 0 (greedy) to 10000"),
-            "top_k": guard.integer("top_k", self.top_k, 0, 2**63 - 1),
-            "top_p": guard.number("top_p", self.top_p, 0.0, 1.0, "a number above 0, at most 1", above=True),
-            "min_p": guard.number("min_p", self.min_p, 0.0, 1.0, "a number from 0 to 1"),
-            "seed": None if self.seed is None else guard.integer("seed", self.seed, 0, 2**63 - 1),
-            "repetition_penalty": guard.number(
-                "repetition_penalty", self.repetition_penalty, 0.0, 100.0, "a number above 0, at most 100", above=True
-            ),
-            "frequency_penalty": guard.number(
-                "frequency_penalty", self.frequency_penalty, -2.0, 2.0, "a number from -2 to 2"
-            ),
-            "presence_penalty": guard.number(
-                "presence_penalty", self.presence_penalty, -2.0, 2.0, "a number from -2 to 2"
-            ),
-            "logit_bias": _biases(self.logit_bias),
-            "logprobs": None if self.logprobs is None else guard.integer("logprobs", self.logprobs, 0, MOST_LOGPROBS),
-        }
+        checked: dict[str, Any] = {"top_k": guard.integer("top_k", self.top_k, 0, 2**63 - 1)}
+        for name, low, high, words, above in _NUMBERS:
+            checked[name] = guard.number(name, getattr(self, name), low, high, words, above=above)
+        for name, most in (("seed", 2**63 - 1), ("logprobs", MOST_LOGPROBS)):
+            given = getattr(self, name)
+            checked[name] = None if given is None else guard.integer(name, given, 0, most)
+        checked["logit_bias"] = _biases(self.logit_bias)
         for name, value in checked.items():  # as Python's own numbers
             object.__setattr__(self, name, value)
 
@@ -128,19 +125,14 @@ def _draw(logits: Tensor, settings: SamplingParams, position: int) -> Tensor:
     # Less the maximum first: a tiny temperature must not overflow.
     scaled = (logits.double() - logits.max()) / settings.temperature
     if 0 < settings.top_k < scaled.shape[0]:
-        scaled = _cut(scaled, scaled.topk(settings.top_k).values[-1])
+        scaled = torch.where(scaled >= scaled.topk(settings.top_k).values[-1], scaled, -torch.inf)
     if settings.top_p < 1.0:
-        scaled = _cut(scaled, _nucleus(scaled, settings.top_p))
+        scaled = torch.where(scaled >= _nucleus(scaled, settings.top_p), scaled, -torch.inf)
     weights = scaled.exp()  # the largest is 1, so min_p compares with it directly
     weights = torch.where(weights >= settings.min_p, weights, 0.0)
     sums = weights.cumsum(0)
     drawn = torch.searchsorted(sums, uniform(settings.seed, position) * sums[-1], right=True)
     return drawn.clamp(max=scaled.shape[0] - 1)
-
-
-def _cut(scaled: Tensor, least: Tensor) -> Tensor:
-    """Drop what is below ``least``."""
-    return torch.where(scaled >= least, scaled, -torch.inf)
 
 
 def _nucleus(scaled: Tensor, top_p: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""The transformer block in plain PyTorch. Every faster implementation must agree with it, and prompts are read by it."""
+"""The transformer block in plain PyTorch: faster implementations must agree with it, and prompts are read by it."""
 
 from __future__ import annotations
 

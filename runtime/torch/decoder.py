@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from wisparse.formats.model_config import ModelConfig
+from wisparse.formats.model_config import ModelConfig, Projection
 
 from ..decoding.cache import KVCache, prefix_block_size
 from ..decoding.decoder import Decoder, check_capacity, prompt_chunks
@@ -59,24 +59,24 @@ class TorchDecoder(Decoder):
         self.config = config = bundle.config
         self.device, self.dtype = device, dtype
         self.max_batch, self.max_seq_len = max_batch, max_seq_len
-        self._embedding = bundle.checkpoint.tensor("model.embed_tokens.weight", device).to(dtype)
-        tied = config.tie_word_embeddings
-        self._head = self._embedding if tied else bundle.checkpoint.tensor("lm_head.weight", device).to(dtype)
+        read_projection = self._read_matrices(bundle, weights)
         self._blocks: list[Block] = [
-            read_block(bundle, index, device, dtype, lambda p: _Projection(bundle, p.name, p.bias, device, dtype))
-            for index in range(config.num_blocks)
+            read_block(bundle, index, device, dtype, read_projection) for index in range(config.num_blocks)
         ]
-        self._prepare(bundle)
-
-    def _prepare(self, bundle: Bundle) -> None:
-        """All but the matrices."""
-        config, device, dtype = self.config, self.device, self.dtype
         self._norm = read_norm(bundle, "model.norm", device, dtype)
         self._rotaries = [Rotary(rope, device, dtype) for rope in config.rotaries]
-        self._cache = KVCache(config, self.max_batch, self.max_seq_len, device, dtype)
+        self._cache = KVCache(config, max_batch, max_seq_len, device, dtype)
         self._projections = [projection for block in self._blocks for projection in block.projections]
-        self.prefix_block_size = prefix_block_size(config, PREFILL_CHUNK, self.max_seq_len)
+        self.prefix_block_size = prefix_block_size(config, PREFILL_CHUNK, max_seq_len)
         self._sparse_positions = 0
+
+    def _read_matrices(self, bundle: Bundle, weights: str) -> Callable[[Projection], MaskedLinear]:
+        """Read embedding and output layer; returns what makes the projections."""
+        tensor, device, dtype = bundle.checkpoint.tensor, self.device, self.dtype
+        self._embedding = tensor("model.embed_tokens.weight", device).to(dtype)
+        tied = self.config.tie_word_embeddings
+        self._head: Any = self._embedding if tied else tensor("lm_head.weight", device).to(dtype)
+        return lambda p: _Projection(bundle, p.name, p.bias, device, dtype)
 
     @classmethod
     def refusal(cls, config: ModelConfig, device: torch.device, dtype: torch.dtype, weights: str) -> str | None:
