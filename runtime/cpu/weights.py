@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -156,14 +157,10 @@ def read_matrices(
 ) -> dict[str, Matrix]:
     """Read several weights side by side; arguments as for :func:`read_matrix`."""
     names = list(names)
+    read = partial(read_matrix, bundle, dtype=dtype, weights=weights, transposed=transposed)
     # Reading, checksums and the transposition all run without the interpreter's lock.
     with ThreadPoolExecutor(max_workers=max(1, min(torch.get_num_threads(), 8, os.cpu_count() or 1))) as pool:
-        futures = [pool.submit(read_matrix, bundle, name, dtype, weights, transposed=transposed) for name in names]
-        try:
-            return {name: future.result() for name, future in zip(names, futures, strict=True)}
-        finally:
-            for future in futures:
-                future.cancel()
+        return dict(zip(names, pool.map(read, names), strict=True))
 
 
 def read_matrix(bundle: Bundle, name: str, dtype: torch.dtype, weights: str, *, transposed: bool) -> Matrix:
