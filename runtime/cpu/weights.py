@@ -67,10 +67,11 @@ class Matrix:
         if isinstance(rows, QuantizedMatrix) and self.stored_as == StoredAs.INT4:
             codes = unpack_int4(codes, self.shape[1])
             for values, source in ((self.scale, rows.scales), (self.zero, rows.zeros)):
-                for parity in range(0 if values is None or source is None else 2):
-                    part = source[parity::2].t()
-                    values[:, parity, first // 2 : first // 2 + part.shape[1]] = part
-        elif isinstance(rows, QuantizedMatrix):
+                if values is not None and source is not None:
+                    for parity in range(2):
+                        part = source[parity::2].t()
+                        values[:, parity, first // 2 : first // 2 + part.shape[1]] = part
+        elif isinstance(rows, QuantizedMatrix) and self.scale is not None:
             self.scale[first : first + len(codes)] = rows.scales[:, 0]
         if not self.transposed:
             self.data[first : first + len(codes)] = codes
@@ -117,7 +118,7 @@ class Matrix:
             int4 = self.stored_as == StoredAs.INT4
             part = self._dequantize(first, last, computed) if int4 else weight[first:last].to(computed)
             y[:, first:last] = functional.linear(rows, part)
-        if self.stored_as == StoredAs.INT8:
+        if self.stored_as == StoredAs.INT8 and self.scale is not None:
             y *= self.scale
         return (y if bias is None else y + bias).to(x.dtype)
 
