@@ -281,7 +281,8 @@ def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     given = config.get("chat_template")
     entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
     known = ("default", "tool_use")
-    found = {one["name"]: one.get("template") for one in entries if isinstance(one, dict) and one.get("name") in known}
+    named = (one for one in entries if isinstance(one, dict) and one.get("name") in known)
+    found: dict[str, Any] = {one["name"]: one.get("template") for one in named}
     for template in found.values():
         if not isinstance(template, str):
             raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")
