@@ -127,7 +127,7 @@ def evaluate(
                 if dense_log_probs is not None:
                     dense_log_probs.append(dense)
             dense_tokens = (torch.arange(length, device=device) < first).expand_as(ids) if first else None
-            with masked.masking(thresholds), masked.sparing(dense_tokens):
+            with masked.masking(thresholds), masked.during(dense_tokens=dense_tokens):
                 sparse = model(input_ids=ids, use_cache=False).logits[:, first:].float().log_softmax(-1)
             kl += float((dense.exp() * (dense - sparse)).sum(dtype=torch.float64))
             agree += int((dense.argmax(-1) == sparse.argmax(-1)).sum())

@@ -141,7 +141,7 @@ class CalibrationState:
         thresholds = self.thresholds(allocation) if thresholds is None else thresholds
         found = []
         for batch in range(flow.num_batches if num_batches is None else min(num_batches, flow.num_batches)):
-            with self.masked.masking(thresholds), self.masked.sparing(~flow.counted[batch]):
+            with self.masked.masking(thresholds), self.masked.during(dense_tokens=~flow.counted[batch]):
                 final = flow.final(batch, start, hidden[batch])
             found.append((self.reference.kl_sum(batch, final), len(final)))
         self.num_kl_evaluations += len(found) / max(flow.num_batches, 1)
@@ -171,7 +171,7 @@ class CalibrationState:
                 name: torch.tensor([found[name] for found in thresholds], device=wide.device).repeat_interleave(rows)
                 for name in allocations[0]
             }
-            with self.masked.masking(one_each), self.masked.sparing(~wide.counted[0]):
+            with self.masked.masking(one_each), self.masked.during(dense_tokens=~wide.counted[0]):
                 finals = wide.final(0).chunk(count)
             for i in range(len(allocations)):
                 totals[i] += self.reference.kl_sum(batch, finals[i])
@@ -214,7 +214,7 @@ class BlockView:
         with masked.masking(thresholds):
             for batch, hidden in enumerate(self.hidden):
                 counted = flow.counted[batch]
-                with masked.sparing(~counted):
+                with masked.during(dense_tokens=~counted):
                     difference = flow.block(self.index, batch, hidden) - self.out[batch]
                 total += float(difference[counted.to(difference.device)].float().square().sum(dtype=torch.float64))
         return total / (flow.num_counted * self.out[0].shape[-1])
@@ -252,7 +252,7 @@ def block_inputs(
                 if first and len(seen) == len(names):
                     raise _Stop
 
-        with masked.sparing(~flow.counted[batch]), masked.observing(observe), contextlib.suppress(_Stop):
+        with masked.during(dense_tokens=~flow.counted[batch], observer=observe), contextlib.suppress(_Stop):
             out.append(flow.block(index, batch, h))
         for name, x in seen.items():
             reader[name] = next(other for other, y in seen.items() if y is x)
@@ -301,7 +301,7 @@ def final_thresholds(
                 pending = [name for name in pending if name not in ready]
                 del inputs
             for batch, h in enumerate(hidden):
-                with masked.sparing(~flow.counted[batch]):
+                with masked.during(dense_tokens=~flow.counted[batch]):
                     hidden[batch] = flow.block(index, batch, h)
             advance()
     return result

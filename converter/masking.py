@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -129,24 +129,24 @@ class MaskedModel:
         finally:
             self.clear()
 
-    def sparing(self, dense_tokens: Tensor | None) -> AbstractContextManager[None]:
-        """Within the context, every mask leaves ``dense_tokens`` (B, L) bool alone.
+    @contextmanager
+    def during(self, **values: Any) -> Iterator[None]:
+        """Within the context, for every mask:
 
-        Keeps the first token of a sequence, padding, or the dense half of a prompt dense, wherever they are.
+        ``dense_tokens`` (B, L) bool are left alone: the first token of a sequence, padding, the dense half of a prompt;
+        ``observer(name, x)`` sees a projection's input (B, L, K) before the mask;
+        ``replacer(name, x)`` gives what a projection multiplies in place of its masked input x.
         """
-        return self._during("dense_tokens", dense_tokens)
-
-    def observing(self, observer: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
-        """Within the context, ``observer(name, x)`` sees every projection's input before the mask, (B, L, K)."""
-        return self._during("observer", observer)
-
-    def replacing(self, replacer: Callable[[str, Tensor], Tensor]) -> AbstractContextManager[None]:
-        """Within the context, a projection multiplies ``replacer(name, x)`` where x (B, L, K) is its masked input."""
-        return self._during("replacer", replacer)
+        before = {name: getattr(self._shared, name) for name in values}
+        vars(self._shared).update(values)
+        try:
+            yield
+        finally:
+            vars(self._shared).update(before)
 
     @contextmanager
     def counting(self) -> Iterator[Callable[[], dict[str, float]]]:
-        """Count dropped channels over the tokens that `sparing` does not leave alone.
+        """Count dropped channels over the tokens that are not ``dense_tokens``.
 
         Yields a function that returns, per projection, the realised sparsity so far: the fraction of (token, channel)
         pairs that were dropped.
@@ -157,17 +157,8 @@ class MaskedModel:
         def realised() -> dict[str, float]:
             return {n: 1.0 - int(mask.kept) / mask.counted if mask.counted else 0.0 for n, mask in self._masks.items()}
 
-        with self._during("counting", True):
+        with self.during(counting=True):
             yield realised
-
-    @contextmanager
-    def _during(self, attribute: str, value: Any) -> Iterator[None]:
-        before = getattr(self._shared, attribute)
-        setattr(self._shared, attribute, value)
-        try:
-            yield
-        finally:
-            setattr(self._shared, attribute, before)
 
 
 _HANDLES = "_wisparse_handles"

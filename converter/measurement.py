@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,9 +55,6 @@ class BlockSensitivity:
     kl: tuple[tuple[float, ...], ...]
     num_tokens: int
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @torch.no_grad()
 def block_sensitivity(
@@ -67,9 +64,8 @@ def block_sensitivity(
     table = []
     for view in calib.blocks():
         view.build_tables()
-        table.append(
-            [calib.kl(dict.fromkeys(view.names, level), start=view.index, hidden=view.hidden) for level in levels]
-        )
+        runs = (dict.fromkeys(view.names, level) for level in levels)
+        table.append([calib.kl(run, start=view.index, hidden=view.hidden) for run in runs])
         advance()
     return BlockSensitivity(tuple(levels), tuple(zip(*table, strict=True)), calib.flow.num_counted)
 
@@ -111,7 +107,7 @@ class MaskedLogits:
         ids = token_ids.to(self._source.device)[None]
         thresholds = self.thresholds if sparse_from < len(token_ids) else {}
         dense_tokens = (torch.arange(len(token_ids), device=ids.device) < sparse_from)[None]
-        with self._masked.masking(thresholds), self._masked.sparing(dense_tokens):
+        with self._masked.masking(thresholds), self._masked.during(dense_tokens=dense_tokens):
             return self._source.model(input_ids=ids, use_cache=False).logits[0].float()
 
     def measure_sparsity(self, enabled: bool) -> None:
@@ -168,14 +164,8 @@ def measure(
             with MaskedLogits(source, result) as logits:
                 for sparsity, thresholds in {target: logits.thresholds, **result.thresholds_at}.items():
                     logits.thresholds = thresholds
-                    found = evaluate_text(
-                        logits,
-                        fresh.input_ids,
-                        ["all"],
-                        reference=dense_logits,
-                        counter=logits,
-                        advance=stage.advance,
-                    )["all"]
+                    options = {"reference": dense_logits, "counter": logits, "advance": stage.advance}
+                    found = evaluate_text(logits, fresh.input_ids, ["all"], **options)["all"]
                     (levels if sparsity == target else others)[sparsity] = found
     by_block = None
     if sensitivity:
@@ -207,11 +197,8 @@ class Budget:
 
     def spent(self, kl: float, top1: float) -> float:
         """The part of the budget that this costs: kept up to 1."""
-        costs = []
-        if self.max_kl is not None:
-            costs.append((kl, self.max_kl))
-        if self.min_top1 is not None:
-            costs.append((1.0 - top1, 1.0 - self.min_top1))
+        costs = [(kl, self.max_kl)] if self.max_kl is not None else []
+        costs += [(1.0 - top1, 1.0 - self.min_top1)] if self.min_top1 is not None else []
         return max(0.0 if cost <= 0.0 else cost / limit if limit > 0.0 else math.inf for cost, limit in costs)
 
     def __str__(self) -> str:

@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from wisparse.formats.card import CARD, REPORT, Inherited, render_card
@@ -63,7 +63,6 @@ class Report:
 
     @property
     def measured_on(self) -> str | None:
-        """Which text the figures of quality are of: another text gives other figures."""
         if self.measurement is None:
             return None
         num_tokens = self.measurement.levels[self.recipe.default].sparse.num_tokens
@@ -112,10 +111,8 @@ class Report:
             "report_version": REPORT_VERSION,
             "verdict": self.verdict(recipe.default),
             "model": {
-                "base_model": recipe.base_model,
-                "base_revision": recipe.base_revision,
-                "model_type": config.model_type,
-                "num_blocks": config.num_blocks,
+                **{key: getattr(recipe, key) for key in ("base_model", "base_revision")},
+                **{key: getattr(config, key) for key in ("model_type", "num_blocks")},
                 "parameters_in_scope": sum(projection.num_parameters for projection in projections),
             },
             "method": recipe.method,
@@ -147,7 +144,7 @@ class Report:
             "quality_against_sparsity": [
                 {"sparsity": sparsity, **_rounded(found.to_dict())} for sparsity, found in measurement.curve
             ],
-            "block_sensitivity": None if sensitivity is None else _rounded(sensitivity.to_dict()),
+            "block_sensitivity": None if sensitivity is None else _rounded(asdict(sensitivity)),
             "search": _thinned(dict(recipe.search)),
             "blocks": blocks,
             "units": {
@@ -291,20 +288,11 @@ def _draw_sparsity(report: Mapping[str, Any]) -> Any:
     num_blocks = len(blocks)
     title = "Where the sparsity went: by block and module, and by projection (in %)"
     figure, (top, bottom) = _figure(report, title, rows=2, height=7.2, height_ratios=(3, 2))
-    for key, shift, bar_colour, label in (
-        ("self_attn", -0.2, _COLOURS[0], "self-attention"),
-        ("mlp", 0.2, _COLOURS[1], "MLP"),
-    ):
-        places = [x + shift for x in range(num_blocks)]
-        top.bar(places, [block[key] for block in blocks], 0.4, color=bar_colour, label=label)
-    top.plot(
-        [block["sparsity"] for block in blocks],
-        color=_COLOURS[6],
-        marker="o",
-        markersize=4,
-        linewidth=1.2,
-        label="block",
-    )
+    for i, (key, label) in enumerate((("self_attn", "self-attention"), ("mlp", "MLP"))):
+        places = [x - 0.2 + 0.4 * i for x in range(num_blocks)]
+        top.bar(places, [block[key] for block in blocks], 0.4, color=_COLOURS[i], label=label)
+    style = {"color": _COLOURS[6], "marker": "o", "markersize": 4, "linewidth": 1.2}
+    top.plot([block["sparsity"] for block in blocks], label="block", **style)
     top.axhline(report["sparsity"]["target"], color="0.35", linestyle="--", linewidth=1, label="target")
     top.set_ylim(0, 1)
     _percent(top.yaxis)
@@ -346,17 +334,16 @@ def _draw_quality(report: Mapping[str, Any]) -> Any:
     points = [(point["sparsity"], point["sparse"]) for point in report["quality_against_sparsity"]]
     figure, axes = _figure(report, "Quality against sparsity, every token sparse", columns=3)
 
-    def change(one: Mapping[str, Any]) -> float:
-        return math.nan if one["perplexity"] is None else one["perplexity"] / one["dense_perplexity"] - 1
-
-    panels: Sequence[tuple[str, Callable[[Mapping[str, Any]], float], str | None]] = (
-        ("KL(dense || sparse), nats per token", lambda one: one["kl"], "kl_stderr"),
+    change = [
+        math.nan if one["perplexity"] is None else one["perplexity"] / one["dense_perplexity"] - 1 for _, one in points
+    ]
+    panels = (
+        ("KL(dense || sparse), nats per token", [one["kl"] for _, one in points], "kl_stderr"),
         ("perplexity, change against dense", change, None),
-        ("top-1 agreement with dense", lambda one: one["top1_agreement"], "top1_stderr"),
+        ("top-1 agreement with dense", [one["top1_agreement"] for _, one in points], "top1_stderr"),
     )
-    for axis, (label, value, error) in zip(axes, panels, strict=True):
+    for axis, (label, values, error) in zip(axes, panels, strict=True):
         errors = [one[error] or 0.0 for _, one in points] if error else None  # a single text has none
-        values = [value(one) for _, one in points]
         axis.errorbar([x for x, _ in points], values, yerr=errors, marker="o", color=_COLOURS[0], capsize=3)
         axis.set_title(label, fontsize=11)
         axis.set_xlabel("sparsity")

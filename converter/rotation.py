@@ -99,7 +99,7 @@ def find_rotation(
             x = x[flow.counted[batch].to(x.device)].float().view(-1, config.num_kv_heads, sharing, width)
             of_heads[outputs[name]].add_(torch.einsum("tkri,tkrj->kij", x, x).double())
 
-    with MaskedModel(source.projections) as masked, masked.observing(observe), torch.no_grad():
+    with MaskedModel(source.projections) as masked, masked.during(observer=observe), torch.no_grad():
         for batch in range(flow.num_batches):
             flow.final(batch)
             advance()

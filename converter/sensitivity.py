@@ -48,7 +48,7 @@ class DenseReference:
     def log_probs(self, batch: int, index: int) -> Tensor:
         """Of the counted tokens of a micro-batch, chunk ``index`` of `rows_at_once` tokens: (T, V) float32."""
         if batch not in self._kept:
-            with self.masked.masking({}), self.masked.sparing(None):
+            with self.masked.masking({}), self.masked.during(dense_tokens=None):
                 final = self.flow.final(batch)
             self._device = final.device
             chunks = list(final.split(rows_at_once(self.flow)))
@@ -120,7 +120,7 @@ def backward(
                 inputs[name] = x.view_as(x)
                 return inputs[name]
 
-            with masked.observing(seen.__setitem__), masked.replacing(split):
+            with masked.during(observer=seen.__setitem__, replacer=split):
                 out = flow.run(batch, below, start, min(start + span, len(flow.blocks)))
             if start == last:
                 out = flow.norm(out)

@@ -35,7 +35,7 @@ def test_clear_close_and_an_error_within_leave_the_dense_model(linear: torch.nn.
         masked.set_threshold("p", threshold)
         assert torch.equal(linear(x), dense)
     spared = torch.tensor([[True, False, False, False]])
-    with pytest.raises(ZeroDivisionError), masked.masking({"p": 99.0}), masked.sparing(spared):
+    with pytest.raises(ZeroDivisionError), masked.masking({"p": 99.0}), masked.during(dense_tokens=spared):
         raise ZeroDivisionError
     assert torch.equal(linear(x), dense)
     with masked.masking({"p": 99.0}):
@@ -53,7 +53,7 @@ def test_dense_tokens_are_left_alone(linear: torch.nn.Linear) -> None:
         masked.set_scale("p", torch.ones(16))
         masked.set_threshold("p", 99.0)
         dense_tokens = torch.tensor([[True, False, False, True], [False, True, False, False]])
-        with masked.sparing(dense_tokens):
+        with masked.during(dense_tokens=dense_tokens):
             out = linear(x)
     assert torch.equal(out[dense_tokens], dense[dense_tokens])
     torch.testing.assert_close(out[~dense_tokens], linear.bias.expand(5, 8))
@@ -79,7 +79,7 @@ def test_counting_is_the_fraction_dropped_among_sparse_tokens(linear: torch.nn.L
         masked.set_scale("p", torch.ones(16))
         masked.set_threshold("p", 0.7)
         with masked.counting() as realised:
-            with masked.sparing(dense_tokens[:2]):
+            with masked.during(dense_tokens=dense_tokens[:2]):
                 linear(x[:2])
             linear(x[2:, 1:])
             found = realised()["p"]

@@ -92,7 +92,7 @@ def test_a_score_on_the_threshold_counts_as_the_mask_has_it() -> None:
     channels = channels_of(source)
     seen: dict[str, torch.Tensor] = {}
     with CalibrationState(source, tokens, batch_size=2) as calib:
-        with calib.masked.observing(lambda name, x: seen.__setitem__(name, x[tokens.keep])):
+        with calib.masked.during(observer=lambda name, x: seen.__setitem__(name, x[tokens.keep])):
             calib.flow.final(0)
         # Every channel of q has its threshold on the score of its first token.
         name = calib.names[0]

@@ -91,7 +91,7 @@ def test_directions_are_principal(tmp_path: Path) -> None:
     def note(name: str, x: torch.Tensor) -> None:
         seen.setdefault(name, []).append(x[:, 1:].flatten(0, 1))  # the first token of a sequence does not count
 
-    with MaskedModel(source.projections) as masked, masked.observing(note), torch.no_grad():
+    with MaskedModel(source.projections) as masked, masked.during(observer=note), torch.no_grad():
         source.model(input_ids=tokens.input_ids, use_cache=False)
     x = torch.cat(seen["model.layers.1.self_attn.o_proj"]).view(-1, 2, 2, 16).double()
     for group, turn in enumerate(rotation.heads[1].double()):

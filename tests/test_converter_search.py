@@ -63,7 +63,7 @@ def test_meets_the_budget_and_realises_it(source, method: str, kind: str) -> Non
     # As the runtime meets it: everything sparse but the first token.
     with MaskedModel(source.projections) as masked:
         thresholds = result.apply_to(masked)
-        with masked.masking(thresholds), masked.sparing(~tokens.keep), masked.counting() as realised:
+        with masked.masking(thresholds), masked.during(dense_tokens=~tokens.keep), masked.counting() as realised:
             source.model(input_ids=tokens.input_ids)
             found = realised()
     assert mean_sparsity([found[e.name] for e in entries], sizes) == pytest.approx(0.45, abs=0.005)
@@ -200,7 +200,7 @@ def test_thresholds_are_from_inputs_as_sparse_as_at_run_time(found: tuple[Source
 
     with MaskedModel(source.projections) as masked:
         thresholds = result.apply_to(masked)
-        with masked.observing(keep), masked.masking(thresholds), masked.sparing(~tokens.keep):
+        with masked.during(observer=keep), masked.masking(thresholds), masked.during(dense_tokens=~tokens.keep):
             source.model(input_ids=tokens.input_ids)
     for name, entry in result.projections.items():
         dropped = float((scores[name] < entry.threshold).double().mean())

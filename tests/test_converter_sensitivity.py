@@ -104,9 +104,9 @@ def test_the_kl_is_that_of_the_whole_model(limit: int, monkeypatch: pytest.Monke
         assert calib.kl(sparsities, thresholds=dict.fromkeys(calib.names, 0.0)) == pytest.approx(0, abs=1e-6)
         thresholds = dict.fromkeys(calib.names, 0.5)
         found = calib.kl(sparsities, thresholds=thresholds)
-        with calib.masked.masking(thresholds), calib.masked.sparing(~tokens.keep):
+        with calib.masked.masking(thresholds), calib.masked.during(dense_tokens=~tokens.keep):
             sparse = source.model(input_ids=tokens.input_ids).logits.log_softmax(-1)
-        with calib.masked.masking(thresholds), calib.masked.sparing(~tokens.keep[:4]):
+        with calib.masked.masking(thresholds), calib.masked.during(dense_tokens=~tokens.keep[:4]):
             final = calib.flow.final(0).requires_grad_(True)
         total, gradient = calib.reference.kl_gradient(0, final.detach())
         expected = float((dense.exp() * (dense - sparse)).sum(-1)[tokens.keep].mean())
@@ -172,7 +172,7 @@ def test_gradients_are_the_models(
             masked.set_scale(name, torch.ones(module.in_features))
             masked.set_threshold(name, threshold)
         backward(flow, masked, 0, gradients_of, lambda name, x, gradient: found.__setitem__(name, gradient))
-        with torch.enable_grad(), masked.replacing(keep_input):
+        with torch.enable_grad(), masked.during(replacer=keep_input):
             logits = source.model(input_ids=flow.input_ids[0], use_cache=False).logits
             values = torch.autograd.grad(loss(logits[flow.counted[0]]), list(kept.values()))
     expected = {name: value[flow.counted[0]] for name, value in zip(kept, values, strict=True)}
@@ -187,7 +187,7 @@ def test_inputs_are_what_the_projections_multiply(source: SourceModel, ids: torc
     flow = flow_of(source, ids)
     seen: dict[str, list[torch.Tensor]] = {name: [] for name in source.projections}
     with MaskedModel(source.projections) as masked:
-        with masked.observing(lambda name, x: seen[name].append(x)):
+        with masked.during(observer=lambda name, x: seen[name].append(x)):
             for part in flow.input_ids:
                 source.model(input_ids=part, use_cache=False)
         hidden = flow.start()

@@ -25,79 +25,56 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def _option(*names: str, shown: bool = True, **settings: Any) -> Callable[[_F], _F]:
-    return click.option(*names, show_default=shown, **settings)
+def _options(*table: tuple[str, Any, Any, str], shown: bool = True) -> Callable[[_F], _F]:
+    """Options of (name, type, default, help text); ``shown``: with their defaults."""
+    return stacked(*(click.option(n, type=t, default=d, show_default=shown, help=text) for n, t, d, text in table))
 
 
 revision_option = click.option("--revision", help="Branch, tag or commit of a bundle on the Hub.")
 
+_LENGTH = "Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]"
+_LEVEL = "A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  [default: the bundle's own]"
+
 # Where and how a bundle runs.
 device_options = stacked(
-    _option("--device", default="auto", help="auto, cpu, cuda or cuda:N."),
-    _option(
-        "--dtype",
-        type=click.Choice(["auto", *DTYPES]),
-        default="auto",
-        help="Type of the weights in memory; auto is that of the files.",
-    ),
-    _option(
-        "--backend",
-        type=click.Choice(["auto", *BACKENDS]),
-        default="auto",
-        help="What multiplies; auto is the fastest that can run this model here.",
-    ),
-    _option(
-        "--weights",
-        type=click.Choice(list(WEIGHT_TYPES)),
-        default="native",
-        help="Round the weights at load, where the back end can.",
-    ),
-    click.option(
-        "--sparsity",
-        type=float,
-        help="A sparsity level of the bundle, as inspect lists them, or 0 for the dense model.  "
-        "[default: the bundle's own]",
-    ),
-    click.option(
-        "--max-seq-len",
-        type=click.IntRange(min=1),
-        help="Tokens that prompt and answer may have together.  [default: the model's context, if memory allows]",
+    _options(
+        ("--device", str, "auto", "auto, cpu, cuda or cuda:N."),
+        ("--dtype", click.Choice(["auto", *DTYPES]), "auto", "Type of the weights in memory; auto is that of the files."),
+        ("--backend", click.Choice(["auto", *BACKENDS]), "auto",
+         "What multiplies; auto is the fastest that can run this model here."),
+        ("--weights", click.Choice(WEIGHT_TYPES), "native", "Round the weights at load, where the back end can."),
+        ("--sparsity", float, None, _LEVEL),
+        ("--max-seq-len", click.IntRange(min=1), None, _LENGTH),
     ),
     revision_option,
     click.option("-v", "--verbose", is_flag=True, help="Say which back end was chosen and why."),
-)
+)  # fmt: skip
 
 # The same for the verbs that generate text, which follow one prefill policy.
 loading_options = stacked(
     device_options,
-    _option(
-        "--prefill",
-        type=click.Choice(PREFILL_POLICIES),
-        default="dense",
-        help="Which part of the prompt runs sparse: none, the last half, all. The answer always does.",
+    _options(
+        ("--prefill", click.Choice(PREFILL_POLICIES), "dense",
+         "Which part of the prompt runs sparse: none, the last half, all. The answer always does."),
     ),
-)
+)  # fmt: skip
 
 sampling_options = stacked(
-    _option("--max-new-tokens", type=click.IntRange(min=1), default=256, help="Longest answer, in tokens."),
-    _option("--temperature", type=click.FloatRange(min=0), default=0.0, help="0 is greedy decoding."),
-    click.option("--top-k", type=click.IntRange(min=0), default=0, help="Sample from the K likeliest tokens."),
-    click.option(
-        "--top-p",
-        type=click.FloatRange(min=0, max=1, min_open=True),
-        default=1.0,
-        help="Sample from the likeliest tokens that reach this probability together.",
+    _options(
+        ("--max-new-tokens", click.IntRange(min=1), 256, "Longest answer, in tokens."),
+        ("--temperature", click.FloatRange(min=0), 0.0, "0 is greedy decoding."),
     ),
-    click.option(
-        "--min-p",
-        type=click.FloatRange(min=0, max=1),
-        default=0.0,
-        help="Drop tokens below this share of the likeliest one's probability.",
+    _options(
+        ("--top-k", click.IntRange(min=0), 0, "Sample from the K likeliest tokens."),
+        ("--top-p", click.FloatRange(min=0, max=1, min_open=True), 1.0,
+         "Sample from the likeliest tokens that reach this probability together."),
+        ("--min-p", click.FloatRange(min=0, max=1), 0.0, "Drop tokens below this share of the likeliest one's probability."),
+        ("--seed", click.IntRange(min=0), None, "Repeat a sampled answer.  [default: a fresh one]"),
+        shown=False,  # 0 and 1 leave the step out
     ),
-    click.option("--seed", type=click.IntRange(min=0), help="Repeat a sampled answer.  [default: a fresh one]"),
     click.option("--stop", multiple=True, help="End before this text; may be given several times."),
     click.option("--system-prompt", help="The system's message, for models with a chat template."),
-)
+)  # fmt: skip
 
 
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:

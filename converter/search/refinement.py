@@ -171,7 +171,7 @@ def _average(kept: Tensor | None, value: Tensor, weight: float) -> Tensor:
 def _masks(masked: MaskedModel, logits: Mapping[str, Tensor], dense_tokens: Tensor) -> Iterator[None]:
     for name, u in logits.items():
         masked.set_scale(name, u.exp())
-    with masked.masking(dict.fromkeys(logits, 1.0)), masked.sparing(dense_tokens):
+    with masked.masking(dict.fromkeys(logits, 1.0)), masked.during(dense_tokens=dense_tokens):
         yield
 
 
