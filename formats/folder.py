@@ -161,10 +161,12 @@ def remove_files(folder: Path, names: Collection[str], last: Iterable[str] = (),
     inner = {
         parent for name in names for parent in Path(name, "_").parents if name.endswith("/") or parent != Path(name)
     }
-    steps = [(Path.unlink, name) for name in first]
+    steps: list[tuple[Callable[[Path], None], str | Path]] = [(Path.unlink, name) for name in first]
     steps += [(_rmdir, inside) for inside in sorted(inner, reverse=True)]
     steps += [(Path.unlink, name) for name in ending]
-    for remove, name in [*steps, *([] if keep else [(_rmdir, "")])]:
+    if not keep:
+        steps.append((_rmdir, ""))
+    for remove, name in steps:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             remove(folder / name)
 

@@ -169,13 +169,12 @@ class DecoderGraph:
         positions = op("Cast", op("Unsqueeze", "position_ids", self.ints(1, 3)), to=TensorProto.FLOAT)
         # Cosines and sines (B, 1, S, rotary_dim / 2).
         self.rotations: dict[int, tuple[str, str]] = {}
-        for index in {block.rotary for block in config.blocks} - {None}:
-            assert index is not None
+        for index in {block.rotary for block in config.blocks if block.rotary is not None}:
             rope, name = config.rotaries[index], f"rotary.{index}" if index else "rotary"
             frequencies = constant(inverse_frequencies(rope).numpy(), f"{name}.frequencies")
             if rope.rope_type == "longrope":
                 length = op("ReduceMax", "position_ids", keepdims=0)  # of the longest sequence, less one
-                long = op("GreaterOrEqual", length, constant(np.int64(switch_length(config))))
+                long = op("GreaterOrEqual", length, constant(np.int64(switch_length(config) or 0)))
                 other = constant(inverse_frequencies(rope, long=True).numpy(), f"{name}.long_frequencies")
                 frequencies = op("Where", long, other, frequencies)
             angles = op("Mul", positions, frequencies)
@@ -302,7 +301,7 @@ class DecoderGraph:
         shape = op("Concat", op("Shape", "input_ids"), self.ints(config.vocab_size), axis=0)
         op("Reshape", flat, shape, out="logits", name="lm_head/logits")
 
-        tokens = ["batch_size", "sequence_length"]
+        tokens: list[str | int | None] = ["batch_size", "sequence_length"]
         inputs = [
             value("input_ids", TensorProto.INT64, tokens),
             value("attention_mask", TensorProto.INT64, ["batch_size", "total_sequence_length"]),
@@ -315,7 +314,7 @@ class DecoderGraph:
                     (inputs, "past_key_values", "past_sequence_length"),
                     (outputs, "present", "total_sequence_length"),
                 ):
-                    dims = ["batch_size", block.num_kv_heads, length, block.head_dim]
+                    dims: list[str | int | None] = ["batch_size", block.num_kv_heads, length, block.head_dim]
                     values.append(value(f"{name}.{index}.{what}", self.dtype, dims))
         constants = list(self.constants.values())
         graph = helper.make_graph(self.nodes, "wisparse", inputs, outputs, initializer=constants, doc_string=_GRAPH_DOC)

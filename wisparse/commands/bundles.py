@@ -82,12 +82,12 @@ def inspect(bundle: str, revision: str | None, show: str, sparsity: float | None
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     for column in ("block", *(projection.role for projection in config.projections(0)), "block sparsity"):
         table.add_column(column, justify="right")
-    value = {"alpha": "{0.alpha:.2f}", "threshold": "{0.threshold:.4g}", "sparsity": "{0.sparsity:.1%}"}
+    formats = {"alpha": "{0.alpha:.2f}", "threshold": "{0.threshold:.4g}", "sparsity": "{0.sparsity:.1%}"}
     level = recipe.at(opened.sparsity)
     entries = {entry.name: entry for entry in level.projections}
     for block, sparsity in enumerate(level.block_sparsities):
         cells = [
-            value.get(show, "{0.realised_sparsity:.1%}").format(entries[projection.name])
+            formats.get(show, "{0.realised_sparsity:.1%}").format(entries[projection.name])
             for projection in config.projections(block)
         ]
         table.add_row(str(block), *cells, f"{sparsity:.1%}")
