@@ -41,13 +41,7 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
     ],
 )
 def test_figures_are_those_of_before(
-    kind: str,
-    method: str,
-    shares: tuple[float, ...] | None,
-    sparsity: float,
-    kl: float,
-    realised: float,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, method: str, shares: Any, sparsity: float, kl: float, realised: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if shares:  # random weights have no directions to spare; have some paths all the same
         monkeypatch.setattr(baselines, "SHARES", shares)
@@ -78,14 +72,8 @@ def test_cats_by_hand() -> None:
     rows = [down[:, k] @ (g[k] * (up[k] @ one)) for g, k, one in zip(gate, keep, x, strict=True)]
     torch.testing.assert_close(sparse, torch.stack(rows))
     assert isinstance(mlp.act_fn, torch.nn.SiLU) or "SiLU" in type(mlp.act_fn).__name__
-
-
-def test_cats_refuses_what_up_and_down_cannot_give() -> None:
-    source = tiny_source()
-    with (
-        pytest.raises(UsageError, match=r"only up and down are sparse, at most 38\.0% .*found 0\.6"),
-        baselines.cats(source, tiny_tokens(8), 0.6),
-    ):
+    too_much = pytest.raises(UsageError, match=r"only up and down are sparse, at most 38\.0% .*found 0\.6")
+    with too_much, baselines.cats(source, tiny_tokens(8), 0.6):
         pass
 
 
@@ -118,10 +106,8 @@ def test_a_rank_is_chosen_where_it_pays() -> None:
     spread = x * torch.logspace(-3, 0, 32)  # a few channels are all that matters, and the spectrum is flat
     assert choose_rank(spread, torch.linalg.qr(torch.randn(32, 32))[0], 0.5) == 0
     assert choose_rank(x, low, 0.0) == 0
-
-
-def test_a_rank_is_chosen_for_what_the_mask_drops() -> None:
-    """The threshold is on a score that ties: channels at 2 are kept, those at 1, which the weight ignores, dropped."""
+    # It is for what the mask drops. The threshold is on a score that ties: channels at 2 are kept, those at 1, which
+    # the weight ignores, dropped.
     x = torch.cat([torch.ones(50, 16), torch.full((50, 16), 2.0)], dim=1)
     weight = torch.cat([torch.zeros(16, 16), torch.eye(16)], dim=1)
     assert choose_rank(x, weight, 0.5) == 0
@@ -133,12 +119,7 @@ COMMANDS = {
     "gpu_packed": ["sweep"],
     "gpu_packed.check": ["check"],
     "gpu_sanitize": ["memcheck"],
-    "gpu_serve": [],
-    "gpu_tiles": [],
-    "gpu_tokens": [],
-    "gpu_verbs": [],
-    "gpu_vllm": [],
-    "gpu_weights": [],
+    **{f"gpu_{script}": [] for script in ("serve", "tiles", "tokens", "verbs", "vllm", "weights")},
 }
 
 
@@ -148,8 +129,8 @@ def test_without_a_gpu_they_say_so(
 ) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr("subprocess.run", lambda *_, **__: pytest.fail("began to work"))
-    monkeypatch.setattr("subprocess.Popen", lambda *_, **__: pytest.fail("began to work"))
+    for start in ("subprocess.run", "subprocess.Popen"):
+        monkeypatch.setattr(start, lambda *_, **__: pytest.fail("began to work"))
     monkeypatch.setenv("OUT", str(tmp_path / "results"))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     script = command.partition(".")[0]

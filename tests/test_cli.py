@@ -25,8 +25,12 @@ from wisparse.formats import errors
 ERRORS = [kind for kind in vars(errors).values() if isinstance(kind, type)]
 
 
-def _verb(monkeypatch: pytest.MonkeyPatch, body: Callable[[], None]) -> None:
-    """Put a command in the place of `inspect`."""
+def _fail(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """Put a command that fails in the place of `inspect`."""
+
+    def body() -> None:
+        raise error
+
     module = types.ModuleType("wisparse.commands.bundles")
     module.inspect = click.command("inspect")(body)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wisparse.commands.bundles", module)
@@ -70,19 +74,13 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_every_error_has_its_exit_code(
     error: BaseException, expected: int, sentence: str, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    def body() -> None:
-        raise error
-
-    _verb(monkeypatch, body)
+    _fail(monkeypatch, error)
     code, out, err = run("inspect")
     assert (code, out, err.lstrip("\n")) == (expected, "", f"wisparse: {sentence}\n")
 
 
 def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def body() -> None:
-        raise ZeroDivisionError
-
-    _verb(monkeypatch, body)
+    _fail(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
         cli.main(["inspect"])
 
@@ -112,28 +110,21 @@ def test_every_verb_has_help_with_an_example(verb: str, run: Run) -> None:
     assert all(len(line) <= 80 for line in examples)
 
 
-@pytest.mark.parametrize(
-    "leftover", [{"RANK": "1"}, {"RANK": "3", "WORLD_SIZE": "4"}, {"WORLD_SIZE": "2"}, {"RANK": "x"}]
-)
+@pytest.mark.parametrize("leftover", ["RANK=1", "RANK=3 WORLD_SIZE=4", "WORLD_SIZE=2", "RANK=x"])
 def test_a_variable_of_torchrun_alone_silences_nothing(
-    leftover: dict[str, str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    run: Run,
-    caplog: pytest.LogCaptureFixture,
+    leftover: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in leftover.items():
-        monkeypatch.setenv(name, value)
+    for variable in leftover.split():
+        monkeypatch.setenv(*variable.split("="))
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: pytest.fail("waits for a first process that nobody started"))
     code, _, err = run("convert")
     assert (code, "Missing argument 'MODEL'" in err) == (2, True)
-    model = write_tiny_model(tmp_path / "model")
     text = tmp_path / "text.txt"
     text.write_text("a line of text for a calibration\n" * 200)
-    options = ["--calibration", str(text), "--seq-len", "8", "--num-samples", "2", "--device", "cpu", "--dry-run"]
-    code, out, err = run("convert", str(model), "-o", str(tmp_path / "out"), *options)
+    options = f"-o {tmp_path}/out --calibration {text} --seq-len 8 --num-samples 2 --device cpu --dry-run".split()
+    code, out, err = run("convert", str(write_tiny_model(tmp_path / "model")), *options)
     assert code == 0, err
     assert "Plan (nothing was converted)" in out
     assert "in the environment ignored" in caplog.text
@@ -180,14 +171,6 @@ def test_shell_completion(program: str, typed: str, expected: str) -> None:
     assert done.stdout.splitlines()[0] == f"plain,{expected}", done.stderr
 
 
-def _complete(program: str, typed: str) -> list[str]:
-    """What a shell offers after ``typed``, which ends with the word to complete; in this process."""
-    command = cli.convert_program() if program == "wisparse-convert" else cli.cli
-    *before, word = typed.split(" ")
-    complete = BashComplete(command, {}, program, "_COMPLETE")
-    return [f"{item.type},{item.value}" for item in complete.get_completions(before, word)]
-
-
 @pytest.mark.parametrize(
     ("program", "typed", "expected"),
     [
@@ -205,7 +188,10 @@ def _complete(program: str, typed: str) -> list[str]:
     ],
 )
 def test_the_shell_completes_names_of_files(program: str, typed: str, expected: str) -> None:
-    assert _complete(program, typed) == [expected]
+    command = cli.convert_program() if program == "wisparse-convert" else cli.cli
+    *before, word = typed.split(" ")
+    offered = BashComplete(command, {}, program, "_COMPLETE").get_completions(before, word)
+    assert [f"{item.type},{item.value}" for item in offered] == [expected]
 
 
 def test_wisparse_convert_is_a_program_of_its_own(run: Run) -> None:
@@ -266,18 +252,12 @@ def test_streams_and_folders_that_are_not_there(tmp_path: Path) -> None:
     program, gone = f"{sys.executable} -m wisparse", tmp_path / "gone"
     gone.mkdir()
     write_tiny_bundle(tmp_path / "bundle", write_tiny_model(tmp_path / "model"))
+    no_folder = "wisparse: the folder that this was started in is there no more; go to another one\n"
+    no_prompt = "wisparse: the prompt has no tokens: give at least one\n"
     for command, code, sentence in (
         (f"{program} inspect /nowhere 2> /dev/full", 4, ""),
-        (
-            f"cd {gone} && rmdir {gone} && exec {program} generate out --prompt x",
-            2,
-            "wisparse: the folder that this was started in is there no more; go to another one\n",
-        ),
-        (
-            f"{program} generate {tmp_path / 'bundle'} --backend torch <&-",
-            2,
-            "wisparse: the prompt has no tokens: give at least one\n",
-        ),
+        (f"cd {gone} && rmdir {gone} && exec {program} generate out --prompt x", 2, no_folder),
+        (f"{program} generate {tmp_path / 'bundle'} --backend torch <&-", 2, no_prompt),
     ):
         done = _shell(command)
         assert (done.returncode, done.stdout, done.stderr) == (code, "", sentence)

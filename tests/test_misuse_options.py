@@ -23,25 +23,9 @@ EXIT_CODES = {0, 2, 3, 4, 5, 6, 7}
 SECONDS = 10.0
 ESCAPE = "a\nb\x1b[31m"
 # What no number, choice, place or name is, or is rarely.
-ODD = [
-    "",
-    " ",
-    "-1",
-    "0",
-    "1",
-    "9" * 30,
-    "1.5",
-    "nan",
-    "-inf",
-    "1e400",
-    "nonsense",
-    "a,b,,c",
-    "me/it",
-    "\udcff",
-    ESCAPE,
-]
-ODD += ["x" * 300, "x" * 5000, "x/" + "y" * 300, "missing/below", "~nobodyhere/x", ".", "/dev/null", "/dev/null/below"]
-ODD += ["/proc/nothing", "FILE", "EMPTY", "PIPE", "BUNDLE"]
+ODD = ["", " ", "-1", "0", "1", "9" * 30, "1.5", "nan", "-inf", "1e400", "nonsense", "a,b,,c", "me/it", "\udcff"]
+ODD += [ESCAPE, "x" * 300, "x" * 5000, "x/" + "y" * 300, "missing/below", "~nobodyhere/x", ".", "/dev/null"]
+ODD += ["/dev/null/below", "/proc/nothing", "FILE", "EMPTY", "PIPE", "BUNDLE"]
 RUN = ["--backend", "torch", "--device", "cpu"]
 # Where any text will do, one of each kind is enough.
 FREE = ("--prompt", "--stop", "--system-prompt", "--alias", "--cors")

@@ -110,13 +110,6 @@ def test_loglikelihood(model: Model, policy: str) -> None:
     assert len({round(value, 3) for value, _ in found}) == len(pairs)
 
 
-def test_policies_differ(model: Model) -> None:
-    # Two tokens of answer: under `dense` the second one alone comes from a sparse position.
-    pair = ("x = [1, 2, 3]\ny = {", "'a': 1}\n")
-    lms = [WisparseLM(model, prefill=policy) for policy in ("dense", "half", "all")]
-    assert len({round(ask(lm, "loglikelihood", pair)[0][0], 6) for lm in lms}) == 3
-
-
 def test_choices_of_one_question_are_one_pass(model: Model, seen: list[tuple[int, int]]) -> None:
     question = "Q: 1 + 1?\nA:"
     pairs = [(question, f" {choice}") for choice in "abcd"]
@@ -124,12 +117,6 @@ def test_choices_of_one_question_are_one_pass(model: Model, seen: list[tuple[int
     length = len(model.text.encode(question))
     assert seen == [(length, length - length // 2)]
     assert len({value for value, _ in found}) == 4
-
-
-def test_half_is_half_of_the_prompt_without_the_answer(model: Model, seen: list[tuple[int, int]]) -> None:
-    prompt, answer = list(range(10, 21)), list(range(30, 37))
-    WisparseLM(model, prefill="half")._loglikelihood_tokens([(("", ""), prompt, answer)], disable_tqdm=True)
-    assert seen == [(11 + 6, 6)]
 
 
 def test_long_contexts_lose_their_beginning(model: Model, seen: list[tuple[int, int]]) -> None:
@@ -168,24 +155,12 @@ def test_rolling_scores_every_token_once(model: Model, policy: str, seen: list[t
     assert all(start == sparse_from(policy, length) for length, start in calls)
 
 
-def test_generate_until(model: Model) -> None:
-    prompts = ["def main():\n", ">>> 2 + 3\n", "import "]
-    settings = {"until": ["\n", "<|endoftext|>"], "max_gen_toks": 12, "do_sample": False, "temperature": 0.0}
-    found = ask(WisparseLM(model, prefill="half"), "generate_until", *((prompt, settings) for prompt in prompts))
-    for prompt, text in zip(prompts, found, strict=True):
-        expected = model.generate(
-            prompt, max_new_tokens=12, stop=["\n", "<|endoftext|>"], prefill="half", chat_template=False
-        )
-        assert text == expected.text
-        assert "\n" not in text
-
-
-def test_no_slot_waits_for_another_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whenever an answer ends, the next takes its slot: as many steps as the longest chain needs, not those of batches
-    that wait for their longest member."""
-    settings = {"until": ["\n"], "max_gen_toks": 40, "do_sample": False}
+def test_generate_until_lets_no_slot_wait_for_another_answer(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever an answer ends, the next takes its slot."""
+    settings = {"until": ["\n", "<|endoftext|>"], "max_gen_toks": 40, "do_sample": False, "temperature": 0.0}
+    how: dict[str, Any] = {"max_new_tokens": 40, "stop": settings["until"], "prefill": "half", "chat_template": False}
     prompts = [problem.prompt for problem in make_problems(6, 0)] + ["import os, ", "def main"]
-    alone = [model.generate(prompt, max_new_tokens=40, stop=["\n"], prefill="all") for prompt in prompts]
+    alone = [model.generate(prompt, **how) for prompt in prompts]
     lengths = [len(one.token_ids) for one in alone]
     busy: list[int] = []  # rows of each step
     decode = model.decoder.decode
@@ -195,7 +170,7 @@ def test_no_slot_waits_for_another_answer(model: Model, monkeypatch: pytest.Monk
         return decode(ids)
 
     monkeypatch.setattr(model.decoder, "decode", counting)
-    lm = WisparseLM(model, prefill="all")
+    lm = WisparseLM(model, prefill="half")
     found = ask(lm, "generate_until", *((prompt, settings) for prompt in prompts))
     assert found == [one.text for one in alone]
     assert sum(busy) == sum(lengths) - len(lengths) == lm.stats.tokens
@@ -237,8 +212,7 @@ def test_the_harness_makes_one_by_name(bundle: Path) -> None:
     made = get_model("wisparse").create_from_arg_string(
         f"pretrained={bundle},prefill=half,backend=torch,max_seq_len=64", {"batch_size": 1, "device": "cpu"}
     )
-    assert made.prefill == "half"
-    assert made.model.max_seq_len == 64
+    assert (made.prefill, made.model.max_seq_len) == ("half", 64)
     made.model.close()
     with pytest.raises(UsageError, match="pretrained=BUNDLE"):
         WisparseLM()
@@ -251,7 +225,9 @@ def answer(model: Model, prompt: str, policy: str) -> str:
     return model.generate(prompt, max_new_tokens=48, stop="\n", prefill=policy, chat_template=False).text
 
 
-def test_interpreter_lines(model: Model) -> None:
+def test_interpreter_lines(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    # It brings its data.
+    monkeypatch.setattr(adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
     found = evaluate_tasks(model, ["interpreter_lines"], prefill="dense", limit=12)
     right = [answer(model, one.prompt, "dense") == one.answer for one in make_problems(12, 0)]
     error = pytest.approx(statistics.stdev(right) / math.sqrt(12))
@@ -333,16 +309,10 @@ def test_a_users_own_task(model: Model, tmp_path: Path) -> None:
     rows = [{"text": f"x = {i}\n", "choices": [" 1", " 2"], "label": i % 2} for i in range(4)]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {
-        "task": "mine",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}},
-        "output_type": "multiple_choice",
-        "test_split": "test",
-        "doc_to_text": "{{text}}y =",
-        "doc_to_choice": "{{choices}}",
-        "doc_to_target": "label",
-        "metric_list": [{"metric": "acc"}],
-    }
+        "task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test", "output_type": "multiple_choice", "metric_list": [{"metric": "acc"}],
+        "doc_to_text": "{{text}}y =", "doc_to_choice": "{{choices}}", "doc_to_target": "label",
+    }  # fmt: skip
     (tmp_path / "mine.yaml").write_text(json.dumps(task))  # JSON is YAML
     found = evaluate_tasks(model, ["mine", "interpreter_lines"], include_path=[tmp_path], limit=2)
     assert set(found) == {"mine", "interpreter_lines"}
@@ -425,11 +395,6 @@ def test_without_a_network_the_cache_serves_and_nothing_is_left_switched_off(
     assert switches() == before
 
 
-def test_a_task_that_brings_its_data_asks_nobody(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
-    assert evaluate_tasks(model, ["interpreter_lines"], limit=1)["interpreter_lines"]["num_questions"] == 1
-
-
 def test_the_papers_tasks_have_these_names() -> None:
     # Indexed from their own folders in the harness; its whole index takes 10 s and more.
     manager = _task_manager(list(PAPER_TASKS), [])
@@ -437,14 +402,7 @@ def test_the_papers_tasks_have_these_names() -> None:
         assert manager.match_tasks([task]) == [task]
 
 
-def test_what_is_refused(model: Model, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--confirm-run-unsafe-code"):
-        evaluate_tasks(model, ["humaneval"])
-    with pytest.raises(UsageError, match="no such folder"):
-        evaluate_tasks(model, ["interpreter_lines"], include_path=[tmp_path / "missing"])
-
-
-def test_unknown_task(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused(model: Model, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     original = lm_eval.tasks.TaskManager
     asked_for_all = []
 
@@ -456,6 +414,10 @@ def test_unknown_task(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="unknown task 'gsm8kk'"):
         evaluate_tasks(model, ["interpreter_lines", "gsm8kk"])
     assert asked_for_all == [False, True]
+    with pytest.raises(UsageError, match="--confirm-run-unsafe-code"):
+        evaluate_tasks(model, ["humaneval"])
+    with pytest.raises(UsageError, match="no such folder"):
+        evaluate_tasks(model, ["interpreter_lines"], include_path=[tmp_path / "missing"])
 
 
 def test_command(bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,28 +18,23 @@ import pytest
 from served import NAME, TEMPLATE, Running, hold, with_template
 
 import wisparse
-from wisparse.runtime.generation.request import Chunk, Request
+from wisparse.runtime.generation.request import Request
 from wisparse.runtime.model import Model
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
-
-
 _FLAGS = [
-    f"--{flag}"
-    for flag in [
-        "headless",
-        "no-sandbox",
-        "disable-gpu",
-        "disable-quic",
-        "no-first-run",
-        "disable-background-networking",
-        "hide-scrollbars",
-        "disable-component-update",
-        "disable-sync",
-        "disable-dev-shm-usage",
-        "remote-debugging-pipe",
-    ]
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
 ]
 _SECONDS = 60.0
 
@@ -127,27 +122,20 @@ class Tab:
         self.ask("Input.dispatchKeyEvent", type="keyDown", **common, **({"text": text} if text else {}))
         self.ask("Input.dispatchKeyEvent", type="keyUp", **common)
 
-    def complaints(self) -> list[str]:
+    def events(self, method: str) -> list[dict[str, Any]]:
+        """Parameters of the page's events of one kind so far."""
+        self.value("0")  # what has come is read
+        mine = [event for event in self._browser.events if event.get("sessionId") == self._session]
+        return [event["params"] for event in mine if event["method"] == method]
+
+    def complaints(self) -> list[dict[str, Any]]:
         """Errors of the page so far, what its policy forbade among them."""
-        found = []
-        for event in self._mine():
-            if event["method"] == "Runtime.exceptionThrown":
-                found.append(str(event["params"]["exceptionDetails"]))
-            elif event["method"] == "Log.entryAdded" and event["params"]["entry"]["level"] == "error":
-                found.append(str(event["params"]["entry"]))
-        return found
+        logged = [event["entry"] for event in self.events("Log.entryAdded")]
+        return self.events("Runtime.exceptionThrown") + [entry for entry in logged if entry["level"] == "error"]
 
     def asked(self) -> list[str]:
         """Every address that was asked for so far."""
-        return [
-            event["params"]["request"]["url"]
-            for event in self._mine()
-            if event["method"] == "Network.requestWillBeSent"
-        ]
-
-    def _mine(self) -> list[dict[str, Any]]:
-        self.value("0")  # what has come is read
-        return [event for event in self._browser.events if event.get("sessionId") == self._session]
+        return [event["request"]["url"] for event in self.events("Network.requestWillBeSent")]
 
     def close(self) -> None:
         self._browser.ask("Target.disposeBrowserContext", browserContextId=self._context)
@@ -209,9 +197,13 @@ def ask(tab: Tab, question: str) -> None:
     tab.press("Enter", 13, "\r")
 
 
-def answers(tab: Tab) -> list[str]:
-    found: list[str] = tab.value("[...document.querySelectorAll('.answer .words')].map((box) => box.textContent)")
+def texts(tab: Tab, selector: str) -> list[str]:
+    found: list[str] = tab.value(f"[...document.querySelectorAll({selector!r})].map((one) => one.textContent)")
     return found
+
+
+def answers(tab: Tab) -> list[str]:
+    return texts(tab, ".answer .words")
 
 
 def status(tab: Tab) -> str:
@@ -269,11 +261,9 @@ def test_dense_and_sparse_side_by_side(
         go_on.set()
         tab.until("by('status').textContent.startsWith('Answered')")
         assert answers(tab) == [expected[0.6][0], expected[0.0][0]]
-        assert tab.value("[...document.querySelectorAll('.answer .who')].map((one) => one.textContent)") == [
-            "60% sparse", "Dense"
-        ]  # fmt: skip
+        assert texts(tab, ".answer .who") == ["60% sparse", "Dense"]
         speed = r"20 tokens, [\d.]+ tok/s"
-        costs = tab.value("[...document.querySelectorAll('.answer .cost')].map((one) => one.textContent)")
+        costs = texts(tab, ".answer .cost")
         assert all(re.fullmatch(speed, cost) for cost in costs), costs
         assert re.match(rf"Answered. 60% sparse: {speed}\. .*Dense: {speed}\. ", status(tab)), status(tab)
         left, right = tab.value("[...document.querySelectorAll('.answer')].map((one) => one.getBoundingClientRect().x)")
@@ -302,23 +292,16 @@ def test_escape_stops_an_answer(tab: Tab, server: Running, monkeypatch: pytest.M
     assert tab.value("document.activeElement.id") == "message"
 
 
-def test_what_a_model_says_is_text(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_model_says_is_text_and_a_refusal_is_told(tab: Tab, monkeypatch: pytest.MonkeyPatch) -> None:
     evil = "<img src=x onerror='document.title=1'><script>document.title=2</script><b>bold</b>"
     next_chunk = Request.next_chunk
-
-    def replaced(self: Request) -> Chunk:
-        return replace(next_chunk(self), text=evil)
-
-    monkeypatch.setattr(Request, "next_chunk", replaced)
+    monkeypatch.setattr(Request, "next_chunk", lambda self: replace(next_chunk(self), text=evil))
     fill(tab, max_tokens=1)
     ask(tab, evil)
     tab.until("by('status').textContent.startsWith('Answered')")
     assert answers(tab) == [evil]
     assert tab.value("document.querySelectorAll('#talk img, #talk script, #talk b').length") == 0
-    assert tab.value("document.querySelector('.mine .words').textContent") == evil
-
-
-def test_a_refusal_is_told(tab: Tab) -> None:
+    assert texts(tab, ".mine .words") == [evil]
     fill(tab, temperature=-1)
     ask(tab, "what?")
     tab.until("by('status').classList.contains('wrong')")

@@ -8,20 +8,12 @@ from __future__ import annotations
 _LLAMA = r"""
 {{- bos_token }}
 {%- if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}
-{%- if not tools_in_user_message is defined %}{% set tools_in_user_message = true %}{% endif %}
 {%- if not date_string is defined %}{% set date_string = strftime_now("%d %b %Y") %}{% endif %}
 {%- if not tools is defined %}{% set tools = none %}{% endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
-{%- else %}{% set system_message = "" %}{% endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
-{%- if tools is not none %}{{ "Environment: ipython\n" }}{% endif %}
-{{- "Today: " + date_string + "\n\n" + system_message + "<|eot_id|>" }}
-{%- if tools_in_user_message and not tools is none %}
-    {%- if messages | length == 0 %}{{ raise_exception("no first user message to put the tools in") }}{% endif %}
+{{- "<|start_header_id|>system<|end_header_id|>\n\nToday: " + date_string + "<|eot_id|>" }}
+{%- if not tools is none %}
     {%- set first_user_message = messages[0]['content'] | trim %}{% set messages = messages[1:] %}
-    {{- '<|start_header_id|>user<|end_header_id|>\n\n' -}}
-    {{- 'Answer in the form {"name": function name, "parameters": a dictionary}.\n\n' }}
+    {{- '<|start_header_id|>user<|end_header_id|>\n\nAnswer {"name": function name, "parameters": a dictionary}.\n\n' }}
     {%- for t in tools %}{{ t | tojson(indent=4) }}{{ "\n\n" }}{% endfor %}
     {{- first_user_message + "<|eot_id|>" }}
 {%- endif %}
@@ -32,10 +24,9 @@ _LLAMA = r"""
     {%- elif 'tool_calls' in message %}
         {%- if not message.tool_calls | length == 1 %}{{ raise_exception("one tool call at a time") }}{% endif %}
         {%- set tool_call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
-        {{- '{"name": "' + tool_call.name + '", ' }}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\n\n{"name": "' + tool_call.name + '", ' }}
         {{- '"parameters": ' }}{{ tool_call.arguments | tojson }}{{ "}" }}{{ "<|eot_id|>" }}
-    {%- elif message.role == "tool" or message.role == "ipython" %}
+    {%- else %}
         {{- "<|start_header_id|>ipython<|end_header_id|>\n\n" }}
         {%- if message.content is mapping or message.content is iterable %}{{ message.content | tojson }}
         {%- else %}{{ message.content }}{% endif %}
@@ -47,12 +38,8 @@ _LLAMA = r"""
 
 _QWEN = r"""
 {%- if tools %}
-    {{- '<|im_start|>system\n' }}
-    {%- if messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}
-    {{- "<tools>" }}{% for tool in tools %}{{ "\n" }}{{ tool | tojson }}{% endfor %}{{ "\n</tools>\n" }}
-    {{- "Call one so:\n<tool_call>\n{\"name\": <name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
-{%- elif messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}
+    {{- "<|im_start|>system\n<tools>" }}{% for tool in tools %}{{ "\n" }}{{ tool | tojson }}{% endfor %}{{ "\n</tools>\n" }}
+    {{- "<tool_call>\n{\"name\": <name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
 {%- endif %}
 {%- set ns = namespace(multi_step_tool=true, last_query_index=messages | length - 1) %}
 {%- for message in messages[::-1] %}
@@ -71,8 +58,6 @@ _QWEN = r"""
             {%- set reasoning_content = message.reasoning_content %}
         {%- elif '</think>' in message.content %}
             {%- set content = (message.content.split('</think>') | last).lstrip('\n') %}
-            {%- set reasoning_content = (message.content.split('</think>') | first).rstrip('\n') %}
-            {%- set reasoning_content = (reasoning_content.split('<think>') | last).lstrip('\n') %}
         {%- endif %}
         {{- '<|im_start|>' + message.role + '\n' }}
         {%- if loop.index0 > ns.last_query_index and (loop.last or reasoning_content) %}
@@ -81,7 +66,7 @@ _QWEN = r"""
         {{- content.lstrip('\n') }}
         {%- for tool_call in message.tool_calls or [] %}
             {%- if (loop.first and content) or (not loop.first) %}{{ '\n' }}{% endif %}
-            {%- if tool_call.function %}{% set tool_call = tool_call.function %}{% endif %}
+            {%- set tool_call = tool_call.function %}
             {{- '<tool_call>\n{"name": "' + tool_call.name + '", "arguments": ' }}
             {%- if tool_call.arguments is string %}{{ tool_call.arguments }}
             {%- else %}{{ tool_call.arguments | tojson }}{% endif %}
@@ -89,62 +74,46 @@ _QWEN = r"""
         {%- endfor %}
         {{- '<|im_end|>\n' }}
     {%- elif message.role == "tool" %}
-        {%- if loop.first or (messages[loop.index0 - 1].role != "tool") %}{{ '<|im_start|>user' }}{% endif %}
-        {{- '\n<tool_response>\n' + message.content + '\n</tool_response>' }}
-        {%- if loop.last or (messages[loop.index0 + 1].role != "tool") %}{{ '<|im_end|>\n' }}{% endif %}
+        {{- '<|im_start|>user\n<tool_response>\n' + message.content + '\n</tool_response><|im_end|>\n' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}
-    {%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\n\n</think>\n\n' }}{% endif %}
-{%- endif %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
 """
 
 _MISTRAL = r"""
-{%- if messages[0]["role"] == "system" %}
-    {%- set system_message = messages[0]["content"] %}{% set loop_messages = messages[1:] %}
-{%- else %}{% set loop_messages = messages %}{% endif %}
 {%- if not tools is defined %}{% set tools = none %}{% endif %}
-{%- set user_messages = loop_messages | selectattr("role", "equalto", "user") | list %}
-{%- for message in loop_messages | rejectattr("role", "equalto", "tool") | rejectattr("role", "equalto", "tool_results")
-        | selectattr("tool_calls", "undefined") %}
-    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}
-        {{- raise_exception("roles must alternate") }}
-    {%- endif %}
+{%- set user_messages = messages | selectattr("role", "equalto", "user") | list %}
+{%- for message in messages | rejectattr("role", "equalto", "tool") | selectattr("tool_calls", "undefined") %}
+    {%- if (message["role"] == "user") != (loop.index0 % 2 == 0) %}{{ raise_exception("roles must alternate") }}{% endif %}
 {%- endfor %}
 {{- bos_token }}
-{%- for message in loop_messages %}
+{%- for message in messages %}
     {%- if message["role"] == "user" %}
         {%- if tools is not none and (message == user_messages[-1]) %}
             {{- "[AVAILABLE_TOOLS] [" }}
             {%- for tool in tools %}
-                {%- set tool = tool.function %}{{ '{"type": "function", "function": {' }}
-                {%- for key, val in tool.items() if key != "return" %}
+                {%- for key, val in tool.function.items() if key != "return" %}
                     {{- '"' + key + '": ' }}{{ val | tojson }}{% if not loop.last %}{{ ", " }}{% endif %}
                 {%- endfor %}
-                {{- "}}" }}{% if not loop.last %}{{ ", " }}{% else %}{{ "]" }}{% endif %}
             {%- endfor %}
-            {{- "[/AVAILABLE_TOOLS]" }}
+            {{- "][/AVAILABLE_TOOLS]" }}
         {%- endif %}
         {{- "[INST] " + message["content"] + "[/INST]" }}
-    {%- elif message["role"] == "tool_calls" or message.tool_calls is defined %}
+    {%- elif message.tool_calls is defined %}
         {{- "[TOOL_CALLS] [" }}
         {%- for tool_call in message.tool_calls %}
             {%- set out = tool_call.function | tojson %}{{ out[:-1] }}
-            {%- if not tool_call.id is defined or tool_call.id | length != 9 %}
-                {{- raise_exception("ids are alphanumeric, of length 9") }}
-            {%- endif %}
+            {%- if tool_call.id | length != 9 %}{{ raise_exception("ids are alphanumeric, of length 9") }}{% endif %}
             {{- ', "id": "' + tool_call.id + '"}' }}
             {%- if not loop.last %}{{ ", " }}{% else %}{{ "]" + eos_token }}{% endif %}
         {%- endfor %}
     {%- elif message["role"] == "assistant" %}{{ " " + message["content"] + eos_token }}
-    {%- elif message["role"] == "tool_results" or message["role"] == "tool" %}
+    {%- elif message["role"] == "tool" %}
         {%- if message.content is defined and message.content.content is defined %}
             {%- set content = message.content.content %}
         {%- else %}{% set content = message.content %}{% endif %}
         {{- '[TOOL_RESULTS] {"content": ' + content | string + ", " }}
-        {%- if not message.tool_call_id is defined or message.tool_call_id | length != 9 %}
-            {{- raise_exception("ids are alphanumeric, of length 9") }}
-        {%- endif %}
+        {%- if message.tool_call_id | length != 9 %}{{ raise_exception("ids are of length 9") }}{% endif %}
         {{- '"call_id": "' + message.tool_call_id + '"}[/TOOL_RESULTS]' }}
     {%- else %}{{ raise_exception("user and assistant alone") }}{% endif %}
 {%- endfor %}
