@@ -194,47 +194,46 @@ else:
 
 
 @pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     import tables
 
+    return tables
+
+
+@pytest.fixture
+def make(tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """``tables.py`` of models by name and options; how many pieces were made in all."""
     labels = list(tables.ROWS.values())
     parts = {"baselines": [labels[i] for i in (0, 1, 6, 9, 10)], "paper": labels[2:6], "additive": labels[7:9]}
     for script in ("ablation.py", "methods.py"):
         (tmp_path / script).write_text(f"LABELS = {parts!r}\n{_FAKE}")
     monkeypatch.setattr(tables, "HERE", tmp_path)
-    for model in ("one", "two", "broken"):
-        (tmp_path / model).mkdir()
-    return tables
+    options = f"--device cpu --jobs 3 --pieces {tmp_path}/pieces --out {tmp_path}/out".split()
 
+    def run(*models: str, more: Sequence[str] = ()) -> int:
+        for model in models:
+            (tmp_path / model).mkdir(exist_ok=True)
+        monkeypatch.setattr(sys, "argv", ["tables.py", *(str(tmp_path / model) for model in models), *more, *options])
+        tables.main()
+        return len((tmp_path / "calls").read_text().splitlines())
 
-def run(tables: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, *arguments: str) -> None:
-    options = ["--device", "cpu", "--jobs", "3", "--pieces", str(folder / "pieces"), "--out", str(folder / "out")]
-    monkeypatch.setattr(sys, "argv", ["tables.py", *arguments, *options])
-    tables.main()
-
-
-def calls(folder: Path) -> int:
-    return len((folder / "calls").read_text().splitlines())
+    return run
 
 
 def test_one_command_writes_every_table(
-    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make: Callable[..., int], tables: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
+    assert make("one", "two") == 2 * (3 + 16)
     names = [*(f"{kind}-{model}" for kind in ("ablation", "methods") for model in ("one", "two")), "summary"]
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        f"{n}.{end}" for n in names for end in ("md", "json")
-    }
+    wanted = {f"{name}.{end}" for name in names for end in ("md", "json")}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == wanted
     ablation = json.loads((tmp_path / "out" / "ablation-two.json").read_text())
     assert [row["recipe"] for row in ablation["rows"]] == list(tables.ROWS.values())
     assert "up to 3 processes on one CPU" in ablation["made by"]
     assert "mean of wisparse: 0.250 of uniform, 0.500 of TEAL" in capsys.readouterr().out
-    assert calls(tmp_path) == 2 * (3 + 16)
-    run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "two"))
-    assert calls(tmp_path) == 2 * (3 + 16), "nothing is made twice"
-    run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), "--eval-tokens", "512")
-    assert calls(tmp_path) == 3 * (3 + 16), "with other options everything is"
+    assert make("one", "two") == 2 * (3 + 16), "nothing is made twice"
+    assert make("one", more=["--eval-tokens", "512"]) == 3 * (3 + 16), "with other options everything is"
 
 
 @pytest.mark.slow
@@ -264,10 +263,10 @@ def test_the_stages_of_a_search_give_their_rows(
 
 
 def test_a_piece_that_fails_is_told(
-    tables: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    make: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:
-        run(tables, monkeypatch, tmp_path, str(tmp_path / "one"), str(tmp_path / "broken"))
+        make("one", "broken")
     assert caught.value.code == 1
     told = capsys.readouterr().out
     assert "methods-broken-0.5-wisparse: FAILED, exit status 1" in told
