@@ -7,7 +7,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -281,33 +281,29 @@ def write_calibration(
     return [CalibrationTokens.from_rows(list(islice(written, count)), "self", seed) for count, _, seed in texts]
 
 
+@dataclass
 class _Row:
     """A row of the batch, and what it writes next: a forced token (an opening), or whatever the model draws."""
 
-    def __init__(
-        self,
-        seq_len: int,
-        ends: Set[int],
-        question: list[int],
-        answer: list[int] | None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        self.seq_len, self.generator = seq_len, generator
-        self.ends, self.question, self.answer = ends, question, answer
-        self.longest = min(_LONGEST_QUESTION, max(1, seq_len // 4))
-        self.tokens: list[int] = []
-        self.forced = deque(question)
-        self.asking = answer is not None
-        self.free = 0  # tokens drawn since the last opening
+    seq_len: int
+    ends: Set[int]
+    question: list[int]
+    answer: list[int] | None
+    generator: torch.Generator | None = None
+    tokens: list[int] = field(default_factory=list)
+    free: int = 0  # tokens drawn since the last opening
+
+    def __post_init__(self) -> None:
+        self.forced, self.asking = deque(self.question), self.answer is not None
 
     def accept(self, drawn: int) -> int:
         """The next token: the forced one, or ``drawn``."""
         if self.forced:
             return self.forced.popleft()
-        turn_over = drawn in self.ends
+        turn_over, longest = drawn in self.ends, min(_LONGEST_QUESTION, max(1, self.seq_len // 4))
         if self.asking and self.answer is not None:
             # Some templates close a turn with a marker that is no end-of-text token: the first token of what follows.
-            if turn_over or drawn == self.answer[0] or self.free >= self.longest:
+            if turn_over or drawn == self.answer[0] or self.free >= longest:
                 self.forced.extend(self.answer)
                 self.asking, self.free = False, 0
                 return self.forced.popleft()
@@ -319,10 +315,6 @@ class _Row:
             return drawn
         self.free += 1
         return drawn
-
-    @property
-    def temperature(self) -> float:
-        return max(1.0, _HOT - (_HOT - 1.0) * self.free / _HOT_TOKENS)
 
 
 def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
@@ -338,7 +330,15 @@ def _write(model: Any, rows: list[_Row], stage: Stage) -> None:
         if position + 1 < seq_len:
             step = torch.tensor(tokens, device=device).unsqueeze(1)
             logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            drawn = _draw(logits, rows)
+            heat = [max(1.0, _HOT - (_HOT - 1.0) * row.free / _HOT_TOKENS) for row in rows]
+            probabilities = torch.softmax(logits.float() / torch.tensor(heat, device=device).unsqueeze(1), dim=-1)
+            # argmax(p / -log u) is a sample from p, without sorting, and without a running sum, which is not
+            # reproducible on a GPU. Each text has a generator of its own.
+            numbers = [
+                torch.rand(len(list(some)), logits.shape[1], generator=generator, device=device)
+                for generator, some in groupby(rows, key=lambda row: row.generator)
+            ]
+            drawn = (probabilities / -torch.cat(numbers).log_()).argmax(dim=-1).tolist()
 
 
 def _preallocated_cache(config: Any, seq_len: int) -> Any:
@@ -362,19 +362,6 @@ def _preallocated_cache(config: Any, seq_len: int) -> Any:
     # Layers with a sliding window keep their own kind: they need no more room than the window.
     cache.layers = [Preallocated() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
-
-
-def _draw(logits: Tensor, rows: Sequence[_Row]) -> list[int]:
-    heat = torch.tensor([row.temperature for row in rows], device=logits.device).unsqueeze(1)
-    probabilities = torch.softmax(logits.float() / heat, dim=-1)
-    # argmax(p / -log u) is a sample from p, without sorting, and without a running sum, which is not reproducible on a
-    # GPU. Each text has a generator of its own.
-    numbers = [
-        torch.rand(len(list(some)), logits.shape[1], generator=generator, device=logits.device)
-        for generator, some in groupby(rows, key=lambda row: row.generator)
-    ]
-    chosen: list[int] = (probabilities / -torch.cat(numbers).log_()).argmax(dim=-1).tolist()
-    return chosen
 
 
 def _turns(tokenizer: Any, first: int, ends: Set[int]) -> tuple[list[int], list[int]] | None:

@@ -15,7 +15,7 @@ Source: the paper's sections 4.2 (KL) and 5.1 (half of the prefill).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -63,13 +63,26 @@ class Quality:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready; a figure over no tokens is null."""
+        return json_values(asdict(self))
 
-        def without_nan(value: Any) -> Any:
-            if isinstance(value, dict):
-                return {key: without_nan(entry) for key, entry in value.items()}
-            return None if isinstance(value, float) and not math.isfinite(value) else value
 
-        return without_nan(asdict(self))
+def json_values(value: Any, digits: int | None = None, longest: int | None = None) -> Any:
+    """JSON values: null for NaN and infinity, floats of so many digits, and of a longer list of numbers evenly spaced
+    ones, the first and the last included."""
+    if isinstance(value, Mapping):
+        return {str(key): json_values(entry, digits, longest) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        entries = [json_values(entry, digits, longest) for entry in value]
+        if (
+            longest
+            and len(value) > longest
+            and all(entry is None or isinstance(entry, (int, float)) for entry in entries)
+        ):
+            return [entries[round(i * (len(entries) - 1) / (longest - 1))] for i in range(longest)]
+        return entries
+    if isinstance(value, float):
+        return (float(f"{value:.{digits}g}") if digits else value) if math.isfinite(value) else None
+    return value
 
 
 def _sums(dense: Tensor, sparse: Tensor, labels: Tensor) -> Tensor:

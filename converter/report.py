@@ -7,13 +7,14 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from wisparse.formats.card import CARD, REPORT, Inherited, render_card
 from wisparse.formats.manifest import Recipe, SparsityLevel
 from wisparse.formats.model_config import ModelConfig, Projection
 
-from .evaluation import Quality
+from .evaluation import Quality, json_values
 from .measurement import Measurement
 from .search.allocation import mean_sparsity
 
@@ -145,7 +146,7 @@ class Report:
                 {"sparsity": sparsity, **_rounded(found.to_dict())} for sparsity, found in measurement.curve
             ],
             "block_sensitivity": None if sensitivity is None else _rounded(asdict(sensitivity)),
-            "search": _thinned(dict(recipe.search)),
+            "search": json_values(recipe.search, longest=_LONGEST_HISTORY),
             "blocks": blocks,
             "units": {
                 "sparsity": "fraction of input channels dropped, averaged with the number of parameters as weight",
@@ -175,26 +176,8 @@ class Report:
         return float(_rounded(mean_sparsity([values[one.name] for one in projections], sizes)))
 
 
-def _rounded(value: Any) -> Any:
-    """Floats with six digits, which is more than any of these figures has."""
-    if isinstance(value, Mapping):
-        return {key: _rounded(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_rounded(entry) for entry in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
-
-
-def _thinned(value: Any) -> Any:
-    """JSON values with long lists of numbers cut down to evenly spaced ones, the first and the last included."""
-    if isinstance(value, Mapping):
-        return {str(key): _thinned(entry) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        entries = [_thinned(entry) for entry in value]
-        last = len(entries) - 1
-        if last < _LONGEST_HISTORY or not all(entry is None or isinstance(entry, (int, float)) for entry in entries):
-            return entries
-        return [entries[round(i * last / (_LONGEST_HISTORY - 1))] for i in range(_LONGEST_HISTORY)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+# Six digits are more than any of these figures has.
+_rounded = partial(json_values, digits=6)
 
 
 # ---------------------------------------------------------------------- figures, from `Report.to_json`
