@@ -1,13 +1,251 @@
-"""Masks on a model's projections."""
+"""Masks on a model's projections, and inside transformers: our runtime's tokens, and nothing broken in what it does."""
 
 from __future__ import annotations
 
+import copy
+import json
+import logging
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from bundle_maker import make_bundle
+from runtime_models import HYBRIDS, VARIANTS, make_checkpoint
+from safetensors.torch import load_file
 from tiny_source import tiny_source
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
-from wisparse.converter.masking import MaskedModel
+import wisparse
+from wisparse.converter.masking import MaskedModel, desparsify, sparsify
+from wisparse.formats.bundle import Bundle
+from wisparse.formats.errors import BundleError, UnsupportedModelError, UsageError
 from wisparse.kernels.reference import keep_mask, sparse_linear
+from wisparse.runtime.torch.decoder import TorchDecoder
+
+PROMPT = "def fibonacci(n):\n"
+
+
+@pytest.fixture(scope="module")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bundle(example_model, tmp_path_factory.mktemp("sparsify") / "bundle")
+
+
+@pytest.fixture(scope="module", params=[*VARIANTS, *HYBRIDS])
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    return make_bundle(make_checkpoint(request.param, folder / "source"), folder / "bundle")
+
+
+def load(folder: Path, **kwargs: Any) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **kwargs).eval()
+
+
+def runtime_tokens(
+    folder: Path, prompt: list[int], count: int, sparse_from: int, sparsity: float | None = None
+) -> list[int]:
+    """Greedy tokens of our own decoder."""
+    bundle = Bundle.open(folder) if sparsity is None else Bundle.open(folder).at(sparsity)
+    decoder = TorchDecoder(bundle, device=torch.device("cpu"), dtype=torch.float32, max_seq_len=len(prompt) + count)
+    logits = decoder.prefill(0, torch.tensor(prompt), sparse_from)
+    tokens = [int(logits.argmax())]
+    while len(tokens) < count:
+        tokens.append(int(decoder.decode(torch.tensor(tokens[-1:]))[0].argmax()))
+    return tokens
+
+
+def generate(model: Any, prompts: list[list[int]], count: int, **kwargs: Any) -> list[list[int]]:
+    """Greedy tokens of transformers, prompts padded on the left."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    kwargs |= {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "eos_token_id": None}
+    return model.generate(ids, attention_mask=mask, pad_token_id=0, **kwargs)[:, longest:].tolist()
+
+
+def sparse_from(policy: str, length: int) -> int:
+    return {"dense": length, "half": length - length // 2, "all": 0}[policy]
+
+
+@pytest.mark.parametrize("policy", ["dense", "half", "all"])
+def test_tokens_of_our_runtime_on_every_architecture(tiny: Path, policy: str) -> None:
+    model = sparsify(load(tiny), tiny, prefill=policy)
+    prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18], [9]]
+    expected = [runtime_tokens(tiny, prompt, 16, sparse_from(policy, len(prompt))) for prompt in prompts]
+    assert [generate(model, [prompt], 16)[0] for prompt in prompts] == expected
+    assert generate(model, prompts, 16) == expected  # left-padded, in one batch
+    if policy == "all":
+        tokens = torch.arange(3, 20)[None]
+        assert (load(tiny)(tokens).logits - model(tokens).logits).abs().max() > 0.1, "the masks change something"
+
+
+@pytest.mark.parametrize("policy", ["dense", "half", "all"])
+def test_every_level(policy: str, tmp_path: Path) -> None:
+    folder = make_bundle(make_checkpoint("qwen2", tmp_path / "source"), tmp_path / "bundle", 0.3, 0.5)
+    model = load(folder)
+    prompts = [[5, 17, 60, 4, 33, 8, 90, 21, 7, 12, 54], [44, 3, 71, 18]]
+    for sparsity in (0.5, 0.3, 0.0):
+        sparsify(model, folder, sparsity=sparsity, prefill=policy)
+        starts = [sparse_from(policy, len(prompt)) for prompt in prompts]
+        expected = [runtime_tokens(folder, p, 12, start, sparsity) for p, start in zip(prompts, starts, strict=True)]
+        assert generate(model, prompts, 12) == expected
+    with pytest.raises(
+        UsageError, match=r"one of the bundle's sparsity levels, 0\.3, 0\.5, or 0 for the dense model, found 0\.4"
+    ):
+        sparsify(model, folder, sparsity=0.4)
+
+
+# flex_attention works too; compiling it here takes a minute.
+@pytest.mark.parametrize(
+    ("attention", "options"),
+    [("eager", {}), ("sdpa", {}), ("sdpa", {"cache_implementation": "static", "disable_compile": True})],
+)
+def test_any_attention_implementation_and_cache(bundle: Path, attention: str, options: dict[str, Any]) -> None:
+    prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
+    model = sparsify(load(bundle, attn_implementation=attention), bundle)
+    assert generate(model, [prompt], 12, **options)[0] == runtime_tokens(bundle, prompt, 12, len(prompt))
+
+
+def test_pipeline(bundle: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(bundle)
+    prompt = tokenizer(PROMPT).input_ids
+    generator = pipeline("text-generation", model=sparsify(load(bundle), bundle), tokenizer=tokenizer)
+    text = generator(PROMPT, max_new_tokens=12, min_new_tokens=12, do_sample=False)[0]["generated_text"]
+    expected = tokenizer.decode(runtime_tokens(bundle, prompt, 12, len(prompt)))
+    assert text.startswith(PROMPT)
+    assert text.removeprefix(PROMPT).strip() == expected.strip()
+
+
+def test_device_map_with_offloading(bundle: Path, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="device maps need accelerate")
+    config = Bundle.open(bundle).config
+    places: dict[str, Any] = {f"model.layers.{i}": "cpu" for i in range(config.num_blocks)}
+    places |= {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places["model.layers.1"] = "disk"
+    model = load(bundle, device_map=places, offload_folder=tmp_path)
+    sparsify(model, bundle)
+    prompt = AutoTokenizer.from_pretrained(bundle)(PROMPT).input_ids
+    assert generate(model, [prompt], 6)[0] == runtime_tokens(bundle, prompt, 6, len(prompt))
+
+
+def test_moving_to_bf16_keeps_the_scales(bundle: Path) -> None:
+    opened = Bundle.open(bundle)
+    model = sparsify(load(bundle), bundle, prefill="all").to(torch.bfloat16)
+    name, mask = next((n, m) for n, m in opened.masks.items() if m.sparsity > 0)
+    seen = []
+    for first in (True, False):  # one hook before ours, one after
+        hook = model.get_submodule(name).register_forward_pre_hook
+        hook(lambda m, args: seen.append(args[0].clone()), prepend=first)
+    model(torch.arange(3, 40)[None])
+    x, masked = seen
+    assert x.dtype is torch.bfloat16
+    kept = keep_mask(x, mask.channel_scale, mask.threshold)
+    rounded = keep_mask(x, mask.channel_scale.bfloat16().float(), mask.threshold)
+    assert not torch.equal(kept, rounded)  # so the next line would notice a cast scale
+    assert torch.equal(masked, torch.where(kept, x, torch.zeros_like(x)))
+
+
+def test_a_saved_model_is_a_plain_dense_checkpoint(bundle: Path, tmp_path: Path) -> None:
+    model = sparsify(load(bundle), bundle)
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "wisparse" not in config
+    assert "quantization_config" not in config
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    original = load(bundle).state_dict()
+    assert set(saved) <= set(original)
+    assert all(torch.equal(saved[name], original[name]) for name in saved)
+    again, info = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(again(torch.arange(9)[None]).logits, load(bundle)(torch.arange(9)[None]).logits)
+
+
+def test_masks_are_replaced_and_taken_off(bundle: Path) -> None:
+    model, tokens = load(bundle), torch.arange(3, 30)[None]
+    dense = model(tokens).logits
+    once = sparsify(model, bundle, prefill="all")(tokens).logits
+    twice = sparsify(model, bundle, prefill="all")(tokens).logits
+    assert torch.equal(once, twice)
+    assert not torch.equal(once, dense)
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(tokens).logits, once)
+    assert torch.equal(desparsify(model)(tokens).logits, dense)
+    assert torch.equal(desparsify(model)(tokens).logits, dense)
+
+
+def test_wrong_models_are_refused(bundle: Path, tmp_path: Path) -> None:
+    other = make_bundle(make_checkpoint("qwen2", tmp_path / "q"), tmp_path / "qb")
+    tiny = make_checkpoint("llama", tmp_path / "l")
+    changed = load(bundle)
+    changed.model.layers[2].mlp.up_proj = torch.nn.Identity()
+    for model, folder, error, words in (
+        (load(other), bundle, UnsupportedModelError, "for a llama model, found 'qwen2'"),
+        (load(tiny), bundle, UnsupportedModelError, "expected a projection of that name"),  # fewer blocks
+        (load(bundle), make_bundle(tiny, tmp_path / "lb"), UnsupportedModelError, "channels"),  # other width
+        (torch.nn.Linear(2, 2), bundle, UsageError, "expected a transformers causal LM"),
+        (changed, bundle, UnsupportedModelError, r"layers\.2\.mlp\.up_proj"),
+    ):
+        with pytest.raises(error, match=words):
+            sparsify(model, folder)
+    with pytest.raises(UsageError, match="prefill: expected one of dense, half, all"):
+        sparsify(load(bundle), bundle, prefill="some")
+
+
+def test_a_missing_entry_is_an_error(bundle: Path, tmp_path: Path) -> None:
+    broken = shutil.copytree(bundle, tmp_path / "broken")
+    (broken / "wisparse.safetensors").unlink()
+    with pytest.raises(BundleError):
+        sparsify(load(broken), broken)
+    with pytest.raises(BundleError):
+        load(broken, quantization_config=wisparse.WisparseConfig())
+
+
+# transformers' own door
+
+
+def test_from_pretrained_with_our_config_is_sparse_and_can_be_moved_and_saved(bundle: Path, tmp_path: Path) -> None:
+    model = load(bundle, quantization_config=wisparse.WisparseConfig(prefill="half"))
+    tokens = torch.arange(3, 30)[None]
+    assert torch.equal(model(tokens).logits, sparsify(load(bundle), bundle, prefill="half")(tokens).logits)
+    assert not torch.equal(model(tokens).logits, load(bundle)(tokens).logits)
+    with pytest.raises(UsageError, match="prefill"):
+        wisparse.WisparseConfig(prefill="some")
+    model.half().float()
+    model.save_pretrained(tmp_path / "saved")
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert "wisparse" not in config
+    assert torch.isfinite(load(tmp_path / "saved")(torch.arange(9)[None]).logits).all()
+
+
+def test_plain_from_pretrained_is_dense_and_silent(
+    bundle: Path, example_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("transformers").propagate = True
+    with caplog.at_level(logging.WARNING):
+        model, info = AutoModelForCausalLM.from_pretrained(bundle, output_loading_info=True)
+    assert [record.getMessage() for record in caplog.records] == []
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
+    source = AutoModelForCausalLM.from_pretrained(example_model)
+    assert model.dtype is source.dtype
+    ours, theirs = model.state_dict(), source.state_dict()
+    assert set(ours) == set(theirs)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_import_wisparse_does_not_import_transformers() -> None:
+    script = (
+        "import sys, wisparse; assert 'transformers' not in sys.modules; from wisparse import WisparseConfig; "
+        "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING; print('wisparse' in AUTO_QUANTIZER_MAPPING)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+# ---------------------------------------------------------------------- MaskedModel
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import logging
 import math
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_bundle import CLASSES, tiny_config, write_tiny_model
+from tiny_bundle import CLASSES, digests, tiny_config, write_tiny_model
 
 from wisparse.cli import convert_main
 from wisparse.converter import pipeline, settings
@@ -56,11 +55,6 @@ def model(tmp_path: Path) -> Path:
 def out(tmp_path: Path) -> Path:
     (tmp_path / "result").mkdir()
     return tmp_path / "result" / "bundle"
-
-
-def digests(bundle: Path) -> dict[str, str]:
-    files = (path for path in sorted(bundle.rglob("*")) if path.is_file())
-    return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def names(folder: Path) -> list[str]:

@@ -6,19 +6,24 @@ import json
 import logging
 import shutil
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file
-from tiny_bundle import tiny_config, write_tiny_bundle, write_tiny_model
+from tiny_bundle import digests, tiny_config, write_tiny_bundle, write_tiny_model
 from transformers import AutoModelForCausalLM
 
 from wisparse.commands.convert import command
+from wisparse.converter import pipeline
+from wisparse.converter.pipeline import convert
 from wisparse.converter.preflight import preflight
 from wisparse.converter.settings import ConvertSettings, auto_seq_len, default_output
+from wisparse.converter.source import SourceModel, load_source
 from wisparse.formats.architectures import ARCHITECTURES
 from wisparse.formats.errors import (
     AccessError,
@@ -251,3 +256,94 @@ def test_dry_run_prints_the_plan_and_stops(settings: ConvertSettings, caplog: py
     assert json.loads(document.stdout)["model"] == "model"
     assert shown.stderr == document.stderr == ""
     assert not settings.output_dir.exists()
+
+
+# ---------------------------------------------------------------------- larger than the device
+
+
+@pytest.fixture(scope="module")
+def three_blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("accelerate")
+    return write_tiny_model(tmp_path_factory.mktemp("source") / "model", tiny_config(num_hidden_layers=3))
+
+
+def give_room(patch: pytest.MonkeyPatch, room: int) -> None:
+    """To the weights, beside what the work needs."""
+    patch.setattr("wisparse.converter.preflight._BASE_BYTES", 0)
+    patch.setattr("wisparse.converter.preflight.working_bytes", lambda *_: 1 << 20)
+    patch.setattr("wisparse.converter.preflight.available_bytes", lambda device: (1 << 20) + room)
+
+
+@pytest.mark.parametrize("search", ["refine", "greedy"])
+def test_a_model_larger_than_memory_is_read_from_its_files(
+    search: str, three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples = {"refine": 24, "greedy": 4}[search]  # enough for the refinement's steps
+    # No rotation: `auto` leaves alone what is read from its files.
+    options = {"sparsity": 0.5, "search": search, "num_samples": samples, "rotation": "none"}
+    options |= {"device": "cpu", "seq_len": 16, "progress": False}
+    convert(three_blocks, tmp_path / "ample", **options)
+    devices: list[set[str]] = []
+
+    def load(*args: object, **kwargs: object) -> SourceModel:
+        source = load_source(*args, **kwargs)  # type: ignore[arg-type]
+        devices.append({parameter.device.type for parameter in source.model.parameters()})
+        return source
+
+    monkeypatch.setattr(pipeline, "load_source", load)
+    give_room(monkeypatch, 30 << 10)  # the weights take 40
+    convert(three_blocks, tmp_path / "tight", **options)
+    assert devices == [{"cpu", "meta"}]
+    assert digests(tmp_path / "tight") == digests(tmp_path / "ample")
+
+
+def test_weights_are_fetched_from_where_they_are(three_blocks: Path) -> None:
+    ample, tight = (
+        load_source(three_blocks, device="cpu"),
+        load_source(three_blocks, device="cpu", max_memory={"cpu": 0}),
+    )
+    assert {parameter.device.type for parameter in tight.model.parameters()} == {"meta"}
+    assert tight.device == torch.device("cpu")
+    for name in ample.projections:
+        assert torch.equal(tight.weight(name), ample.weight(name))
+
+
+def test_the_plan_says_where_the_weights_go(
+    three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ConvertSettings(str(three_blocks), tmp_path / "out", num_samples=2, seq_len=16, device="cpu")
+    assert preflight(given).weights_on == "cpu"
+    give_room(monkeypatch, 30 << 10)
+    assert preflight(given).weights_on == "memory, the model's files"
+    give_room(monkeypatch, 0)
+    with pytest.raises(ResourceError, match="GB of memory"):
+        preflight(given)
+    give_room(monkeypatch, 30 << 10)
+
+
+@pytest.mark.parametrize(
+    ("version", "sentence"),
+    [
+        (None, r"but it needs the package accelerate: pip install 'accelerate>=1\.15'"),
+        ("1.14.0", r"but accelerate 1\.14\.0 is too old: pip install 'accelerate>=1\.15'"),
+        ("0.34.2", r"but accelerate 0\.34\.2 is too old"),
+        ("1.15.0", None),
+        ("2.0.0.dev0", None),
+    ],
+)
+def test_the_version_that_can_spread_a_model_is_named(
+    version: str | None, sentence: str | None, three_blocks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def installed(name: str) -> str:
+        if version is None:
+            raise PackageNotFoundError(name)
+        return version
+
+    given = ConvertSettings(str(three_blocks), tmp_path / "out", num_samples=2, seq_len=16, device="cpu")
+    give_room(monkeypatch, 30 << 10)
+    monkeypatch.setattr("wisparse.converter.source.version", installed)
+    if sentence is None:
+        assert preflight(given).max_memory is not None
+        return
+    with pytest.raises(ResourceError, match=sentence):
+        preflight(given)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import random
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_bundle import tiny_config, write_tiny_model
+from tiny_bundle import digests, tiny_config, write_tiny_model
 
 from wisparse.converter.state import Stages, check_folder, remove_state
 from wisparse.formats.errors import ResourceError, UsageError
@@ -182,11 +181,6 @@ def conversions() -> Iterator[Callable[..., list[dict[str, Any]]]]:
 
         yield ask
         harness.stdin.close()
-
-
-def digests(bundle: Path) -> dict[str, str]:
-    files = (path for path in sorted(bundle.rglob("*")) if path.is_file())
-    return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 @pytest.mark.parametrize(

@@ -199,3 +199,9 @@ def change_tensor(file: Path, name: str, values: Any, row: int | None = None) ->
     assert start < header[name]["data_offsets"][1]
     assert len(new) == end - start
     file.write_bytes(join_safetensors(header, data[:start] + new + data[end:]))
+
+
+def digests(bundle: Path) -> dict[str, str]:
+    """sha256 of every file, by name."""
+    files = (path for path in sorted(bundle.rglob("*")) if path.is_file())
+    return {str(path.relative_to(bundle)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
