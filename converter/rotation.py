@@ -65,8 +65,6 @@ def find_rotation(
     checkpoint: Checkpoint,
     input_ids: Tensor,
     keep: Tensor,
-    *,
-    batch_size: int = 4,
     advance: Callable[[], None] = lambda: None,
 ) -> Rotation:
     """Principal directions over the tokens that count, in the dense model."""
@@ -84,7 +82,7 @@ def find_rotation(
     # Transformers' names may have more in front.
     plain = dict(zip(source.projections, (p.name for p in config.projections()), strict=True))
     norms = {name: _norm(checkpoint, readers[name]) for name in first}
-    flow = BlockFlow(source.model, config, input_ids, keep, batch_size)
+    flow = BlockFlow(source.model, config, input_ids, keep, _BATCH)
     batch = 0
 
     def observe(name: str, x: Tensor) -> None:

@@ -306,9 +306,8 @@ def test_command_tells_rounding_from_masks(
     assert "alone" not in native
     assert row["alone"]["masks"] == native["quality"]
     for policy in ("half", "all"):
-        rounded, masked, both = (
-            found[policy]["sparse"] for found in (row["alone"]["int8"], row["alone"]["masks"], row["quality"])
-        )
+        figures = row["alone"]["int8"], row["alone"]["masks"], row["quality"]
+        rounded, masked, both = (found[policy]["sparse"] for found in figures)
         assert 0 < rounded["kl"] < 0.01 < masked["kl"]
         assert masked["kl"] / 2 < both["kl"] < masked["kl"] * 2
         assert both["kl"] != masked["kl"]
@@ -420,12 +419,9 @@ def test_blocks_are_measured_alone_only_where_the_report_shows_it(
         patch.setattr(measurement, "block_sensitivity", measured)
         assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=False).sensitivity is None
     assert measure(source, tokens(), {0.5: found}, default=0.5, sensitivity=True).sensitivity is not None
-    reports = {
-        (report, device): ConvertSettings("model", Path("out"), report=report).full_report(device)
-        for report in ("auto", "full", "brief")
-        for device in ("cpu", "cuda")
-    }
-    assert {case for case, full in reports.items() if full} == {("auto", "cuda"), ("full", "cpu"), ("full", "cuda")}
+    for report, expected in (("auto", (False, True)), ("full", (True, True)), ("brief", (False, False))):
+        given = ConvertSettings("model", Path("out"), report=report)
+        assert (given.full_report("cpu"), given.full_report("cuda")) == expected
 
 
 def test_block_sensitivity_by_hand(source: SourceModel, found: SearchResult) -> None:

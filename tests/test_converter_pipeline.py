@@ -27,14 +27,8 @@ from wisparse.formats.bundle import Bundle, verify_bundle
 from wisparse.formats.checkpoint import Checkpoint
 from wisparse.formats.errors import UnsupportedModelError, UploadError, UsageError
 
-FAST: dict[str, Any] = {
-    "sparsity": 0.5,
-    "search": "uniform",
-    "method": "teal",
-    "num_samples": 2,
-    "seq_len": 16,
-    "device": "cpu",
-}
+FAST: dict[str, Any] = {"sparsity": 0.5, "search": "uniform", "method": "teal"}
+FAST |= {"num_samples": 2, "seq_len": 16, "device": "cpu"}
 FLAGS = [str(word) for name, value in FAST.items() for word in ("--" + name.replace("_", "-"), value)]
 
 
@@ -123,20 +117,14 @@ def test_same_seed_same_bytes_whatever_is_shown(
     assert digests(convert(model, tmp_path / "third", **FAST, seed=4)) != first
 
 
-def test_nothing_of_this_machine_is_in_the_bundle_and_nothing_else_stays(
-    model: Path, out: Path, tmp_path: Path
-) -> None:
-    text = tmp_path / "text.txt"
+def test_a_bundles_files_hold_nothing_of_this_machine_and_nothing_else_stays(model: Path, out: Path) -> None:
+    text = out.with_name("text.txt")
     text.write_text("a text to calibrate on, long enough. " * 30)
-    convert(model, out, **FAST, calibration=text)
-    assert all(str(tmp_path).encode() not in path.read_bytes() for path in out.rglob("*") if path.is_file())
-    assert Bundle.open(out).recipe.calibration.source == "text.txt"
-    assert names(out.parent) == ["bundle"]
-
-
-def test_dtype_and_shards(model: Path, out: Path) -> None:
-    convert(model, out, **FAST, dtype="bfloat16", max_shard_size="8KB")
+    convert(model, out, **FAST, calibration=text, dtype="bfloat16", max_shard_size="8KB")
+    assert all(str(out.parent).encode() not in path.read_bytes() for path in out.rglob("*") if path.is_file())
     bundle = Bundle.open(out)
+    assert bundle.recipe.calibration.source == "text.txt"
+    assert names(out.parent) == ["bundle", "text.txt"]
     assert {info.dtype for info in bundle.checkpoint.tensors.values()} == {torch.bfloat16}
     assert len(bundle.checkpoint.files()) > 1
 
