@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import functools
 import io
+import json
 import os
 import subprocess
 import sys
@@ -364,23 +365,11 @@ def _line(verb: str, name: str, value: str) -> list[str]:
     return [verb, *arguments, *options, name, value]
 
 
-TASK = """
-task: odd_task
-custom_dataset: !function odd_task.documents
-output_type: generate_until
-test_split: test
-doc_to_text: "{{prompt}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["."], max_gen_toks: 2}
-metric_list:
-  - metric: exact_match
-"""
-DOCUMENTS = """
-import datasets
-
-def documents(**given):
-    return {"test": datasets.Dataset.from_list([{"prompt": "1", "answer": "2"}, {"prompt": "3", "answer": "4"}])}
-"""
+TASK = {
+    "task": "odd_task", "dataset_path": "json", "output_type": "generate_until", "test_split": "test",
+    "doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}", "metric_list": [{"metric": "exact_match"}],
+    "generation_kwargs": {"until": ["."], "max_gen_toks": 2},
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -393,8 +382,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     os.mkfifo(folder / "pipe")
     for name in ("empty", "tasks"):
         (folder / name).mkdir()
-    (folder / "tasks" / "odd_task.yaml").write_text(TASK)
-    (folder / "tasks" / "odd_task.py").write_text(DOCUMENTS)
+    (folder / "documents").write_text('{"prompt": "1", "answer": "2"}\n{"prompt": "3", "answer": "4"}\n')
+    data = {"data_files": {"test": str(folder / "documents")}}
+    (folder / "tasks" / "odd_task.yaml").write_text(json.dumps({**TASK, "dataset_kwargs": data}))  # JSON is YAML
     write_tiny_bundle(folder / "bundle", write_tiny_model(folder / "model"))
     names = ("model", "bundle", "text", "file", "empty", "pipe", "tasks")
     return {name.upper(): str(folder / name) for name in names}

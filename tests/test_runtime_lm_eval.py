@@ -29,16 +29,7 @@ from wisparse.formats.errors import AccessError, UsageError
 from wisparse.formats.weight_types import sparse_from
 from wisparse.runtime.backends import load
 from wisparse.runtime.model import Model
-from wisparse.runtime.tasks.generators import (
-    NUM_CHAINS,
-    NUM_LOOPS,
-    SEED,
-    STEPS,
-    loops,
-    make_chains,
-    make_problems,
-    make_prompts,
-)
+from wisparse.runtime.tasks import generators
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed (extra `eval`)")
 
@@ -159,7 +150,7 @@ def test_generate_until_lets_no_slot_wait_for_another_answer(model: Model, monke
     """Whenever an answer ends, the next takes its slot."""
     settings = {"until": ["\n", "<|endoftext|>"], "max_gen_toks": 40, "do_sample": False, "temperature": 0.0}
     how: dict[str, Any] = {"max_new_tokens": 40, "stop": settings["until"], "prefill": "half", "chat_template": False}
-    prompts = [problem.prompt for problem in make_problems(6, 0)] + ["import os, ", "def main"]
+    prompts = [problem.prompt for problem in generators.make_problems(6, 0)] + ["import os, ", "def main"]
     alone = [model.generate(prompt, **how) for prompt in prompts]
     lengths = [len(one.token_ids) for one in alone]
     busy: list[int] = []  # rows of each step
@@ -229,7 +220,7 @@ def test_interpreter_lines(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
     # It brings its data.
     monkeypatch.setattr(adapter, "is_reachable", lambda: pytest.fail("asks the Hub"))
     found = evaluate_tasks(model, ["interpreter_lines"], prefill="dense", limit=12)
-    right = [answer(model, one.prompt, "dense") == one.answer for one in make_problems(12, 0)]
+    right = [answer(model, one.prompt, "dense") == one.answer for one in generators.make_problems(12, 0)]
     error = pytest.approx(statistics.stdev(right) / math.sqrt(12))
     wanted = {"num_questions": 12, "exact_match": sum(right) / 12, "exact_match_stderr": error}
     assert found == {"interpreter_lines": wanted}
@@ -239,13 +230,13 @@ def test_interpreter_lines(model: Model, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_interpreter_chains(model: Model) -> None:
     found = evaluate_tasks(model, ["interpreter_chains"], prefill="all", limit=2)["interpreter_chains"]
     right = []
-    for chain in make_chains(NUM_CHAINS, SEED)[:2]:
+    for chain in generators.make_chains(generators.NUM_CHAINS, generators.SEED)[:2]:
         for question, wanted in zip(chain.questions(), chain.answers, strict=True):
             right.append(answer(model, chain.session + question, "all") == wanted)
     assert found["num_questions"] == 2
     assert found["lines"] == pytest.approx(sum(right) / len(right))
     assert 0 < found["lines"] < 1
-    assert found["exact_match"] == (all(right[:STEPS]) + all(right[STEPS:])) / 2
+    assert found["exact_match"] == (all(right[: generators.STEPS]) + all(right[generators.STEPS :])) / 2
     assert {"exact_match_stderr", "lines_stderr"} <= set(found)
 
 
@@ -261,13 +252,13 @@ def test_the_metrics_of_our_tasks_are_not_looked_up(
 
 
 def test_chains_are_what_python_prints() -> None:
-    chains = make_chains(60, 3)
-    assert chains == make_chains(60, 3)
-    assert chains != make_chains(60, 4)
+    chains = generators.make_chains(60, 3)
+    assert chains == generators.make_chains(60, 3)
+    assert chains != generators.make_chains(60, 4)
     assert {chain.kind for chain in chains} == {"arithmetic", "list", "word"}
     for chain in chains:
-        assert len(chain.sources) == len(chain.answers) == STEPS
-        assert chain.session.count(">>>") == STEPS
+        assert len(chain.sources) == len(chain.answers) == generators.STEPS
+        assert chain.session.count(">>>") == generators.STEPS
         assert [repr(eval(source)) for source in chain.sources] == chain.answers
         for before, after in zip(chain.answers, chain.sources[1:], strict=False):
             assert before in after, "each line goes on from the value before"
@@ -277,7 +268,9 @@ def test_greedy_loops(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     """The harness asks for 256 greedy tokens that nothing stops, and counts the answers that loop."""
 
     def answers(adapter: WisparseLM, requests: list[Instance], **_: Any) -> list[str]:
-        assert [request.args[0] for request in requests] == make_prompts(NUM_LOOPS, SEED)[:3]
+        assert [request.args[0] for request in requests] == generators.make_prompts(
+            generators.NUM_LOOPS, generators.SEED
+        )[:3]
         wanted = {"until": [], "max_gen_toks": 256, "do_sample": False}
         assert [request.args[1] for request in requests] == 3 * [wanted]
         return [64 * "round ", "ends.", 64 * "and "]
@@ -297,10 +290,10 @@ def test_what_a_loop_is() -> None:
         (3 * piece[:60], False),  # too short to tell
         ("".join(chr(33 + i % 65) for i in range(400)), False),  # the piece is too long
     ):
-        assert loops(answer) == looping
-    prompts = make_prompts(500, 0)
+        assert generators.loops(answer) == looping
+    prompts = generators.make_prompts(500, 0)
     assert len(set(prompts)) == 500
-    assert prompts[:100] == make_prompts(100, 0)
+    assert prompts[:100] == generators.make_prompts(100, 0)
     assert not any("{" in prompt for prompt in prompts)
 
 
