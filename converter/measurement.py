@@ -164,7 +164,7 @@ def measure(
             with MaskedLogits(source, result) as logits:
                 for sparsity, thresholds in {target: logits.thresholds, **result.thresholds_at}.items():
                     logits.thresholds = thresholds
-                    options = {"reference": dense_logits, "counter": logits, "advance": stage.advance}
+                    options: dict[str, Any] = {"reference": dense_logits, "counter": logits, "advance": stage.advance}
                     found = evaluate_text(logits, fresh.input_ids, ["all"], **options)["all"]
                     (levels if sparsity == target else others)[sparsity] = found
     by_block = None
