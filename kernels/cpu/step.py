@@ -85,6 +85,13 @@ def _normed(x, norm, rows, hidden, eps, out):
 
 
 @exact
+def _add(residual, half, length, multiplier):
+    r, h = floats(residual), floats(half)
+    for j in range(length):
+        r[j] += multiplier * h[j]
+
+
+@exact
 def activate_times(gate, up, stride, rows, width, gelu):
     """gate = activation(gate) * up."""
     for b in range(rows):
@@ -129,7 +136,7 @@ def step(p, base_tag):
     num_gate_up = p[StepField.NUM_GATE_UP]
     constants = constants_row(p[StepField.FLOATS])
     eps, multiplier = constants[FloatField.EPS], constants[FloatField.RESIDUAL_MULTIPLIER]
-    out, qkv = p[StepField.HALF], p[StepField.QKV]
+    half, qkv = p[StepField.HALF], p[StepField.QKV]
     thresholds = floats(p[StepField.THRESHOLDS])
 
     residual = p[StepField.SCRATCH] + part * p[StepField.SCRATCH_BYTES]
@@ -144,7 +151,7 @@ def step(p, base_tag):
     counts = p[StepField.COUNTS] + 8 * part * p[StepField.NUM_PROJECTIONS]
     spare = p[StepField.SPARE_COUNTS] + 8 * part  # what every thread selects for itself is counted by thread 0 only
 
-    out_lo, out_hi = span(hidden, part, parts), span(hidden, part + 1, parts)
+    lo, hi = span(hidden, part, parts), span(hidden, part + 1, parts)
     mlp_lo, mlp_hi = span(inner, part, parts), span(inner, part + 1, parts)
 
     tokens = pointer(p[StepField.TOKENS], np.int64(0))
@@ -159,76 +166,86 @@ def step(p, base_tag):
         first, num_qkv, width = block_[BlockField.FIRST], block_[BlockField.NUM_INPUTS], block_[BlockField.INPUT_WIDTH]
         qkv_lo, qkv_hi = span(width, part, parts), span(width, part + 1, parts)
 
-        for half in range(2):
-            # What the half's last projection reads, this thread's columns lo..hi, into the accumulator from ``source``.
-            if half == 0:
-                # q, k, v: this thread's columns of all of them together.
-                x = _normed(residual, block_[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
-                begin = np.int64(0)
-                for i in range(num_qkv):
-                    row = p[StepField.PROJECTIONS] + (first + i) * _ROW_BYTES
-                    field = projection_row(row)
-                    end = begin + field[ProjectionField.N]
-                    from_, to = max(begin, qkv_lo), min(end, qkv_hi)
-                    if from_ < to or part == 0:
-                        count = select(
-                            x, hidden, rows, 0, hidden, field[ProjectionField.SCALE], thresholds[first + i], index,
-                            value, length, counts + 8 * (first + i) if part == 0 else spare,
-                        )  # fmt: skip
-                        if from_ < to:
-                            project(
-                                row, index, value, count, length, rows, from_ - begin, to - begin, qkv + 4 * from_,
-                                width, partial, partial_stride, base_tag,
-                            )  # fmt: skip
-                    begin = end
-                barrier(team, parts)
-                if block_[BlockField.DELTA] != 0:
-                    lo, hi = delta_net(p, block_[BlockField.DELTA], part, parts, x, qkv, acc, index, base_tag)
-                else:
-                    lo, hi = attention(p, block, part, parts, acc, index, base_tag)
-                i = first + num_qkv
-                source, stride = acc, projection_row(p[StepField.PROJECTIONS] + i * _ROW_BYTES)[ProjectionField.K]
-                norm = block_[BlockField.ATTENTION_OUTPUT]
-            else:
-                # gate and up into the two accumulators, then their product.
-                x = _normed(residual, block_[BlockField.MLP_INPUT], rows, hidden, eps, normed)
-                lo, hi = mlp_lo, mlp_hi
-                count = 0
-                for i in range(2):
-                    j = first + num_qkv + 1 + (i if num_gate_up == 2 else 0)
-                    row = p[StepField.PROJECTIONS] + j * _ROW_BYTES
-                    offset = 0 if num_gate_up == 2 else i * inner
-                    if i == 0 or num_gate_up == 2:
-                        count = select(
-                            x, hidden, rows, 0, hidden, projection_row(row)[ProjectionField.SCALE], thresholds[j],
-                            index, value, length, counts + 8 * j if part == 0 else spare,
-                        )  # fmt: skip
+        # q, k, v: this thread's columns of all of them together.
+        x = _normed(residual, block_[BlockField.ATTENTION_INPUT], rows, hidden, eps, normed)
+        begin = np.int64(0)
+        for i in range(num_qkv):
+            row = p[StepField.PROJECTIONS] + (first + i) * _ROW_BYTES
+            field = projection_row(row)
+            end = begin + field[ProjectionField.N]
+            from_, to = max(begin, qkv_lo), min(end, qkv_hi)
+            if from_ < to or part == 0:
+                count = select(
+                    x, hidden, rows, 0, hidden, field[ProjectionField.SCALE], thresholds[first + i], index, value,
+                    length, counts + 8 * (first + i) if part == 0 else spare,
+                )  # fmt: skip
+                if from_ < to:
                     project(
-                        row, index, value, count, length, rows, offset + lo, offset + hi, acc if i == 0 else acc_up,
-                        acc_stride, partial, partial_stride, base_tag,
+                        row, index, value, count, length, rows, from_ - begin, to - begin, qkv + 4 * from_, width,
+                        partial, partial_stride, base_tag,
                     )  # fmt: skip
-                activate_times(acc, acc_up, acc_stride, rows, hi - lo, p[StepField.GELU])
-                i = first + num_qkv + num_gate_up + 1
-                source, stride = acc - 4 * lo, acc_stride  # the accumulator begins at column lo, select's columns at 0
-                norm = block_[BlockField.MLP_OUTPUT]
+            begin = end
+        barrier(team, parts)
 
-            # o or down: every thread lists its kept channels, then computes its columns over the lists of all.
-            row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
-            segments[2 * part] = lo
-            segments[2 * part + 1] = select(
-                source, stride, rows, lo, hi, projection_row(row)[ProjectionField.SCALE], thresholds[i],
-                seg_index + 4 * lo, seg_value + 4 * lo, length, counts + 8 * i,
-            )  # fmt: skip
-            barrier(team, parts)
-            count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
+        # This thread's heads into the accumulator, and their kept channels listed for o.
+        if block_[BlockField.DELTA] != 0:
+            a_lo, a_hi = delta_net(p, block_[BlockField.DELTA], part, parts, x, qkv, acc, index, base_tag)
+        else:
+            a_lo, a_hi = attention(p, block, part, parts, acc, index, base_tag)
+        i = first + num_qkv
+        row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
+        field = projection_row(row)
+        segments[2 * part] = a_lo
+        segments[2 * part + 1] = select(
+            acc, field[ProjectionField.K], rows, a_lo, a_hi, field[ProjectionField.SCALE], thresholds[i],
+            seg_index + 4 * a_lo, seg_value + 4 * a_lo, length, counts + 8 * i,
+        )  # fmt: skip
+        barrier(team, parts)
+
+        count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
+        project(
+            row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
+        )
+        barrier(team, parts)
+
+        x = _normed(half, block_[BlockField.ATTENTION_OUTPUT], rows, hidden, eps, normed)
+        _add(residual, x, rows * hidden, multiplier)
+
+        # gate and up into the two accumulators, and the kept channels of their product listed for down.
+        x = _normed(residual, block_[BlockField.MLP_INPUT], rows, hidden, eps, normed)
+        count = 0
+        for i in range(2):
+            j = first + num_qkv + 1 + (i if num_gate_up == 2 else 0)
+            row = p[StepField.PROJECTIONS] + j * _ROW_BYTES
+            offset = 0 if num_gate_up == 2 else i * inner
+            if i == 0 or num_gate_up == 2:
+                count = select(
+                    x, hidden, rows, 0, hidden, projection_row(row)[ProjectionField.SCALE], thresholds[j],
+                    index, value, length, counts + 8 * j if part == 0 else spare,
+                )  # fmt: skip
             project(
-                row, index, value, count, length, rows, out_lo, out_hi, out + 4 * out_lo, hidden, partial,
-                partial_stride, base_tag,
+                row, index, value, count, length, rows, offset + mlp_lo, offset + mlp_hi, acc if i == 0 else acc_up,
+                acc_stride, partial, partial_stride, base_tag,
             )  # fmt: skip
-            barrier(team, parts)
-            added, r = floats(_normed(out, norm, rows, hidden, eps, normed)), floats(residual)
-            for j in range(rows * hidden):
-                r[j] += multiplier * added[j]
+        activate_times(acc, acc_up, acc_stride, rows, mlp_hi - mlp_lo, p[StepField.GELU])
+        i = first + num_qkv + num_gate_up + 1
+        row = p[StepField.PROJECTIONS] + i * _ROW_BYTES
+        segments[2 * part] = mlp_lo
+        # The accumulator begins at column mlp_lo, select counts from column 0.
+        segments[2 * part + 1] = select(
+            acc - 4 * mlp_lo, acc_stride, rows, mlp_lo, mlp_hi, projection_row(row)[ProjectionField.SCALE],
+            thresholds[i], seg_index + 4 * mlp_lo, seg_value + 4 * mlp_lo, length, counts + 8 * i,
+        )  # fmt: skip
+        barrier(team, parts)
+
+        count = gather(seg_index, seg_value, length, seg_count, parts, rows, index, value, length)
+        project(
+            row, index, value, count, length, rows, lo, hi, half + 4 * lo, hidden, partial, partial_stride, base_tag
+        )
+        barrier(team, parts)
+
+        x = _normed(half, block_[BlockField.MLP_OUTPUT], rows, hidden, eps, normed)
+        _add(residual, x, rows * hidden, multiplier)
         if block_[BlockField.SCALAR] != 0:
             scalar, r = floats(block_[BlockField.SCALAR])[0], floats(residual)
             for j in range(rows * hidden):
