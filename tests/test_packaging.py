@@ -229,7 +229,7 @@ def test_a_checkout_on_the_path_needs_no_installed_distribution(tmp_path: Path) 
         "    return found(name)\n"
         f"m.version = version; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'benchmarks')!r}]\n"
         "import torch, quality; from wisparse.converter import pipeline\n"
-        "print(pipeline._versions()['wisparse'], quality.describe_machine(torch.device('cpu'))['wisparse'])"
+        "print(pipeline.library_versions()['wisparse'], quality.describe_machine(torch.device('cpu'))['wisparse'])"
     )
     version = PROJECT["project"]["version"]
     assert _python(sys.executable, code, tmp_path) == f"{version} {version}"
@@ -325,3 +325,9 @@ def test_the_requirements_page_is_up_to_date() -> None:
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() in (ROOT / "docs" / "requirements.md").read_text("utf-8")
+
+
+def test_the_readme_stays_short() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert text.count("\n") <= 160
+    assert len(text.split()) <= 1300
