@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -34,10 +35,16 @@ def usable_cores(root: Path = Path("/")) -> int:
 
 def idle_cores(seconds: float = 0.25) -> int:
     """Of the usable cores those that are idle during the next ``seconds``; at least 1."""
+
+    def idle_seconds() -> float:
+        # Not cpu_times_percent, whose percentages over less than a second are of a whole one.
+        times = enumerate(psutil.cpu_times(percpu=True))
+        return sum(core.idle + getattr(core, "iowait", 0.0) for number, core in times if number in mask)
+
     mask = _affinity()
-    times = psutil.cpu_times_percent(interval=seconds, percpu=True)
-    idle = sum(core.idle + getattr(core, "iowait", 0.0) for number, core in enumerate(times) if number in mask)
-    return max(1, min(usable_cores(), round(idle / 100)))
+    before = idle_seconds()
+    time.sleep(seconds)
+    return max(1, min(usable_cores(), round((idle_seconds() - before) / seconds)))
 
 
 def _affinity() -> set[int]:

@@ -75,9 +75,16 @@ def test_a_system_without_control_groups_and_affinity_masks(tmp_path: Path, monk
 
 @pytest.mark.parametrize(("idle", "found"), [([100] * 8, 8), ([100] * 3 + [0] * 5, 3), ([0] * 8, 1), ([80] * 8, 6)])
 def test_idle_cores_of_the_mask(idle: list[int], found: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``idle``: percent of a quarter of a second, of cores that were idle for an hour before."""
     monkeypatch.setattr(machine, "usable_cores", lambda: 8)
-    cores = [SimpleNamespace(idle=value / 2, iowait=value / 2) for value in [*idle, 100]]  # the last is not in the mask
-    monkeypatch.setattr(psutil, "cpu_times_percent", lambda interval, percpu: cores)
+    clock = [0.0]
+    monkeypatch.setattr(machine.time, "sleep", lambda seconds: clock.append(clock[-1] + seconds))
+
+    def times(percpu: bool) -> list[SimpleNamespace]:
+        shares = [*idle, 100]  # the last core is not in the mask
+        return [SimpleNamespace(idle=3600.0, iowait=clock[-1] * share / 100) for share in shares]
+
+    monkeypatch.setattr(psutil, "cpu_times", times)
     assert idle_cores() == found
     monkeypatch.setattr(machine, "usable_cores", lambda: 2)
     assert idle_cores() == min(found, 2)
