@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 SEED = 0
 NUM_LINES, NUM_CHAINS, NUM_LOOPS = 500, 100, 100  # what the harness asks
@@ -30,28 +30,29 @@ class Problem(NamedTuple):
     kind: str  # of expression, one of twelve
 
 
+_SIGNS = {"add": "+", "subtract": "-", "compare": ">", "multiply": "*"}
 _KINDS = ("add", "subtract", "multiply", "compare", "join", "upper", "len", "sum", "max", "sorted", "index", "reverse")
 
 
-def _expression(draw: Draw) -> tuple[str, str, object]:
+def _expression(draw: Draw) -> tuple[str, str]:
+    """Kind and source."""
     kind = _KINDS[draw.below(len(_KINDS))]
-    if kind in ("add", "subtract", "compare", "multiply"):
+    if kind in _SIGNS:
         left, right = draw.below(100), 1 + draw.below(9) if kind == "multiply" else draw.below(100)
-        values = {"add": left + right, "subtract": left - right, "compare": left > right, "multiply": left * right}
-        sign = {"add": "+", "subtract": "-", "compare": ">", "multiply": "*"}[kind]
-        return kind, f"{left} {sign} {right}", values[kind]
+        return kind, f"{left} {_SIGNS[kind]} {right}"
     if kind in ("join", "upper", "len"):
         text = draw.word(6)
-        back = text[::-1]
-        sources = {"join": f"{text!r} + {back!r}", "upper": f"{text!r}.upper()", "len": f"len({text!r})"}
-        return kind, sources[kind], {"join": text + back, "upper": text.upper(), "len": len(text)}[kind]
+        sources = {"join": f"{text!r} + {text[::-1]!r}", "upper": f"{text!r}.upper()", "len": f"len({text!r})"}
+        return kind, sources[kind]
     items = [draw.below(21) for _ in range(2 + draw.below(2 if kind == "sum" else 5))]
     if kind == "index":
-        place = draw.below(len(items))
-        return kind, f"{items}[{place}]", items[place]
-    if kind == "reverse":
-        return kind, f"{items}[::-1]", items[::-1]
-    return kind, f"{kind}({items})", {"sum": sum(items), "max": max(items), "sorted": sorted(items)}[kind]
+        return kind, f"{items}[{draw.below(len(items))}]"
+    return kind, f"{items}[::-1]" if kind == "reverse" else f"{kind}({items})"
+
+
+def _value(source: str) -> Any:
+    """What the interpreter says to a line that was made here."""
+    return eval(source)
 
 
 def make_problems(count: int, seed: int, solved: int = 8) -> list[Problem]:
@@ -59,10 +60,9 @@ def make_problems(count: int, seed: int, solved: int = 8) -> list[Problem]:
     draw = Draw(seed)
     problems = []
     for _ in range(count):
-        lines = [_expression(draw) for _ in range(solved + 1)]
-        session = "".join(f">>> {source}\n{value!r}\n" for _, source, value in lines[:-1])
-        kind, source, value = lines[-1]
-        problems.append(Problem(f"{session}>>> {source}\n", repr(value), kind))
+        *before, (kind, source) = [_expression(draw) for _ in range(solved + 1)]
+        session = "".join(f">>> {line}\n{_value(line)!r}\n" for _, line in before)
+        problems.append(Problem(f"{session}>>> {source}\n", repr(_value(source)), kind))
     return problems
 
 
@@ -90,39 +90,30 @@ def make_chains(count: int, seed: int, solved: int = STEPS) -> list[Chain]:
         lines = make_problems(1, draw.below(1 << 30), solved)[0].prompt
         session = lines[: lines.rindex(">>> ")]
         kind = ("arithmetic", "list", "word")[draw.below(3)]
-        steps: list[tuple[str, object]] = []
-        if kind == "arithmetic":
-            value = draw.below(100)
-        elif kind == "list":
+        sources: list[str] = []
+        value: Any = draw.below(100) if kind == "arithmetic" else None
+        if kind == "list":
             items = [draw.below(21) for _ in range(5 + draw.below(2))]
             for place in range(4):
-                source, items = (f"sorted({items})", sorted(items)) if place % 2 else (f"{items}[::-1]", items[::-1])
-                steps.append((source, items))
+                sources.append(f"sorted({items})" if place % 2 else f"{items}[::-1]")
+                items = _value(sources[-1])
             place = draw.below(len(items))
-            source, value = (f"max({items})", max(items)) if draw.below(2) else (f"{items}[{place}]", items[place])
-            steps.append((source, value))
-        else:
+            sources.append(f"max({items})" if draw.below(2) else f"{items}[{place}]")
+        elif kind == "word":
             word = draw.word(3)
-            joined, value = word + word[::-1], 2 * len(word)
-            steps.append((f"{word!r} + {word[::-1]!r}", joined))
-            steps.append((f"{joined!r}.upper()", joined.upper()))
-            steps.append((f"len({joined.upper()!r})", value))
-        while len(steps) < STEPS:  # sums, differences and products of a number that stays within 0 and 99
+            joined = word + word[::-1]
+            sources += [f"{word!r} + {word[::-1]!r}", f"{joined!r}.upper()", f"len({joined.upper()!r})"]
+        while len(sources) < STEPS:  # sums, differences and products of a number that stays within 0 and 99
+            value = _value(sources[-1]) if sources else value
             sign = "+-*"[draw.below(3)]
             if sign == "*" and not 0 < value < 50:
                 sign = "-+"[value == 0]
-            if sign == "+":
-                right = draw.below(100 - value)
-                after = value + right
-            elif sign == "-":
-                right = draw.below(value + 1)
-                after = value - right
-            else:
+            if sign == "*":
                 right = 2 + draw.below(min(9, 99 // value) - 1)
-                after = value * right
-            steps.append((f"{value} {sign} {right}", after))
-            value = after
-        chains.append(Chain(session, [source for source, _ in steps], [repr(found) for _, found in steps], kind))
+            else:
+                right = draw.below(100 - value if sign == "+" else value + 1)
+            sources.append(f"{value} {sign} {right}")
+        chains.append(Chain(session, sources, [repr(_value(source)) for source in sources], kind))
     return chains
 
 
@@ -141,31 +132,9 @@ _OPENINGS = (
 )
 _VERBS = ["read", "write", "open", "close", "find", "sort", "merge", "split", "send", "copy", "parse", "count", "build"]
 _NOUNS = [
-    "file",
-    "record",
-    "message",
-    "table",
-    "user",
-    "letter",
-    "garden",
-    "window",
-    "queue",
-    "token",
-    "image",
-    "number",
-    "list",
-    "house",
-    "cache",
-    "server",
-    "river",
-    "field",
-    "book",
-    "engine",
-    "clock",
-    "color",
-    "market",
-    "signal",
-]
+    "file", "record", "message", "table", "user", "letter", "garden", "window", "queue", "token", "image", "number",
+    "list", "house", "cache", "server", "river", "field", "book", "engine", "clock", "color", "market", "signal",
+]  # fmt: skip
 
 
 def make_prompts(count: int, seed: int) -> list[str]:

@@ -36,10 +36,10 @@ class ChainsTask(ConfigurableTask):
     def construct_requests(self, doc: dict[str, Any], ctx: str, **kwargs: Any) -> list[Instance]:
         for unused in ("apply_chat_template", "chat_template"):
             kwargs.pop(unused, None)
-        questions = [
-            (ctx + question, dict(self.config.generation_kwargs)) for question in generators.Chain(**doc).questions()
+        return [
+            Instance("generate_until", doc, (ctx + question, dict(self.config.generation_kwargs)), idx=i, **kwargs)
+            for i, question in enumerate(generators.Chain(**doc).questions())
         ]
-        return [Instance("generate_until", doc, one, idx=i, **kwargs) for i, one in enumerate(questions)]
 
 
 def chains_results(doc: dict[str, Any], results: list[str]) -> dict[str, float]:
