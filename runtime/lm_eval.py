@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +31,8 @@ from .model import Model
 LOCAL_TASKS = Path(__file__).with_name("tasks")
 OWN_TASKS = ("interpreter_lines", "interpreter_chains", "greedy_loops")
 # The paper's six tasks and their folders in the harness, whose index of all tasks takes 10 s and more.
-PAPER_TASKS = {
-    "social_iqa": "siqa",
-    "gsm8k": "gsm8k",
-    "wic": "super_glue",
-    "humaneval": "humaneval",
-    "mmlu": "mmlu",
-    "commonsense_qa": "commonsense_qa",
-}
-QUESTIONS = "num_questions"  # key beside a task's metrics
+PAPER_TASKS = {name: name for name in ("gsm8k", "humaneval", "mmlu", "commonsense_qa")}
+PAPER_TASKS |= {"social_iqa": "siqa", "wic": "super_glue"}
 _SAMPLING: dict[str, type] = {"top_k": int, "top_p": float, "min_p": float, "seed": int}
 
 
@@ -73,18 +66,15 @@ class WisparseLM(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The token that ends a text; the lowest one if the model has several."""
-        token = self._special("eos_token")
+        token = self.text.special_id("eos_token")
         if token is None and not self.model.stop_ids:
             raise UsageError("lm-eval: the model has no end-of-text token")
         return min(self.model.stop_ids) if token is None else token
 
-    def _special(self, name: str) -> int | None:
-        return self.text.token_id(self.text.special_tokens.get(name, ""))
-
     @property
     def prefix_token_id(self) -> int:
         """What stands before a text without context."""
-        token = self._special("bos_token")
+        token = self.text.special_id("bos_token")
         return self.eot_token_id if token is None else token
 
     @property
@@ -100,7 +90,7 @@ class WisparseLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Token ids; a beginning-of-text token is not doubled if a chat template wrote it already."""
         ids = self.text.encode(string, add_special_tokens=add_special_tokens is not False)
-        bos = self._special("bos_token")
+        bos = self.text.special_id("bos_token")
         return ids[1:] if add_special_tokens is None and bos is not None and ids[:2] == [bos, bos] else ids
 
     @torch.inference_mode()
@@ -123,8 +113,7 @@ class WisparseLM(TemplateLM):
             inputs = tuple([*context, *continuation][-(limit + 1) : -1])
             start = sparse_from(self.prefill, len(inputs) - (len(continuation) - 1))
             groups.setdefault((inputs, start), []).append(index)
-        bar = tqdm(groups.items(), desc="wisparse: log-likelihoods", disable=disable_tqdm or None)
-        for (inputs, start), members in bar:
+        for (inputs, start), members in tqdm(groups.items(), "wisparse: log-likelihoods", disable=disable_tqdm or None):
             logits = self._logits(inputs, start)
             for index in members:
                 continuation = requests[index][2]
@@ -146,12 +135,8 @@ class WisparseLM(TemplateLM):
         result = []
         for request in tqdm(requests, desc="wisparse: whole texts", disable=disable_tqdm or None):
             (text,) = request.args
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(text, add_special_tokens=False),
-                prefix_token=self.prefix_token_id,
-                max_seq_len=self.model.max_seq_len,
-                context_len=1,
-            )
+            token_ids = self.tok_encode(text, add_special_tokens=False)
+            windows = get_rolling_token_windows(token_ids, self.prefix_token_id, self.model.max_seq_len, context_len=1)
             total = 0.0
             for context, wanted in map(make_disjoint_window, windows):
                 inputs = [*context, *wanted][:-1]
@@ -184,7 +169,7 @@ class WisparseLM(TemplateLM):
         return result
 
     def _options(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        left = dict(settings)
+        left = {name: value for name, value in settings.items() if name != "num_return_sequences"}
         until = left.pop("until", None) or []
         names = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens", "max_length")
         wanted, *_ = *(int(left.pop(name)) for name in names if name in left), 256
@@ -194,11 +179,9 @@ class WisparseLM(TemplateLM):
             "max_new_tokens": max(1, min(wanted, self.model.max_seq_len - 1)),
             "temperature": 0.0 if sampled is False else temperature or (1.0 if sampled else 0.0),
         }
-        options |= {name: kind(left.pop(name)) for name, kind in _SAMPLING.items() if left.get(name) is not None}
-        left = {name: value for name, value in left.items() if name not in _SAMPLING}
-        left.pop("num_return_sequences", None)
-        if left:
-            raise UsageError(f"lm-eval: generation settings this runtime does not have: {', '.join(sorted(left))}")
+        options |= {name: kind(left[name]) for name, kind in _SAMPLING.items() if left.get(name) is not None}
+        if unknown := sorted(left.keys() - _SAMPLING):
+            raise UsageError(f"lm-eval: generation settings this runtime does not have: {', '.join(unknown)}")
         return options
 
 
@@ -247,25 +230,23 @@ def evaluate_tasks(
                 confirm_run_unsafe_code=confirm_run_unsafe_code,
             )
     except (ValueError, OSError, HTTPError) as error:
-        if isinstance(error, ValueError) and "unsafe" in str(error):
+        reason, is_value = first_line(error), isinstance(error, ValueError)
+        if is_value and "unsafe" in str(error):
             raise unsafe from error  # of a group, whose tasks are known by now
         if num_fewshot and "larger than population" in str(error):
             raise UsageError(f"--num-fewshot {num_fewshot}: one of {names} has fewer examples") from error
-        if offline and ("Couldn't find cache" in str(error) or not isinstance(error, ValueError)):
+        if offline and ("Couldn't find cache" in str(error) or not is_value):
             dataset = re.search(r"[\w.-]+/[\w.-]+", str(error))
-            found = (
-                f"({dataset[0] if dataset else first_line(error)}) are not in the cache, and the Hub cannot be reached"
-            )
-            raise AccessError(
-                f"the data of {names} {found}: check the network, or run this once where there is one"
-            ) from error
-        if isinstance(error, ValueError):
+            reason = f"({dataset[0] if dataset else reason}) are not in the cache, and the Hub cannot be reached"
+            reason += ": check the network, or run this once where there is one"
+        elif is_value:
             raise
-        remedy = "check the network and the harness's version"
-        raise AccessError(f"the data of {names} cannot be read: {first_line(error)}; {remedy}") from error
-    counts = _questions(outcome)
-    results: dict[str, dict[str, float]] = {name: {QUESTIONS: counts[name]} for name in outcome["results"]}
+        else:
+            reason = f"cannot be read: {reason}; check the network and the harness's version"
+        raise AccessError(f"the data of {names} {reason}") from error
+    results: dict[str, dict[str, float]] = {}
     for name, values in outcome["results"].items():
+        results[name] = {"num_questions": _questions(outcome, name)}
         for key, value in values.items():
             metric, _, filtered = key.partition(",")
             if isinstance(value, int | float) and not isinstance(value, bool) and not metric.startswith("sample_"):
@@ -281,26 +262,21 @@ def _offline() -> Iterator[None]:
     import evaluate
 
     hub = "HF_HUB_OFFLINE"
-    switches = [(constants, hub), (datasets.config, hub), (evaluate.config, "HF_EVALUATE_OFFLINE")]
-    before = [getattr(module, name) for module, name in switches]
-    for module, name in switches:
-        setattr(module, name, True)
-    try:
+    with ExitStack() as restored:
+        for module, name in (constants, hub), (datasets.config, hub), (evaluate.config, "HF_EVALUATE_OFFLINE"):
+            restored.callback(setattr, module, name, getattr(module, name))
+            setattr(module, name, True)
         yield
-    finally:
-        for (module, name), value in zip(switches, before, strict=True):
-            setattr(module, name, value)
 
 
-def _questions(outcome: Mapping[str, Any]) -> dict[str, int]:
-    """How many questions the metrics of each task are of; a group's are those of its tasks."""
-    own = {name: int(count["effective"]) for name, count in outcome["n-samples"].items()}
-    groups = outcome.get("group_subtasks") or {}
+def _questions(outcome: Mapping[str, Any], name: str) -> int:
+    """How many questions the metrics of a task are of; a group's are those of its tasks."""
+    own, groups = outcome["n-samples"], outcome.get("group_subtasks") or {}
 
     def leaves(name: str) -> set[str]:
         return {name} if name in own else {leaf for part in groups.get(name, ()) for leaf in leaves(part)}
 
-    return {name: sum(own[leaf] for leaf in leaves(name)) for name in outcome["results"]}
+    return sum(int(own[leaf]["effective"]) for leaf in leaves(name))
 
 
 def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike[str]]) -> Any:
@@ -313,14 +289,12 @@ def _task_manager(tasks: Sequence[str], include_path: Sequence[str | os.PathLike
     folders = [str(LOCAL_TASKS), *(os.fspath(path) for path in include_path)]
     shortcut = [Path(lm_eval.tasks.__file__).parent / PAPER_TASKS[task] for task in tasks if task in PAPER_TASKS]
     folders += [str(folder) for folder in shortcut if folder.is_dir()]
-    manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
-    if all(manager.match_tasks([task]) for task in tasks):
-        return manager
-    manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=True)
-    unknown = [task for task in tasks if not manager.match_tasks([task])]
-    if unknown:
-        raise UsageError(
-            f"unknown task {quoted(unknown[0])}: expected a task of lm-evaluation-harness (lm_eval ls tasks), "
-            f"{', '.join(OWN_TASKS)}, or a YAML task under --include-path"
-        )
-    return manager
+    for include_defaults in (False, True):
+        manager = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=include_defaults)
+        unknown = [task for task in tasks if not manager.match_tasks([task])]
+        if not unknown:
+            return manager
+    raise UsageError(
+        f"unknown task {quoted(unknown[0])}: expected a task of lm-evaluation-harness (lm_eval ls tasks), "
+        f"{', '.join(OWN_TASKS)}, or a YAML task under --include-path"
+    )

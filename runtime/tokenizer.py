@@ -140,6 +140,10 @@ class Tokenizer:
         found: int | None = self._library.token_to_id(token)
         return found
 
+    def special_id(self, name: str) -> int | None:
+        """Id of ``bos_token``, ``eos_token``, ...; None if the model has none."""
+        return self.token_id(self.special_tokens.get(name, ""))
+
     def is_special(self, token: str) -> bool:
         """Whether ``decode`` leaves this token out."""
         return self.token_id(token) in self._special_ids
@@ -266,8 +270,7 @@ def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
             if isinstance(item, bool) or not isinstance(item, int):
                 raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
             found.add(item)
-    named = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")
-    token = None if tokenizer is None or named is None else tokenizer.token_id(named)
+    token = None if tokenizer is None else tokenizer.special_id("eos_token")
     return frozenset(found if token is None else found | {token})
 
 

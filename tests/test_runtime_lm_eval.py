@@ -41,7 +41,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.registry import get_model
 
 from wisparse.runtime import lm_eval as adapter
-from wisparse.runtime.lm_eval import PAPER_TASKS, QUESTIONS, WisparseLM, _questions, _task_manager, evaluate_tasks
+from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, _questions, _task_manager, evaluate_tasks
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,6 @@ def test_a_users_own_task(model: Model, tmp_path: Path) -> None:
     assert set(found) == {"mine", "interpreter_lines"}
     assert found["mine"]["acc"] in (0.0, 0.5, 1.0)
     assert found["mine"]["num_questions"] == 2
-    assert QUESTIONS == "num_questions", "the command's table knows it by this name"
 
 
 def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
@@ -320,7 +319,7 @@ def test_the_questions_of_a_group_are_those_of_its_tasks() -> None:
         "n-samples": {name: {"original": 100, "effective": n} for name, n in (("mmlu_algebra", 3), ("mmlu_law", 4))},
         "group_subtasks": {"mmlu": ["mmlu_stem", "mmlu_law"], "mmlu_stem": ["mmlu_algebra"]},
     }
-    assert _questions(outcome) == {"mmlu": 7, "mmlu_stem": 3, "mmlu_algebra": 3, "mmlu_law": 4}
+    assert [_questions(outcome, name) for name in outcome["results"]] == [7, 3, 3, 4]
 
 
 def refusal(bundle: Path, capsys: pytest.CaptureFixture[str], tasks: str) -> list[str]:
