@@ -25,7 +25,6 @@ from wisparse.formats.weight_types import sparse_from
 
 from .backends import load
 from .generation.logits import score_tokens
-from .generation.scheduler import Stats
 from .model import Model
 
 LOCAL_TASKS = Path(__file__).with_name("tasks")
@@ -60,7 +59,6 @@ class WisparseLM(TemplateLM):
         self.model, self.text = model, model.text
         self.prefill = prefill or model.prefill
         sparse_from(self.prefill, 1)
-        self.stats = Stats()  # of the generated answers
         self._device = model.decoder.device
 
     @property
@@ -158,9 +156,7 @@ class WisparseLM(TemplateLM):
             most = self.model.max_seq_len - options["max_new_tokens"]
             prompts = {index: self.tok_encode(requests[index].args[0])[-most:] for index in members}
             order = sorted(members, key=lambda index: len(prompts[index]))
-            answers = self.model.generate_each(
-                [prompts[index] for index in order], prefill=self.prefill, stats=self.stats, **options
-            )
+            answers = self.model.generate_each([prompts[index] for index in order], prefill=self.prefill, **options)
             for place, answer in answers:
                 result[order[place]] = answer.text
                 self.cache_hook.add_partial("generate_until", requests[order[place]].args, answer.text)
@@ -196,7 +192,6 @@ def evaluate_tasks(
     seed: int = 0,
     apply_chat_template: bool = False,
     confirm_run_unsafe_code: bool = False,
-    stats: Stats | None = None,
 ) -> dict[str, Any]:
     from lm_eval import simple_evaluate
 
@@ -212,7 +207,6 @@ def evaluate_tasks(
         raise unsafe
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # standard errors are drawn here, not in processes that print
     adapter = WisparseLM(model, prefill=prefill)
-    adapter.stats = adapter.stats if stats is None else stats
     # Tasks with a data set of their own ask nobody.
     offline = not all("custom_dataset" in config for config in configs) and not is_reachable()
     try:

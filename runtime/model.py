@@ -20,7 +20,6 @@ from .decoding.decoder import Decoder
 from .generation.engine import Engine
 from .generation.grammar import Grammars
 from .generation.request import Chunk, Generation, Request
-from .generation.scheduler import Stats
 from .generation.settings import GenerationArguments, GenerationSettings, Message, Prompt, as_prompts, spelled_out
 from .tokenizer import Tokenizer, stop_ids
 
@@ -160,18 +159,16 @@ class Model:
         return ordered[0] if single else ordered
 
     def generate_each(
-        self, prompts: Sequence[Prompt], *, stats: Stats | None = None, **settings: Unpack[GenerationArguments]
+        self, prompts: Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generator[tuple[int, Generation], None, None]:
         """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends.
 
-        Arguments are checked at once, the model starts at the first ``next``; they are those of :meth:`generate`. Decoded
-        tokens and their time are added to ``stats`` in the end.
+        Arguments are checked at once, the model starts at the first ``next``; they are those of :meth:`generate`.
         """
         requests = self._requests(prompts, settings)
 
         def answers() -> Generator[tuple[int, Generation], None, None]:
             ended: deque[tuple[int, Chunk | WisparseError]] = deque()
-            before = replace(self.engine.scheduler.stats)
             with self._submitted(requests, lambda index, item: ended.append((index, item)), final_only=True):
                 for _ in requests:
                     self.engine.drive(ended.__len__)
@@ -179,10 +176,6 @@ class Model:
                     generation = _checked(requests[index], item).generation
                     assert generation is not None  # the last chunk has it
                     yield index, generation
-            if stats is not None:
-                after = self.engine.scheduler.stats
-                stats.tokens += after.tokens - before.tokens
-                stats.seconds += after.seconds - before.seconds
 
         return answers()
 

@@ -54,12 +54,11 @@ class Tokenizer:
             self._library.no_padding()
         self._vocab_size = vocab_size
         self._special_ids = {i for i, token in self._library.get_added_tokens_decoder().items() if token.special}
-        self.special_tokens: dict[str, str] = {}
-        for key, value in tokenizer_config.items():
-            # Older files hold an object with the text under ``content``.
-            content = value.get("content") if isinstance(value, dict) else value
-            if key.endswith("_token") and isinstance(content, str):
-                self.special_tokens[key] = content
+        # Older files hold an object with the text under ``content``.
+        texts = {key: one.get("content") if isinstance(one, dict) else one for key, one in tokenizer_config.items()}
+        self.special_tokens = {
+            key: text for key, text in texts.items() if key.endswith("_token") and isinstance(text, str)
+        }
         named = _templates_of(tokenizer_config) if template is None else {"default": template}
         source = named.get("default")
         self.template = None if source is None else ChatTemplate(source, self.special_tokens)
@@ -78,10 +77,10 @@ class Tokenizer:
                 f"{shown(bundle.folder)}: no tokenizer.json; save the source's fast tokenizer into it and convert "
                 "again, or give token ids instead of text"
             )
-        template = bundle.read_bytes("chat_template.jinja")
+        jinja = bundle.read_bytes("chat_template.jinja")
         try:
             source = (
-                _read_json(bundle, "chat_template.json").get("chat_template") if template is None else template.decode()
+                jinja.decode() if jinja is not None else _read_json(bundle, "chat_template.json").get("chat_template")
             )
         except UnicodeDecodeError as error:
             raise BundleError(f"chat_template.jinja: not UTF-8: {error}") from error
@@ -104,9 +103,8 @@ class Tokenizer:
                 size *= 4
             ids = self._encode(text, add_special_tokens)
         except (TypeError, UnicodeEncodeError) as error:
-            raise UsageError(
-                "the prompt is not valid text: expected a str without halves of surrogate pairs"
-            ) from error
+            text = "the prompt is not valid text: expected a str without halves of surrogate pairs"
+            raise UsageError(text) from error
         if ids and max(ids) >= self._vocab_size:
             raise BundleError(f"{_FILE} gives id {max(ids)}, but the model's vocabulary has {self._vocab_size}")
         return ids
@@ -264,12 +262,10 @@ def stop_ids(bundle: Bundle, tokenizer: Tokenizer | None) -> frozenset[int]:
         ("generation_config.json", _read_json(bundle, "generation_config.json")),
     ):
         value = config.get("eos_token_id")
-        for item in value if isinstance(value, list) else [value]:
-            if item is None:
-                continue
-            if isinstance(item, bool) or not isinstance(item, int):
-                raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
-            found.add(item)
+        ids = [item for item in (value if isinstance(value, list) else [value]) if item is not None]
+        if any(type(item) is not int for item in ids):
+            raise BundleError(f"{name}: eos_token_id: expected token ids, found {value!r:.80}")
+        found.update(ids)
     token = None if tokenizer is None else tokenizer.special_id("eos_token")
     return frozenset(found if token is None else found | {token})
 
@@ -281,11 +277,10 @@ def _read_json(bundle: Bundle, name: str) -> dict[str, Any]:
 
 def _templates_of(config: Mapping[str, Any]) -> dict[str, str]:
     """The templates inside tokenizer_config.json, by name: a text is the default one, a list has names."""
-    given = config.get("chat_template")
+    given, known = config.get("chat_template"), ("default", "tool_use")
     entries = given if isinstance(given, list) else [] if given is None else [{"name": "default", "template": given}]
-    known = ("default", "tool_use")
     named = (one for one in entries if isinstance(one, dict) and one.get("name") in known)
-    found: dict[str, Any] = {one["name"]: one.get("template") for one in named}
+    found = {one["name"]: one.get("template") for one in named}
     for template in found.values():
         if not isinstance(template, str):
             raise BundleError(f"tokenizer_config.json: chat_template: expected a text, found {template!r:.80}")

@@ -15,7 +15,7 @@ from wisparse.formats.errors import ResourceError, UsageError, WisparseError
 
 from ..decoding.decoder import Decoder, memory_errors
 from ..tokenizer import StopStrings, Tokenizer
-from .request import Chunk, Request, Status
+from .request import Chunk, Request
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class Engine:
     def state(self) -> EngineState:
         """From any thread."""
         with self._changed:
-            running = sum(request.status is Status.RUNNING for request in self._open)
+            running = sum(request.running for request in self._open)
             return EngineState(running, len(self._open) - running)
 
     def validate(self, request: Request) -> None:

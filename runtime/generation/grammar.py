@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,8 +51,7 @@ class Grammar:
         return cls(field, guard.text(field, text, empty=False), False)
 
     def __post_init__(self) -> None:
-        if len(self.source) > _MOST_CHARACTERS:
-            found = len(self.source)
+        if (found := len(self.source)) > _MOST_CHARACTERS:
             raise UsageError(f"{self.field}: expected at most {_MOST_CHARACTERS:,} characters, found {found:,}")
 
 
@@ -89,22 +88,17 @@ class Grammars:
 
     def __init__(self, tokenizer_json: Callable[[], bytes | None], stop_ids: frozenset[int]) -> None:
         """``tokenizer_json`` reads the file; called for the first grammar."""
-        self._tokenizer_json = tokenizer_json
-        self._stop_ids = stop_ids
+        self._tokenizer_json, self._stop_ids = tokenizer_json, stop_ids
         self._tokenizer: Any = None
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compile = functools.lru_cache(_KEPT)(self._compile_anew)
         self._lock = threading.Lock()
 
     def begin(self, grammar: Grammar) -> Constraint:
         """An answer at its beginning. UsageError: it does not compile, is too costly, or cannot be used here."""
         with self._lock:
-            matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
-            self._compiled[grammar] = matcher
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-            return Constraint(matcher.deep_copy(), grammar.field)
+            return Constraint(self._compile(grammar).deep_copy(), grammar.field)
 
-    def _compile(self, grammar: Grammar) -> Any:
+    def _compile_anew(self, grammar: Grammar) -> Any:
         tokenizer = self._read(grammar.field)
         from llguidance import LLMatcher, LLParserLimits
         from llguidance.gbnf_to_lark import any_to_lark

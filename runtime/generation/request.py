@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 
@@ -73,12 +72,6 @@ class Chunk:
     prompt_scores: Sequence[TokenScore] | None = None  # on the first chunk
 
 
-class Status(Enum):
-    WAITING = "waiting"
-    RUNNING = "running"  # it has a slot of the decoder
-    FINISHED = "finished"
-
-
 @dataclass(eq=False)
 class Request:
     """A prompt, how to continue it, and its state."""
@@ -97,7 +90,7 @@ class Request:
     visible_special_tokens: frozenset[int] = frozenset()  # special tokens that are part of the answer's text
     measure_sparsity: bool = False  # give the realised sparsity with the answer; the engine has to be measuring
 
-    status: Status = field(default=Status.WAITING, init=False)  # set by the scheduler
+    running: bool = field(default=False, init=False)  # it has a slot of the decoder; set by the scheduler
     # None while under way; ``stop``, ``length``, ``cancelled`` or ``error``
     finish_reason: str | None = field(default=None, init=False)
     error: Exception | None = field(default=None, init=False)  # what ended the request, as it was raised

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from wisparse.formats import guard
 from wisparse.formats.errors import UsageError, WisparseError
 from wisparse.formats.weight_types import sparse_from
 
@@ -20,7 +19,7 @@ from ..decoding.decoder import Decoder, check_prompt, next_chunk
 from ..decoding.rotary import switch_length
 from ..decoding.sampling import SamplingParams, resolve_seed, sample
 from .logits import LogitsProcessor, score_tokens
-from .request import Request, Status
+from .request import Request
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
@@ -149,9 +148,6 @@ class Scheduler:
         unknown = next((token for token in request.prompt_token_ids if not 0 <= token < vocab_size), None)
         if unknown is not None:
             raise UsageError(f"prompt: expected token ids from 0 to {vocab_size - 1}, found {unknown}")
-        if request.max_new_tokens is not None:
-            guard.integer("max_new_tokens", request.max_new_tokens, 1)
-        sparse_from(request.prefill, len(request.prompt_token_ids))
         biased = max(request.sampling.logit_bias or (0,))
         if biased >= vocab_size:
             raise UsageError(f"logit_bias: expected token ids from 0 to {vocab_size - 1}, found {biased}")
@@ -175,7 +171,7 @@ class Scheduler:
         """Take a request out, wherever it is; one that has finished stays as it is."""
         if request.finish_reason is not None:
             return
-        request.finish_reason, request.status = reason, Status.FINISHED
+        request.finish_reason, request.running = reason, False
         if request in self.slots:
             slot = self.slots.index(request)
             self.slots[slot] = None
@@ -200,7 +196,7 @@ class Scheduler:
         """After the slots' contents were lost: every running request is queued again, first, and prefilled anew with
         what it has generated."""
         for request in reversed(self.running):
-            request.status = Status.WAITING
+            request.running = False
             self.waiting.appendleft(request)
         self.slots = [None] * len(self.slots)
         self.prefilling = self._culprit = None
@@ -262,7 +258,7 @@ class Scheduler:
         slot, source, length = self.prefixes.choose(tokens, sparse, idle)
         if request.needs_prompt_scores:
             request.prompt_scores, source, length = [], slot, 0
-        self.slots[slot], request.status = request, Status.RUNNING
+        self.slots[slot], request.running = request, True
         # Compile and capture what the batch needs once the requests that came together have been admitted.
         if len(idle) == 1 or not self.waiting or self.waiting[0].sparsity != request.sparsity:
             limit = self.decoder.max_seq_len
@@ -320,7 +316,7 @@ class Scheduler:
             for slot, request in enumerate(rows):
                 if request is not None and request.num_tokens - 1 == self._switch:
                     rows[slot] = self.slots[slot] = None
-                    request.status = Status.WAITING
+                    request.running = False
                     self.waiting.appendleft(request)
         while rows and rows[-1] is None:
             rows.pop()

@@ -26,13 +26,11 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
 
     Token ids may be numpy's or torch's: a vector of integers is a prompt, a matrix is a list of them.
     """
-    prompts = _without_arrays(prompts)
     single = _as_prompt(prompts, "prompt")
     if single is not None:
         return [single], True
     found = []
     for index, given in enumerate(prompts):
-        given = _without_arrays(given)
         prompt = _as_prompt(given, f"prompt[{index}]")
         if prompt is None:
             raise UsageError(
@@ -42,13 +40,10 @@ def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
     return found, False
 
 
-def _without_arrays(value: Any) -> Any:
-    """Arrays of numpy and tensors of torch as lists."""
-    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
-
-
 def _as_prompt(given: Any, where: str) -> Prompt | None:
     """One prompt, checked; None if it is a list of prompts."""
+    if hasattr(given, "tolist") and hasattr(given, "shape"):
+        given = given.tolist()
     if isinstance(given, str):
         return guard.text(where, given)
     if isinstance(given, Mapping):
@@ -69,8 +64,8 @@ def _as_prompt(given: Any, where: str) -> Prompt | None:
             raise UsageError(f"{where}[{index}]: expected {_FORMS}, found {guard.quoted(one)}")
         first = first or kind
         if kind != first:
-            found = guard.quoted(one)
-            raise UsageError(f"{where}: expected one kind of thing in a list, found {first} and then {found}")
+            found = f"{first} and then {guard.quoted(one)}"
+            raise UsageError(f"{where}: expected one kind of thing in a list, found {found}")
     if first == "prompts":
         return None
     if first == "ids":

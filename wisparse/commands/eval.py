@@ -247,8 +247,8 @@ def _on_tasks(
             policy = name
             if name == "masks off":
                 model.sparsity, policy = 0, "dense"
-            stats = Stats()
-            results[name] = evaluate_tasks(model, names, prefill=policy, stats=stats, **task_options)
+            stats = model.engine.scheduler.stats = Stats()
+            results[name] = evaluate_tasks(model, names, prefill=policy, **task_options)
             if stats.tokens:
                 speed[name] = {"tokens": stats.tokens, "tok_per_s": stats.tok_per_s}
         return {"backend": _backend(model), "tasks": results, "generation": speed}
