@@ -200,9 +200,13 @@ class GenerationRequest(Strict):
 
     @model_validator(mode="after")
     def _one_constraint(self) -> Self:
-        if self.grammar and self.response_format is not None and self.response_format.type != "text":
+        if self.grammar and self.formatted:
             raise invalid("grammar", "none beside a response_format", self.grammar)
         return self
+
+    @property
+    def formatted(self) -> bool:
+        return self.response_format is not None and self.response_format.type != "text"
 
     def sampling(self, defaults: Mapping[str, float]) -> dict[str, Any]:
         """The keyword arguments of SamplingSettings; ``defaults``: those of the model."""
@@ -219,7 +223,7 @@ class GenerationRequest(Strict):
         return None
 
     def constraint(self) -> Grammar | None:
-        if self.response_format is not None and self.response_format.type != "text":
+        if self.response_format is not None and self.formatted:
             schema = self.response_format.json_schema
             return Grammar.of_schema("response_format", ANY_OBJECT if schema is None else schema.schema_)
         return Grammar.of_text("grammar", self.grammar) if self.grammar else None
@@ -361,10 +365,11 @@ class ChatRequest(GenerationRequest):
     def _consistent(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise invalid("logprobs", "true, as top_logprobs asks for some", False)
-        if {"messages", "add_generation_prompt"} & set(self.chat_template_kwargs):
-            raise invalid("chat_template_kwargs", "further template variables", self.chat_template_kwargs)
-        if self.tools and "tools" in self.chat_template_kwargs:
-            raise invalid("chat_template_kwargs", "no tools beside those of the request", self.chat_template_kwargs)
+        variables = self.chat_template_kwargs
+        if {"messages", "add_generation_prompt"} & set(variables):
+            raise invalid("chat_template_kwargs", "further template variables", variables)
+        if self.tools and "tools" in variables:
+            raise invalid("chat_template_kwargs", "no tools beside those of the request", variables)
         names = [tool.function.name for tool in self.tools]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -376,14 +381,12 @@ class ChatRequest(GenerationRequest):
                 return self
             case "required" if not names:
                 raise invalid("tool_choice", "tools, one of which has to be called", "none")
-            case "required":
-                pass
-            case {"type": "function", "function": {"name": str(name)}} if name in names:
+            case "required" | {"type": "function", "function": {"name": str()}} if self.forced:
                 pass
             case _:
                 choices = "none, auto, required, or an object of type function that names one of the tools"
                 raise invalid("tool_choice", choices, self.tool_choice)
-        if self.grammar or (self.response_format is not None and self.response_format.type != "text"):
+        if self.grammar or self.formatted:
             raise invalid("tool_choice", "none or auto beside a response_format or a grammar", self.tool_choice)
         return self
 

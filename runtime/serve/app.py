@@ -100,12 +100,8 @@ class AnswerQueue:
                 self._loop.call_soon_threadsafe(self._woken.set)
 
     async def next(self, gather_seconds: float | None = None) -> list[tuple[int, Chunk]]:
-        """What has come since the last call, one chunk at least; raises what ended an answer.
-
-        Args:
-            gather_seconds: how long after the last call's return more chunks are waited for, unless an answer ends;
-                None: FLUSH_SECONDS.
-        """
+        """What has come since the last call, one chunk at least; raises what ended an answer. More chunks are waited for
+        until ``gather_seconds`` (None: FLUSH_SECONDS) after the last call's return, unless an answer ends."""
         until = self._taken + (FLUSH_SECONDS if gather_seconds is None else gather_seconds)
         if until > self._loop.time():
             with contextlib.suppress(TimeoutError):
@@ -118,15 +114,14 @@ class AnswerQueue:
                 await self._woken.wait()
         self._waiting = False
         self._woken.clear()
-        items = [self._items.popleft() for _ in range(len(self._items))]
         self._taken = self._loop.time()
         chunks = []
-        for index, item in items:
+        for _ in range(len(self._items)):
+            index, item = self._items.popleft()
             if isinstance(item, WisparseError):
                 raise item
             chunks.append((index, item))
-            answer = item.generation
-            if answer is not None:
+            if (answer := item.generation) is not None:
                 self._finished[index] = answer
                 if len(answer.token_ids) > 1:
                     self._metrics.token_time.observe(answer.generation_seconds / (len(answer.token_ids) - 1))
@@ -191,13 +186,18 @@ class Server:
         self._check_name(body.model)
         run = asyncio.get_running_loop().run_in_executor
         answers = AnswerQueue(self._model, self.metrics)
+        batch, prompts = self._model.decoder.max_batch, 1 if isinstance(body, ChatRequest) else len(body.prompt)
         try:
-            count = self._count_answers(body)
+            if body.n > batch:
+                raise UsageError(f"n: expected at most {batch}, found {body.n}")
+            if prompts * body.n > (most := batch + self._settings.max_queue):
+                found = f"{prompts} prompts with n = {body.n}"
+                raise UsageError(f"prompt: expected at most {most} answers in one request, found {found}")
             (requests, context), constraints = await unless_disconnected(
                 http.receive,
                 asyncio.gather(
                     run(self._texts, self._encoder.encode, body),
-                    run(self._grammars, self._encoder.constraints, body, count),
+                    run(self._grammars, self._encoder.constraints, body, prompts * body.n),
                 ),
             )
             for request, constraint in zip(requests, constraints, strict=True):
@@ -226,19 +226,6 @@ class Server:
             answers.cancel()
         self.metrics.cached_tokens.inc(cached_tokens(answers.answers, body.n))
         return Response(to_json(formatter.complete(first, answers.answers)), media_type="application/json")
-
-    def _count_answers(self, body: ChatRequest | CompletionRequest) -> int:
-        """How many answers a request asks for; raises UsageError if there are too many for this server's settings."""
-        batch = self._model.decoder.max_batch
-        if body.n > batch:
-            raise UsageError(f"n: expected at most {batch}, found {body.n}")
-        if isinstance(body, ChatRequest):
-            return body.n
-        count, most = body.n * len(body.prompt), batch + self._settings.max_queue
-        if count > most:
-            found = f"{len(body.prompt)} prompts with n = {body.n}"
-            raise UsageError(f"prompt: expected at most {most} answers in one request, found {found}")
-        return count
 
     def _check_name(self, found: str | None) -> None:
         name = self._settings.name
@@ -316,9 +303,8 @@ def open_socket(settings: ServeSettings) -> socket.socket:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((settings.host, settings.port), family=family, backlog=_BACKLOG)
     except (OSError, UnicodeError, OverflowError) as error:
-        raise UsageError(
-            f"cannot listen at {settings.host:.80} port {settings.port}: {error}; choose another --host or --port"
-        ) from error
+        place = f"{settings.host:.80} port {settings.port}"
+        raise UsageError(f"cannot listen at {place}: {error}; choose another --host or --port") from error
 
 
 def http_server(app: ASGIApp) -> uvicorn.Server:

@@ -28,7 +28,7 @@ def sampling_defaults(model: Model) -> dict[str, float]:
     ranges = {"temperature": (0.0, 100.0), "top_k": (0, 2**31), "top_p": (1e-9, 1.0), "repetition_penalty": (0.01, 100)}
     for name, (low, high) in ranges.items():
         value = config.get(name)
-        if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+        if type(value) in (int, float) and low <= value <= high:
             defaults[name] = value
     return defaults
 

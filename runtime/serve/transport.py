@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -105,26 +105,24 @@ class TimedConnection(H11Protocol):
         self._timer = self.loop.call_later(CLIENT_SECONDS, self._close_if_idle, self.cycle)
 
 
-def error_response(error: ApiError) -> Response:
-    return JSONResponse({"error": error.error}, error.status_code, error.headers)
+def error_response(error: Exception) -> Response:
+    told = as_api_error(error)  # which logs what was not foreseen
+    return JSONResponse({"error": told.error}, told.status_code, told.headers)
 
 
 async def handle_http_error(request: Request, error: Exception) -> Response:
     """The answer to a body that is not valid, to an unknown address, and to other errors with a status."""
-    path = f"{request.url.path:.80}"
-    match error:
-        case RequestValidationError():
-            error = from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
-        case ApiError():
-            pass
-        case HTTPException(status_code=404):
-            error = ApiError(404, f"{path}: no such address here", code="not_found")
-        case HTTPException(status_code=405):
-            text = f"{path}: {request.method:.20} is not for it"
-            error = ApiError(405, text, code="method_not_allowed", headers=error.headers)
-        case HTTPException():
-            error = ApiError(error.status_code, str(error.detail))
-    return error_response(as_api_error(error))
+    if isinstance(error, RequestValidationError):
+        error = from_validation([{**one, "loc": one["loc"][1:]} for one in error.errors()])
+    elif isinstance(error, HTTPException) and not isinstance(error, ApiError):
+        path = f"{request.url.path:.80}"
+        known = {
+            404: (f"{path}: no such address here", "not_found"),
+            405: (f"{path}: {request.method:.20} is not for it", "method_not_allowed"),
+        }
+        text, code = known.get(error.status_code, (str(error.detail), None))
+        error = ApiError(error.status_code, text, code=code, headers=error.headers)
+    return error_response(error)
 
 
 class Guard:
@@ -157,7 +155,7 @@ class Guard:
         except ClientDisconnect:
             await Response(status_code=CLIENT_GONE)(scope, receive, counted)
         except Exception as error:
-            answer = error_response(as_api_error(error))  # which logs what was not foreseen
+            answer = error_response(error)
             if not started:
                 await answer(scope, receive, counted)
 
@@ -165,13 +163,8 @@ class Guard:
         kind, _, shown = request.headers.get("authorization", "").partition(" ")
         right = kind.lower() == "bearer" and hmac.compare_digest(shown.strip().encode(), (self._key or "").encode())
         if self._key is not None and not right:
-            raise ApiError(
-                401,
-                "expected the server's key as Authorization: Bearer KEY",
-                type="authentication_error",
-                code="invalid_api_key",
-                headers={"www-authenticate": "Bearer"},
-            )
+            text, asked = "expected the server's key as Authorization: Bearer KEY", {"www-authenticate": "Bearer"}
+            raise ApiError(401, text, type="authentication_error", code="invalid_api_key", headers=asked)
 
 
 class JsonRequest(Request):
@@ -240,20 +233,19 @@ async def unless_disconnected(receive: Receive, work: Awaitable[Any]) -> Any:
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-class EventStream(Response):
+class EventStream(StreamingResponse):
     """Server-sent events; ``cancel`` is called when they have ended, or the client goes or does not read."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: AsyncIterator[bytes], cancel: Callable[[], None], metrics: Metrics) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events, self._cancel, self._metrics = events, cancel, metrics
+        super().__init__(events, headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        self._cancel, self._metrics = cancel, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def run() -> None:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async for event in self._events:
+            async for event in self.body_iterator:
                 if event:
                     async with asyncio.timeout(CLIENT_SECONDS):
                         await send({"type": "http.response.body", "body": event, "more_body": True})
