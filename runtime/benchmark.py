@@ -7,6 +7,7 @@ import platform
 import re
 import statistics
 import time
+import timeit
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -173,15 +174,13 @@ def prompts(config: ModelConfig, workload: Workload) -> list[Tensor]:
 def read_bandwidth_gbps(device: torch.device) -> float:
     """GB/s at which a device reads memory: the best of several sums over a buffer far larger than any cache."""
     buffer = torch.ones((1 << 30) if device.type == "cuda" else (1 << 27), dtype=torch.float32, device=device)
-    buffer.sum()
-    best = float("inf")
-    for _ in range(6):
-        wait(device)
-        began = time.perf_counter()
+
+    def read() -> None:
         buffer.sum()
         wait(device)
-        best = min(best, time.perf_counter() - began)
-    return buffer.nbytes / best * 1e-9
+
+    read()
+    return buffer.nbytes / min(timeit.repeat(read, number=1, repeat=6)) * 1e-9
 
 
 def wait(device: torch.device) -> None:

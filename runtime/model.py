@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Unpack, overload
@@ -18,16 +18,25 @@ from wisparse.formats.weight_types import sparse_from
 
 from .decoding.decoder import Decoder
 from .generation.engine import Engine
-from .generation.grammar import Grammars
-from .generation.request import Chunk, Generation, Request
-from .generation.settings import GenerationArguments, GenerationSettings, Message, Prompt, as_prompts, spelled_out
+from .generation.logits import Grammars
+from .generation.request import (
+    Chunk,
+    Generation,
+    GenerationArguments,
+    GenerationSettings,
+    Message,
+    Prompt,
+    Request,
+    as_prompts,
+    spelled_out,
+)
 from .tokenizer import Tokenizer, stop_ids
 
 if TYPE_CHECKING:
     from wisparse.formats.bundle import Bundle
 
 
-class Model:
+class Model(AbstractContextManager["Model"]):
     """A bundle on a device; make one with ``wisparse.load``.
 
     Calls from several threads are decoded together, ``max_batch`` answers at a time; each gets the tokens that it gets
@@ -45,10 +54,7 @@ class Model:
 
     def __init__(self, bundle: Bundle, decoder: Decoder, text: Tokenizer | None, prefill: str = "dense") -> None:
         sparse_from(prefill, 1)
-        self.bundle = bundle
-        self.decoder = decoder
-        self.text = text
-        self.prefill = prefill
+        self.bundle, self.decoder, self.text, self.prefill = bundle, decoder, text, prefill
         self.stop_ids = stop_ids(bundle, text)
         self.engine = Engine(decoder, text, bundle)
         self._chat = text is not None and text.template_ends_turns(self.stop_ids)
@@ -239,9 +245,6 @@ class Model:
     def close(self) -> None:
         """Give the memory back; the model cannot be used any more. What other threads wait for ends with an error."""
         self.engine.close()
-
-    def __enter__(self) -> Model:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -15,7 +15,8 @@ import pytest
 from bundle_maker import make_bundle
 
 import wisparse
-from wisparse.runtime.serve.app import ServeSettings, http_server, make_app, open_socket
+from wisparse.runtime.serve.app import ServeSettings, make_app
+from wisparse.runtime.serve.transport import http_server, open_socket
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 NAME = "example"
@@ -30,8 +31,8 @@ class Running:
     """A server in a thread of this process."""
 
     def __init__(self, bundle: Path, **more: Any) -> None:
-        self.settings = ServeSettings(NAME, port=0, **more)
-        self._listener = open_socket(self.settings)
+        self.settings = ServeSettings(NAME, **more)
+        self._listener = open_socket("127.0.0.1", 0)
         self.port = self._listener.getsockname()[1]
         model = wisparse.load(bundle, dtype="float32", backend="torch", max_batch=3, max_seq_len=256)
         self.text = model.tokenizer

@@ -36,8 +36,8 @@ from wisparse.runtime.protocol.formatter import CompletionFormatter, ThinkParser
 from wisparse.runtime.protocol.requests import ApiError, ChatRequest, CompletionRequest, validated
 from wisparse.runtime.protocol.responses import ResponsesRequest
 from wisparse.runtime.serve import app, transport
-from wisparse.runtime.serve.app import ServeSettings, make_app, open_socket
-from wisparse.runtime.serve.encoder import Encoder
+from wisparse.runtime.serve.app import Encoder, ServeSettings, make_app
+from wisparse.runtime.serve.transport import open_socket
 from wisparse.runtime.torch.decoder import TorchDecoder
 
 
@@ -666,9 +666,9 @@ def test_a_port_in_use() -> None:
         socket.create_server(("127.0.0.1", 0)) as taken,
         pytest.raises(UsageError, match="choose another --host or --port"),
     ):
-        open_socket(ServeSettings(NAME, port=taken.getsockname()[1]))
+        open_socket("127.0.0.1", taken.getsockname()[1])
     with pytest.raises(UsageError, match="cannot listen at"):
-        open_socket(ServeSettings(NAME, host="no.such.host.invalid"))
+        open_socket("no.such.host.invalid", 0)
 
 
 def test_the_verb_serves_and_ends_well(bundle: Path, tmp_path: Path) -> None:
@@ -731,7 +731,7 @@ def test_a_server_says_that_it_serves_once_all_is_prepared(bundle: Path, monkeyp
 
     async def run() -> None:
         with wisparse.load(bundle, dtype="float32", backend="torch", max_seq_len=64) as model:
-            app = make_app(model, ServeSettings(NAME, port=0), lambda: done.append("ready"))
+            app = make_app(model, ServeSettings(NAME), lambda: done.append("ready"))
             async with app.router.lifespan_context(app):
                 assert done == ["prepared", "ready"]
 

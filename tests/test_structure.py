@@ -167,7 +167,7 @@ def test_every_error_is_public() -> None:
 
 
 def test_a_stream_takes_what_generate_takes() -> None:
-    from wisparse.runtime.generation.settings import GenerationArguments, GenerationSettings
+    from wisparse.runtime.generation.request import GenerationArguments, GenerationSettings
     from wisparse.runtime.model import Model
 
     signature = inspect.signature(Model.generate)

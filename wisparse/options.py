@@ -80,7 +80,7 @@ sampling_options = stacked(
 def load_model(bundle: str, options: dict[str, Any], max_batch: int = 1) -> Model:
     """The bundle, loaded as `loading_options` say; what is left in ``options`` is of the answers, and checked first."""
     from wisparse.runtime.backends import load
-    from wisparse.runtime.generation.settings import GenerationSettings
+    from wisparse.runtime.generation.request import GenerationSettings
 
     loading = ("device", "dtype", "backend", "weights", "sparsity", "prefill", "max_seq_len", "revision")
     given = {name: options.pop(name) for name in loading}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -29,7 +30,6 @@ _IDLE = SamplingParams()
 _TOGETHER_SECONDS = 0.001
 # Logits of this many prompt positions are held at a time to score them.
 _SCORE_CHUNK = 256
-_COMPARE_STRIDE = 256
 
 
 @dataclass
@@ -71,12 +71,8 @@ class PrefixCache:
             most = min(len(held.tokens), len(tokens) - 1)
             if held.sparse_from != sparse_from:
                 most = min(most, held.sparse_from, sparse_from)
-            common = most
-            for start in range(0, most, _COMPARE_STRIDE):
-                stop = min(start + _COMPARE_STRIDE, most)
-                if held.tokens[start:stop] != tokens[start:stop]:
-                    common = next(place for place in range(start, stop) if held.tokens[place] != tokens[place])
-                    break
+            # The first position that differs, by halving: slices are compared in C.
+            common = bisect_left(range(most), True, key=lambda at: held.tokens[: at + 1] != tokens[: at + 1])
             if self._whole(common) > length:
                 source, length = slot, self._whole(common)
         oldest = min(idle, key=lambda slot: (self._held[slot].used, slot))

@@ -8,14 +8,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.exceptions import HTTPException
 
 from wisparse.formats.errors import ContextLengthError, UsageError, WisparseError
 from wisparse.formats.guard import parse_json
 
 from ..generation.engine import QueueFullError
-from ..generation.grammar import ANY_OBJECT, Grammar
+from ..generation.logits import ANY_OBJECT, Grammar
 
 T = TypeVar("T", bound=BaseModel)
 log = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ _SAMPLING = {"temperature", "top_k", "top_p", "min_p", "seed"} | {
     f"{kind}_penalty" for kind in ("repetition", "frequency", "presence")
 }
 _MAX_TOOL_CHARACTERS = 1 << 18
+_OR_TEXT = BeforeValidator(lambda value: [value] if isinstance(value, str) else value, str | list[str])
 _IMAGES_AND_SOUND = ("image_url", "input_image", "input_audio", "file", "video_url")
 
 
@@ -171,7 +172,7 @@ class GenerationRequest(Strict):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     n: int = Field(1, ge=1)
-    stop: list[Annotated[str, Field(min_length=1, max_length=1000)]] = Field([], max_length=16)
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1000)]], _OR_TEXT] = Field([], max_length=16)
     temperature: float | None = Field(None, ge=0, le=100)
     top_k: int | None = Field(None, ge=-1, le=_MAX_INT, description="0 and -1: all tokens")
     top_p: float | None = Field(None, ge=0, le=1)
@@ -184,11 +185,6 @@ class GenerationRequest(Strict):
     response_format: ResponseFormat | None = None
     grammar: str = Field("", description="llguidance's Lark, or llama.cpp's GBNF")
     sparsity: float | None = Field(None, description="one of the bundle's sparsity levels, or 0 for the dense model")
-
-    @field_validator("stop", mode="before", json_schema_input_type=str | list[str])
-    @classmethod
-    def _one_stop(cls, stop: Any) -> Any:
-        return [stop] if isinstance(stop, str) else stop
 
     @field_validator("logit_bias")
     @classmethod

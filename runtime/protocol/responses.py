@@ -22,6 +22,8 @@ _ITEMS = {
     "message": ("msg", "output_text"),
     "function_call": ("fc", "function_call_arguments"),
 }
+# Fields of the request that stand in the response too.
+_REPEATED = ("tool_choice", "tools", "instructions", "max_output_tokens", "temperature", "top_p")
 
 
 class ReasoningPart(Strict):
@@ -209,13 +211,8 @@ class ResponsesFormatter(Formatter):
             "previous_response_id": None,
             "store": False,
             "text": request.text or {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice,
-            "tools": request.tools,
             "truncation": "disabled",
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "temperature": request.temperature,
-            "top_p": request.top_p,
+            **{name: getattr(request, name) for name in _REPEATED},
             "metadata": extra.get("metadata"),
             "user": extra.get("user"),
         }

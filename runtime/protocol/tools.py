@@ -13,7 +13,7 @@ from typing import Any, Literal
 from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
-from ..generation.grammar import Grammar
+from ..generation.logits import JSON_SPACE, Grammar
 
 _MAX_DEPTH = 32
 _MAX_SPACE = 64  # longer white space before a call is text
@@ -28,8 +28,6 @@ _HEAD = re.compile(
     rf'\{{{_WHITE}(?:"type"{_WHITE}:{_WHITE}"function"{_WHITE},{_WHITE})?"name"{_WHITE}:{_WHITE}"([^"\\\x00-\x1f]*)"'
     rf'{_WHITE},{_WHITE}"(?:arguments|parameters)"{_WHITE}:{_WHITE}(?=\{{)'
 )
-# JSON on one line, as Python writes it.
-_ON_ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,6 @@ class ToolSyntax:
     listed: bool = False  # calls are a JSON list
     bare: bool = False  # a call may stand without its marker at the beginning of a line
     short_ids: bool = False  # the template accepts ids of nine letters and digits only
-
-    def new_id(self) -> str:
-        return uuid.uuid4().hex[:9] if self.short_ids else f"call_{uuid.uuid4().hex[:24]}"
 
 
 HERMES = ToolSyntax("<tool_call>", "</tool_call>")
@@ -95,8 +90,8 @@ def call_grammar(
         }
         for function in functions
     ]
-    schema: dict[str, Any] = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-    text = json.dumps({**schema, "x-guidance": _ON_ONE_LINE}).replace("::=", ":\\u003a=")  # else taken for GBNF
+    schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+    text = json.dumps({**schema, "x-guidance": JSON_SPACE}).replace("::=", ":\\u003a=")  # else taken for GBNF
     opens = f"<[{special[syntax.opens]}]>" if syntax.opens in special else json.dumps(syntax.opens)
     closes = f"<[{special[syntax.closes]}]>" if syntax.closes in special else json.dumps(syntax.closes)
     if syntax.listed:
@@ -354,7 +349,8 @@ class ToolCallParser:
         self._found += 1
         self._fresh, self._last = True, ""
         if self._found == self.count:
-            self._deltas.append(Delta("tool_call", index=self._found - 1, id=self._syntax.new_id(), name=name))
+            id = uuid.uuid4().hex[:9] if self._syntax.short_ids else f"call_{uuid.uuid4().hex[:24]}"
+            self._deltas.append(Delta("tool_call", index=self._found - 1, id=id, name=name))
 
     def _add_arguments(self, arguments: str) -> None:
         if arguments and self._found == self.count:

@@ -1,15 +1,17 @@
-"""HTTP around the endpoints: the key, bounded request bodies, event streams, clients that go away or stay silent,
-counters, and the page's files."""
+"""HTTP around the endpoints: the socket, the key, bounded request bodies, event streams, clients that go away or stay
+silent, counters, and the page's files."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
 import hmac
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from importlib.resources import files
 from typing import Any
 
+import uvicorn
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -29,6 +31,7 @@ from ..protocol.requests import ApiError, as_api_error, from_validation
 # A client has so long to send a request, and to take each part of the answer.
 CLIENT_SECONDS = 30.0
 CLIENT_GONE = 499
+_BACKLOG = 128
 _MAX_BODY_BYTES = 8 * 2**20
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -266,3 +269,31 @@ def page_routes() -> list[Route]:
         Route(path, Response(folder.joinpath(name).read_bytes(), headers=_PAGE_HEADERS, media_type=media_type))
         for path, (name, media_type) in _PAGE.items()
     ]
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A listening socket; raises UsageError."""
+    if not host.strip():
+        raise UsageError("--host: expected an address, found an empty text; 0.0.0.0 is everywhere")
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+    except (OSError, UnicodeError, OverflowError) as error:
+        place = f"{host:.80} port {port}"
+        raise UsageError(f"cannot listen at {place}: {error}; choose another --host or --port") from error
+
+
+def http_server(app: ASGIApp) -> uvicorn.Server:
+    return uvicorn.Server(
+        uvicorn.Config(
+            app,
+            http=TimedConnection,
+            ws="none",
+            h11_max_incomplete_event_size=32 * 1024,  # a request's headers
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=60,
+            server_header=False,
+            backlog=_BACKLOG,
+        )
+    )

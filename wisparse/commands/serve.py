@@ -70,7 +70,8 @@ def command(
     set_up_logging(verbose)
     if any(importlib.util.find_spec(name) is None for name in _NEEDED):
         raise UsageError('the server needs more packages: pip install "wisparse[serve]"')
-    from wisparse.runtime.serve.app import ServeSettings, open_socket, serve
+    from wisparse.runtime.serve.app import ServeSettings, serve
+    from wisparse.runtime.serve.transport import open_socket
 
     key = _api_key(api_key_file)
     name = alias if alias is not None else Path(bundle).resolve().name if os.path.isdir(bundle) else bundle
@@ -79,8 +80,8 @@ def command(
     for origin in cors:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise UsageError(f"--cors: expected * or an origin as http://localhost:3000, found {origin!r:.80}")
-    settings = ServeSettings(name, host, port, max_queue, key, cors)
-    with open_socket(settings) as listener:
+    settings = ServeSettings(name, max_queue, key, cors)
+    with open_socket(host, port) as listener:
         model = load(bundle, max_batch=max_batch, **loading)
         address = f"[{host}]" if ":" in host else host
         serving = (
