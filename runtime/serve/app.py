@@ -16,9 +16,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fastapi import FastAPI
-from fastapi.exceptions import RequestValidationError
-from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -33,16 +30,7 @@ from ..protocol.formatter import THINK, ChatFormatter, CompletionFormatter, Cont
 from ..protocol.requests import ApiError, ChatRequest, CompletionRequest, as_api_error
 from ..protocol.responses import ResponsesFormatter, ResponsesRequest, renamed
 from ..protocol.tools import ToolCallParser, call_grammar, short_ids, syntax_of
-from .transport import (
-    EventStream,
-    Guard,
-    JsonRoute,
-    Metrics,
-    handle_http_error,
-    http_server,
-    page_routes,
-    unless_disconnected,
-)
+from .transport import EventStream, Metrics, http_server, set_up, unless_disconnected
 
 # Events of a stream are sent this often at most, unless an answer ends: a screen shows no more.
 FLUSH_SECONDS = 1 / 60
@@ -373,8 +361,7 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     """The ASGI application; the engine runs between its start, after which ``ready`` is called, and its end."""
     server = Server(model, settings, ready)
     app = FastAPI(title="WiSparse", redoc_url=None, lifespan=server.lifespan)
-    app.router.route_class = JsonRoute
-    app.router.routes.extend(page_routes())
+    set_up(app, settings.api_key, settings.cors, server.metrics)
     app.get("/health")(server.health)
     app.get("/metrics")(server.metrics_page)
     app.get("/v1/models")(server.models)
@@ -384,12 +371,6 @@ def make_app(model: Model, settings: ServeSettings, ready: Callable[[], None] = 
     app.post("/v1/responses")(server.respond)
     for path in _NOT_HERE:
         app.api_route(f"/v1/{path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)(server.not_here)
-    for error in (HTTPException, RequestValidationError):
-        app.add_exception_handler(error, handle_http_error)
-    app.add_middleware(Guard, key=settings.api_key, metrics=server.metrics)
-    if settings.cors:
-        origins = list(settings.cors)
-        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     return app
 
 

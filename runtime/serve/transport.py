@@ -7,15 +7,17 @@ import asyncio
 import functools
 import hmac
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from importlib.resources import files
 from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -262,13 +264,19 @@ class EventStream(StreamingResponse):
             self._cancel()
 
 
-def page_routes() -> list[Route]:
-    """The chat page's files; they hold no secret, so no key is asked for them."""
+def set_up(app: FastAPI, key: str | None, cors: Sequence[str], metrics: Metrics) -> None:
+    """Bounded bodies, errors as OpenAI has them, the key, the origins that may ask, and the chat page's files. Those
+    hold no secret, so no key is asked for them."""
+    app.router.route_class = JsonRoute
     folder = files(__package__).joinpath("web")
-    return [
-        Route(path, Response(folder.joinpath(name).read_bytes(), headers=_PAGE_HEADERS, media_type=media_type))
-        for path, (name, media_type) in _PAGE.items()
-    ]
+    for path, (name, media_type) in _PAGE.items():
+        page = Response(folder.joinpath(name).read_bytes(), headers=_PAGE_HEADERS, media_type=media_type)
+        app.router.routes.append(Route(path, page))
+    for error in (HTTPException, RequestValidationError):
+        app.add_exception_handler(error, handle_http_error)
+    app.add_middleware(Guard, key=key, metrics=metrics)
+    if cors:
+        app.add_middleware(CORSMiddleware, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"])
 
 
 def open_socket(host: str, port: int) -> socket.socket:
