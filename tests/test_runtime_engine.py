@@ -180,13 +180,6 @@ def test_stopping_finishes_what_is_under_way_unless_told_not_to(model: Model, mo
     assert all(chunk.finish_reason is None for reader in readers for chunk in reader.rest())
 
 
-def test_a_prompt_that_does_not_fit_is_refused_at_once(model: Model, engine: Engine) -> None:
-    good, _ = ask(model, "def f(x):", 20)
-    with pytest.raises(UsageError, match="1000 tokens"):
-        model.request([5] * 1000, max_new_tokens=4)
-    assert good.answer()
-
-
 def test_no_memory_for_a_prompt_is_that_requests_failure(
     model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,23 +199,6 @@ def test_no_memory_for_a_prompt_is_that_requests_failure(
     assert isinstance(bad.error(), ResourceError)
     assert good.answer().token_ids == expected  # read anew with what it had, it goes on as if nothing had been
     assert engine.state == IDLE
-
-
-def test_a_step_that_fails_ends_the_batch_and_no_more(
-    model: Model, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before_steps(model, monkeypatch, fail_at(1, RuntimeError("the device is lost")))
-    assert "the device is lost" in str(ask(model, "def f(x):", 20)[0].error())
-    assert len(answer_of(model, "import", 5)) == 5
-
-
-def test_unread_weights_are_told_between_steps(model: Model, engine: Engine) -> None:
-    engine.start_measuring()
-    answer_of(model, "def f(x):", 10)
-    unread = engine.ask(model.decoder.realised_sparsity).result(timeout=30)
-    assert unread is not None
-    assert 0.3 < unread < 0.5
-    engine.stop_measuring()
 
 
 def test_tokens_of_slow_steps_are_handed_on_one_by_one(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,20 +268,3 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
 @pytest.fixture(scope="module")
 def decoders() -> dict[tuple[str, int], Decoder]:
     return {}
-
-
-def test_the_chunks_of_the_real_model(example_model: Path, tmp_path: Path) -> None:
-    """The chunks that ship, on a prompt of several: the next turn's tokens are those of the whole conversation."""
-    bundle = Bundle.open(make_bundle(example_model, tmp_path / "bundle", 0.5))
-    decoder = make_decoder(
-        bundle, device=torch.device("cpu"), dtype=torch.bfloat16, max_seq_len=1024, backend="numba", max_batch=2
-    )
-    assert decoder.prefill_chunk == decoder.prefix_block_size == 128
-    generator = torch.Generator().manual_seed(5)
-    first = torch.randint(3, 8192, (700,), generator=generator).tolist()
-    scheduler = Scheduler(decoder)
-    answer = finish(scheduler, Request(first, 20))
-    second = [*first, *answer.output_token_ids, *first[:30]]
-    found = finish(scheduler, Request(second, 20))
-    assert found.cached_tokens == 640
-    assert found.output_token_ids == finish(Scheduler(decoder), Request(second, 20)).output_token_ids

@@ -14,6 +14,7 @@ from tiny_bundle import write_tiny_bundle, write_tiny_model
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
+from tool_templates import PUBLISHED
 
 from wisparse.formats import chat_template
 from wisparse.formats.bundle import Bundle
@@ -106,22 +107,6 @@ def test_stop_strings_across_any_borders(text: str, stops: list[str], cuts: list
     assert out == (text[: min(ends)[1]] if ends else text)
 
 
-LLAMA3 = """{{ bos_token }}{% for message in messages %}
-{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}"""
-MISTRAL = """{%- for message in messages %}
-    {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}
-    {%- endif %}
-    {%- if message['role'] == 'user' %}
-        {{- '[INST] ' + message['content'] + ' [/INST]' }}
-    {%- else %}
-        {{- message['content'] + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
 WORK = """{% macro turn(m, last) %}{{ '<' ~ m.role ~ '>' + m.content | replace('x', 'yy') | indent(2) }}{% endmacro %}
 {% for m in messages %}{% set ns = namespace(n=loop.index * 2) %}{{ turn(m, loop.last) }}{{ ns.n % 2 }}{{ '%03d' % 7 }}
 {{ ', '.join([m.role, 'b']) }} {{ m.keys() | list | join('-') }} {{ m.content[:3] | upper | center(9) }} {{ 'x' * 3 }}
@@ -136,6 +121,7 @@ TRICKS = """{% set ns = namespace(found=false) %}
 {% endfor %}
 {{ strftime_now('%Y') | length }} {{ tools is none }} {{ enable_thinking | default('unset') }} {{ unknown }}
 {{ messages[::-1][0].content.split('x')[-1] | upper }}"""
+MISTRAL = PUBLISHED["mistral"][0]
 CONVERSATION = [
     {"role": "user", "content": " <a> & 'b'\n"},
     {"role": "assistant", "content": "answer"},
@@ -143,7 +129,7 @@ CONVERSATION = [
 ]
 
 
-@pytest.mark.parametrize("template", [LLAMA3, MISTRAL, TRICKS, WORK])
+@pytest.mark.parametrize("template", [PUBLISHED["llama-3.1"][0], MISTRAL, TRICKS, WORK])
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_templates_render_as_in_transformers(template: str, add_generation_prompt: bool) -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -155,7 +141,7 @@ def test_templates_render_as_in_transformers(template: str, add_generation_promp
 
 
 def test_a_template_may_refuse_messages() -> None:
-    with pytest.raises(UsageError, match="refuses these messages: Conversation roles must alternate"):
+    with pytest.raises(UsageError, match="refuses these messages: roles must alternate"):
         ChatTemplate(MISTRAL, {}).render([{"role": "assistant", "content": "x"}])
 
 
