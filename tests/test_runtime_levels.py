@@ -12,19 +12,16 @@ import pytest
 import torch
 from bundle_maker import make_bundle
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from runtime_models import make_checkpoint
 
 import wisparse
 from wisparse.cli import cli
 from wisparse.formats.bundle import Bundle
-from wisparse.formats.errors import ResourceError, UsageError, WisparseError
+from wisparse.formats.errors import ResourceError, UsageError
 from wisparse.runtime.cpu.decoder import CpuDecoder
 from wisparse.runtime.decoding.decoder import Decoder
-from wisparse.runtime.decoding.sampling import SamplingParams
 from wisparse.runtime.generation.engine import Engine, EngineState
-from wisparse.runtime.generation.request import Chunk, Request
+from wisparse.runtime.generation.request import Request
 from wisparse.runtime.generation.scheduler import Scheduler
 from wisparse.runtime.torch.decoder import TorchDecoder
 
@@ -76,7 +73,7 @@ def test_other_masks_are_what_loading_them_gives(bundle: Path, backend: str, wei
 
 @pytest.mark.parametrize("which", ["example_model", pytest.param("qwen_model", marks=pytest.mark.exhaustive)])
 def test_a_running_model_switches(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    """Token for token what loading at the sparsity level gives, and at 0 what the dense model gives, on every back end."""
+    """Token for token what loading at the sparsity level gives, on every back end."""
     bundle = make_bundle(request.getfixturevalue(which), tmp_path / "bundle", *LEVELS)
     prompts = ["def f(x):\n", "import os\n", ">>> 12 + 30\n", "# The "]
     expected = {}
@@ -157,162 +154,58 @@ def test_three_levels_take_hardly_more_room_than_one(example_model: Path, tmp_pa
 # ---------------------------------------------------------------------------------------- requests that name a sparsity level
 
 
-CHUNK = 8
+SHARED = tuple(range(3, 20))
 
 
-class Bench:
-    """An engine on a tiny model, stepped by hand, and what each request gets from a decoder made at its sparsity level."""
-
-    def __init__(self, folder: Path) -> None:
-        self.bundle = Bundle.open(folder)
-        self.decoder = self.make(self.bundle)
-        self._alone: dict[Request, list[int]] = {}
-        self._made: dict[float, Decoder] = {}
-        self.renew()
-
-    @staticmethod
-    def make(bundle: Bundle) -> Decoder:
-        decoder = make(bundle, "torch")
-        decoder.prefill_chunk = decoder.prefix_block_size = CHUNK
-        return decoder
-
-    def renew(self) -> None:
-        """Another engine on the same decoder, whatever sparsity level that is at."""
-        self.decoder.set_masks(self.bundle.masks)
-        self.engine = Engine(self.decoder, None, self.bundle)
-        self.answers: list[list[int]] = []
-        self.begun: list[int] = []
-        self.failed: dict[int, WisparseError] = {}
-
-    def ask(self, request: Request) -> Request:
-        number = len(self.answers)
-        self.answers.append([])
-
-        def deliver(item: Chunk | WisparseError) -> None:
-            if isinstance(item, WisparseError):
-                self.failed[number] = item
-                return
-            if not self.answers[number]:
-                self.begun.append(number)
-            self.answers[number].append(item.token_id)
-
-        return self.engine.submit(request, deliver)
-
-    def steps(self, most: int = 10_000) -> None:
-        left = iter(range(most))
-        self.engine.drive(lambda: self.engine.state == EngineState(0, 0) or next(left, None) is None)
-
-    def alone(self, request: Request) -> list[int]:
-        level = self.bundle.sparsity if request.sparsity is None else request.sparsity
-        if request not in self._alone:
-            if level not in self._made:
-                self._made[level] = self.make(self.bundle.at(level))
-            scheduler = Scheduler(self._made[level])
-            job = scheduler.add(replace(request, sparsity=None))
-            while scheduler.busy:
-                scheduler.step()
-            self._alone[request] = job.output_token_ids
-        return self._alone[request]
+def wish(sparsity: float, count: int = 12, prefill: str = "dense") -> Request:
+    return Request(SHARED, count, prefill=prefill, sparsity=sparsity)
 
 
-@pytest.fixture(scope="module")
-def bench(bundle: Path) -> Bench:
-    return Bench(bundle)
+def small_chunks(bundle: Bundle) -> Decoder:
+    decoder = make(bundle, "torch")
+    decoder.prefill_chunk = decoder.prefix_block_size = 8
+    return decoder
 
 
-def tokens(count: int, seed: int) -> tuple[int, ...]:
-    return tuple(torch.randint(3, 101, (count,), generator=torch.Generator().manual_seed(seed)).tolist())
+def finish(scheduler: Scheduler, request: Request) -> Request:
+    scheduler.add(request)
+    while scheduler.busy:
+        scheduler.step()
+    return request
 
 
-SHARED = tokens(17, 0)
-PROMPTS = (SHARED, SHARED + tokens(5, 1), SHARED[:9], tokens(26, 2), tokens(2, 3))
-REQUESTS = st.builds(
-    Request,
-    st.sampled_from(PROMPTS),
-    st.integers(1, 9),
-    st.sampled_from([SamplingParams(), SamplingParams(1.0, seed=3)]),
-    prefill=st.sampled_from(["dense", "dense", "half", "all"]),
-    sparsity=st.sampled_from([None, 0, *LEVELS]),
-)
-ACTIONS = st.lists(
-    st.one_of(
-        REQUESTS,
-        REQUESTS,
-        st.tuples(st.just("step"), st.integers(1, 5)),
-        st.tuples(st.just("cancel"), st.integers(0, 9)),
-    ),
-    min_size=1,
-    max_size=14,
-)
+def alone(bundle: Bundle, request: Request) -> list[int]:
+    """What a decoder that was made at the request's sparsity level gives."""
+    scheduler = Scheduler(small_chunks(bundle.at(request.sparsity or 0)))
+    return finish(scheduler, replace(request, sparsity=None)).output_token_ids
 
 
-@given(actions=ACTIONS)
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_requests_for_any_levels_get_what_loading_at_theirs_gives(bench: Bench, actions: list[Any]) -> None:
-    """And their first tokens in the order in which they came."""
-    bench.renew()
-    requests: list[Request] = []
-    tickets: list[Request] = []
-    cancelled: set[int] = set()
-    for action in actions:
-        match action:
-            case Request():
-                requests.append(action)
-                tickets.append(bench.ask(action))
-            case "step", count:
-                bench.steps(count)
-            case "cancel", number if number < len(tickets):
-                bench.engine.cancel(tickets[number])
-                cancelled.add(number)
-    bench.steps()
-    assert bench.failed == {}
-    assert bench.begun == sorted(bench.begun)
-    for number, request in enumerate(requests):
-        found, expected = bench.answers[number], bench.alone(request)
-        assert found == expected or (number in cancelled and found == expected[: len(found)])
-
-
-def wish(sparsity: float | None, count: int = 12, prompt: tuple[int, ...] = SHARED, prefill: str = "dense") -> Request:
-    return Request(prompt, count, prefill=prefill, sparsity=sparsity)
-
-
-def test_a_switch_that_fails_is_that_requests_failure(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench.renew()
-    set_masks, failures = bench.decoder.set_masks, [torch.OutOfMemoryError("no memory")]
+def test_a_switch_that_fails_is_that_requests_failure(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = Bundle.open(bundle)
+    engine = Engine(small_chunks(opened), None, opened)
+    set_masks, failures = engine.decoder.set_masks, [torch.OutOfMemoryError("no memory")]
 
     def scarce(masks: Any) -> None:
         if failures:
             raise failures.pop()
         set_masks(masks)
 
-    monkeypatch.setattr(bench.decoder, "set_masks", scarce)
-    wanted = [wish(0.7, 4), wish(0.3, 4), wish(0.3, 4), wish(0.7, 4)]
-    for one in wanted:
-        bench.ask(one)
-    bench.steps()
-    assert list(bench.failed) == [1]
-    assert isinstance(bench.failed[1], ResourceError)
-    for number in (0, 2, 3):
-        assert bench.answers[number] == bench.alone(wanted[number])
-    assert bench.engine.scheduler.stats.tokens == 3 * 3  # nothing was decoded for the one that failed
+    monkeypatch.setattr(engine.decoder, "set_masks", scarce)
+    requests = [engine.submit(wish(level, 4), lambda item: None) for level in (0.7, 0.3, 0.3, 0.7)]
+    engine.drive(lambda: engine.state == EngineState(0, 0))
+    assert isinstance(requests.pop(1).error, ResourceError)
+    for request in requests:
+        assert request.output_token_ids == alone(opened, request)
+    assert engine.scheduler.stats.tokens == 3 * 3  # nothing was decoded for the one that failed
 
 
 @pytest.mark.parametrize(("prefill", "kept"), [("dense", 16), ("half", 8), ("all", 0)])
-def test_what_was_read_dense_serves_at_every_level(bench: Bench, prefill: str, kept: int) -> None:
-    scheduler = Scheduler(bench.decoder, bench.bundle)
-    bench.decoder.set_masks(bench.bundle.masks)
-
-    def cached(sparsity: float) -> int:
-        one = wish(sparsity, 3, prefill=prefill)
-        job = scheduler.add(one)
-        while scheduler.busy:
-            scheduler.step()
-        assert job.output_token_ids == bench.alone(one)
-        return job.cached_tokens
-
-    assert cached(0.7) == 0
-    assert cached(0.7) == 16
-    assert [cached(sparsity) for sparsity in (0, 0.3, 0.5)] == [kept] * 3
+def test_what_was_read_dense_serves_at_every_level(bundle: Path, prefill: str, kept: int) -> None:
+    opened = Bundle.open(bundle)
+    scheduler = Scheduler(small_chunks(opened), opened)
+    found = [finish(scheduler, wish(sparsity, 3, prefill)) for sparsity in (0.7, 0.7, 0, 0.3, 0.5)]
+    assert [request.output_token_ids for request in found] == [alone(opened, request) for request in found]
+    assert [request.cached_tokens for request in found] == [0, 16, kept, kept, kept]
 
 
 def test_a_model_keeps_its_own_level(example: Path) -> None:

@@ -29,7 +29,7 @@ CHUNK = 8
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Bundle]:
     folder = tmp_path_factory.mktemp("prefix")
     return {
-        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name))
+        name: Bundle.open(make_bundle(make_checkpoint(name, folder / f"{name}-source"), folder / name, 0.3, 0.6))
         for name in VARIANTS
     }
 
@@ -199,9 +199,10 @@ def test_chunks_are_smaller_while_others_wait(bundles: dict[str, Bundle], monkey
     assert read == [(0, 8), (8, 16), (16, 18), (0, 4), (4, 8), (8, 16), (16, 21)]
 
 
+LEVELS = st.sampled_from([None, None, 0, 0.3, 0.6])
 ACTIONS = st.lists(
     st.one_of(
-        st.tuples(st.just("ask"), st.integers(0, 5), st.integers(1, 12), st.sampled_from([0.0, 1.0])),
+        st.tuples(st.just("ask"), st.integers(0, 5), st.integers(1, 12), st.sampled_from([0.0, 1.0]), LEVELS),
         st.tuples(st.just("step"), st.integers(1, 6)),
         st.tuples(st.just("cancel"), st.integers(0, 9)),
         st.tuples(st.just("start over")),
@@ -226,28 +227,37 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
     policy: str,
     max_batch: int,
 ) -> None:
-    decoder = decoders.setdefault((variant, max_batch), small_chunks(bundles[variant], max_batch=max_batch))
-    scheduler = Scheduler(decoder)
+    """Whatever sparsity levels the others name, and the first tokens come in the order of the requests."""
+    bundle = bundles[variant]
+    if (variant, max_batch) not in decoders:
+        decoders[variant, max_batch] = small_chunks(bundle, max_batch=max_batch)
+    decoder = decoders[variant, max_batch]
+
+    def fresh() -> Scheduler:
+        decoder.set_masks(bundle.masks)
+        return Scheduler(decoder, bundle)
+
+    scheduler = fresh()
     requests: list[Request] = []
     # Every turn of two conversations that begin alike, and of a third.
     shared = tokens_of(19)
     prompts = [
         shared,
-        shared + tokens_of(9, 1),
-        shared + tokens_of(9, 2),
+        *(shared + tokens_of(9, seed) for seed in (1, 2)),
         shared[:17],
         tokens_of(25, 3),
         tokens_of(2, 4),
     ]
     for action, *values in actions:
         if action == "ask":
-            which, count, temperature = values
+            which, count, temperature, level = values
             earlier = [one for one in requests if one.finish_reason == "length" and len(one.prompt_token_ids) < 30]
             # Now and then the next turn of what was answered.
             prompt = prompts[which]
             if which == 5 and earlier:
                 prompt = [*earlier[-1].prompt_token_ids, *earlier[-1].output_token_ids, 7]
-            requests.append(scheduler.add(Request(prompt, count, SamplingParams(temperature, seed=3), prefill=policy)))
+            sampling = SamplingParams(temperature, seed=3)
+            requests.append(scheduler.add(Request(prompt, count, sampling, prefill=policy, sparsity=level)))
         elif action == "step":
             for _ in range(values[0]):
                 scheduler.step()
@@ -259,8 +269,10 @@ def test_whatever_comes_and_goes_an_answer_is_the_one_it_gets_alone(
         scheduler.step()
     assert scheduler.slots == [None] * max_batch
     assert scheduler.prefilling is None
+    began = [request.first_token_time for request in requests if request.output_token_ids]
+    assert began == sorted(began)
     for request in requests:
-        alone = finish(Scheduler(decoder), replace(request)).output_token_ids
+        alone = finish(fresh(), replace(request)).output_token_ids
         given = len(request.output_token_ids) if request.finish_reason == "cancelled" else None
         assert request.output_token_ids == alone[:given]
 
