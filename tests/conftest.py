@@ -58,6 +58,14 @@ def example_model() -> Path:
 
 
 @pytest.fixture(scope="session")
+def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The example model with random masks that drop 40% of the channels. Files with other bundles have their own."""
+    from bundle_maker import make_bundle
+
+    return make_bundle(example_model, tmp_path_factory.mktemp("example") / "bundle", 0.4)
+
+
+@pytest.fixture(scope="session")
 def qwen_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A 36.6M-parameter Qwen2 (q/k/v bias, untied embeddings), too large to ship."""
     packed = SHARED_MODELS / "pycode-qwen2-37m"

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bundle_maker import make_bundle
 
 import wisparse
 from wisparse.formats.errors import ResourceError, UsageError, WisparseError
@@ -28,9 +27,8 @@ IDLE = EngineState(0, 0)
 
 
 @pytest.fixture(scope="module")
-def model(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    folder = make_bundle(example_model, tmp_path_factory.mktemp("engine") / "bundle", 0.4)
-    return wisparse.load(folder, dtype="float32", backend="torch", max_batch=3, max_seq_len=96)
+def model(bundle: Path) -> Model:
+    return wisparse.load(bundle, dtype="float32", backend="torch", max_batch=3, max_seq_len=96)
 
 
 @pytest.fixture
@@ -446,8 +444,8 @@ def test_an_interrupted_call_leaves_the_others_what_they_have(model: Model, monk
 
 
 @pytest.mark.parametrize("served", [False, True])
-def test_a_model_that_is_closed_ends_what_is_under_way(example_model: Path, tmp_path: Path, served: bool) -> None:
-    model = wisparse.load(make_bundle(example_model, tmp_path / "bundle", 0.4), backend="torch", max_seq_len=64)
+def test_a_model_that_is_closed_ends_what_is_under_way(bundle: Path, served: bool) -> None:
+    model = wisparse.load(bundle, backend="torch", max_seq_len=64)
     if served:
         model.engine.start(max_queue=5)
     thread, stream = model.engine._thread, model.stream("import", max_new_tokens=50)

@@ -32,11 +32,6 @@ from wisparse.runtime.tokenizer import stop_ids
 
 
 @pytest.fixture(scope="module")
-def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bundle(example_model, tmp_path_factory.mktemp("generation") / "bundle", 0.4)
-
-
-@pytest.fixture(scope="module")
 def model(bundle: Path) -> Model:
     """Three slots, so that batches are decoded side by side and wait for each other too."""
     return wisparse.load(bundle, dtype="float32", backend="torch", max_batch=3)

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 import torch
-from bundle_maker import make_bundle
 from huggingface_hub.errors import HTTPError
 from torch import Tensor
 
@@ -43,11 +42,6 @@ from lm_eval.api.registry import get_model
 
 from wisparse.runtime import lm_eval as adapter
 from wisparse.runtime.lm_eval import PAPER_TASKS, WisparseLM, _questions, _task_manager, evaluate_tasks
-
-
-@pytest.fixture(scope="module")
-def bundle(example_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_bundle(example_model, tmp_path_factory.mktemp("harness") / "bundle", 0.4)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from bundle_maker import make_bundle
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -71,11 +70,8 @@ def test_bias_is_transformers() -> None:
 
 
 @pytest.fixture(scope="module", params=["torch", "numba"])
-def model(
-    request: pytest.FixtureRequest, example_model: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Model]:
-    folder = make_bundle(example_model, tmp_path_factory.mktemp("choosing") / "bundle", 0.4)
-    with wisparse.load(folder, dtype="float32", backend=request.param, max_batch=3, max_seq_len=128) as model:
+def model(request: pytest.FixtureRequest, bundle: Path) -> Iterator[Model]:
+    with wisparse.load(bundle, dtype="float32", backend=request.param, max_batch=3, max_seq_len=128) as model:
         yield model
 
 

@@ -23,19 +23,8 @@ from wisparse.runtime.model import Model
 
 PROGRAM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed")
-_FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--hide-scrollbars",
-    "--disable-component-update",
-    "--disable-sync",
-    "--disable-dev-shm-usage",
-    "--remote-debugging-pipe",
-]
+_FLAGS = "--headless --no-sandbox --no-first-run --hide-scrollbars --remote-debugging-pipe --disable-gpu --disable-quic"
+_FLAGS += " --disable-background-networking --disable-component-update --disable-sync --disable-dev-shm-usage"
 _SECONDS = 60.0
 
 
@@ -46,7 +35,7 @@ class Browser:
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         # It reads file 3 and writes file 4.
-        command = ["bash", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', program, *_FLAGS]
+        command = ["bash", "-c", f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}', program, *_FLAGS.split()]
         self._process = subprocess.Popen(
             [*command, f"--user-data-dir={folder}", "about:blank"], pass_fds=(theirs_in, theirs_out),
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
