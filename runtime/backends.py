@@ -14,7 +14,6 @@ from wisparse.formats.bundle import Bundle
 from wisparse.formats.errors import UsageError
 from wisparse.formats.hub import fetch_bundle
 from wisparse.formats.machine import choose_device
-from wisparse.formats.model_config import ModelConfig
 from wisparse.formats.weight_types import DTYPES, PREFILL_POLICIES, WEIGHT_TYPES
 from wisparse.kernels.backend import BACKENDS, choose_backend
 
@@ -41,17 +40,27 @@ def make_decoder(
     if max_seq_len is not None and not 1 <= max_seq_len <= longest:
         raise UsageError(f"max_seq_len: expected 1 to the model's context of {longest}, found {max_seq_len}")
     guard.integer("max_batch", max_batch, 1)
-    implementation, reason = _choose_decoder(bundle.config, device, dtype, backend, weights)
+    guard.choice("weights", weights, tuple(WEIGHT_TYPES))
+    try:
+        choice = choose_backend(device, dtype, backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    reason, implementation = choice.reason, _decoder_class(choice.name)
+    refused: str | None = implementation.refusal(bundle.config, device, dtype, weights)
+    if refused is not None and backend == "auto" and choice.name != "torch":
+        reason, implementation = f"{choice.name} cannot: {refused}", _decoder_class("torch")
+        refused = implementation.refusal(bundle.config, device, dtype, weights)
+        if refused is not None:
+            raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")
+    if refused is not None:
+        raise UsageError(f"back end {implementation.name} cannot run this model: {refused}")
     if max_seq_len is None:
         needed = weight_bytes(bundle, dtype, weights, implementation.keeps)
         with memory_errors(device, "to begin with"):
             max_seq_len = default_max_seq_len(bundle.config, dtype, device, max_batch, needed)
         if max_seq_len < longest:
-            log.info(
-                "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory",
-                max_seq_len,
-                longest,
-            )
+            text = "max_seq_len %d: the model's context of %d does not fit a quarter of the free memory"
+            log.info(text, max_seq_len, longest)
     log.info("back end %s on %s in %s: %s", implementation.name, device, str(dtype).removeprefix("torch."), reason)
     dequantized = {
         stored.packing.kind if stored.packing.group is None else f"{stored.packing.kind} (groups)"
@@ -66,29 +75,6 @@ def make_decoder(
         return implementation(
             bundle, device=device, dtype=dtype, weights=weights, max_seq_len=max_seq_len, max_batch=max_batch
         )
-
-
-def _choose_decoder(
-    config: ModelConfig, device: torch.device, dtype: torch.dtype, backend: str, weights: str
-) -> tuple[type[Any], str]:
-    """The decoder class that runs such a model there, and why. UsageError if none can."""
-    guard.choice("weights", weights, tuple(WEIGHT_TYPES))
-    try:
-        choice = choose_backend(device, dtype, backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    reason = choice.reason
-    implementation = _decoder_class(choice.name)
-    refused: str | None = implementation.refusal(config, device, dtype, weights)
-    if refused is not None and backend == "auto" and choice.name != "torch":
-        reason = f"{choice.name} cannot: {refused}"
-        implementation = _decoder_class("torch")
-        refused = implementation.refusal(config, device, dtype, weights)
-        if refused is not None:
-            raise UsageError(f"no back end can run this model on {device}: {reason}; torch cannot: {refused}")
-    if refused is not None:
-        raise UsageError(f"back end {implementation.name} cannot run this model: {refused}")
-    return implementation, reason
 
 
 def _decoder_class(name: str) -> type[Any]:

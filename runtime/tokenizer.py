@@ -207,6 +207,12 @@ class Detokenizer:
         return held
 
 
+def partial_marker(text: str, marker: str) -> int:
+    """Length of the end of ``text`` that may be the beginning of ``marker``."""
+    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(marker[:length])), 0)
+
+
 class StopStrings:
     """Cuts a text off before the first stop string, wherever the chunks' borders fall.
 
@@ -215,7 +221,6 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
-        self._longest = max((len(stop) for stop in self._stops), default=0)
         self._held = ""
         self.found = False
 
@@ -230,10 +235,9 @@ class StopStrings:
         if ends:
             self.found, self._held = True, ""
             return text[: min(ends)[1]]
-        # The longest end of the text that begins a stop string is held back.
-        tails = (text[-length:] for length in range(min(self._longest - 1, len(text)), 0, -1))
-        self._held = next((tail for tail in tails if any(stop.startswith(tail) for stop in self._stops)), "")
-        return text.removesuffix(self._held)
+        given = len(text) - max(partial_marker(text, stop) for stop in self._stops)
+        self._held = text[given:]
+        return text[:given]
 
     def finish(self) -> str:
         """What was held back, at the end of the text."""

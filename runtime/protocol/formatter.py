@@ -12,8 +12,9 @@ from typing import Any
 
 from ..generation.logits import TokenScore
 from ..generation.request import Chunk, Generation
+from ..tokenizer import partial_marker
 from .requests import ApiError, ChatRequest, CompletionRequest
-from .tools import Delta, ToolCallParser, partial_marker
+from .tools import Delta, ToolCallParser
 
 THINK, END_THINK = "<think>", "</think>"
 DONE = b"data: [DONE]\n\n"
@@ -214,7 +215,13 @@ class ChatFormatter(Formatter):
         if not stream:
             yield _choice(index, reason, logprobs, message=_message(deltas))
             return
-        contents = [_stream_delta(delta) for delta in deltas]
+        contents: list[dict[str, Any]] = []
+        for delta in deltas:
+            if delta.kind == "tool_call":
+                call = {"function": {"arguments": delta.text}} if delta.name is None else _call(delta, delta.text)
+                contents.append({"tool_calls": [{"index": delta.index, **call}]})
+            else:
+                contents.append({"reasoning_content" if delta.kind == "reasoning" else "content": delta.text})
         for number, content in enumerate(contents or ([{}] if logprobs else [])):
             yield _choice(index, None, None if number else logprobs, delta=content)
         if reason is not None:
@@ -243,13 +250,6 @@ class ChatFormatter(Formatter):
 
 def _call(delta: Delta, arguments: str) -> dict[str, Any]:
     return {"id": delta.id, "type": "function", "function": {"name": delta.name, "arguments": arguments}}
-
-
-def _stream_delta(delta: Delta) -> dict[str, Any]:
-    if delta.kind != "tool_call":
-        return {"reasoning_content" if delta.kind == "reasoning" else "content": delta.text}
-    call = {"function": {"arguments": delta.text}} if delta.name is None else _call(delta, delta.text)
-    return {"tool_calls": [{"index": delta.index, **call}]}
 
 
 def _message(deltas: Sequence[Delta]) -> dict[str, Any]:

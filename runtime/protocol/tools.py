@@ -14,6 +14,7 @@ from wisparse.formats.errors import UsageError
 from wisparse.formats.guard import parse_json
 
 from ..generation.logits import JSON_SPACE, Grammar
+from ..tokenizer import partial_marker
 
 _MAX_DEPTH = 32
 _MAX_SPACE = 64  # longer white space before a call is text
@@ -116,12 +117,6 @@ class Delta:
     index: int = 0
     id: str | None = None
     name: str | None = None
-
-
-def partial_marker(text: str, marker: str) -> int:
-    """Length of the end of ``text`` that may be the beginning of ``marker``."""
-    lengths = range(min(len(marker) - 1, len(text)), 0, -1)
-    return next((length for length in lengths if text.endswith(marker[:length])), 0)
 
 
 class JsonScanner:
