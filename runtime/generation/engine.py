@@ -208,16 +208,19 @@ class Engine:
             if self.scheduler.busy:
                 # A stop string may end its answer after every token.
                 one_token = any(request.stop for request in self.scheduler.running)
-                for request in self.scheduler.step(None if one_token else self._inbox.__len__):
+                with memory_errors(self.decoder.device, "for this prompt"):
+                    advanced = self.scheduler.step(None if one_token else self._inbox.__len__)
+                for request in advanced:
                     self._deliver(request)
-            self._wake()
         except Exception as error:
-            self._recover(error)
-            self._wake()
+            self._deliver_all()  # what came before the failed step
+            for request in self.scheduler.fail():
+                self._fail(request, error)
         except BaseException:  # an interrupt, anywhere: the slots are undefined, and tokens may be undelivered
             self.scheduler.start_over()
             self._deliver_all()
             raise
+        self._wake()
 
     def _put(self, task: Callable[[], None]) -> None:
         self._inbox.append(task)
@@ -268,17 +271,6 @@ class Engine:
             requests = list(self._open)
         for request in requests:
             self._deliver(request)
-
-    def _recover(self, error: Exception) -> None:
-        """End the requests that a failed step concerns, after the tokens that came before it were delivered."""
-        self._deliver_all()
-        try:
-            with memory_errors(self.decoder.device, "for this prompt"):
-                raise error
-        except Exception as translated:
-            error = translated
-        for request in self.scheduler.fail():
-            self._fail(request, error)
 
     def _fail(self, request: Request, error: Exception) -> None:
         """End a request with an error, unless it is done."""
