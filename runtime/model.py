@@ -167,10 +167,8 @@ class Model(AbstractContextManager["Model"]):
     def generate_each(
         self, prompts: Sequence[Prompt], **settings: Unpack[GenerationArguments]
     ) -> Generator[tuple[int, Generation], None, None]:
-        """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends.
-
-        Arguments are checked at once, the model starts at the first ``next``; they are those of :meth:`generate`.
-        """
+        """Answer many prompts, ``max_batch`` at a time: gives each one's index and answer as it ends. Arguments are
+        checked at once, the model starts at the first ``next``; they are those of :meth:`generate`."""
         requests = self._requests(prompts, settings)
 
         def answers() -> Generator[tuple[int, Generation], None, None]:
@@ -186,10 +184,8 @@ class Model(AbstractContextManager["Model"]):
         return answers()
 
     def stream(self, prompt: Prompt, **settings: Unpack[GenerationArguments]) -> Generator[Chunk, None, None]:
-        """Answer token by token; arguments as for :meth:`generate`, one prompt only.
-
-        Arguments are checked at once, the model starts at the first ``next``. Leaving the loop early is fine.
-        """
+        """Answer token by token; arguments as for :meth:`generate`, one prompt only. Arguments are checked at once, the
+        model starts at the first ``next``. Leaving the loop early is fine."""
         stream = self.stream_together(prompt, **settings)
 
         def chunks() -> Generator[Chunk, None, None]:
@@ -252,10 +248,8 @@ class Model(AbstractContextManager["Model"]):
     def request(
         self, prompt_token_ids: Sequence[int], *, stop: Sequence[str] = (), prefill: str | None = None, **fields: Any
     ) -> Request:
-        """A validated :class:`Request` with these fields, for ``engine.submit``.
-
-        A stop string that is a special token's name becomes a stop token. prefill: the loader's choice if None.
-        """
+        """A validated :class:`Request` with these fields, for ``engine.submit``. A stop string that is a special
+        token's name becomes a stop token. prefill: the loader's choice if None."""
         special = [one for one in stop if self.text is not None and self.text.is_special(one)]
         tokens = {self.text.token_id(one) for one in special} if self.text is not None else set()
         request = Request(

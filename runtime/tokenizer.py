@@ -175,10 +175,8 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decodes a growing sequence in chunks that join to the text of the whole, special tokens left out.
-
-    Text between two visible special tokens is decoded by itself.
-    """
+    """Decodes a growing sequence in chunks that join to the text of the whole, special tokens left out. Text between
+    two visible special tokens is decoded by itself."""
 
     def __init__(self, library: tokenizers.Tokenizer, special: Collection[int], visible: Collection[int]) -> None:
         self._library, self._special, self._visible = library, special, visible
@@ -214,10 +212,8 @@ def partial_marker(text: str, marker: str) -> int:
 
 
 class StopStrings:
-    """Cuts a text off before the first stop string, wherever the chunks' borders fall.
-
-    Of several stop strings the one that is complete first wins, the longest of those that end together.
-    """
+    """Cuts a text off before the first stop string, wherever the chunks' borders fall. Of several stop strings the one
+    that is complete first wins, the longest of those that end together."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]

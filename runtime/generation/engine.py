@@ -171,10 +171,8 @@ class Engine:
             self.call(close)
 
     def drive(self, until: Callable[[], object]) -> None:
-        """Wait until something holds, and run the steps meanwhile unless another thread does.
-
-        ``until`` is called after every step, by any thread.
-        """
+        """Wait until something holds, and run the steps meanwhile unless another thread does. ``until`` is called after
+        every step, by any thread."""
         while not until():
             if self._run_lock.acquire(blocking=False):
                 try:

@@ -26,10 +26,8 @@ _FORMS = "a text, messages with a role, token ids, or a list of these"
 
 
 def as_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
-    """The prompts that an argument holds, and whether it is a single one.
-
-    Token ids may be numpy's or torch's: a vector of integers is a prompt, a matrix is a list of them.
-    """
+    """The prompts that an argument holds, and whether it is a single one. Token ids may be numpy's or torch's: a vector
+    of integers is a prompt, a matrix is a list of them."""
     single = _as_prompt(prompts, "prompt")
     if single is not None:
         return [single], True

@@ -108,10 +108,8 @@ class PrefixCache:
 
 
 class Scheduler:
-    """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``.
-
-    Not thread-safe, but for ``validate``.
-    """
+    """Runs requests on one decoder, which nobody else may use between two steps but through ``start_over``. Not
+    thread-safe, but for ``validate``."""
 
     def __init__(self, decoder: Decoder, bundle: Bundle | None = None) -> None:
         self.decoder, self.bundle = decoder, bundle
@@ -178,10 +176,8 @@ class Scheduler:
             self.waiting = deque(other for other in self.waiting if other is not request)
 
     def fail(self) -> list[Request]:
-        """After :meth:`step` has raised: finish and return the requests it failed for, and queue the others again.
-
-        An error in prefill or in a grammar concerns one request, any other one the whole batch.
-        """
+        """After :meth:`step` has raised: finish and return the requests it failed for, and queue the others again. An
+        error in prefill or in a grammar concerns one request, any other one the whole batch."""
         failed = self.running if self._culprit is None else [self._culprit]
         for request in failed:
             self.finish(request, "error")

@@ -115,10 +115,8 @@ def cached_tokens(answers: Sequence[Generation], copies: int) -> int:
 
 
 class Formatter:
-    """The answers to one request; chunks come with the index of their answer. A protocol is a subclass.
-
-    What is here is common to chats and completions: choices, and usage at the end.
-    """
+    """The answers to one request; chunks come with the index of their answer. A protocol is a subclass. What is here is
+    common to chats and completions: choices, and usage at the end."""
 
     id_prefix, complete_object, chunk_object = "", "", ""
 

@@ -107,10 +107,8 @@ def call_grammar(
 
 @dataclass(frozen=True)
 class Delta:
-    """What some text adds to an answer.
-
-    A tool call's first delta has its id and name, the others have some of its arguments' JSON as text.
-    """
+    """What some text adds to an answer. A tool call's first delta has its id and name, the others have some of its
+    arguments' JSON as text."""
 
     kind: Literal["reasoning", "content", "tool_call"]
     text: str = ""
@@ -120,10 +118,8 @@ class Delta:
 
 
 class JsonScanner:
-    """Finds the end of a JSON object in growing text; ``at``: how many characters are scanned.
-
-    ``closers`` are the brackets that are open at the start, outermost first.
-    """
+    """Finds the end of a JSON object in growing text; ``at``: how many characters are scanned. ``closers`` are the
+    brackets that are open at the start, outermost first."""
 
     def __init__(self, closers: str = "") -> None:
         self._closers = list(closers)

@@ -85,12 +85,9 @@ class Metrics:
 
 
 class TimedConnection(H11Protocol):
-    """Closes a connection that sends no request in time.
-
-    uvicorn's ``timeout_keep_alive`` begins with the end of an answer and ends with the next byte, so it knows neither
-    clients that send nothing nor headers that never end. The class is no public interface: pyproject.toml bounds its
-    versions.
-    """
+    """Closes a connection that sends no request in time. uvicorn's ``timeout_keep_alive`` begins with the end of an
+    answer and ends with the next byte, so it knows neither clients that send nothing nor headers that never end. The
+    class is no public interface: pyproject.toml bounds its versions."""
 
     _timer: asyncio.TimerHandle
 
